@@ -1,0 +1,42 @@
+"""dsjob: a declarative job runner for PyTorch training.
+
+The names below are imported when they are used, so that `import dsjob` and the commands that only look at documents
+stay free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsjob.batch import BatchConfig as BatchConfig
+    from dsjob.engine import Engine as Engine
+    from dsjob.entry import add_config_arguments as add_config_arguments
+    from dsjob.entry import init_distributed as init_distributed
+    from dsjob.entry import initialize as initialize
+
+    __version__: str
+
+_HOMES = {
+    "BatchConfig": "dsjob.batch",
+    "Engine": "dsjob.engine",
+    "add_config_arguments": "dsjob.entry",
+    "init_distributed": "dsjob.entry",
+    "initialize": "dsjob.entry",
+}
+__all__ = ["BatchConfig", "Engine", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("dsjob")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dsjob' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,7 @@
+"""`python -m dsjob`: the same as the `dsjob` command."""
+
+import sys
+
+from dsjob.cli import main
+
+sys.exit(main())

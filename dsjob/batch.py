@@ -1,0 +1,86 @@
+"""The batch triad: train_batch = micro_batch x grad_accum x data-parallel world size.
+
+Derivation as DeepSpeed's (integer divisions, then a check of the product), so that a config means here what it means
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsjob.errors import DocumentError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Samples a step (all ranks), samples a pass (one rank), passes a step. None: to be derived."""
+
+    train_batch: int | None = None
+    micro_batch: int | None = None
+    grad_accum: int | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BatchConfig:
+        """From a `trainer` section, or a DeepSpeed config; "auto" counts as not given."""
+        names = {
+            "train_batch": "train_batch_size",
+            "micro_batch": "train_micro_batch_size_per_gpu",
+            "grad_accum": "gradient_accumulation_steps",
+        }
+        given = {ours: values.get(ours, values.get(theirs)) for ours, theirs in names.items()}
+        return cls(**{name: None if value in (None, "auto") else int(value) for name, value in given.items()})
+
+    def resolve(self, world_size: int) -> BatchConfig:
+        """All three numbers for `world_size` data-parallel ranks.
+
+        Raises DocumentError, naming the numbers and a change that would make them hold, where they do not multiply out.
+        """
+        full = self._complete(world_size)
+        if full is None:
+            raise _problem("needs train_batch or micro_batch", "trainer.micro_batch=8, for example")
+        if not full.is_valid(world_size):
+            raise _problem(full._mismatch(world_size), full._remedy(world_size))
+        return full
+
+    def is_valid(self, world_size: int) -> bool:
+        """Whether all three are given, positive, and multiply out for `world_size`."""
+        if self.train_batch is None or self.micro_batch is None or self.grad_accum is None:
+            return False
+        positive = min(self.train_batch, self.micro_batch, self.grad_accum) > 0
+        return positive and self.train_batch == self.micro_batch * self.grad_accum * world_size
+
+    def _complete(self, world_size: int) -> BatchConfig | None:
+        train, micro, accum = self.train_batch, self.micro_batch, self.grad_accum
+        if train is not None and micro is not None:
+            return self if accum is not None else replace(self, grad_accum=train // micro // world_size)
+        if train is not None:
+            accum = accum if accum is not None else 1
+            return BatchConfig(train, train // world_size // accum, accum)
+        if micro is not None:
+            accum = accum if accum is not None else 1
+            return BatchConfig(micro * accum * world_size, micro, accum)
+        return None
+
+    def _mismatch(self, world_size: int) -> str:
+        return (
+            f"train_batch {self.train_batch} is not micro_batch {self.micro_batch} x grad_accum {self.grad_accum} "
+            f"x world size {world_size}"
+        )
+
+    def _remedy(self, world_size: int) -> str:
+        train, micro, accum = self.train_batch or 0, max(self.micro_batch or 0, 1), max(self.grad_accum or 0, 1)
+        ways = []
+        if train % (micro * accum) == 0:
+            ways.append(f"it holds for world size {train // (micro * accum)}: launch.nproc={train // (micro * accum)}")
+        if train % (micro * world_size) == 0:
+            ways.append(f"or trainer.grad_accum={train // (micro * world_size)}")
+        elif train % (accum * world_size) == 0:
+            ways.append(f"or trainer.micro_batch={train // (accum * world_size)}")
+        ways.append(f"or trainer.train_batch={micro * accum * world_size}")
+        return ", ".join(ways).removeprefix("or ")
+
+
+def _problem(message: str, hint: str) -> DocumentError:
+    return DocumentError([Problem(message, ("trainer",), "batch", hint)])

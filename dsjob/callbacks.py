@@ -1,0 +1,70 @@
+"""Callbacks: what happens beside training. A base class of harmless no-ops, and the metrics file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import IO, Any, Protocol
+
+from dsjob.engine import Engine
+
+
+class RunView(Protocol):
+    """What a callback sees of the run."""
+
+    engine: Engine
+    max_steps: int
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+
+    def say(self, title: str, text: str) -> None:
+        """Shows `text` under `title` to the user; on rank 0 alone."""
+
+
+class Callback:
+    """Override what is needed. Every hook is called on every rank, in the same order, so collectives are safe in it."""
+
+    def on_start(self, run: RunView) -> None:
+        """Training begins, or goes on after a resume."""
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        """A log record: step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second, eta_seconds."""
+
+    def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        """An evaluation is done: `eval/loss` and the metrics of the document as `eval/<name>`."""
+
+    def on_save(self, run: RunView, url: str) -> None:
+        """A checkpoint is committed."""
+
+    def on_end(self, run: RunView) -> None:
+        """Training has reached its last step."""
+
+
+class MetricsFile(Callback):
+    """Appends every log record and evaluation to a JSON-lines file, one object a line; rank 0 alone writes."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def on_start(self, run: RunView) -> None:
+        if run.engine.world.rank == 0:
+            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        self._write(record)
+
+    def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        self._write({"step": run.step, **metrics})
+
+    def on_end(self, run: RunView) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()

@@ -1,0 +1,148 @@
+"""What a checkpoint holds of a training run, as tensors by name and plain values; and the way back.
+
+Names: `model.<parameter or buffer>` and `optimizer.<parameter>.<key>`, the parameter as the unsharded model calls it,
+so that a save of any world size and stage loads into any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dsjob.checkpoint.values import decode, encode
+from dsjob.errors import CheckpointError
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Views of the live objects of one engine: reading them saves, writing into them loads."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    aliases: dict[str, str]
+    masters: dict[str, nn.Parameter]
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    device: torch.device
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers under their checkpoint names."""
+        return {f"model.{name}": tensor.detach() for name, tensor in {**self.weights, **self.buffers}.items()}
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's tensors under their checkpoint names."""
+        return {
+            f"optimizer.{name}.{key}": value
+            for name, entry in self._optimizer_entries().items()
+            for key, value in entry.items()
+            if isinstance(value, Tensor)
+        }
+
+    def role(self, name: str) -> str:
+        """`parameter`, `buffer` or `optimizer`: what the tensor of a checkpoint name is."""
+        kind, _, rest = name.partition(".")
+        return "optimizer" if kind == "optimizer" else "parameter" if rest in self.weights else "buffer"
+
+    def optimizer_values(self) -> dict[str, Any]:
+        """The optimizer's parameter groups (with names in place of tensors) and values that are no tensors."""
+        if self.optimizer is None:
+            return {}
+        names = self._names()
+        groups = [
+            {
+                **{key: encode(v, f"optimizer.{key}") for key, v in group.items() if key != "params"},
+                "names": [names[id(p)] for p in group["params"]],
+            }
+            for group in self.optimizer.param_groups
+        ]
+        values = {
+            name: {key: encode(v, f"optimizer.{name}.{key}") for key, v in entry.items() if not isinstance(v, Tensor)}
+            for name, entry in self._optimizer_entries().items()
+        }
+        return {"groups": groups, "values": {name: entry for name, entry in values.items() if entry}}
+
+    def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
+        """Empty tensors for every optimizer tensor in `shapes` (by checkpoint name) of a parameter of this model.
+
+        A tensor of its parameter's shape is sharded like the parameter; any other is whole on every rank.
+        """
+        made: dict[str, Tensor] = {}
+        for full, (shape, dtype) in shapes.items():
+            name = full.removeprefix("optimizer.").rpartition(".")[0]
+            master = self.masters.get(name)
+            if master is None:
+                continue
+            like = tuple(master.shape) == shape
+            made[full] = torch.empty_like(master.data, dtype=dtype) if like else torch.empty(shape, dtype=dtype)
+        return made
+
+    def load_optimizer(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Gives the optimizer its state back. Raises CheckpointError where its parameter groups are others now."""
+        if self.optimizer is None or not values:
+            return
+        names, groups = self._names(), values["groups"]
+        ours = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        theirs = [group["names"] for group in groups]
+        if sorted(map(sorted, ours)) != sorted(map(sorted, theirs)):
+            raise CheckpointError(
+                "the optimizer's parameters are not those that were saved",
+                hint=_difference(ours, theirs),
+            )
+        numbers = {name: index for index, name in enumerate(name for group in theirs for name in group)}
+        state: dict[int, dict[str, Any]] = {}
+        for full, tensor in tensors.items():
+            name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            state.setdefault(numbers[name], {})[key] = tensor
+        for name, entry in values["values"].items():
+            state.setdefault(numbers[name], {}).update({key: decode(value) for key, value in entry.items()})
+        by_names = {tuple(sorted(group["names"])): group for group in groups}
+        ordered = []
+        for ours_in_group in ours:
+            group = by_names[tuple(sorted(ours_in_group))]
+            kept = {key: decode(value) for key, value in group.items() if key != "names"}
+            ordered.append({**kept, "params": [numbers[name] for name in ours_in_group]})
+        self.optimizer.load_state_dict({"state": state, "param_groups": ordered})
+
+    def scheduler_values(self) -> Any:
+        """The schedule's state."""
+        return encode(self.scheduler.state_dict(), "scheduler") if self.scheduler is not None else None
+
+    def load_scheduler(self, values: Any) -> None:
+        """Gives the schedule its state back."""
+        if self.scheduler is not None and values is not None:
+            self.scheduler.load_state_dict(decode(values))
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.masters.items()}
+
+    def _optimizer_entries(self) -> dict[str, dict[str, Any]]:
+        if self.optimizer is None:
+            return {}
+        names = self._names()
+        return {names[id(parameter)]: entry for parameter, entry in self.optimizer.state.items()}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to a module's state, by name; shared ones once."""
+    wanted = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, owner in module.named_modules()
+        for name in owner._buffers
+        if name not in owner._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in module.named_buffers() if name in wanted}
+
+
+def _difference(ours: list[list[str]], theirs: list[list[str]]) -> str:
+    now, saved = {n for group in ours for n in group}, {n for group in theirs for n in group}
+    new, gone = sorted(now - saved), sorted(saved - now)
+    parts = [f"new: {', '.join(new[:5])}" if new else "", f"missing: {', '.join(gone[:5])}" if gone else ""]
+    return "; ".join(part for part in parts if part) or "they are grouped in another way"

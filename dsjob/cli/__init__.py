@@ -1,0 +1,96 @@
+"""The command line: which command it is, and how errors reach the user. Commands import what they need."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from dsjob.errors import DocumentError, DsjobError, UsageError
+
+USAGE = """\
+dsjob: train from a job document
+
+  dsjob +recipe=NAME [key=value ...]     run a recipe (quickstart, zero2_gpt, zero3_t5, vision_digits)
+  dsjob FILE [key=value ...]             run a job document (JSON or YAML); also: dsjob run FILE
+  dsjob run FOLDER [key=value ...]       go on with the run in FOLDER
+  dsjob -m ... key=a,b,c                 sweep: one run for each combination
+  dsjob validate FILE...                 check documents, all problems at once
+  dsjob show FILE | +recipe=NAME         print the resolved document
+  dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
+
+  dsjob COMMAND --help                   more about a command
+  --cfg job|hydra|all, --info, --config-dir DIR, --hydra-help, -sc install=bash: as in every Hydra program
+  --debug                                show tracebacks
+  --version
+"""
+
+_COMMANDS = ("run", "validate", "show", "convert")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code (see `errors`)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    try:
+        return _dispatch([argument for argument in arguments if argument != "--debug"], debug)
+    except DsjobError as error:
+        if debug:
+            raise
+        _print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("dsjob: interrupted", file=sys.stderr)  # noqa: T201
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        return 141
+    except Exception as error:
+        if debug:
+            raise
+        from dsjob.launch import describe_failure
+
+        _print_error(DsjobError(describe_failure(error), hint="run again with --debug for the traceback"))
+        return 1
+
+
+def _dispatch(arguments: list[str], debug: bool) -> int:
+    first = arguments[0] if arguments else "--help"
+    if first in ("-h", "--help"):
+        print(USAGE, end="")  # noqa: T201
+        return 0
+    if first == "--version":
+        import dsjob
+
+        print(f"dsjob {dsjob.__version__}")  # noqa: T201
+        return 0
+    if first in _COMMANDS:
+        command, rest = first, arguments[1:]
+    else:
+        command, rest = "run", arguments
+        _require_runnable(first)
+    module = import_module(f"dsjob.cli.{command}")
+    code: int = module.main(rest, debug)
+    return code
+
+
+def _require_runnable(first: str) -> None:
+    """Tells a mistyped command or file from an override."""
+    if first[:1] in "-+~" or "=" in first or "://" in first or os.path.exists(first):
+        return
+    if first.endswith((".json", ".yaml", ".yml", ".jsonc")) or "/" in first:
+        raise UsageError(f"no such file: {first}")
+    from dsjob.check import suggest
+
+    raise UsageError(
+        f"no command or file is called {first!r}", hint=suggest(first, _COMMANDS) or "dsjob --help lists them"
+    )
+
+
+def _print_error(error: DsjobError) -> None:
+    if isinstance(error, DocumentError):
+        text = "\n".join(str(problem) for problem in error.problems)
+    else:
+        text = f"dsjob: error: {error}"
+    print(text, file=sys.stderr)  # noqa: T201

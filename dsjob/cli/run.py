@@ -1,0 +1,131 @@
+"""`dsjob run`, and `dsjob` without a command: compose, check, resolve, launch; Hydra's own flags and sweeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from dsjob import compose as composition
+from dsjob import launch, storage
+from dsjob.document import Document
+from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
+from dsjob.origins import Composed, read_document
+from dsjob.resolve import resolve_job
+
+_RESULT_NAME = "result.json"
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Runs a recipe or a job file, sweeps, or answers one of Hydra's questions."""
+    args = composition.parse_arguments(arguments)
+    if args.help:
+        from dsjob.cli import USAGE
+
+        sys.stdout.write(USAGE)
+        return 0
+    file, overrides = split_source(args.overrides)
+    if args.multirun:
+        return _sweep(overrides, file, args.config_dir, debug)
+    if args.cfg == "job":
+        composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+        _print_yaml(composed.document, args.package)
+        return 0
+    if args.cfg or args.info or args.shell_completion or args.hydra_help:
+        composition.answer(args, overrides, file)
+        return 0
+    composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+    run_composed(composed, import_folders(file), debug)
+    return 0
+
+
+def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
+    """The job file among the arguments, read, and what remains. A run's folder stands for its document."""
+    words = [word for word in overrides if "=" not in word or os.path.exists(word)]
+    rest = [word for word in overrides if word not in words]
+    if not words:
+        return None, rest
+    if len(words) > 1:
+        raise UsageError(f"one job file at a time, not {', '.join(words)}")
+    source = words[0]
+    if "://" not in source and os.path.isdir(source):
+        resolved = os.path.join(source, launch.RESOLVED_NAME)
+        if not os.path.exists(resolved):
+            raise UsageError(f"{source} is no run's folder: there is no {launch.RESOLVED_NAME} in it")
+        document = read_document(resolved)
+        return document, [*rest, f"output.dir={_quote(source.rstrip('/') or '/')}"]
+    if source[:1] == "~" or not ("://" in source or os.path.exists(source)):
+        raise UsageError(f"no such file: {source}")
+    return read_document(source), rest
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def import_folders(file: Document | None) -> list[str]:
+    """Where modules that a document names may lie: the current folder, and the job file's own."""
+    folders = [os.getcwd()]
+    if file is not None and "://" not in file.source:
+        folders.append(os.path.dirname(os.path.abspath(file.source)))
+    return list(dict.fromkeys(folders))
+
+
+def run_composed(composed: Composed, folders: list[str], debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
+    """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent."""
+    joined = launch.read_world_size()
+    nproc = composed.document.get("launch", {}).get("nproc", 1)
+    world_size = joined or (int(nproc) if isinstance(nproc, (int, float)) else 1)
+    document, warnings = resolve_job(composed.document, world_size=max(world_size, 1), locate=composed.locate)
+    if not joined or os.environ.get("RANK") == "0":
+        _print_warnings(warnings)
+    if joined:
+        launch.join(document, document["output"]["dir"], import_from=folders)
+        return {}
+    run_dir = run_dir or launch.make_run_dir(document["output"]["dir"], document["name"])
+    try:
+        return launch.start(document, run_dir, import_from=folders, debug=debug)
+    except (DsjobError, KeyboardInterrupt) as error:
+        _say_how_to_go_on(run_dir, error)
+        raise
+
+
+def _print_warnings(warnings: Sequence[Problem]) -> None:
+    if warnings:
+        names = ", ".join(problem.dotted for problem in warnings)
+        print(f"no effect here: {names} (`dsjob validate` says why)", file=sys.stderr)  # noqa: T201
+
+
+def _say_how_to_go_on(run_dir: str, error: BaseException) -> None:
+    commits = os.path.join(run_dir, "checkpoints", "commits")
+    if not isinstance(error, DocumentError) and storage.list_names(commits):
+        print(f"dsjob: to go on from the last checkpoint: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
+
+
+def _print_yaml(document: dict[str, Any], package: str | None) -> None:
+    import yaml
+
+    value: Any = document
+    for part in package.split(".") if package and package != "_global_" else []:
+        if not isinstance(value, dict) or part not in value:
+            raise UsageError(f"there is no {package} in the document")
+        value = value[part]
+    sys.stdout.write(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+
+
+def _sweep(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool) -> int:
+    """One run for each combination, then a table; goes on when one fails, and exits 1 if any did."""
+    from dsjob.cli import sweep
+
+    return sweep.main(overrides, file, config_dir, debug)
+
+
+def read_result(run_dir: str) -> dict[str, Any]:
+    """A run's result.json; empty where there is none."""
+    path = os.path.join(run_dir, _RESULT_NAME)
+    if not os.path.exists(path):
+        return {}
+    content: dict[str, Any] = json.loads(storage.read_text(path))
+    return content

@@ -1,0 +1,38 @@
+"""`dsjob show`: the resolved document of a job file or recipe with overrides."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from dsjob import compose as composition
+from dsjob import launch
+from dsjob.cli.run import split_source
+from dsjob.resolve import resolve_job
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Prints YAML or JSON."""
+    parser = argparse.ArgumentParser(prog="dsjob show", description="Print the resolved job document.")
+    parser.add_argument(
+        "source", nargs="+", metavar="FILE|+recipe=NAME|key=value", help="what to compose, as for dsjob run"
+    )
+    parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks to resolve the batch sizes for (launch.nproc)"
+    )
+    args = parser.parse_intermixed_args(arguments)
+    file, overrides = split_source(args.source)
+    composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+    nproc = composed.document.get("launch", {}).get("nproc", 1)
+    world_size = args.world_size or launch.read_world_size() or (int(nproc) if isinstance(nproc, (int, float)) else 1)
+    document, _ = resolve_job(composed.document, world_size=max(world_size, 1), locate=composed.locate)
+    if args.format == "json":
+        print(json.dumps(document, indent=2))  # noqa: T201
+    else:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    return 0

@@ -1,0 +1,194 @@
+"""Composition: the home of Hydra and OmegaConf. Recipes, a job file and overrides in; one plain document out.
+
+Hydra composes on `base`, a tree of every key in the schemas with nothing in it, so that a mistyped override has no
+place to go. A job file is merged after the recipe and before the overrides. Nothing is checked here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dsjob import schema as contract
+from dsjob.check import Path, suggest
+from dsjob.document import Document
+from dsjob.errors import DocumentError, Problem, UsageError
+from dsjob.origins import Composed, settle
+
+CONFIG_NAME = "config"
+_FILE_GROUP = "job_file"
+_GROUPS = {"optimizer": "optimizer", "scheduler": "scheduler", "precision": "bf16", "zero": "zero_optimization"}
+
+
+@contextmanager
+def open_hydra(
+    overrides: Sequence[str], *, config_dir: str | None = None, file: Document | None = None
+) -> Iterator[Hydra]:
+    """Hydra over dsjob's own configs, those in `config_dir`, and a job file. Its errors come out as UsageError."""
+    search_path = create_config_search_path("pkg://dsjob.conf")
+    if config_dir is not None:
+        if not os.path.isdir(config_dir):
+            raise UsageError(f"--config-dir: no such folder: {config_dir}")
+        here = SearchPathQuery(provider="schema")
+        search_path.prepend(provider="command-line", path=f"file://{os.path.abspath(config_dir)}", anchor=here)
+    _store_base(overrides, file)
+    GlobalHydra.instance().clear()
+    try:
+        with _renamed():
+            yield Hydra.create_main_hydra2(task_name="dsjob", config_search_path=search_path)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _store_base(overrides: Sequence[str], file: Document | None) -> None:
+    tree = OmegaConf.create(contract.unset_tree(contract.job_schema()))
+    for section in ("optimizer", "scheduler"):
+        # Their arguments are checked against the type's own list, so that any may be given without a "+".
+        OmegaConf.set_struct(tree[section].params, False)
+    store = ConfigStore.instance()
+    store.store(name="base", node=tree)
+    if file is not None:
+        # Hydra merges a group chosen on the command line before the file, whose section would then win.
+        chosen = {section for group, section in _GROUPS.items() if any(o.startswith(f"{group}=") for o in overrides)}
+        node = {key: value for key, value in file.value.items() if key not in chosen}
+        store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line as Hydra understands it: its flags, and `overrides` (files among them). Raises UsageError."""
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(message, hint="dsjob --help lists the commands and flags")
+
+
+def answer(args: argparse.Namespace, overrides: Sequence[str], file: Document | None) -> None:
+    """Answers the questions that every Hydra program answers: --cfg, --info, --shell-completion, --hydra-help."""
+    config: dict[str, Any] = {"config_name": CONFIG_NAME, "overrides": list_overrides(overrides, file)}
+    with open_hydra(overrides, config_dir=args.config_dir, file=file) as hydra:
+        if args.shell_completion:
+            hydra.shell_completion(config_name=CONFIG_NAME, overrides=list(overrides))
+        elif args.info:
+            hydra.show_info(args.info, **config)
+        elif args.hydra_help:
+            hydra.hydra_help(config_name=CONFIG_NAME, args_parser=get_args_parser(), args=args)
+        else:
+            hydra.show_cfg(cfg_type=args.cfg, package=args.package, resolve=args.resolve, **config)
+
+
+def multirun(task: TaskFunction, overrides: Sequence[str], *, file: Document | None, config_dir: str | None) -> None:
+    """Hydra's own multirun of `task`, with the sweeper and launcher that the overrides choose.
+
+    Errors of composition come out renamed; what a run raises passes through.
+    """
+    with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
+        hydra.multirun(config_name=CONFIG_NAME, task_function=task, overrides=list_overrides(overrides, file))
+
+
+def list_overrides(overrides: Sequence[str], file: Document | None) -> list[str]:
+    """The overrides for Hydra: the user's, and the one that brings the job file in, last of the groups."""
+    return [*overrides, f"+{_FILE_GROUP}=given"] if file is not None else list(overrides)
+
+
+def compose(overrides: Sequence[str], *, file: Document | None = None, config_dir: str | None = None) -> Composed:
+    """Recipes, job file and overrides as one document. Raises UsageError, DocumentError."""
+    with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
+        config = hydra.compose_config(
+            config_name=CONFIG_NAME,
+            overrides=list_overrides(overrides, file),
+            run_mode=RunMode.RUN,
+            with_log_configuration=False,
+        )
+        return finish(config, file)
+
+
+def finish(config: DictConfig, file: Document | None) -> Composed:
+    """A composed Hydra config as a plain document; `config` still has its `hydra` node."""
+    with _renamed():
+        task = list(config.hydra.overrides.task)
+        choices = {str(key): value for key, value in config.hydra.runtime.choices.items() if value is not None}
+        plain: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
+            OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), resolve=True
+        )
+    recipes = tuple(str(choices[key]) for key in choices if key.split("@")[0] == "recipe")
+    return settle(plain, file=file, recipes=recipes, overrides=_override_paths(task))
+
+
+def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:
+    paths: dict[Path, str] = {}
+    for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+        key = re.sub(r"\[([^\]]+)\]", r".\1", parsed.get_key_element().lstrip("+~"))
+        path = tuple(int(part) if part.isdigit() else part for part in key.split(".") if part)
+        paths[path] = parsed.input_line or key
+    return paths
+
+
+@contextmanager
+def _renamed() -> Iterator[None]:
+    """Renames errors of Hydra and OmegaConf into the project's own."""
+    try:
+        yield
+    except MissingConfigException as error:
+        missing = str(error.missing_cfg_file or "")
+        group, _, name = missing.rpartition("/")
+        options = sorted(error.options or [])
+        hint = suggest(name, options) or ("there are: " + ", ".join(options) if options else "")
+        raise UsageError(f"no {group or 'config'} is called {name or missing}", hint=hint) from error
+    except OverrideParseException as error:
+        raise UsageError(
+            f"cannot read {error.override!r}", hint="an override is key=value: trainer.max_steps=10"
+        ) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error) from error
+    except ValueError as error:  # what Hydra says of a defaults list that it cannot read
+        raise UsageError(f"the configs cannot be composed: {error}") from error
+
+
+def _explain(error: Exception) -> UsageError | DocumentError:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    found = re.search(r"Could not (?:override|append to config|delete from config)\W+'?([\w.\[\]@/$-]+)", text)
+    cause = error.__cause__
+    if found and text.startswith("Could not override"):
+        key = found.group(1).rstrip(".'")
+        return DocumentError([_unknown_override(key)])
+    if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
+        return DocumentError([Problem(text, tuple(str(error.full_key).split(".")), "interpolation")])
+    detail = str(cause).splitlines()[0] if isinstance(cause, OmegaConfBaseException) else ""
+    return UsageError(f"{text}: {detail}" if detail and detail not in text else text)
+
+
+def _unknown_override(key: str) -> Problem:
+    """What is wrong with `key=...` when the document has no such key: the nearest name, or how to add an argument."""
+    schema: contract.Schema = contract.job_schema()
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        below = contract.child(schema, part)
+        if below is None or not below.get("properties"):
+            known = list(schema.get("properties", {}))
+            if below is None and not contract.is_target(schema):
+                hint = (
+                    suggest(part, known)
+                    or f"allowed in {'.'.join(parts[:index]) or 'the document'}: {', '.join(known)}"
+                )
+                return Problem("unknown key", tuple(parts[: index + 1]), "unknown-key", hint, "command line")
+            break
+        schema = below
+    return Problem("is not in the document", tuple(parts), "not-there", f"to add it: +{key}=...", "command line")

@@ -1,0 +1,56 @@
+"""Batches: to the device, and how many samples one holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor in it (in mappings, lists, tuples, dataclasses) on `device`, copied without waiting."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(item, device) for item in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(item, device) for item in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        moved = {field.name: to_device(getattr(batch, field.name), device) for field in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **moved)
+    return batch
+
+
+def count_samples(batch: Any) -> int:
+    """The size of the first dimension of the first tensor in `batch`; 1 where there is none."""
+    first = _first_tensor(batch)
+    return first.shape[0] if first is not None and first.dim() else 1
+
+
+def count_elements(batch: Any) -> int:
+    """The number of elements of the first tensor in `batch`: tokens, for a batch of token ids."""
+    first = _first_tensor(batch)
+    return first.numel() if first is not None else 0
+
+
+def is_tokens(batch: Any) -> bool:
+    """Whether `batch` begins with rows of ids: an integer tensor of two dimensions."""
+    first = _first_tensor(batch)
+    return first is not None and first.dim() == 2 and not first.is_floating_point()
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        items: Any = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        items = batch
+    else:
+        return None
+    return next((found for item in items if (found := _first_tensor(item)) is not None), None)

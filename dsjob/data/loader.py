@@ -1,0 +1,143 @@
+"""Loaders: endless training batches that know their place, evaluation batches that end together on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from dsjob.data.batches import count_samples
+from dsjob.data.order import RankBatches, SampleOrder
+from dsjob.errors import DataError
+from dsjob.mesh import World
+
+Collate = Callable[[list[Any]], Any]
+
+
+class TrainingLoader:
+    """This rank's micro batches, without end; `seek` goes to the place of a resumed run.
+
+    A map-style dataset is read in a `SampleOrder`. An iterable one is read in its own order, the ranks taking turns,
+    and started again when it ends; seeking in it reads past what was seen.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        micro_batch: int,
+        world: World,
+        seed: int,
+        shuffle: bool = True,
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        name: str = "data.train",
+    ) -> None:
+        self.dataset = dataset
+        self._micro_batch, self._world, self._seed, self._shuffle = micro_batch, world, seed, shuffle
+        self._options: dict[str, Any] = {
+            "collate_fn": collate or default_collate,
+            "num_workers": num_workers,
+            "pin_memory": pin_memory and world.device.type == "cuda",
+        }
+        self._name = name
+        self._start = 0
+        self.samples_per_epoch = count_dataset(dataset, name)
+
+    def seek(self, samples: int) -> None:
+        """Makes iteration begin after the first `samples` samples of the run (over all ranks)."""
+        self._start = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.samples_per_epoch is None:
+            yield from self._iterate_stream()
+            return
+        order = SampleOrder(self.samples_per_epoch, self._seed, self._shuffle)
+        batches = RankBatches(
+            order,
+            start=self._start,
+            micro_batch=self._micro_batch,
+            rank=self._world.rank,
+            world_size=self._world.world_size,
+        )
+        yield from DataLoader(self.dataset, batch_sampler=batches, **self._options)
+
+    def _iterate_stream(self) -> Iterator[Any]:
+        rank, world_size = self._world.rank, self._world.world_size
+        skipped = self._start // (self._micro_batch * world_size)
+        loader = DataLoader(
+            _Turns(self.dataset, rank, world_size), batch_size=self._micro_batch, drop_last=True, **self._options
+        )
+        while True:
+            seen = 0
+            for seen, batch in enumerate(loader, start=1):  # noqa: B007
+                if skipped:
+                    skipped -= 1
+                    continue
+                yield batch
+            if not seen:
+                raise DataError(
+                    f"{self._name} ({type(self.dataset).__name__}) yields no full batch for rank {rank}"
+                )
+
+
+class _Turns(IterableDataset[Any]):
+    """An iterable dataset of which a rank takes every world_size-th sample, and a worker its share of those."""
+
+    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
+        self._dataset, self._rank, self._world_size = dataset, rank, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        from torch.utils.data import get_worker_info
+
+        worker = get_worker_info()
+        workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        return islice(iter(self._dataset), self._rank * workers + number, None, self._world_size * workers)
+
+
+def count_dataset(dataset: Any, name: str) -> int | None:
+    """The number of samples of a map-style dataset; None for an iterable one. Raises DataError where it has none."""
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset):
+        if not hasattr(dataset, "__iter__"):
+            raise DataError(
+                f"{name} is {type(dataset).__name__}, which is no dataset",
+                hint="a dataset has __len__ and __getitem__, or __iter__",
+            )
+        return None
+    try:
+        length = len(dataset)
+    except TypeError:
+        raise DataError(f"{name} ({type(dataset).__name__}) has __getitem__ but no __len__") from None
+    if length == 0:
+        raise DataError(f"{name} ({type(dataset).__name__}) is empty", hint="check its path, split and limits")
+    return length
+
+
+def iterate_evaluation(
+    dataset: Any, *, micro_batch: int, world: World, collate: Collate | None, max_batches: int | None
+) -> Iterator[tuple[Any, int]]:
+    """This rank's evaluation batches, each with its weight: the number of samples in it.
+
+    All ranks get equally many batches, since a sharded model runs on all of them at once: a rank that has none left
+    gets its first one again with weight 0. `max_batches`: at most so many a rank.
+    """
+    length = count_dataset(dataset, "data.eval")
+    collate = collate or default_collate
+    if length is None:
+        samples: Sequence[Any] = list(islice(iter(dataset), (max_batches or 2**31) * micro_batch * world.world_size))
+        length = len(samples)
+        if not length:
+            raise DataError(f"data.eval ({type(dataset).__name__}) yields nothing")
+    else:
+        samples = dataset
+    total = math.ceil(length / micro_batch)
+    rounds = math.ceil(total / world.world_size)
+    for number in range(min(rounds, max_batches) if max_batches else rounds):
+        index = number * world.world_size + world.rank
+        first = index * micro_batch if index < total else 0
+        batch = collate([samples[i] for i in range(first, min(first + micro_batch, length))])
+        yield batch, count_samples(batch) if index < total else 0

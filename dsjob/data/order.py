@@ -1,0 +1,54 @@
+"""The order of training samples: a function of the seed and the number of samples already seen, and of nothing else.
+
+Epochs follow one another without a gap, each in a shuffled order of its own, so that every batch is full. One step
+takes the next `train_batch` samples whatever the number of ranks: a run continued on other ranks sees the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """The endless sequence of sample indices of a dataset with `length` samples."""
+
+    length: int
+    seed: int
+    shuffle: bool
+
+    def epoch(self, number: int) -> Sequence[int]:
+        """The order of epoch `number`: a permutation of all indices."""
+        if not self.shuffle:
+            return range(self.length)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % 2**63)
+        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
+        return order
+
+    def stream(self, start: int) -> Iterator[int]:
+        """The indices from the `start`-th sample of the run on."""
+        number, position = divmod(start, self.length)
+        while True:
+            order = self.epoch(number)
+            for index in range(position, self.length):
+                yield order[index]
+            number, position = number + 1, 0
+
+
+class RankBatches(Sampler[list[int]]):
+    """One rank's micro batches: of every `micro_batch x world_size` samples of the stream, the rank-th part."""
+
+    def __init__(self, order: SampleOrder, *, start: int, micro_batch: int, rank: int, world_size: int) -> None:
+        self._order, self._start = order, start
+        self._micro_batch, self._rank, self._world_size = micro_batch, rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        stream = self._order.stream(self._start)
+        first = self._rank * self._micro_batch
+        while True:
+            together = [next(stream) for _ in range(self._micro_batch * self._world_size)]
+            yield together[first : first + self._micro_batch]

@@ -1,0 +1,92 @@
+"""DeepSpeed configs: what their keys are called in a job document, and how the two are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dsjob.errors import Problem
+
+Path = tuple[str | int, ...]
+
+# DeepSpeed's top-level keys that a job document has elsewhere. All others keep name and place.
+_MOVED: dict[str, tuple[str, str]] = {
+    "train_batch_size": ("trainer", "train_batch"),
+    "train_micro_batch_size_per_gpu": ("trainer", "micro_batch"),
+    "gradient_accumulation_steps": ("trainer", "grad_accum"),
+    "steps_per_print": ("trainer", "log_every"),
+}
+# Keys of a DeepSpeed config that a job document has no place for: all of them without effect here.
+_JOB_SECTIONS = (
+    "gradient_clipping",
+    "communication_data_type",
+    "bf16",
+    "fp16",
+    "zero_optimization",
+    "optimizer",
+    "scheduler",
+)
+
+
+def to_job(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a job document that a (checked) DeepSpeed config stands for."""
+    job: dict[str, Any] = {key: config[key] for key in _JOB_SECTIONS if key in config}
+    for key, (section, name) in _MOVED.items():
+        if key in config:
+            job.setdefault(section, {})[name] = config[key]
+    return job
+
+
+def to_config_path(path: Path) -> Path:
+    """Where a DeepSpeed config has what the job document has at `path`."""
+    for key, moved in _MOVED.items():
+        if path[:2] == moved:
+            return (key, *path[2:])
+    return path
+
+
+def build_on(
+    job: dict[str, Any], config: dict[str, Any], place: Callable[[Path], str], overridden: Callable[[Path], bool]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """`job` built on a DeepSpeed config: its values where the job has none.
+
+    A value that the two give differently is a problem, unless the job's comes from the command line (`overridden`) or
+    one of them is "auto". `place` says where the job document got the value at a path.
+    """
+    problems: list[Problem] = []
+    merged = _merge(job, to_job(config))
+    for path, theirs in _leaves(to_job(config), ()):
+        ours = _get(job, path)
+        if ours is None or ours == theirs or "auto" in (ours, theirs) or overridden(path):
+            continue
+        where = ".".join(str(part) for part in to_config_path(path))
+        there = place(("deepspeed", *to_config_path(path)))
+        message = f"is {ours} ({place(path)}), but deepspeed.{where} says {theirs} ({there})"
+        problems.append(Problem(message, path, "conflict", "keep one of the two"))
+    return merged, problems
+
+
+def _merge(job: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in job.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merged[key] = _merge(value, base[key])
+        elif not (value == "auto" and key in base):
+            merged[key] = value
+    return merged
+
+
+def _leaves(value: dict[str, Any], path: Path) -> Iterator[tuple[Path, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict):
+            yield from _leaves(item, (*path, key))
+        else:
+            yield (*path, key), item
+
+
+def _get(value: Any, path: Path) -> Any:
+    for part in path:
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return value

@@ -1,0 +1,195 @@
+"""`dsjob.initialize` and what comes with it: an engine from a model and a DeepSpeed config, for any program."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dsjob import document as documents
+from dsjob import storage
+from dsjob.data import TrainingLoader
+from dsjob.engine import Engine
+from dsjob.errors import ConfigError, Problem, UsageError
+from dsjob.mesh import World, join_world
+from dsjob.optim import build_optimizer, build_scheduler
+from dsjob.parallel import build_strategy
+from dsjob.precision import Precision
+from dsjob.resolve import Locate, resolve_config
+from dsjob.spec import EngineSpec
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+MakeOptimizer = Callable[[Any], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Any = None,
+    lr_scheduler: LRScheduler | MakeScheduler | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    config_params: str | Mapping[str, Any] | None = None,
+) -> tuple[Engine, Optimizer | None, TrainingLoader | None, LRScheduler | None]:
+    """An engine around `model`, as `deepspeed.initialize`; returns (engine, optimizer, dataloader, lr_scheduler).
+
+    `config`: a DeepSpeed config as a dict or the path of a JSON file; `args.deepspeed_config` where absent. `optimizer`
+    and `lr_scheduler`: objects, or callables of the parameters and the optimizer; the config's where absent.
+    `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent.
+
+    Raises ConfigError for a config that is wrong, with all its problems.
+    """
+    if model is None:
+        raise UsageError("dsjob.initialize needs a model")
+    if mpu is not None:
+        raise UsageError("model-parallel units (mpu) are not supported", hint="use the ZeRO stages to spread the model")
+    given, locate = _read_config(args, config if config is not None else config_params)
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    world = join_world()
+    spec, _ = resolve_config(given, world_size=world.world_size, locate=locate)
+    engine = build_engine(
+        model, spec, world, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler
+    )
+    if training_data is not None:
+        engine.training_dataloader = TrainingLoader(
+            training_data,
+            micro_batch=spec.trainer.micro_batch,
+            world=world,
+            seed=spec.trainer.seed,
+            collate=collate_fn,
+            name="training_data",
+        )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def build_engine(
+    model: nn.Module,
+    spec: EngineSpec,
+    world: World,
+    *,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    model_parameters: Parameters | None = None,
+    lr_scheduler: LRScheduler | MakeScheduler | None = None,
+) -> Engine:
+    """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule."""
+    precision = Precision.of(spec)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = _name_groups(model_parameters, names)
+    strategy = build_strategy(model, stage=spec.zero_optimization.stage, world=world, precision=precision)
+    masters = strategy.masters
+    over = list(masters.values()) if groups is None else _find_groups(groups, masters)
+    built: Optimizer | None = None
+    if isinstance(optimizer, Optimizer):
+        built = _move_optimizer(optimizer, names, masters)
+    elif optimizer is not None:
+        built = optimizer(over)
+    elif spec.optimizer is not None:
+        built = build_optimizer(spec.optimizer, over)
+    scheduler: LRScheduler | None = None
+    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        if built is None:
+            raise UsageError("a scheduler needs an optimizer")
+        scheduler = lr_scheduler(built)
+    elif lr_scheduler is not None:
+        scheduler = lr_scheduler  # type: ignore[assignment]
+    elif spec.scheduler is not None and built is not None:
+        scheduler = build_scheduler(spec.scheduler, built)
+    return Engine(strategy, spec=spec, world=world, precision=precision, optimizer=built, lr_scheduler=scheduler)
+
+
+def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> list[dict[str, Any]] | None:
+    """Parameter groups with names in place of tensors: sharding replaces the tensors."""
+    if parameters is None:
+        return None
+    groups: list[Any] = list(parameters)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    named = []
+    for group in groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise UsageError("model_parameters holds a tensor that is no parameter of the model")
+        named.append({**group, "params": [names[id(p)] for p in group["params"] if p.requires_grad]})
+    return [group for group in named if group["params"]]
+
+
+def _find_groups(groups: list[dict[str, Any]], masters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    return [{**group, "params": [masters[name] for name in group["params"]]} for group in groups]
+
+
+def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """A user's optimizer, made over the model before it was sharded, put over the masters."""
+    if optimizer.state:
+        raise UsageError("the optimizer has taken steps already", hint="give a new one, or a callable that makes it")
+    for group in optimizer.param_groups:
+        if any(id(p) not in names for p in group["params"]):
+            raise UsageError("the optimizer holds a tensor that is no parameter of the model")
+        group["params"] = [masters[names[id(p)]] for p in group["params"] if names[id(p)] in masters]
+    return optimizer
+
+
+def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], Locate]:
+    from_args = getattr(args, "deepspeed_config", None)
+    if config is not None and from_args is not None:
+        raise UsageError("the config is given twice: as an argument, and as args.deepspeed_config")
+    config = config if config is not None else from_args
+    if config is None:
+        raise UsageError("dsjob.initialize needs a config", hint='config={"train_batch_size": 8, "optimizer": {...}}')
+    if isinstance(config, Mapping):
+        return dict(config), lambda path: ("config", 0, 0)
+    document = documents.parse(storage.read_text(os.fspath(config)), os.fspath(config))
+    return document.value, lambda path: (document.source, document.mark(path).line, document.mark(path).column)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = timedelta(minutes=30),
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Joins torch.distributed's process group, if nobody has yet. With nothing set, a group of one."""
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    if auto_mpi_discovery and "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
+        for ours, theirs in (("RANK", "RANK"), ("WORLD_SIZE", "SIZE"), ("LOCAL_RANK", "LOCAL_RANK")):
+            os.environ[ours] = os.environ[f"OMPI_COMM_WORLD_{theirs}"]
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    elif "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        join_world(backend=backend, timeout=timeout.total_seconds())
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--deepspeed` and `--deepspeed_config`, as `deepspeed.add_config_arguments` does."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="use the engine (kept for programs that look at it)")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed config, a JSON file")
+    return parser
+
+
+__all__ = ["ConfigError", "Problem", "add_config_arguments", "build_engine", "init_distributed", "initialize"]

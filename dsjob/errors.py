@@ -1,0 +1,147 @@
+"""Every error that dsjob raises on purpose, with the exit code that it ends a command with.
+
+    DsjobError                      1
+    |-- UsageError                  2   the command line is wrong
+    |-- DocumentError               2   the job document is wrong: all problems at once
+    |   `-- ConfigError             2   a DeepSpeed config given to `initialize` is wrong
+    |-- TargetError                 2   a `_target_` cannot be imported or called
+    |-- ContractError               1   model, loss or metric return something that cannot be used
+    |-- DataError                   1   a dataset is missing, broken or empty
+    |-- NonFiniteLossError          1   the loss became nan or inf
+    |-- LaunchError                 1   ranks could not be started, or one of them failed
+    |-- StorageError                1   reading or writing failed (permission, no space, no such bucket)
+    |-- CheckpointError             1
+    |   |-- NoCheckpointError       1   nothing there to load
+    |   `-- CorruptCheckpointError  1   what is there is damaged
+    `-- Interrupted                 130 / 143   a signal ended the job
+
+Errors of third parties are renamed into this tree where their library is at home. `message` says what was found and
+where; `hint` says what is allowed or what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a document: data, so that it can be sorted, counted and printed in any form."""
+
+    message: str
+    path: tuple[str | int, ...] = ()
+    rule: str = ""
+    hint: str = ""
+    source: str = ""
+    line: int = 0
+    column: int = 0
+    severity: str = "error"
+
+    @property
+    def dotted(self) -> str:
+        """The path as the command line spells it: `trainer.micro_batch`, `data.files[0]`."""
+        text = ""
+        for part in self.path:
+            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        return text
+
+    @property
+    def place(self) -> str:
+        """`file:line:column`, or as much of it as is known."""
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+    def __str__(self) -> str:
+        """`place: message` with the path and the hint: the form that `dsjob validate` prints."""
+        place = f"{self.place}: " if self.place else ""
+        path = f"{self.dotted}: " if self.path else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        level = "" if self.severity == "error" else f"{self.severity}: "
+        return f"{place}{level}{path}{self.message}{hint}"
+
+
+class DsjobError(Exception):
+    """Base of all errors that dsjob raises on purpose."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+
+class UsageError(DsjobError):
+    """The command line is wrong."""
+
+    exit_code = 2
+
+
+class DocumentError(DsjobError):
+    """A job document is wrong; `problems` holds everything that was found, in the order of its places."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=lambda p: (p.source, p.line, p.column, p.dotted)))
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+    def __reduce__(self) -> tuple[type[DocumentError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+class ConfigError(DocumentError):
+    """A DeepSpeed config given to `dsjob.initialize` is wrong."""
+
+
+class TargetError(DsjobError):
+    """A `_target_` cannot be imported, or does not take the arguments that the document gives it."""
+
+    exit_code = 2
+
+
+class ContractError(DsjobError):
+    """A model, loss or metric returned something that the loop cannot use."""
+
+
+class DataError(DsjobError):
+    """A dataset is missing, broken or empty."""
+
+
+class NonFiniteLossError(DsjobError):
+    """The loss became nan or inf."""
+
+
+class LaunchError(DsjobError):
+    """The ranks could not be started, or one of them failed."""
+
+    def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code
+
+
+class StorageError(DsjobError):
+    """Reading or writing a path or URL failed."""
+
+
+class CheckpointError(DsjobError):
+    """A checkpoint cannot be saved or loaded."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no committed checkpoint where one was asked for."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is damaged: its bytes are not those that were committed."""
+
+
+class Interrupted(DsjobError):  # noqa: N818 (what happened, not an error of anybody's)
+    """A signal ended the job; `exit_code` is 128 + the signal's number, as shells count."""
+
+    def __init__(self, signal_number: int, message: str = "", *, hint: str = "") -> None:
+        super().__init__(message or f"stopped by signal {signal_number}", hint=hint)
+        self.exit_code = 128 + signal_number

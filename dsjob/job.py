@@ -1,0 +1,214 @@
+"""The one place where a spec becomes objects: model, data, engine, checkpoints, callbacks; then the loop."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from dsjob import loop, storage
+from dsjob.callbacks import Callback, MetricsFile
+from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
+from dsjob.checkpoint.rng import seed_rng
+from dsjob.data import TrainingLoader
+from dsjob.entry import build_engine
+from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
+from dsjob.mesh import World
+from dsjob.progress import Display, shorten, show_seconds
+from dsjob.spec import JobSpec, view
+from dsjob.targets import call_target
+
+RESULT_NAME = "result.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    step: int
+    metrics: dict[str, float]
+    checkpoint: str | None
+
+    @property
+    def objective(self) -> float | None:
+        """What a sweep minimises: the evaluation loss, or else the training loss."""
+        return self.metrics.get("eval/loss", self.metrics.get("loss"))
+
+
+def run_job(document: Mapping[str, Any], run_dir: str, world: World) -> Result:
+    """Runs a resolved job document on this rank. `run_dir`: the run's folder, which exists.
+
+    Raises DsjobError for whatever the user can mend; what the user's own code raises passes through.
+    """
+    spec = view(JobSpec, document)
+    console = Console(highlight=False)
+    display = Display(console, shown=world.rank == 0)
+    started = time.monotonic()
+    try:
+        run, loaded = _prepare(spec, document, run_dir, world, display)
+        _describe(run, run_dir, loaded, display)
+        if run.step >= run.max_steps:
+            _say_complete(run, run_dir, display)
+        else:
+            loop.train(run)
+    finally:
+        display.close()
+    metrics: dict[str, float] = {name: run.last_record[name] for name in ("loss", "lr") if name in run.last_record}
+    metrics.update(run.last_evaluation)
+    result = Result(step=run.step, metrics=metrics, checkpoint=run.last_saved)
+    if world.rank == 0:
+        _write_result(run_dir, result)
+        _say_next(run, spec, run_dir, time.monotonic() - started, display)
+    return result
+
+
+def _prepare(
+    spec: JobSpec, document: Mapping[str, Any], run_dir: str, world: World, display: Display
+) -> tuple[loop.Run, Loaded | None]:
+    trainer = spec.trainer
+    seed_rng(trainer.seed)  # the same on every rank: the model has to begin the same
+    model = call_target(spec.model)
+    if not isinstance(model, nn.Module):
+        raise ContractError(f"model: {spec.model.path} returned {type(model).__name__}, not a torch.nn.Module")
+    collate = call_target(spec.data.collate) if spec.data.collate else None
+    loader = TrainingLoader(
+        call_target(spec.data.train),
+        micro_batch=trainer.micro_batch,
+        world=world,
+        seed=trainer.seed,
+        shuffle=spec.data.shuffle,
+        collate=collate,
+        num_workers=spec.data.num_workers,
+        pin_memory=spec.data.pin_memory,
+    )
+    evaluation = call_target(spec.data.eval) if spec.data.eval else None
+    engine = build_engine(model, spec, world)
+    seed_rng(trainer.seed + world.rank)
+    url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
+    checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
+    callbacks = [_build_callback(name, target) for name, target in spec.callbacks.items()]
+    run = loop.Run(
+        spec=spec,
+        engine=engine,
+        loader=loader,
+        max_steps=_count_steps(spec, loader),
+        checkpointer=checkpointer,
+        callbacks=[display, MetricsFile(os.path.join(run_dir, "metrics.jsonl")), *callbacks],
+        say=display.say,
+        loss=call_target(spec.loss) if spec.loss else None,
+        evaluation=evaluation,
+        collate=collate,
+        metrics={name: call_target(target) for name, target in spec.metrics.items()},
+    )
+    return run, _resume(run)
+
+
+def _build_callback(name: str, target: Any) -> Callback:
+    built = call_target(target)
+    if not isinstance(built, Callback):
+        raise ContractError(f"callbacks.{name}: {target.path} returned {type(built).__name__}, not a dsjob Callback")
+    return built
+
+
+def _count_steps(spec: JobSpec, loader: TrainingLoader) -> int:
+    trainer, limits = spec.trainer, []
+    if trainer.max_steps is not None:
+        limits.append(trainer.max_steps)
+    if trainer.max_epochs is not None:
+        if loader.samples_per_epoch is None:
+            raise DataError("trainer.max_epochs needs a dataset with a length", hint="give trainer.max_steps instead")
+        limits.append(math.ceil(trainer.max_epochs * loader.samples_per_epoch / trainer.train_batch))
+    return min(limits)
+
+
+def _resume(run: loop.Run) -> Loaded | None:
+    """Continues from a checkpoint, as checkpoint.resume says."""
+    policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
+    newest = checkpointer.newest()
+    if policy == "never":
+        if newest is not None:
+            raise CheckpointError(
+                f"checkpoint.resume is never, but {checkpointer.url} holds checkpoints (the newest is {newest})",
+                hint="choose another output.dir or checkpoint.dir, or continue with checkpoint.resume=auto",
+            )
+        return None
+    if newest is None and policy in ("auto", "required"):
+        if policy == "required":
+            raise NoCheckpointError(
+                f"checkpoint.resume is required, but {checkpointer.url} holds no committed checkpoint",
+                hint="point checkpoint.dir at one, or start anew with checkpoint.resume=auto",
+            )
+        return None
+    tag = None if policy in ("auto", "required") else policy
+    loaded = checkpointer.load(run.engine, tag=tag, seed=run.spec.trainer.seed)
+    if tag is not None and newest is not None and newest != loaded.tag:
+        checkpointer.set_aside(newer_than=loaded.step)
+    run.last_saved = loaded.url
+    return loaded
+
+
+def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Display) -> None:
+    spec, engine, world = run.spec, run.engine, run.engine.world
+    total = sum(weight.numel() for weight in engine.strategy.weights().values())
+    trainable = sum(master.numel() for master in engine.strategy.masters.values())
+    frozen = f", {shorten(trainable)} trainable" if trainable != total else ""
+    trainer, size = spec.trainer, run.loader.samples_per_epoch
+    epochs = f", {run.max_steps * trainer.train_batch / size:.3g} epochs" if size else ""
+    stage = spec.zero_optimization.stage
+    alone = " (one rank: nothing to shard)" if stage and world.world_size == 1 else ""
+    given = spec.optimizer.params if spec.optimizer else {}
+    rate = f", lr {given['lr']:g}" if isinstance(given.get("lr"), (int, float)) else ""
+    schedule = f", {spec.scheduler.label}" if spec.scheduler else ""
+    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+    rows = [
+        ("model", f"{spec.model.path}, {shorten(total)} parameters{frozen}"),
+        ("data", f"{spec.data.train.path}, {f'{size:,} samples' if size else 'a stream'}"),
+        (
+            "batch",
+            f"{trainer.train_batch} = {trainer.micro_batch} micro x {trainer.grad_accum} accumulated x {ranks}",
+        ),
+        ("steps", f"{run.max_steps:,}{epochs}"),
+        ("precision", engine.precision.name + (", fp32 masters" if engine.precision.name != "fp32" else "")),
+        ("ZeRO", f"stage {stage}{alone}"),
+        ("optimizer", f"{type(engine.optimizer).__name__}{rate}{schedule}, clipping {spec.gradient_clipping:g}"),
+        ("device", f"{world.device.type}, {ranks}"),
+        ("output", run_dir),
+    ]
+    if loaded is not None:
+        exact = "" if loaded.exact else "; on another world size, so with other random numbers"
+        rows.append(("resumed", f"{loaded.url} at step {loaded.step:,}{exact}"))
+    display.table(f"dsjob {spec.name}", rows)
+
+
+def _say_complete(run: loop.Run, run_dir: str, display: Display) -> None:
+    display.say(
+        "complete",
+        f"step {run.step:,} of {run.max_steps:,} is reached: nothing left to train. "
+        f"Train longer with trainer.max_steps={2 * run.max_steps}, or anew in another output.dir.",
+    )
+
+
+def _write_result(run_dir: str, result: Result) -> None:
+    content = {"status": "done", "step": result.step, "metrics": result.metrics, "checkpoint": result.checkpoint}
+    storage.write_bytes(os.path.join(run_dir, RESULT_NAME), json.dumps(content).encode())
+
+
+def _say_next(run: loop.Run, spec: JobSpec, run_dir: str, seconds: float, display: Display) -> None:
+    url = run.checkpointer.url
+    place = run_dir if url.startswith(run_dir) else url
+    recipe = "+recipe=quickstart" if spec.name == "quickstart" else f"{run_dir}/resolved.json"
+    display.say("done", f"step {run.step:,} in {show_seconds(seconds)}")
+    if run.last_saved:
+        display.say(
+            "next",
+            f"\n  train on   dsjob run {run_dir} trainer.max_steps={2 * run.max_steps}"
+            f"\n  convert    dsjob convert --to fp32 {place}"
+            f"\n  sweep      dsjob -m {recipe} optimizer.params.lr=1e-3,3e-4",
+        )

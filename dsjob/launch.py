@@ -1,0 +1,271 @@
+"""Starting ranks: joining those of torchrun or srun, running one in this process, or starting several.
+
+Several ranks are started through torch.distributed's own launcher, with a file in a private folder to meet at. They
+read resolved.json and never compose again. A rank that fails leaves a record there; the launcher shows the first one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from dsjob import storage
+from dsjob.errors import DsjobError, Interrupted, LaunchError
+
+RESOLVED_NAME = "resolved.json"
+PATHS_VARIABLE = "DSJOB_IMPORT_FROM"  # folders whose modules a document may name
+_ERRORS_VARIABLE = "DSJOB_ERRORS"
+_DEBUG_VARIABLE = "DSJOB_DEBUG"
+
+
+def read_world_size() -> int | None:
+    """The number of ranks where this process is one of several that somebody else has started; None where it is not."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _read_number("WORLD_SIZE")
+    if (
+        int(os.environ.get("SLURM_NTASKS", "1") or 1) > 1
+        and "SLURM_PROCID" in os.environ
+        and "SLURM_STEP_ID" in os.environ
+    ):
+        _adopt_slurm()
+        return _read_number("WORLD_SIZE")
+    return None
+
+
+def _read_number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise LaunchError(f"environment variable {name}={os.environ[name]!r} is not a number") from None
+
+
+def _adopt_slurm() -> None:
+    """Gives srun's tasks the variables that torch looks for."""
+    env = os.environ
+    first = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
+    host = first.split(",")[0]
+    if "[" in host:  # node[01-04] begins with node01
+        prefix, _, rest = first.partition("[")
+        host = prefix + rest.split(",")[0].split("-")[0].rstrip("]")
+    env.setdefault("RANK", env["SLURM_PROCID"])
+    env.setdefault("WORLD_SIZE", env["SLURM_NTASKS"])
+    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+    env.setdefault("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"]))
+    env.setdefault("MASTER_ADDR", host)
+    env.setdefault("MASTER_PORT", str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
+
+
+def make_run_dir(pattern: str, name: str) -> str:
+    """The run's folder, made: `pattern` with `{name}` and `{time}` filled in, a new one where the time is in it."""
+    stamped = pattern.replace("{name}", name).replace("{time}", time.strftime("%Y-%m-%d_%H-%M-%S"))
+    chosen, number = stamped, 1
+    while "{time}" in pattern and os.path.exists(chosen):
+        chosen, number = f"{stamped}-{number}", number + 1
+    try:
+        os.makedirs(chosen, exist_ok=True)
+    except OSError as error:
+        raise DsjobError(
+            f"cannot make the folder {chosen}: {error.strerror}", hint="choose another output.dir"
+        ) from error
+    return chosen
+
+
+def start(document: Mapping[str, Any], run_dir: str, *, import_from: list[str], debug: bool) -> dict[str, Any]:
+    """Runs a resolved job to its end, in this process or in ranks of its own; what `result.json` says of it."""
+    resolved = os.path.join(run_dir, RESOLVED_NAME)
+    storage.write_bytes(resolved, json.dumps(document, indent=2).encode() + b"\n")
+    result = os.path.join(run_dir, "result.json")
+    storage.delete(result)
+    if document["launch"]["nproc"] == 1:
+        _run_here(document, run_dir, import_from)
+    else:
+        _start_ranks(document, resolved, run_dir, import_from, debug)
+    content: dict[str, Any] = json.loads(storage.read_text(result))
+    return content
+
+
+def join(document: Mapping[str, Any], run_dir_pattern: str, *, import_from: list[str]) -> None:
+    """Runs a resolved job as one of the ranks that somebody else has started; rank 0's document counts."""
+    import torch.distributed as dist
+
+    from dsjob.job import run_job
+    from dsjob.mesh import join_world, leave_world
+
+    _add_import_folders(import_from)
+    options = document["launch"]
+    world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
+    shared: list[Any] = [None, None]
+    if world.rank == 0:
+        run_dir = make_run_dir(run_dir_pattern, document["name"])
+        storage.write_bytes(os.path.join(run_dir, RESOLVED_NAME), json.dumps(document, indent=2).encode() + b"\n")
+        shared = [json.dumps(document), run_dir]
+    if world.world_size > 1:
+        dist.broadcast_object_list(shared, src=0)
+    try:
+        run_job(json.loads(shared[0]), shared[1], world)
+    finally:
+        leave_world()
+
+
+def _run_here(document: Mapping[str, Any], run_dir: str, import_from: list[str]) -> None:
+    from dsjob.job import run_job
+    from dsjob.mesh import join_world
+
+    def stop(number: int, _: Any) -> None:
+        raise Interrupted(number)
+
+    _add_import_folders(import_from)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        run_job(document, run_dir, join_world(device=document["launch"]["device"]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_ranks(document: Mapping[str, Any], resolved: str, run_dir: str, import_from: list[str], debug: bool) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told once, by _explain
+    nproc: int = document["launch"]["nproc"]
+    private = tempfile.mkdtemp(prefix="dsjob-")
+    logs = os.path.join(run_dir, "logs")
+    os.makedirs(logs, exist_ok=True)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=os.path.join(private, "rendezvous"),
+        rdzv_configs={"store_type": "file"},
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, nproc), Std.ALL)),
+    )
+    changed = {
+        "DSJOB_STORE": os.path.join(private, "store"),
+        _ERRORS_VARIABLE: private,
+        _DEBUG_VARIABLE: "1" if debug else "",
+        PATHS_VARIABLE: os.pathsep.join(import_from),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
+    }
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        changed["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    before = {key: os.environ.get(key) for key in changed}
+    os.environ.update(changed)
+    try:
+        # -P keeps the current folder off sys.path: a source tree of dsjob there would hide the installed one.
+        elastic_launch(config, sys.executable)("-P", "-m", "dsjob.launch", resolved, run_dir)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise _explain(private, codes, logs) from None
+    except SignalException as error:
+        raise Interrupted(int(error.sigval)) from None
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def _explain(private: str, codes: Mapping[int, int], logs: str) -> DsjobError:
+    """The failure that came first, out of what the ranks have left behind."""
+    records = []
+    for name in sorted(os.listdir(private)):
+        if name.startswith("error-"):
+            with open(os.path.join(private, name), encoding="utf-8") as file:
+                records.append(json.load(file))
+    own = [record for record in records if not record["follows"]]
+    if own:
+        first = min(own, key=lambda record: int(record["time"]))
+        return LaunchError(
+            f"rank {first['rank']}: {first['message']}", hint=first["hint"], exit_code=first["exit_code"]
+        )
+    killed = {rank: -code for rank, code in codes.items() if code < 0 and -code != signal.SIGTERM}
+    if killed:
+        rank, number = min(killed.items())
+        reason = " (the system kills processes that way when memory runs out)" if number == signal.SIGKILL else ""
+        return LaunchError(
+            f"rank {rank} was killed by {signal.Signals(number).name}{reason}", hint=f"its output is in {logs}"
+        )
+    if records:
+        first = min(records, key=lambda record: int(record["time"]))
+        return LaunchError(f"rank {first['rank']}: {first['message']}", hint=first["hint"])
+    return LaunchError(f"ranks ended with exit codes {dict(codes)}", hint=f"their output is in {logs}")
+
+
+def _add_import_folders(folders: list[str]) -> None:
+    """Makes the user's own modules importable, after everything that is installed."""
+    for folder in folders:
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def describe_failure(error: BaseException) -> str:
+    """An error of somebody else's code in one line, with the last place in it that is neither dsjob's nor torch's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = os.path.dirname(os.path.abspath(__file__))
+    users = [
+        f for f in frames if not f.filename.startswith(here) and "/torch/" not in f.filename and f.filename[:1] != "<"
+    ]
+    place = f" ({users[-1].filename}:{users[-1].lineno} in {users[-1].name})" if users else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _run_rank(resolved: str, run_dir: str) -> int:
+    """The main function of a rank: trains, and leaves a record of what went wrong."""
+    # A rank may sit in a collective that no Python handler can interrupt; checkpoints survive a sudden end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the launcher
+    from dsjob.job import run_job
+    from dsjob.mesh import join_world, leave_world
+
+    _add_import_folders([folder for folder in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if folder])
+    rank = int(os.environ["RANK"])
+    try:
+        document = json.loads(storage.read_text(resolved))
+        options = document["launch"]
+        world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
+        run_job(document, run_dir, world)
+        leave_world()
+    except Exception as error:
+        known = isinstance(error, DsjobError)
+        if os.environ.get(_DEBUG_VARIABLE):
+            traceback.print_exc()
+        # Where one rank fails, the others find their connections closed.
+        follows = not known and ("Connection closed by peer" in str(error) or "Connection reset by peer" in str(error))
+        record = {
+            "rank": rank,
+            "time": time.time_ns(),
+            "message": error.message if isinstance(error, DsjobError) else describe_failure(error),
+            "hint": error.hint if isinstance(error, DsjobError) else "run with --debug for the traceback",
+            "exit_code": error.exit_code if isinstance(error, DsjobError) else 1,
+            "follows": follows,
+        }
+        with open(os.path.join(os.environ[_ERRORS_VARIABLE], f"error-{rank:05d}.json"), "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        return int(record["exit_code"])  # type: ignore[call-overload,no-any-return]
+    return 0
+
+
+if __name__ == "__main__":
+    code = _run_rank(sys.argv[1], sys.argv[2])
+    sys.stdout.flush()
+    # Leaving by sys.exit would wait for a process group that may never answer.
+    os._exit(code)

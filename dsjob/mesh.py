@@ -1,0 +1,107 @@
+"""The processes of a job and their devices: joining the process group, and the data-parallel mesh.
+
+Ranks that dsjob started itself meet through a file in a private folder, so that nothing listens beyond loopback;
+ranks that torchrun or srun started meet as those say.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dsjob.errors import LaunchError
+
+STORE_VARIABLE = "DSJOB_STORE"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among those of the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    def make_mesh(self) -> DeviceMesh:
+        """A mesh with one axis, `data`, over all ranks."""
+        return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
+
+
+def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 1800.0) -> World:
+    """Joins the process group that the environment describes, once; alone where it describes none.
+
+    `timeout`: seconds that a collective may take. Raises LaunchError where the group cannot be joined.
+    """
+    rank, world_size = _read_int("RANK", 0), _read_int("WORLD_SIZE", 1)
+    local_rank = _read_int("LOCAL_RANK", 0)
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    chosen = _choose_device(device, local_rank, _read_int("LOCAL_WORLD_SIZE", world_size))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world_size > 1 and not dist.is_initialized():
+        _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen)
+    return World(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen)
+
+
+def leave_world() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _read_int(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"environment variable {name}={text!r} is not a number") from None
+
+
+def _choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and local_rank >= count:
+        raise LaunchError(
+            f"local rank {local_rank} needs a GPU of its own, but {count} can be seen",
+            hint="lower launch.nproc, or launch.device=cpu",
+        )
+    if wanted == "cuda" or (wanted == "auto" and count and local_world_size <= count):
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def _choose_backend(wanted: str, device: torch.device) -> str:
+    if wanted != "auto":
+        return wanted
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _join_group(rank: int, world_size: int, backend: str, timeout: float, device: torch.device) -> None:
+    store_path = os.environ.get(STORE_VARIABLE)
+    if store_path is None and "MASTER_ADDR" not in os.environ:
+        raise LaunchError(
+            f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set",
+            hint="start the ranks with launch.nproc, torchrun or srun",
+        )
+    store = FileStore(store_path, world_size) if store_path else None
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            init_method=None if store else "env://",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(f"rank {rank} could not join the {backend} process group: {error}") from error

@@ -1,0 +1,261 @@
+"""Learning-rate schedules: DeepSpeed's five in closed form, every class of torch.optim.lr_scheduler, or a target.
+
+Each of the five gives the rate of optimizer step k (from 0) as a function of k alone, so that a resumed schedule needs
+to know nothing but k. DeepSpeed counts from -1: its step k sees i = max(k - 1, 0), which is why two steps are taken at
+the initial rate. Formulas: deepspeed/runtime/lr_schedules.py, version 0.19.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from dsjob.errors import TargetError
+from dsjob.spec import Method
+from dsjob.targets import call_target, describe_call_error
+
+Rates = float | Sequence[float]
+
+
+class ClosedForm(LRScheduler):
+    """A schedule whose rates depend on the step alone; `last_batch_iteration` is its first step less one."""
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
+        if last_batch_iteration >= 0:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+        super().__init__(optimizer, last_epoch=last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rate of each parameter group at this step."""
+        return [self.rate(index, self.last_epoch) for index in range(len(self.optimizer.param_groups))]
+
+    def rate(self, group: int, step: int) -> float:
+        """The learning rate of parameter group `group` in optimizer step `step`, counted from 0."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step; everything else comes from the document."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues at the saved step."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = self.last_epoch + 1
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
+
+
+def _spread(optimizer: Optimizer, value: Rates | None, name: str) -> list[float]:
+    """One value for each parameter group; None stands for the groups' own rates."""
+    groups = optimizer.param_groups
+    if value is None:
+        return [float(group.get("initial_lr", group["lr"])) for group in groups]
+    if isinstance(value, (int, float)):
+        return [float(value)] * len(groups)
+    if len(value) != len(groups):
+        raise ValueError(f"{name} has {len(value)} values for {len(groups)} parameter groups")
+    return [float(item) for item in value]
+
+
+def _warm_up(i: int, steps: int, kind: str) -> float:
+    """Share of the way up at DeepSpeed's step i < steps; `steps` is at least 2."""
+    return i / steps if kind == "linear" else math.log(i + 1) / math.log(steps)
+
+
+class WarmupLR(ClosedForm):
+    """From warmup_min_lr up to warmup_max_lr within warmup_num_steps, then constant."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        warmup_min_lr: Rates,
+        warmup_num_steps: int,
+        warmup_type: str,
+        last_batch_iteration: int,
+        warmup_max_lr: Rates | None = None,
+    ) -> None:
+        self.low = _spread(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.high = _spread(optimizer, warmup_max_lr, "warmup_max_lr")
+        self.warm_up_steps, self.kind = max(2, warmup_num_steps), warmup_type
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rate(self, group: int, step: int) -> float:
+        low, high = self.low[group], self.high[group]
+        return low + (high - low) * self.share(max(step - 1, 0))
+
+    def share(self, i: int) -> float:
+        """The share of the way from low to high at DeepSpeed's step i."""
+        return _warm_up(i, self.warm_up_steps, self.kind) if i < self.warm_up_steps else 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As WarmupLR, then back down to warmup_min_lr linearly until total_num_steps."""
+
+    def __init__(self, optimizer: Optimizer, *, total_num_steps: int, **warm_up: Any) -> None:
+        self.total = total_num_steps
+        super().__init__(optimizer, **warm_up)
+
+    def share(self, i: int) -> float:
+        if i < self.warm_up_steps:
+            return super().share(i)
+        return max(0.0, (self.total - i) / max(1.0, self.total - self.warm_up_steps))
+
+
+class WarmupCosineLR(ClosedForm):
+    """Each group's rate times a ratio that warms up, then follows half a cosine down to cos_min_ratio."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        total_num_steps: int,
+        warmup_min_ratio: float,
+        warmup_num_steps: int,
+        cos_min_ratio: float,
+        warmup_type: str,
+        last_batch_iteration: int,
+    ) -> None:
+        self.base = _spread(optimizer, None, "lr")
+        self.total, self.warm_up_steps, self.kind = total_num_steps, max(2, warmup_num_steps), warmup_type
+        self.low, self.end = warmup_min_ratio, cos_min_ratio
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rate(self, group: int, step: int) -> float:
+        return 0.0 if step == 0 else self.base[group] * self._ratio(step - 1)
+
+    def _ratio(self, i: int) -> float:
+        if i < self.warm_up_steps:
+            return self.low + (1 - self.low) * _warm_up(i, self.warm_up_steps, self.kind)
+        progress = min(1.0, (i - self.warm_up_steps + 1) / max(1, self.total - self.warm_up_steps))
+        return self.end + (1 - self.end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class LRRangeTest(ClosedForm):
+    """Growing rates, to find the range in which a model learns."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr_range_test_min_lr: Rates,
+        lr_range_test_step_size: int,
+        lr_range_test_step_rate: float,
+        lr_range_test_staircase: bool,
+        last_batch_iteration: int,
+    ) -> None:
+        self.low = _spread(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.size, self.growth, self.stairs = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rate(self, group: int, step: int) -> float:
+        interval = step // self.size if self.stairs else step / self.size
+        return self.low[group] * (1 + self.growth * interval)
+
+
+class OneCycle(ClosedForm):
+    """One cycle of the rate up and down, the first beta moving against it, then decay.
+
+    As in DeepSpeed the second beta becomes 0.99 while momentum is cycled; optimizers without betas keep theirs.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        cycle_min_lr: Rates,
+        cycle_max_lr: Rates,
+        decay_lr_rate: float,
+        cycle_first_step_size: int,
+        decay_step_size: int,
+        cycle_momentum: bool,
+        cycle_min_mom: float,
+        cycle_max_mom: float,
+        decay_mom_rate: float,
+        last_batch_iteration: int,
+        cycle_second_step_size: int | None = None,
+        **_stairs: int,
+    ) -> None:
+        self.low = _spread(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.high = _spread(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.up = cycle_first_step_size
+        self.total = self.up + (self.up if cycle_second_step_size is None else cycle_second_step_size)
+        self.decay_rate, self.decay_size = decay_lr_rate, decay_step_size
+        self.low_momentum, self.high_momentum, self.momentum_decay = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        self.cycles_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        if self.cycles_momentum:
+            for group in self.optimizer.param_groups:
+                group["betas"] = (self.momentum(self.last_epoch), 0.99)
+        return super().get_lr()
+
+    def rate(self, group: int, step: int) -> float:
+        low, high = self.low[group], self.high[group]
+        if step > self.total:
+            return low / (1 + self.decay_rate * self._decays(step))
+        return low + (high - low) * self._height(step)
+
+    def momentum(self, step: int) -> float:
+        """The first beta at `step`."""
+        if step == 0:
+            return self.low_momentum
+        if step > self.total:
+            return self.high_momentum * (1 + self.momentum_decay * self._decays(step))
+        return self.high_momentum - (self.high_momentum - self.low_momentum) * self._height(step)
+
+    def _decays(self, step: int) -> float:
+        return (step - self.total) / self.decay_size if self.decay_size else 0.0
+
+    def _height(self, step: int) -> float:
+        """Share of the way from low to high: 0 at the ends of the cycle, 1 at its top."""
+        x, top = step % self.total / self.total, self.up / self.total
+        return x / top if x <= top else (x - 1) / (top - 1)
+
+
+_NAMED: dict[str, type[ClosedForm]] = {
+    kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+}
+
+
+def build_scheduler(method: Method, optimizer: Optimizer) -> LRScheduler:
+    """The schedule that the document names, over `optimizer`.
+
+    Raises TargetError for a name that torch does not have, or arguments that it does not take.
+    """
+    if method.target is not None:
+        made = call_target(method.target, optimizer)
+        if not hasattr(made, "step") or not hasattr(made, "state_dict"):
+            raise TargetError(f"scheduler: {method.target.path} returned {type(made).__name__}, which has no step()")
+        scheduler: LRScheduler = made
+        return scheduler
+    name = method.type or ""
+    kind = _NAMED.get(name) or _find(name)
+    try:
+        inspect.signature(kind).bind(optimizer, **method.params)
+    except TypeError as error:
+        raise TargetError(describe_call_error(f"scheduler {name}", kind, error)) from error
+    try:
+        return kind(optimizer, **method.params)
+    except (TypeError, ValueError) as error:
+        raise TargetError(f"scheduler {name}: {error}", hint="see scheduler.params in the document") from error
+
+
+def _find(name: str) -> Any:
+    found = getattr(lr_scheduler, name, None)
+    if not (inspect.isclass(found) and hasattr(found, "step")) or name.startswith("_"):
+        torch_names = [
+            n for n, c in vars(lr_scheduler).items() if inspect.isclass(c) and hasattr(c, "step") and n[0] != "_"
+        ]
+        known = ", ".join([*_NAMED, *sorted(set(torch_names) - {"LRScheduler"})])
+        raise TargetError(f"there is no scheduler {name!r}", hint=f"known: {known}, or a _target_")
+    return found

@@ -1,0 +1,89 @@
+"""A composed job document and where its values come from: command line, job file, DeepSpeed file or recipe."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsjob import document as documents
+from dsjob import schema as contract
+from dsjob import storage
+from dsjob.check import Path
+from dsjob.document import Document
+from dsjob.resolve import Place
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed document, "not set" left out, and the places that its values were given in."""
+
+    document: dict[str, Any]
+    file: Document | None = None
+    recipes: tuple[str, ...] = ()
+    overrides: Mapping[Path, str] = field(default_factory=dict)
+    deepspeed: Document | None = None
+
+    def locate(self, path: Path) -> Place:
+        """Where the value at `path` was given."""
+        if self.deepspeed is not None and path[:1] == ("deepspeed",) and len(path) > 1:
+            mark = self.deepspeed.mark(path[1:])
+            return self.deepspeed.source, mark.line, mark.column
+        for length in range(len(path), 0, -1):
+            prefix = path[:length]
+            if prefix in self.overrides:
+                return f"command line: {self.overrides[prefix]}", 0, 0
+            if self.file is not None and prefix in self.file.keys:
+                mark = self.file.keys[prefix]
+                return self.file.source, mark.line, mark.column
+        if self.file is not None:
+            mark = self.file.mark(path)
+            return self.file.source, mark.line, mark.column
+        return (f"recipe {', '.join(self.recipes)}" if self.recipes else "command line"), 0, 0
+
+
+def settle(
+    values: dict[str, Any],
+    *,
+    file: Document | None = None,
+    recipes: tuple[str, ...] = (),
+    overrides: Mapping[Path, str] | None = None,
+) -> Composed:
+    """Merged values as a composed document: nulls dropped, the name filled in, the DeepSpeed file read."""
+    document = contract.prune(values, contract.job_schema())
+    document.setdefault("name", _make_name(file, recipes))
+    deepspeed = _read_deepspeed(document, file)
+    if deepspeed is not None:
+        document["deepspeed"] = contract.prune(deepspeed.value, contract.deepspeed_schema())
+    return Composed(document, file, recipes, overrides or {}, deepspeed)
+
+
+def read_document(url: str) -> Document:
+    """A job file, parsed with the places of its keys."""
+    return documents.parse(storage.read_text(url), url)
+
+
+def is_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Whether a document is a bare DeepSpeed config: it has keys of one, and none that only a job document has."""
+    ours, theirs = set(contract.job_schema()["properties"]), set(contract.deepspeed_schema()["properties"])
+    return bool(set(values) & theirs) and not set(values) & (ours - theirs)
+
+
+def _make_name(file: Document | None, recipes: tuple[str, ...]) -> str:
+    if recipes:
+        return recipes[0].replace("/", "-")
+    stem = os.path.splitext(os.path.basename(file.source))[0] if file else ""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "job"
+
+
+def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document | None:
+    """The DeepSpeed config that the document names by its path, which is relative to the job file."""
+    name = document.get("deepspeed")
+    if not isinstance(name, str):
+        return None
+    relative = "://" not in name and not os.path.isabs(name)
+    if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
+        name = f"{file.source.rsplit('/', 1)[0]}/{name}"
+    return read_document(name)

@@ -1,0 +1,61 @@
+"""The protocol between the engine and the ways to spread a model over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+class Strategy:
+    """One model on the ranks of a job. The engine calls, in this order:
+
+    1. the constructor, which shards, wraps or casts `module` in place
+    2. `masters`, to build the optimizer over: fp32 weights by name, tied ones once, frozen ones left out
+    for each micro step
+    3. `start_micro_step(boundary)` before a forward pass that will be differentiated
+    4. `forward(...)`, then the loss's own backward
+    at the boundary
+    5. `finish_gradients()`: the masters' `.grad` is then the mean over all ranks
+    6. `clip(max_norm)`, the optimizer's step
+    7. `finish_step()`
+    and around checkpoints
+    8. `weights()` to save from and load into in place, then `finish_step()` after loading
+    """
+
+    module: nn.Module
+    masters: dict[str, nn.Parameter]
+
+    def start_micro_step(self, boundary: bool) -> None:
+        """A forward and backward pass follows; `boundary`: the optimizer steps after it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradients(self) -> None:
+        """All backward passes of this step are done."""
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """The L2 norm of all gradients over all ranks (0-dim, before clipping); if `max_norm` > 0, clips to it."""
+        parameters = [p for p in self.masters.values() if p.grad is not None]
+        if not parameters:
+            return torch.zeros(())
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type=2.0)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if max_norm > 0:
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def finish_step(self) -> None:
+        """The masters have new values."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
+        frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
+        return {**{name: master.data for name, master in self.masters.items()}, **frozen}

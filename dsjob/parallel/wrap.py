@@ -1,0 +1,47 @@
+"""Finding the units to shard in a model that says nothing about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model, outermost ones, in order: siblings of one class in a list, each made of parts.
+
+    A block that shares a parameter with anything outside it is left out, since one parameter can be sharded in one
+    unit alone: it then belongs to what remains of the model.
+    """
+    found = [block for block in _search(model) if any(True for _ in block.parameters())]
+    owners: Counter[int] = Counter()
+    for parameter_id in _owned_ids(model, found):
+        owners[parameter_id] += 1
+    return [block for block in found if all(owners[id(p)] == 1 for p in block.parameters())]
+
+
+def _search(module: nn.Module) -> Iterator[nn.Module]:
+    children = list(module.children())
+    if isinstance(module, _CONTAINERS):
+        counts = Counter(type(child) for child in children)
+        blocks = [c for c in children if counts[type(c)] > 1 and any(True for _ in c.children())]
+    else:
+        blocks = []
+    for child in children:
+        if any(child is block for block in blocks) and not isinstance(child, _CONTAINERS):
+            yield child
+        else:
+            yield from _search(child)
+
+
+def _owned_ids(model: nn.Module, blocks: list[nn.Module]) -> Iterator[int]:
+    """The ids of all parameters, once for each unit that uses them."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for block in blocks:
+        yield from (id(parameter) for parameter in block.parameters())
+    for module in model.modules():
+        if id(module) not in inside:
+            yield from (id(parameter) for parameter in module.parameters(recurse=False))

@@ -1,0 +1,77 @@
+"""Precision: the dtypes by name, casting of inputs, and fp32 master weights for a model that computes in less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsjob.spec import Dtype, EngineSpec
+
+DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`compute`: dtype of forward and backward; `reduce`: dtype in which gradients travel between ranks."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @classmethod
+    def of(cls, spec: EngineSpec) -> Precision:
+        """As the job asks; gradients travel in the compute dtype unless communication_data_type says otherwise."""
+        compute = torch.bfloat16 if spec.bf16.enabled else torch.float32
+        named = spec.communication_data_type
+        return cls(compute=compute, reduce=DTYPES[named] if named else compute)
+
+    @property
+    def name(self) -> str:
+        """`fp32` or `bf16`."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.compute)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor in it (in dicts, lists and tuples) as `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floats(item, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    return value
+
+
+class Masters:
+    """fp32 copies of a model's trainable parameters; the model itself is cast to `dtype` in place.
+
+    Frozen parameters have no copy, and buffers keep their dtype (as in DeepSpeed).
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        named = dict(model.named_parameters())
+        self.weights: dict[str, nn.Parameter] = {
+            name: nn.Parameter(parameter.detach().float().clone())
+            for name, parameter in named.items()
+            if parameter.requires_grad and parameter.is_floating_point()
+        }
+        for parameter in named.values():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        self._model_side: Sequence[nn.Parameter] = [named[name] for name in self.weights]
+
+    def take_gradients(self) -> None:
+        """Moves the model's gradients to the masters, as fp32."""
+        for master, parameter in zip(self.weights.values(), self._model_side, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Copies the masters' values to the model."""
+        torch._foreach_copy_([p.data for p in self._model_side], [m.data for m in self.weights.values()])

@@ -1,0 +1,114 @@
+"""From a composed document to a resolved one: complete, checked, every number an own one, ready to be run.
+
+Order: check, build on the DeepSpeed config, other spellings, whole floats to integers, defaults, "auto", batch triad.
+A resolved document is itself a valid job, so resolving it again changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from dsjob import dsconfig
+from dsjob import schema as contract
+from dsjob.batch import BatchConfig
+from dsjob.check import Path, check_job, check_shape
+from dsjob.errors import ConfigError, DocumentError, Problem
+from dsjob.schema import Schema
+from dsjob.spec import EngineSpec, view
+
+Place = tuple[str, int, int]  # source, line, column; line 0 where only the source is known
+Locate = Callable[[Path], Place]
+
+
+def place_problems(problems: list[Problem], locate: Locate) -> list[Problem]:
+    """`problems` with the places of their paths filled in."""
+    placed = []
+    for problem in problems:
+        source, line, column = locate(problem.path)
+        placed.append(replace(problem, source=source, line=line, column=column))
+    return placed
+
+
+def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[dict[str, Any], list[Problem]]:
+    """The resolved document for `world_size` data-parallel ranks, and the warnings.
+
+    `document`: as composed, "not set" left out (`schema.prune`). Raises DocumentError with all problems at once.
+    """
+    schema = contract.job_schema()
+    problems = place_problems(check_job(document), locate)
+    _raise_errors(problems)
+    job = {key: value for key, value in document.items() if key not in ("deepspeed", "$schema")}
+    job, conflicts = dsconfig.build_on(
+        job,
+        document.get("deepspeed", {}),
+        place=lambda path: _describe(locate(path)),
+        overridden=lambda path: locate(path)[0].startswith("command line"),
+    )
+    _raise_errors(place_problems(conflicts, locate))
+    resolved = _complete(job, schema)
+    scheduler = resolved.get("scheduler", {})
+    decays = scheduler.get("type") in ("WarmupDecayLR", "WarmupCosineLR")
+    if decays and scheduler["params"].get("total_num_steps", "auto") == "auto":
+        scheduler["params"]["total_num_steps"] = resolved["trainer"]["max_steps"]
+    _settle_batch(resolved, world_size, locate)
+    order = list(schema["properties"])
+    return dict(sorted(resolved.items(), key=lambda item: order.index(item[0]))), problems
+
+
+def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:
+    """What a bare DeepSpeed config asks of the engine. Raises ConfigError with all problems at once."""
+    schema = contract.deepspeed_schema()
+    config = contract.prune(config, schema)
+    problems = place_problems(check_shape(config, schema), locate)
+    _raise_errors(problems, ConfigError)
+    job = contract.job_schema()
+    resolved = _complete(dsconfig.to_job(config), job)
+    _settle_batch(resolved, world_size, lambda path: locate(dsconfig.to_config_path(path)))
+    return view(EngineSpec, resolved), problems
+
+
+def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentError) -> None:
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        raise kind(errors)
+
+
+def _describe(place: Place) -> str:
+    source, line, column = place
+    return f"{source}:{line}:{column}" if line else source
+
+
+def _complete(document: dict[str, Any], schema: Schema) -> dict[str, Any]:
+    renamed: dict[str, Any] = _own_numbers(_rename(document, schema), schema)
+    return contract.fill_defaults(renamed, schema)
+
+
+def _rename(value: Any, schema: Schema) -> Any:
+    if not isinstance(value, dict):
+        return value
+    renamed = {}
+    for key, item in value.items():
+        below = contract.child(schema, key, value)
+        name = below.get("x-alias-of", key) if below else key
+        renamed[name] = _rename(item, below) if below else item
+    return renamed
+
+
+def _own_numbers(value: Any, schema: Schema) -> Any:
+    """Whole floats (5e8) become integers where the schema asks for integers."""
+    if schema.get("type") == "integer" and isinstance(value, float):
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _own_numbers(item, contract.child(schema, key, value) or {}) for key, item in value.items()}
+    return value
+
+
+def _settle_batch(resolved: dict[str, Any], world_size: int, locate: Locate) -> None:
+    trainer = resolved["trainer"]
+    try:
+        batch = BatchConfig.from_dict(trainer).resolve(world_size)
+    except DocumentError as error:
+        raise DocumentError(place_problems(list(error.problems), locate)) from None
+    trainer.update(train_batch=batch.train_batch, micro_batch=batch.micro_batch, grad_accum=batch.grad_accum)

@@ -1,0 +1,132 @@
+"""The contract as data: the JSON Schema files joined into one tree, and the questions that the rest asks of it.
+
+The files in `schemas/` are the only place for shape, bounds, defaults and texts. Keywords of our own, all of them
+annotations that other validators skip: `x-status` (`no-effect` or `unsupported`) with `x-note` saying why, `x-aliases`
+(other spellings), `x-auto` (the string "auto" stands for a value that is derived).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from typing import Any
+
+from dsjob.resources import read_schema
+
+Schema = dict[str, Any]
+
+
+@cache
+def job_schema() -> Schema:
+    """The job document's schema, every reference put in its place; callers must not change it."""
+    return _join("job.schema.json")
+
+
+@cache
+def deepspeed_schema() -> Schema:
+    """The schema of a bare DeepSpeed config."""
+    return _join("deepspeed.json")
+
+
+def _join(name: str) -> Schema:
+    root = read_schema(name)
+    joined: Schema = _inline(root, root)
+    return joined
+
+
+def _inline(node: Any, root: Schema) -> Any:
+    """`node` with references replaced by what they name, aliases listed as keys, and "auto" allowed where it may be."""
+    if isinstance(node, list):
+        return [_inline(item, root) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        file, _, pointer = node["$ref"].partition("#")
+        home = read_schema(file) if file else root
+        target: Any = home
+        for part in pointer.strip("/").split("/") if pointer else []:
+            target = target[part]
+        siblings = {key: value for key, value in node.items() if key != "$ref"}
+        return {**_inline(target, home), **_inline(siblings, root)}
+    joined = {key: _inline(value, root) for key, value in node.items() if key != "$defs"}
+    properties = joined.get("properties")
+    if isinstance(properties, dict):
+        for key, value in list(properties.items()):
+            for alias in value.get("x-aliases", ()) if isinstance(value, dict) else ():
+                properties[alias] = {**value, "deprecated": True, "x-alias-of": key}
+    return joined
+
+
+def is_target(schema: Schema) -> bool:
+    """Whether the schema is that of a `_target_` object, whose other keys are arguments."""
+    return "_target_" in schema.get("properties", {})
+
+
+def params_schema(section: Schema, kind: Any) -> Schema | None:
+    """The schema of `params` for an optimizer's or scheduler's `type`; None where its arguments are not listed."""
+    for branch in section.get("allOf", ()):
+        rule = branch.get("if", {}).get("properties", {}).get("type", {})
+        named = (
+            rule.get("const") == kind if "const" in rule else bool(re.search(rule.get("pattern", r"(?!)"), str(kind)))
+        )
+        if named:
+            found: Schema = branch["then"]["properties"]["params"]
+            return found
+    return None
+
+
+def child(schema: Schema, key: str, value: Any = None) -> Schema | None:
+    """The schema of `key` inside an object of `schema`; `value` is that object, which selects the branch for params."""
+    if key == "params" and isinstance(value, dict) and "allOf" in schema:
+        return params_schema(schema, value.get("type")) or schema["properties"][key]
+    properties = schema.get("properties", {})
+    if key in properties:
+        found: Schema = properties[key]
+        return found
+    if "else" in schema and "properties" in schema.get("else", {}):
+        return child(schema["else"], key, value)
+    rest = schema.get("additionalProperties")
+    return rest if isinstance(rest, dict) else None
+
+
+def prune(value: Any, schema: Schema) -> Any:
+    """`value` without what is not set: nulls and empty sections. A target's own arguments are left as they are."""
+    if not isinstance(value, dict):
+        return value
+    kept: dict[str, Any] = {}
+    for key, item in value.items():
+        below = child(schema, key, value)
+        if below is None:  # an argument of a target, or an unknown key that the check will name
+            kept[key] = item
+            continue
+        item = prune(item, below) if key != "params" else item
+        if item is not None and item != {}:
+            kept[key] = item
+    return kept
+
+
+def fill_defaults(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
+    """`value` with the default of every key that does something; those without effect stay as they were given."""
+    filled = dict(value)
+    for key, below in schema.get("properties", {}).items():
+        if key not in filled and "default" in below and "x-status" not in below and "x-alias-of" not in below:
+            filled[key] = copy.deepcopy(below["default"])
+        if isinstance(filled.get(key), dict):
+            inner = child(schema, key, filled)
+            filled[key] = fill_defaults(filled[key], inner or below)
+    return filled
+
+
+def unset_tree(schema: Schema) -> dict[str, Any]:
+    """Every key of the job document with nothing in it: what Hydra composes on, so that a mistyped key has no place."""
+    tree: dict[str, Any] = {}
+    for key, below in schema["properties"].items():
+        sections = below.get("properties")
+        if key == "params" or (below.get("default") == {} and not sections):
+            tree[key] = {}
+        elif sections and (not is_target(below) or "params" in sections):
+            tree[key] = unset_tree(below)
+        else:
+            tree[key] = None
+    return tree

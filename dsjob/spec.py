@@ -1,0 +1,155 @@
+"""The job as the code sees it: frozen, typed views of a resolved document.
+
+No defaults and no checks here: `schemas/` has the first, `check` and `resolve` the second. A test walks these classes
+and the schemas side by side.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar, cast
+
+T = TypeVar("T")
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A callable to be made into an object: its dotted path, and its arguments as the document has them."""
+
+    path: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    train: Target
+    eval: Target | None
+    collate: Target | None
+    shuffle: bool
+    num_workers: int
+    pin_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    train_batch: int
+    micro_batch: int
+    grad_accum: int
+    max_steps: int | None
+    max_epochs: float | None
+    seed: int
+    log_every: int
+    eval_every: int
+    eval_batches: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The `bf16` section."""
+
+    enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    stage: int
+    stage3_gather_16bit_weights_on_model_save: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An optimizer or scheduler: `type` with `params`, or a target."""
+
+    type: str | None
+    params: Mapping[str, Any]
+    target: Target | None
+
+    @property
+    def label(self) -> str:
+        """What to call it in messages."""
+        return self.type or (self.target.path if self.target else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    dir: str | None
+    every: int
+    at_end: bool
+    keep: int
+    resume: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    nproc: int
+    device: Literal["auto", "cpu", "cuda"]
+    backend: Literal["auto", "gloo", "nccl"]
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What the engine needs: all that a DeepSpeed config can say."""
+
+    trainer: Trainer
+    gradient_clipping: float
+    communication_data_type: Dtype | None
+    bf16: Precision
+    zero_optimization: Zero
+    optimizer: Method | None
+    scheduler: Method | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec(EngineSpec):
+    """A whole job."""
+
+    name: str
+    model: Target
+    data: Data
+    loss: Target | None
+    metrics: Mapping[str, Target]
+    checkpoint: Checkpoint
+    callbacks: Mapping[str, Target]
+    launch: Launch
+    output: Output
+
+
+def view(cls: type[T], document: Mapping[str, Any]) -> T:
+    """`document` (resolved: complete and checked) as an object of `cls`; keys that `cls` does not name are left out."""
+    hints = typing.get_type_hints(cls)
+    given = {field.name: _convert(hints[field.name], document.get(field.name)) for field in fields(cast(Any, cls))}
+    return cls(**given)
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+        origin = typing.get_origin(hint)
+    if hint is Target:
+        return make_target(value)
+    if hint is Method:
+        target = make_target(value) if "_target_" in value else None
+        return Method(type=value.get("type"), params=value.get("params", {}), target=target)
+    if is_dataclass(hint):
+        return view(cast("type[Any]", hint), value)
+    if origin is Mapping and typing.get_args(hint)[1] is Target:
+        return {name: make_target(item) for name, item in value.items()}
+    return value
+
+
+def make_target(value: Mapping[str, Any]) -> Target:
+    """The target that a `{_target_: ..., **arguments}` object names."""
+    return Target(path=value["_target_"], arguments={k: v for k, v in value.items() if k != "_target_"})

@@ -1,0 +1,200 @@
+"""Reading and writing by URL: the home of fsspec. Everything that dsjob keeps goes through here.
+
+A URL is a plain string: a local path, or `scheme://...` of any file system that fsspec knows. `pathlib.Path` is never
+used for one, since it folds `s3://` into `s3:/`. Errors of file systems come out as `StorageError`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, cast
+
+import fsspec
+
+from dsjob.errors import StorageError
+
+
+@contextmanager
+def _renamed(action: str, url: str) -> Iterator[None]:
+    """Renames what a file system raises into StorageError."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except PermissionError as error:
+        raise StorageError(f"cannot {action} {url}: permission denied", hint="choose a folder you may write") from error
+    except FileNotFoundError as error:
+        raise StorageError(f"cannot {action} {url}: no such file or folder") from error
+    except OSError as error:
+        detail = error.strerror or str(error)
+        hint = "free some space, or point checkpoint.dir at another disk" if error.errno == 28 else ""
+        raise StorageError(f"cannot {action} {url}: {detail}", hint=hint) from error
+    except (ImportError, ValueError) as error:  # fsspec: unknown protocol, or its package is not installed
+        raise StorageError(f"cannot {action} {url}: {error}") from error
+
+
+def _open_file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    # Listings of object stores go stale within the process that made them: never cached.
+    options = {} if is_local(url) or url.startswith("memory:") else {"use_listings_cache": False}
+    fs, path = fsspec.core.url_to_fs(url, **options)
+    return fs, path
+
+
+def is_local(url: str) -> bool:
+    """Whether `url` names a place on this machine's own file system."""
+    return "://" not in url or url.startswith(("file://", "local://"))
+
+
+def local_path(url: str) -> str:
+    """The path of a local URL."""
+    return url.split("://", 1)[1] if "://" in url else url
+
+
+def join(url: str, *names: str) -> str:
+    """`url` with `names` below it."""
+    return "/".join([url.rstrip("/") if len(url) > 1 else url, *names])
+
+
+def exists(url: str) -> bool:
+    """Whether a file or folder is there."""
+    with _renamed("look at", url):
+        fs, path = _open_file_system(url)
+        return bool(fs.exists(path))
+
+
+def size(url: str) -> int:
+    """A file's size in bytes."""
+    with _renamed("look at", url):
+        fs, path = _open_file_system(url)
+        return int(fs.info(path)["size"])
+
+
+def list_names(url: str) -> list[str]:
+    """The names directly below a folder, sorted; empty where there is no such folder."""
+    with _renamed("list", url):
+        fs, path = _open_file_system(url)
+        try:
+            found = fs.ls(path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = (str(name).rstrip("/").rsplit("/", 1)[-1] for name in found)
+        return sorted(name for name in names if name and name != path.rstrip("/").rsplit("/", 1)[-1])
+
+
+def make_folder(url: str) -> None:
+    """Makes a folder and its parents; object stores need none."""
+    with _renamed("create", url):
+        fs, path = _open_file_system(url)
+        if is_local(url) or url.startswith("memory:"):
+            fs.makedirs(path, exist_ok=True)
+
+
+def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:
+    """A file's bytes, or those from `start` up to `end`."""
+    with _renamed("read", url):
+        fs, path = _open_file_system(url)
+        return bytes(fs.cat_file(path, start=start, end=end))
+
+
+def read_text(url: str) -> str:
+    """A file's text, UTF-8."""
+    data = read_bytes(url)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise StorageError(f"cannot read {url}: not UTF-8 text (byte {error.start})") from error
+
+
+def open_read(url: str) -> BinaryIO:
+    """A seekable file to read from."""
+    with _renamed("read", url):
+        fs, path = _open_file_system(url)
+        return cast(BinaryIO, fs.open(path, "rb"))
+
+
+@contextmanager
+def open_write(url: str) -> Iterator[BinaryIO]:
+    """A file to write; durable once the block ends, and absent (never cut short) when the block raises."""
+    with _renamed("write", url):
+        fs, path = _open_file_system(url)
+        file = fs.open(path, "wb")
+        try:
+            yield cast(BinaryIO, file)
+            if is_local(url):
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            # Leaving by `with` would close the file and so commit what is there of it.
+            if hasattr(file, "discard"):
+                file.discard()
+            else:
+                file.close()
+            if fs.exists(path):
+                fs.rm_file(path)
+            raise
+        file.close()
+
+
+def write_bytes(url: str, data: bytes) -> None:
+    """Replaces a file as a whole, durably: readers see the old bytes or the new ones."""
+    with _renamed("write", url):
+        fs, path = _open_file_system(url)
+        if not is_local(url):
+            fs.pipe_file(path, data)
+            return
+        temporary = _write_temporary(path, data)
+        os.replace(temporary, path)
+        sync_folder(os.path.dirname(path))
+
+
+def create_bytes(url: str, data: bytes) -> None:
+    """Creates a file durably; FileExistsError when somebody else has created it first."""
+    with _renamed("create", url):
+        fs, path = _open_file_system(url)
+        if not is_local(url):
+            fs.pipe_file(path, data, mode="create")
+            return
+        temporary = _write_temporary(path, data)
+        try:
+            os.link(temporary, path)  # exclusive and atomic: the file appears whole, or FileExistsError
+        finally:
+            os.unlink(temporary)
+        sync_folder(os.path.dirname(path))
+
+
+def _write_temporary(path: str, data: bytes) -> str:
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return temporary
+
+
+def sync_folder(path: str) -> None:
+    """Makes the names in a local folder durable: fsync of a file does not cover its name."""
+    handle = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def delete(url: str) -> None:
+    """Deletes a file, or a folder with all that is in it; nothing happens where there is nothing."""
+    with _renamed("delete", url):
+        fs, path = _open_file_system(url)
+        try:
+            fs.rm(path, recursive=True)
+        except FileNotFoundError:
+            return
+        if is_local(url):
+            sync_folder(os.path.dirname(path))
