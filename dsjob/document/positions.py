@@ -1,0 +1,121 @@
+"""Places in the text of a document, the parsed document, and what the readers of both formats share."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dsjob.errors import DocumentError, Problem
+
+KeyPath = tuple[str | int, ...]
+
+MAX_DEPTH: Final = 100  # levels of nesting; the root object is the first
+MAX_NUMBER: Final = 250  # characters of a number: then every integer also fits a float
+MAX_EXPANSION: Final = 200_000  # values and characters that YAML aliases may add to a document
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in the text: 1-based, in characters, with lines ended by `\\n`."""
+
+    line: int
+    column: int
+
+
+class _Marks(Mapping[KeyPath, Mark]):
+    """Offsets by path, seen as marks: a mark is made when asked for, which few ever are."""
+
+    def __init__(self, offsets: dict[KeyPath, int], line_starts: list[int]) -> None:
+        self._offsets = offsets
+        self._line_starts = line_starts
+
+    def __getitem__(self, path: KeyPath) -> Mark:
+        return make_mark(self._line_starts, self._offsets[path])
+
+    def __iter__(self) -> Iterator[KeyPath]:
+        return iter(self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed document. What YAML aliases and merges bring in is marked where it is written, at the anchor."""
+
+    source: str  # what to call it in messages: a path, a URL or "<stdin>"
+    value: dict[str, Any]
+    keys: Mapping[KeyPath, Mark]  # where each key or list item starts
+    values: Mapping[KeyPath, Mark]  # where each value starts; () is the root
+    text: str  # without a byte order mark, lines ended by "\n": text.split("\n")[mark.line - 1] is the marked line
+
+    def mark(self, path: Sequence[str | int]) -> Mark:
+        """The place of the key at `path`, or of its nearest ancestor that exists."""
+        for length in range(len(path), 0, -1):
+            if (found := self.keys.get(tuple(path[:length]))) is not None:
+                return found
+        return self.values[()]
+
+
+def find_hint(table: tuple[tuple[str, str], ...], text: str) -> str:
+    return next((hint for pattern, hint in table if re.search(pattern, text)), "")
+
+
+def make_mark(line_starts: list[int], at: int) -> Mark:
+    line = bisect_right(line_starts, at)
+    return Mark(line, at - line_starts[line - 1] + 1)
+
+
+class Reader:
+    """What both formats share: the text, the places found so far, and how to complain about one."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self.text = text
+        self.source = source
+        self.line_starts = [0, *(newline.end() for newline in re.finditer("\n", text))]
+        self.key_at: dict[KeyPath, int] = {}
+        self.value_at: dict[KeyPath, int] = {}
+        self.duplicates: dict[int, Problem] = {}  # by the offset of the second key
+
+    def line(self, at: int) -> int:
+        return make_mark(self.line_starts, at).line
+
+    def problem(self, at: int, message: str, hint: str, rule: str, path: KeyPath = ()) -> Problem:
+        mark = make_mark(self.line_starts, at)
+        return Problem(message, path, rule, hint, self.source, mark.line, mark.column)
+
+    def fail(self, at: int, message: str, hint: str = "", rule: str = "syntax") -> DocumentError:
+        return DocumentError([self.problem(at, message, hint, rule)])
+
+    def require_depth(self, at: int, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise self.fail(at, f"nested deeper than {MAX_DEPTH} levels", rule="too-deep")
+
+    def add_duplicate(self, path: KeyPath, first: int, second: int) -> None:
+        lines = f"first on line {self.line(first)}, again on line {self.line(second)}"
+        message = f'the key "{path[-1]}" is given twice: {lines}'
+        found = self.problem(second, message, "keep one of them", "duplicate-key", path)
+        self.duplicates.setdefault(second, found)  # a YAML mapping is read again at each alias
+
+    def not_an_object(self, at: int, but: str) -> DocumentError:
+        hint = 'JSON looks like { "key": value }, YAML like key: value'
+        return self.fail(at, f"a document must be one object, this one {but}", hint, "not-an-object")
+
+    def number(self, at: int, text: str, convert: Callable[[str], int | float]) -> int | float:
+        if len(text) > MAX_NUMBER:
+            raise self.fail(at, f"a number of {len(text):,} characters is too long", rule="number")
+        value = convert(text)
+        if not math.isfinite(value):
+            hint = "a document has JSON's numbers: write null, or leave the key out"
+            raise self.fail(at, f"{text} is not a finite 64-bit float", hint, "number")
+        return value
+
+    def finish(self, value: dict[str, Any]) -> Document:
+        if self.duplicates:
+            raise DocumentError(list(self.duplicates.values()))
+        keys, values = _Marks(self.key_at, self.line_starts), _Marks(self.value_at, self.line_starts)
+        return Document(self.source, value, keys, values, self.text)
