@@ -7,6 +7,7 @@ Shape, types and bounds come from `schemas/`; rules between keys are the table `
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,7 +35,9 @@ _KINDS = {
 def check_job(document: dict[str, Any]) -> list[Problem]:
     """Everything wrong with a job document, places not yet filled in (`path` is)."""
     problems = check_shape(document, contract.job_schema())
-    return problems or [problem for rule in RULES for problem in rule(document)]
+    if any(problem.severity == "error" for problem in problems):
+        return problems
+    return problems + [problem for rule in RULES for problem in rule(document)]
 
 
 def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
@@ -78,8 +81,9 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
     keyword, value = str(error.validator), error.instance
     if keyword in ("additionalProperties", "unevaluatedProperties"):
         node = _schema_at(path, document, schema)
-        known = [key for key in node.get("properties", {}) if "x-alias-of" not in node["properties"][key]]
         allowed = error.schema.get("properties", {}) if isinstance(error.schema, dict) else {}
+        named = node.get("properties", allowed)
+        known = [key for key, below in named.items() if not (isinstance(below, dict) and "x-alias-of" in below)]
         for key in value if isinstance(value, dict) else ():
             if key not in allowed:
                 yield _unknown_key(path, key, known, schema)
@@ -120,7 +124,7 @@ def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
     if keyword == "type":
         names = [rule] if isinstance(rule, str) else rule
         wanted = " or ".join(_KINDS[name] for name in names if name in _KINDS)
-        return f"must be {wanted}, not {_kind(value)} {shown}", _unquote_hint(value, names)
+        return f"must be {wanted}, not {_kind(value)} {shown}".rstrip(), _unquote_hint(value, names)
     if keyword == "enum":
         options = ", ".join(_show(option) for option in rule)
         words = [option for option in rule if isinstance(option, str)]
@@ -193,6 +197,17 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
 Rule = Callable[[dict[str, Any]], Iterator[Problem]]
 
 
+def _is_json(document: dict[str, Any]) -> Iterator[Problem]:
+    """The resolved document is JSON, which has no inf and no nan; overrides and YAML configs can bring them in."""
+    places: list[tuple[Path, Any]] = [((), document)]
+    while places:
+        path, value = places.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(f"must be a finite number, not {value}", path, "finite", "leave it out, or null")
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        places += [((*path, key), item) for key, item in items]
+
+
 def _needs_an_end(document: dict[str, Any]) -> Iterator[Problem]:
     """A job that names neither steps nor epochs would never end."""
     trainer = document.get("trainer", {})
@@ -202,8 +217,7 @@ def _needs_an_end(document: dict[str, Any]) -> Iterator[Problem]:
 
 def _needs_an_optimizer(document: dict[str, Any]) -> Iterator[Problem]:
     """Training without an optimizer changes nothing."""
-    config = document.get("deepspeed", {})
-    if "optimizer" not in document and not (isinstance(config, str) or "optimizer" in config):
+    if "optimizer" not in document:
         yield Problem("needs optimizer", (), "no-optimizer", "optimizer: {type: AdamW, params: {lr: 1e-3}}")
 
 
@@ -229,4 +243,4 @@ def _knows_its_total(document: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("needs total_num_steps or trainer.max_steps", place, "no-total-steps", "give either")
 
 
-RULES: tuple[Rule, ...] = (_needs_an_end, _needs_an_optimizer, _evaluates_something, _knows_its_total)
+RULES: tuple[Rule, ...] = (_is_json, _needs_an_end, _needs_an_optimizer, _evaluates_something, _knows_its_total)

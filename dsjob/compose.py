@@ -7,6 +7,7 @@ place to go. A job file is merged after the recipe and before the overrides. Not
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -29,10 +30,16 @@ from dsjob.check import Path, suggest
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.origins import Composed, settle
+from dsjob.resolve import place_problems
 
 CONFIG_NAME = "config"
 _FILE_GROUP = "job_file"
-_GROUPS = {"optimizer": "optimizer", "scheduler": "scheduler", "precision": "bf16", "zero": "zero_optimization"}
+_GROUPS: dict[str, Path] = {  # what a choice decides
+    "optimizer": ("optimizer",),
+    "scheduler": ("scheduler",),
+    "precision": ("bf16", "enabled"),
+    "zero": ("zero_optimization", "stage"),
+}
 
 
 @contextmanager
@@ -64,9 +71,17 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
     store.store(name="base", node=tree)
     if file is not None:
         # Hydra merges a group chosen on the command line before the file, whose section would then win.
-        chosen = {section for group, section in _GROUPS.items() if any(o.startswith(f"{group}=") for o in overrides)}
-        node = {key: value for key, value in file.value.items() if key not in chosen}
+        node = copy.deepcopy(file.value)
+        for name in {override.split("=")[0].lstrip("~") for override in overrides} & _GROUPS.keys():
+            _delete(node, _GROUPS[name])
         store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
+
+
+def _delete(value: Any, path: Path) -> None:
+    for part in path[:-1]:
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        value.pop(path[-1], None)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -122,23 +137,33 @@ def compose(overrides: Sequence[str], *, file: Document | None = None, config_di
 
 def finish(config: DictConfig, file: Document | None) -> Composed:
     """A composed Hydra config as a plain document; `config` still has its `hydra` node."""
-    with _renamed():
-        task = list(config.hydra.overrides.task)
-        choices = {str(key): value for key, value in config.hydra.runtime.choices.items() if value is not None}
-        plain: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
-            OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), resolve=True
-        )
+    choices = {str(key): value for key, value in config.hydra.runtime.choices.items() if value is not None}
     recipes = tuple(str(choices[key]) for key in choices if key.split("@")[0] == "recipe")
-    return settle(plain, file=file, recipes=recipes, overrides=_override_paths(task))
+    # Unresolved: an override with an interpolation in it is one as a whole.
+    overrides = _override_paths(OmegaConf.to_container(config.hydra.overrides.task, resolve=False))
+    try:
+        with _renamed():
+            plain: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
+                OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), resolve=True
+            )
+    except DocumentError as error:
+        locate = Composed({}, file, recipes, overrides).locate
+        raise DocumentError(place_problems(list(error.problems), locate)) from error
+    return settle(plain, file=file, recipes=recipes, overrides=overrides)
 
 
 def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:
     paths: dict[Path, str] = {}
     for parsed in OverridesParser.create().parse_overrides(list(overrides)):
-        key = re.sub(r"\[([^\]]+)\]", r".\1", parsed.get_key_element().lstrip("+~"))
-        path = tuple(int(part) if part.isdigit() else part for part in key.split(".") if part)
-        paths[path] = parsed.input_line or key
+        key = parsed.get_key_element().lstrip("+~")
+        paths[_GROUPS.get(key, _split(key))] = parsed.input_line or key
     return paths
+
+
+def _split(key: str) -> Path:
+    """The path that OmegaConf writes as `a.b[0]`."""
+    parts = re.sub(r"\[([^\]]+)\]", r".\1", key).split(".")
+    return tuple(int(part) if part.isdigit() else part for part in parts if part)
 
 
 @contextmanager
@@ -159,18 +184,19 @@ def _renamed() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error) from error
     except ValueError as error:  # what Hydra says of a defaults list that it cannot read
-        raise UsageError(f"the configs cannot be composed: {error}") from error
+        hint = "a group is chosen by name, optimizer=sgd, and left out with ~optimizer"
+        raise UsageError(f"the configs cannot be composed: {error}", hint=hint) from error
 
 
 def _explain(error: Exception) -> UsageError | DocumentError:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     found = re.search(r"Could not (?:override|append to config|delete from config)\W+'?([\w.\[\]@/$-]+)", text)
     cause = error.__cause__
-    if found and text.startswith("Could not override"):
-        key = found.group(1).rstrip(".'")
+    key = found.group(1).rstrip(".'") if found else ""
+    if text.startswith("Could not override") and key and not key.startswith("hydra."):
         return DocumentError([_unknown_override(key)])
     if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
-        return DocumentError([Problem(text, tuple(str(error.full_key).split(".")), "interpolation")])
+        return DocumentError([Problem(text, _split(str(error.full_key)), "interpolation")])
     detail = str(cause).splitlines()[0] if isinstance(cause, OmegaConfBaseException) else ""
     return UsageError(f"{text}: {detail}" if detail and detail not in text else text)
 

@@ -50,12 +50,12 @@ def build_on(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """`job` built on a DeepSpeed config: its values where the job has none.
 
-    A value that the two give differently is a problem, unless the job's comes from the command line (`overridden`) or
-    one of them is "auto". `place` says where the job document got the value at a path.
+    A value that the two give differently is a problem, unless the job's comes from the command line or a recipe
+    (`overridden`) or one of them is "auto". `place` says where the document has the value at a path.
     """
     problems: list[Problem] = []
-    merged = _merge(job, to_job(config))
-    for path, theirs in _leaves(to_job(config), ()):
+    base = to_job(config)
+    for path, theirs in _leaves(base, ()):
         ours = _get(job, path)
         if ours is None or ours == theirs or "auto" in (ours, theirs) or overridden(path):
             continue
@@ -63,7 +63,25 @@ def build_on(
         there = place(("deepspeed", *to_config_path(path)))
         message = f"is {ours} ({place(path)}), but deepspeed.{where} says {theirs} ({there})"
         problems.append(Problem(message, path, "conflict", "keep one of the two"))
-    return merged, problems
+    for section in ("optimizer", "scheduler"):
+        if _replaces(job.get(section), base.get(section)):
+            del base[section]
+    return _merge(job, base), problems
+
+
+def find_origin(path: Path, job: dict[str, Any], config: dict[str, Any]) -> Path:
+    """Where the document has what the built job has at `path`: there, or in its `deepspeed` section."""
+    if _get(job, path) is None and _get(to_job(config), path) is not None:
+        return ("deepspeed", *to_config_path(path))
+    return path
+
+
+def _replaces(ours: Any, theirs: Any) -> bool:
+    """Whether an optimizer or scheduler comes with arguments of its own for another type than the config's."""
+    if not (isinstance(ours, dict) and isinstance(theirs, dict)):
+        return False
+    same_type = str(ours.get("type", theirs.get("type"))).lower() == str(theirs.get("type")).lower()
+    return "_target_" in ours or ("params" in ours and not same_type)
 
 
 def _merge(job: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:

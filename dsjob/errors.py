@@ -145,3 +145,6 @@ class Interrupted(DsjobError):  # noqa: N818 (what happened, not an error of any
     def __init__(self, signal_number: int, message: str = "", *, hint: str = "") -> None:
         super().__init__(message or f"stopped by signal {signal_number}", hint=hint)
         self.exit_code = 128 + signal_number
+
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[int, str], dict[str, str]]:
+        return type(self), (self.exit_code - 128, self.message), {"hint": self.hint}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -28,18 +28,13 @@ from dsjob.targets import call_target
 RESULT_NAME = "result.json"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """How a run ended: the last step, the last training and evaluation metrics, the last checkpoint's folder."""
 
     step: int
     metrics: dict[str, float]
     checkpoint: str | None
-
-    @property
-    def objective(self) -> float | None:
-        """What a sweep minimises: the evaluation loss, or else the training loss."""
-        return self.metrics.get("eval/loss", self.metrics.get("loss"))
 
 
 def run_job(document: Mapping[str, Any], run_dir: str, world: World) -> Result:
@@ -65,7 +60,7 @@ def run_job(document: Mapping[str, Any], run_dir: str, world: World) -> Result:
     result = Result(step=run.step, metrics=metrics, checkpoint=run.last_saved)
     if world.rank == 0:
         _write_result(run_dir, result)
-        _say_next(run, spec, run_dir, time.monotonic() - started, display)
+        display.say("done", f"step {run.step:,} in {show_seconds(time.monotonic() - started)}")
     return result
 
 
@@ -196,19 +191,5 @@ def _say_complete(run: loop.Run, run_dir: str, display: Display) -> None:
 
 
 def _write_result(run_dir: str, result: Result) -> None:
-    content = {"status": "done", "step": result.step, "metrics": result.metrics, "checkpoint": result.checkpoint}
+    content = {"status": "done", **dataclasses.asdict(result)}
     storage.write_bytes(os.path.join(run_dir, RESULT_NAME), json.dumps(content).encode())
-
-
-def _say_next(run: loop.Run, spec: JobSpec, run_dir: str, seconds: float, display: Display) -> None:
-    url = run.checkpointer.url
-    place = run_dir if url.startswith(run_dir) else url
-    recipe = "+recipe=quickstart" if spec.name == "quickstart" else f"{run_dir}/resolved.json"
-    display.say("done", f"step {run.step:,} in {show_seconds(seconds)}")
-    if run.last_saved:
-        display.say(
-            "next",
-            f"\n  train on   dsjob run {run_dir} trainer.max_steps={2 * run.max_steps}"
-            f"\n  convert    dsjob convert --to fp32 {place}"
-            f"\n  sweep      dsjob -m {recipe} optimizer.params.lr=1e-3,3e-4",
-        )

@@ -92,12 +92,14 @@ def start(document: Mapping[str, Any], run_dir: str, *, import_from: list[str], 
         _run_here(document, run_dir, import_from)
     else:
         _start_ranks(document, resolved, run_dir, import_from, debug)
-    content: dict[str, Any] = json.loads(storage.read_text(result))
-    return content
+    return {**json.loads(storage.read_text(result)), "run_dir": run_dir}
 
 
-def join(document: Mapping[str, Any], run_dir_pattern: str, *, import_from: list[str]) -> None:
-    """Runs a resolved job as one of the ranks that somebody else has started; rank 0's document counts."""
+def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, Any]:
+    """Runs a resolved job as one of the ranks that somebody else has started; rank 0's document counts.
+
+    Returns what `result.json` says on rank 0, nothing on the others.
+    """
     import torch.distributed as dist
 
     from dsjob.job import run_job
@@ -108,7 +110,7 @@ def join(document: Mapping[str, Any], run_dir_pattern: str, *, import_from: list
     world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
     shared: list[Any] = [None, None]
     if world.rank == 0:
-        run_dir = make_run_dir(run_dir_pattern, document["name"])
+        run_dir = make_run_dir(document["output"]["dir"], document["name"])
         storage.write_bytes(os.path.join(run_dir, RESOLVED_NAME), json.dumps(document, indent=2).encode() + b"\n")
         shared = [json.dumps(document), run_dir]
     if world.world_size > 1:
@@ -117,6 +119,9 @@ def join(document: Mapping[str, Any], run_dir_pattern: str, *, import_from: list
         run_job(json.loads(shared[0]), shared[1], world)
     finally:
         leave_world()
+    if world.rank != 0:
+        return {}
+    return {**json.loads(storage.read_text(os.path.join(shared[1], "result.json"))), "run_dir": shared[1]}
 
 
 def _run_here(document: Mapping[str, Any], run_dir: str, import_from: list[str]) -> None:

@@ -13,6 +13,7 @@ from dsjob import schema as contract
 from dsjob import storage
 from dsjob.check import Path
 from dsjob.document import Document
+from dsjob.errors import StorageError, UsageError
 from dsjob.resolve import Place
 
 
@@ -32,13 +33,10 @@ class Composed:
             mark = self.deepspeed.mark(path[1:])
             return self.deepspeed.source, mark.line, mark.column
         for length in range(len(path), 0, -1):
-            prefix = path[:length]
-            if prefix in self.overrides:
-                return f"command line: {self.overrides[prefix]}", 0, 0
-            if self.file is not None and prefix in self.file.keys:
-                mark = self.file.keys[prefix]
-                return self.file.source, mark.line, mark.column
-        if self.file is not None:
+            if path[:length] in self.overrides:
+                return f"command line: {self.overrides[path[:length]]}", 0, 0
+        # What a file beside a recipe does not have at the very place is the recipe's.
+        if self.file is not None and (path in self.file.keys or not path or not self.recipes):
             mark = self.file.mark(path)
             return self.file.source, mark.line, mark.column
         return (f"recipe {', '.join(self.recipes)}" if self.recipes else "command line"), 0, 0
@@ -54,15 +52,19 @@ def settle(
     """Merged values as a composed document: nulls dropped, the name filled in, the DeepSpeed file read."""
     document = contract.prune(values, contract.job_schema())
     document.setdefault("name", _make_name(file, recipes))
-    deepspeed = _read_deepspeed(document, file)
+    deepspeed = _read_deepspeed(document, file if ("deepspeed",) not in (overrides or {}) else None)
     if deepspeed is not None:
         document["deepspeed"] = contract.prune(deepspeed.value, contract.deepspeed_schema())
     return Composed(document, file, recipes, overrides or {}, deepspeed)
 
 
 def read_document(url: str) -> Document:
-    """A job file, parsed with the places of its keys."""
-    return documents.parse(storage.read_text(url), url)
+    """A job file, parsed with the places of its keys. Raises UsageError where it cannot be read, DocumentError."""
+    try:
+        text = storage.read_text(url)
+    except StorageError as error:
+        raise UsageError(error.message, hint=error.hint) from error
+    return documents.parse(text, url)
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
@@ -72,10 +74,8 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 
 
 def _make_name(file: Document | None, recipes: tuple[str, ...]) -> str:
-    if recipes:
-        return recipes[0].replace("/", "-")
-    stem = os.path.splitext(os.path.basename(file.source))[0] if file else ""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "job"
+    stem = recipes[0] if recipes else os.path.splitext(os.path.basename(file.source))[0] if file else ""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "job"
 
 
 def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document | None:

@@ -6,6 +6,7 @@ A resolved document is itself a valid job, so resolving it again changes nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,13 @@ from dsjob.spec import EngineSpec, view
 
 Place = tuple[str, int, int]  # source, line, column; line 0 where only the source is known
 Locate = Callable[[Path], Place]
+
+
+def read_nproc(document: dict[str, Any]) -> int:
+    """`launch.nproc` of a document that need not be valid; 1 where it is not a positive number."""
+    section = document.get("launch")
+    nproc = section.get("nproc") if isinstance(section, dict) else None
+    return int(nproc) if isinstance(nproc, (int, float)) and 1 <= nproc < math.inf else 1
 
 
 def place_problems(problems: list[Problem], locate: Locate) -> list[Problem]:
@@ -37,16 +45,18 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate) ->
     `document`: as composed, "not set" left out (`schema.prune`). Raises DocumentError with all problems at once.
     """
     schema = contract.job_schema()
-    problems = place_problems(check_job(document), locate)
-    _raise_errors(problems)
-    job = {key: value for key, value in document.items() if key not in ("deepspeed", "$schema")}
+    given = {key: value for key, value in document.items() if key not in ("deepspeed", "$schema")}
+    body = document.get("deepspeed")
+    config: dict[str, Any] = _rename(body, contract.deepspeed_schema()) if isinstance(body, dict) else {}
     job, conflicts = dsconfig.build_on(
-        job,
-        document.get("deepspeed", {}),
+        given,
+        config,
         place=lambda path: _describe(locate(path)),
-        overridden=lambda path: locate(path)[0].startswith("command line"),
+        overridden=lambda path: locate(path)[1] == 0,  # only what a file says has a line
     )
-    _raise_errors(place_problems(conflicts, locate))
+    problems = _drop_repeated(check_job({**document, **job})) + conflicts
+    problems = place_problems(problems, lambda path: locate(dsconfig.find_origin(path, given, config)))
+    _raise_errors(problems)
     resolved = _complete(job, schema)
     scheduler = resolved.get("scheduler", {})
     decays = scheduler.get("type") in ("WarmupDecayLR", "WarmupCosineLR")
@@ -73,6 +83,12 @@ def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentE
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise kind(errors)
+
+
+def _drop_repeated(problems: list[Problem]) -> list[Problem]:
+    """`problems` without those of the built job that the check of its `deepspeed` section has found too."""
+    found = {(problem.path[1:], problem.rule) for problem in problems if problem.path[:1] == ("deepspeed",)}
+    return [problem for problem in problems if (dsconfig.to_config_path(problem.path), problem.rule) not in found]
 
 
 def _describe(place: Place) -> str:

@@ -18,11 +18,11 @@ from dsjob.errors import StorageError
 
 
 @contextmanager
-def _renamed(action: str, url: str) -> Iterator[None]:
-    """Renames what a file system raises into StorageError."""
+def _renamed(action: str, url: str, passing: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+    """Renames what a file system raises into StorageError, but for what is `passing`."""
     try:
         yield
-    except FileExistsError:
+    except passing:
         raise
     except PermissionError as error:
         raise StorageError(f"cannot {action} {url}: permission denied", hint="choose a folder you may write") from error
@@ -32,14 +32,15 @@ def _renamed(action: str, url: str) -> Iterator[None]:
         detail = error.strerror or str(error)
         hint = "free some space, or point checkpoint.dir at another disk" if error.errno == 28 else ""
         raise StorageError(f"cannot {action} {url}: {detail}", hint=hint) from error
-    except (ImportError, ValueError) as error:  # fsspec: unknown protocol, or its package is not installed
-        raise StorageError(f"cannot {action} {url}: {error}") from error
 
 
 def _open_file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     # Listings of object stores go stale within the process that made them: never cached.
     options = {} if is_local(url) or url.startswith("memory:") else {"use_listings_cache": False}
-    fs, path = fsspec.core.url_to_fs(url, **options)
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:  # unknown protocol, or its package is not installed
+        raise StorageError(f"cannot open {url}: {error}") from error
     return fs, path
 
 
@@ -55,7 +56,8 @@ def local_path(url: str) -> str:
 
 def join(url: str, *names: str) -> str:
     """`url` with `names` below it."""
-    return "/".join([url.rstrip("/") if len(url) > 1 else url, *names])
+    root = url if url.endswith("://") else url.rstrip("/") + "/"
+    return root + "/".join(names)
 
 
 def exists(url: str) -> bool:
@@ -80,8 +82,8 @@ def list_names(url: str) -> list[str]:
             found = fs.ls(path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        names = (str(name).rstrip("/").rsplit("/", 1)[-1] for name in found)
-        return sorted(name for name in names if name and name != path.rstrip("/").rsplit("/", 1)[-1])
+        below = (name for item in found if (name := str(item).rstrip("/")) != path.rstrip("/"))  # a file lists itself
+        return sorted(name.rsplit("/", 1)[-1] for name in below)
 
 
 def make_folder(url: str) -> None:
@@ -127,13 +129,12 @@ def open_write(url: str) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
-            # Leaving by `with` would close the file and so commit what is there of it.
-            if hasattr(file, "discard"):
-                file.discard()
-            else:
-                file.close()
-            if fs.exists(path):
-                fs.rm_file(path)
+            try:
+                # To close an upload is to commit what is there of it; a local file knows nothing else.
+                file.close() if is_local(url) or not hasattr(file, "discard") else file.discard()
+            finally:
+                if fs.exists(path):
+                    fs.rm_file(path)
             raise
         file.close()
 
@@ -146,13 +147,17 @@ def write_bytes(url: str, data: bytes) -> None:
             fs.pipe_file(path, data)
             return
         temporary = _write_temporary(path, data)
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
         sync_folder(os.path.dirname(path))
 
 
 def create_bytes(url: str, data: bytes) -> None:
     """Creates a file durably; FileExistsError when somebody else has created it first."""
-    with _renamed("create", url):
+    with _renamed("create", url, passing=(FileExistsError,)):
         fs, path = _open_file_system(url)
         if not is_local(url):
             fs.pipe_file(path, data, mode="create")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -34,11 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
-        return _dispatch([argument for argument in arguments if argument != "--debug"], debug)
+        code = _dispatch([argument for argument in arguments if argument != "--debug"], debug)
+        sys.stdout.flush()  # here, where a reader that has gone away can be told from a failure
+        return code
     except DsjobError as error:
         if debug:
-            raise
-        _print_error(error)
+            traceback.print_exc()
+        else:
+            _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("dsjob: interrupted", file=sys.stderr)  # noqa: T201
@@ -73,6 +78,14 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
     module = import_module(f"dsjob.cli.{command}")
     code: int = module.main(rest, debug)
     return code
+
+
+def parse_count(text: str) -> int:
+    """A number of ranks among the arguments of a command: at least 1."""
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {count}")
+    return count
 
 
 def _require_runnable(first: str) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 from dsjob import compose as composition
 from dsjob import launch, storage
 from dsjob.document import Document
-from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
+from dsjob.errors import Interrupted, Problem, UsageError
 from dsjob.origins import Composed, read_document
-from dsjob.resolve import resolve_job
+from dsjob.resolve import read_nproc, resolve_job
 
 _RESULT_NAME = "result.json"
+_SWEEP = "optimizer.params.lr=1e-3,3e-4"
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -37,13 +38,15 @@ def main(arguments: list[str], debug: bool) -> int:
         composition.answer(args, overrides, file)
         return 0
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
-    run_composed(composed, import_folders(file), debug)
+    result = run_composed(composed, import_folders(file), debug)
+    if result.get("checkpoint"):
+        _say_next(result, composed)
     return 0
 
 
 def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
     """The job file among the arguments, read, and what remains. A run's folder stands for its document."""
-    words = [word for word in overrides if "=" not in word or os.path.exists(word)]
+    words = [word for word in overrides if word[:1] not in "~+" and ("=" not in word or os.path.exists(word))]
     rest = [word for word in overrides if word not in words]
     if not words:
         return None, rest
@@ -56,7 +59,7 @@ def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
             raise UsageError(f"{source} is no run's folder: there is no {launch.RESOLVED_NAME} in it")
         document = read_document(resolved)
         return document, [*rest, f"output.dir={_quote(source.rstrip('/') or '/')}"]
-    if source[:1] == "~" or not ("://" in source or os.path.exists(source)):
+    if not ("://" in source or os.path.exists(source)):
         raise UsageError(f"no such file: {source}")
     return read_document(source), rest
 
@@ -76,32 +79,45 @@ def import_folders(file: Document | None) -> list[str]:
 def run_composed(composed: Composed, folders: list[str], debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
     """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent."""
     joined = launch.read_world_size()
-    nproc = composed.document.get("launch", {}).get("nproc", 1)
-    world_size = joined or (int(nproc) if isinstance(nproc, (int, float)) else 1)
-    document, warnings = resolve_job(composed.document, world_size=max(world_size, 1), locate=composed.locate)
+    world_size = joined or read_nproc(composed.document)
+    document, warnings = resolve_job(composed.document, world_size=world_size, locate=composed.locate)
     if not joined or os.environ.get("RANK") == "0":
         _print_warnings(warnings)
     if joined:
-        launch.join(document, document["output"]["dir"], import_from=folders)
-        return {}
+        return launch.join(document, import_from=folders)
     run_dir = run_dir or launch.make_run_dir(document["output"]["dir"], document["name"])
+    before = _list_commits(run_dir)
     try:
         return launch.start(document, run_dir, import_from=folders, debug=debug)
-    except (DsjobError, KeyboardInterrupt) as error:
-        _say_how_to_go_on(run_dir, error)
+    except (Exception, KeyboardInterrupt) as error:
+        stopped = isinstance(error, (Interrupted, KeyboardInterrupt)) and before
+        if stopped or _list_commits(run_dir) != before:
+            print(f"dsjob: to go on from the last checkpoint: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
         raise
+
+
+def _list_commits(run_dir: str) -> list[str]:
+    return storage.list_names(os.path.join(run_dir, "checkpoints", "commits"))
+
+
+def _say_next(result: dict[str, Any], composed: Composed) -> None:
+    """The commands that a user may want now, ready to be pasted."""
+    run_dir, trainer = result["run_dir"], composed.document["trainer"]
+    longer = [f"trainer.{key}={2 * trainer[key]:g}" for key in ("max_steps", "max_epochs") if key in trainer]
+    again = f"{run_dir}/{launch.RESOLVED_NAME}"
+    lines = (
+        ("train on", f"dsjob run {run_dir} {' '.join(longer)}"),
+        ("convert", f"dsjob convert --to fp32 {result['checkpoint'].rpartition('/')[0]} {run_dir}/weights"),
+        ("repeat", f"dsjob run {again}"),
+        ("sweep", f"dsjob -m {f'+recipe={composed.recipes[0]}' if composed.recipes else again} {_SWEEP}"),
+    )
+    print("next", *(f"  {name:<10} {command}" for name, command in lines), sep="\n")  # noqa: T201
 
 
 def _print_warnings(warnings: Sequence[Problem]) -> None:
     if warnings:
         names = ", ".join(problem.dotted for problem in warnings)
         print(f"no effect here: {names} (`dsjob validate` says why)", file=sys.stderr)  # noqa: T201
-
-
-def _say_how_to_go_on(run_dir: str, error: BaseException) -> None:
-    commits = os.path.join(run_dir, "checkpoints", "commits")
-    if not isinstance(error, DocumentError) and storage.list_names(commits):
-        print(f"dsjob: to go on from the last checkpoint: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
 
 
 def _print_yaml(document: dict[str, Any], package: str | None) -> None:

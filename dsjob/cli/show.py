@@ -8,8 +8,9 @@ import sys
 
 from dsjob import compose as composition
 from dsjob import launch
+from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
-from dsjob.resolve import resolve_job
+from dsjob.resolve import read_nproc, resolve_job
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -21,14 +22,13 @@ def main(arguments: list[str], debug: bool) -> int:
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks to resolve the batch sizes for (launch.nproc)"
+        "--world-size", type=parse_count, metavar="N", help="ranks to resolve the batch sizes for (launch.nproc)"
     )
     args = parser.parse_intermixed_args(arguments)
     file, overrides = split_source(args.source)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
-    nproc = composed.document.get("launch", {}).get("nproc", 1)
-    world_size = args.world_size or launch.read_world_size() or (int(nproc) if isinstance(nproc, (int, float)) else 1)
-    document, _ = resolve_job(composed.document, world_size=max(world_size, 1), locate=composed.locate)
+    world_size = args.world_size or launch.read_world_size() or read_nproc(composed.document)
+    document, _ = resolve_job(composed.document, world_size=world_size, locate=composed.locate)
     if args.format == "json":
         print(json.dumps(document, indent=2))  # noqa: T201
     else:

@@ -9,6 +9,7 @@ from dsjob import resolve
 from dsjob import schema as contract
 from dsjob.batch import BatchConfig
 from dsjob.check import check_shape
+from dsjob.cli import parse_count
 from dsjob.document import Document
 from dsjob.errors import DocumentError, DsjobError, Problem
 from dsjob.origins import Composed, is_deepspeed, read_document, settle
@@ -18,7 +19,7 @@ def main(arguments: list[str], debug: bool) -> int:
     """Prints `file:line:col: message` for each problem; 0 where there is no error, 2 where there is."""
     parser = argparse.ArgumentParser(prog="dsjob validate", description="Check job documents and DeepSpeed configs.")
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON or YAML, a path or URL")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks to check the batch sizes for (launch.nproc)")
+    parser.add_argument("--world-size", type=parse_count, metavar="N", help="ranks to check the batch sizes for (launch.nproc)")
     args = parser.parse_args(arguments)
     failed = False
     for url in args.files:
@@ -39,8 +40,7 @@ def validate(url: str, world_size: int | None) -> list[Problem]:
         if is_deepspeed(document.value):
             return _check_deepspeed(document, world_size or 1)
         composed = _compose(document)
-        nproc = composed.document.get("launch", {}).get("nproc", 1)
-        ranks = world_size or (int(nproc) if isinstance(nproc, (int, float)) and nproc >= 1 else 1)
+        ranks = world_size or resolve.read_nproc(composed.document)
         return resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate)[1]
     except DocumentError as error:
         return list(error.problems)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from dsjob.data.batches import count_samples
@@ -43,6 +44,8 @@ class TrainingLoader:
             "collate_fn": collate or default_collate,
             "num_workers": num_workers,
             "pin_memory": pin_memory and world.device.type == "cuda",
+            # By default a DataLoader draws from the global generator when it starts: a resumed run would draw twice.
+            "generator": torch.Generator().manual_seed(seed + world.rank),
         }
         self._name = name
         self._start = 0
@@ -80,9 +83,7 @@ class TrainingLoader:
                     continue
                 yield batch
             if not seen:
-                raise DataError(
-                    f"{self._name} ({type(self.dataset).__name__}) yields no full batch for rank {rank}"
-                )
+                raise DataError(f"{self._name} ({type(self.dataset).__name__}) yields no full batch for rank {rank}")
 
 
 class _Turns(IterableDataset[Any]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -239,7 +239,7 @@ def build_scheduler(method: Method, optimizer: Optimizer) -> LRScheduler:
         scheduler: LRScheduler = made
         return scheduler
     name = method.type or ""
-    kind = _NAMED.get(name) or _find(name)
+    kind: Callable[..., LRScheduler] = _NAMED.get(name) or _find(name)
     try:
         inspect.signature(kind).bind(optimizer, **method.params)
     except TypeError as error:
@@ -250,12 +250,13 @@ def build_scheduler(method: Method, optimizer: Optimizer) -> LRScheduler:
         raise TargetError(f"scheduler {name}: {error}", hint="see scheduler.params in the document") from error
 
 
-def _find(name: str) -> Any:
-    found = getattr(lr_scheduler, name, None)
-    if not (inspect.isclass(found) and hasattr(found, "step")) or name.startswith("_"):
-        torch_names = [
-            n for n, c in vars(lr_scheduler).items() if inspect.isclass(c) and hasattr(c, "step") and n[0] != "_"
-        ]
-        known = ", ".join([*_NAMED, *sorted(set(torch_names) - {"LRScheduler"})])
-        raise TargetError(f"there is no scheduler {name!r}", hint=f"known: {known}, or a _target_")
-    return found
+def _find(name: str) -> Callable[..., LRScheduler]:
+    known = {
+        key: kind
+        for key, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, LRScheduler) and not key.startswith(("_", "LRScheduler"))
+    }
+    if name not in known:
+        names = ", ".join([*_NAMED, *sorted(known)])
+        raise TargetError(f"there is no scheduler {name!r}", hint=f"known: {names}, or a _target_")
+    return known[name]

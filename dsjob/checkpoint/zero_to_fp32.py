@@ -1,0 +1,598 @@
+#!/usr/bin/env python3
+"""Turns a dsjob checkpoint into plain fp32 weights in safetensors files.
+
+    python zero_to_fp32.py                                 the newest step, written beside this script
+    python zero_to_fp32.py checkpoints/ weights/           model.safetensors, or shards and an index
+    python zero_to_fp32.py checkpoints/step-00000120-a0001 model.safetensors
+
+Standalone: Python 3.8 or later and its standard library; a copy lies in every checkpoint folder. dsjob imports it too:
+it is the one place that reads commit records and manifests and streams tensors out of shards. Memory is bounded by a
+few buffers of 8 MiB, whatever the size of the model or of a tensor. Nothing that is read is trusted: names cannot leave
+the checkpoint, sizes are checked before memory is taken, and digests before the output gets its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+FORMAT, VERSION = "dsjob-checkpoint", 1
+NAME = re.compile(
+    r"(?!\.)[A-Za-z0-9._-]{1,255}"
+)  # whole names: no separator, no leading dot, so nothing leaves the root
+DIGEST = re.compile(r"([0-9a-f]{64})?")
+WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "BOOL": 1}  # bytes an element
+WIDTH.update({"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1})
+MAX_RECORD, MAX_MANIFEST, MAX_DIMS, MAX_OPEN, BUFFER = 1 << 20, 256 << 20, 64, 32, 8 << 20
+OUTPUT = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+ELSEWHERE = "restore the checkpoint from a copy, or choose the tag of another step"
+
+
+class Problem(Exception):  # noqa: N818
+    """Base of what stops a conversion: `message` says what and where, `hint` what to do."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, hint: str = ELSEWHERE) -> None:
+        super().__init__(f"{message} ({hint})")
+        self.message, self.hint = message, hint
+
+
+class Damaged(Problem):
+    """The bytes are not those that were saved."""
+
+    exit_code = 1
+
+
+class NothingThere(Problem):
+    """No committed checkpoint is here, or none of this name."""
+
+
+class Refused(Problem):
+    """The arguments are wrong, or the output exists already."""
+
+
+class Folder:
+    """A checkpoint root on this machine; dsjob derives roots elsewhere from it. Names have `/` between them."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.realpath(root)
+
+    def names(self, folder: str) -> list[str]:
+        """The names in a folder of the root; none where there is no such folder."""
+        path = os.path.join(self.root, folder)
+        return os.listdir(path) if os.path.isdir(path) else []
+
+    def open_file(self, name: str) -> io.RawIOBase:
+        """A seekable file; FileNotFoundError where there is none, Damaged where a link leads out of the root."""
+        path = os.path.realpath(os.path.join(self.root, name))
+        if os.path.commonpath([path, self.root]) != self.root:
+            raise Damaged(
+                f"{self.root}/{name} is a link to {path}, outside the checkpoint", "put the file itself there"
+            )
+        return io.FileIO(path)
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, in global coordinates, and the bytes of a shard that hold it in row-major order."""
+
+    file: str
+    start: int
+    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    sha256: str
+
+
+class Tensor(NamedTuple):
+    """A tensor of a manifest; `nodes` walks its chunks in row-major order: (elements, chunk) or (repeats, nodes)."""
+
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    nodes: list[Any]
+
+
+class Checkpoint(NamedTuple):
+    """A committed checkpoint, checked; `folder` is its name below the root, `files` maps shards to sizes in bytes."""
+
+    tag: str
+    step: int
+    folder: str
+    files: dict[str, int]
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    manifest: dict[str, Any]
+
+
+class Written(NamedTuple):
+    """A file of the output: size in bytes, number of tensors in it."""
+
+    path: str
+    size: int
+    sha256: str
+    tensors: int
+
+
+def read_exactly(file: io.RawIOBase, view: memoryview) -> bool:
+    """Fills `view` from the file; False where the file ends before."""
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            return False
+        view = view[count:]
+    return True
+
+
+def read_json(source: Folder, name: str, limit: int, digest: str = "") -> dict[str, Any]:
+    """A JSON object of this format and version, of at most `limit` bytes, with this sha256 if one is given."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a key is given twice")
+        return dict(pairs)
+
+    place = f"{source.root}/{name}"
+    try:
+        with source.open_file(name) as file:
+            data = bytearray(min(file.seek(0, os.SEEK_END), limit + 1))
+            file.seek(0)
+            complete = read_exactly(file, memoryview(data))
+        if not complete or len(data) > limit:
+            raise Damaged(f"{place} is cut short, or has more than {limit} bytes")
+        if digest and hashlib.sha256(data).hexdigest() != digest:
+            raise Damaged(f"{place} differs from the sha256 in its commit record")
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except FileNotFoundError:
+        raise Damaged(f"{place} is missing") from None
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{place} is not JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise Damaged(f'{place} does not say "format": "{FORMAT}"')
+    if found.get("version") != VERSION:
+        hint = "use the zero_to_fp32.py that lies in the checkpoint folder, or a newer dsjob"
+        raise Damaged(f"{place} has version {str(found.get('version'))[:20]}; this program reads {VERSION}", hint)
+    return found
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # `true` of JSON is no number
+
+
+def read_commit(source: Folder, tag: str) -> dict[str, Any]:
+    """The commit record of a tag, checked: {tag, step, attempt, dir, manifest_sha256}."""
+    name = f"commits/{tag}.json"
+    record = read_json(source, name, MAX_RECORD)
+    folder, digest = record.get("dir"), record.get("manifest_sha256") or "none"
+    if record.get("tag") != tag or not is_count(record.get("step")) or not DIGEST.fullmatch(str(digest)):
+        raise Damaged(f"{source.root}/{name} is the record of another tag, or has no step and sha256")
+    if not isinstance(folder, str) or not NAME.fullmatch(folder):
+        raise Damaged(f"{source.root}/{name} names the folder {str(folder)[:80]!r}, which no checkpoint can have")
+    return record
+
+
+def find_commit(source: Folder, wanted: str | None = None) -> dict[str, Any]:
+    """The commit record of a tag or of a step's folder; of the greatest step where none is wanted."""
+    tags = {name[:-5] for name in source.names("commits") if NAME.fullmatch(name) and name.endswith(".json")}
+    if not tags:
+        raise NothingThere(f"no committed checkpoint in {source.root}", "name the folder that holds `commits`")
+    if wanted is None:
+        # A tag that tells its step need not be opened to be compared: on an object store each is a request.
+        numbered = {tag for tag in tags if re.fullmatch(r"step-[0-9]{8,}", tag)}
+        newest = sorted(numbered, key=lambda tag: int(tag[5:]))[-1:] + sorted(tags - numbered)
+        return max((read_commit(source, tag) for tag in newest), key=lambda record: (record["step"], record["tag"]))
+    tag = wanted if wanted in tags else re.sub(r"-a[0-9]+$", "", wanted)
+    if tag not in tags:
+        known = ", ".join(sorted(tags)[-5:])
+        raise NothingThere(f"no checkpoint {wanted[:80]!r} was committed in {source.root}", f"there is {known}")
+    record = read_commit(source, tag)
+    if wanted not in (tag, record["dir"]):
+        raise NothingThere(f"{source.root}/{wanted[:80]} was never committed", f"{tag} is in {record['dir']}")
+    return record
+
+
+def read_checkpoint(source: Folder, record: dict[str, Any]) -> Checkpoint:
+    """Reads and checks the manifest that a commit record names."""
+    name = f"{record['dir']}/manifest.json"
+    manifest = read_json(source, name, MAX_MANIFEST, record["manifest_sha256"])
+    place: Any = "tag, step"
+    try:
+        if (manifest["tag"], manifest["step"]) != (record["tag"], record["step"]):
+            raise ValueError("those of another checkpoint")
+        files = {place: entry["size"] for place, entry in manifest["files"].items()}
+        for place, size in files.items():
+            if not NAME.fullmatch(place) or not is_count(size):
+                raise ValueError("not the name and size of a file in the folder")
+        tensors: dict[str, Tensor] = {}
+        for place, entry in manifest["tensors"].items():
+            tensors[place] = parse_tensor(entry, files)
+        aliases: dict[str, str] = manifest.get("aliases", {})
+        for place, target in aliases.items():
+            if place in tensors or target not in tensors:
+                raise ValueError("not another name of a tensor")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = error if isinstance(error, ValueError) else f"not as this format has it ({error!r})"
+        raise Damaged(f"{source.root}/{name}: {str(place)[:200]!r}: {what}") from None
+    return Checkpoint(record["tag"], record["step"], record["dir"], files, tensors, aliases, manifest)
+
+
+def parse_tensor(entry: dict[str, Any], files: dict[str, int]) -> Tensor:
+    """A tensor of a manifest; ValueError, or what a wrong type raises, where it cannot be right."""
+    role, dtype, shape = entry["role"], entry["dtype"], parse_counts(entry["shape"])
+    if dtype not in WIDTH or type(role) is not str:
+        raise ValueError(f"role {str(role)[:80]!r} or dtype {str(dtype)[:80]!r} is not known")
+    chunks = []
+    for item in entry["chunks"]:
+        offsets, sizes = parse_counts(item["offsets"]), parse_counts(item["sizes"])
+        chunk = Chunk(item["file"], item["start"], item["length"], offsets, sizes, item.get("sha256") or "")
+        if not len(shape) == len(offsets) == len(sizes) or any(map(lambda o, s, n: o + s > n, offsets, sizes, shape)):
+            raise ValueError(f"chunk {list(offsets)} of sizes {list(sizes)} is not inside shape {list(shape)}")
+        counted = is_count(chunk.start) and is_count(chunk.length)
+        if not counted or chunk.length != math.prod(sizes) * WIDTH[dtype]:
+            raise ValueError(f"chunk {list(offsets)} of sizes {list(sizes)} cannot have {chunk.length} bytes")
+        if chunk.start + chunk.length > files.get(chunk.file, -1) or not DIGEST.fullmatch(chunk.sha256):
+            raise ValueError(f"chunk {list(offsets)} is not inside a file of the checkpoint, or has no sha256 in hex")
+        chunks.append(chunk)
+    filled = [chunk for chunk in chunks if chunk.length]
+    if sum(chunk.length for chunk in filled) != math.prod(shape) * WIDTH[dtype]:
+        raise ValueError("its chunks hold more or fewer elements than it has")
+    return Tensor(role, dtype, shape, tuple(chunks), tile(shape, filled) if filled else [])
+
+
+def parse_counts(values: Any) -> tuple[int, ...]:
+    if type(values) is not list or len(values) > MAX_DIMS or not all(map(is_count, values)):
+        raise ValueError("shape, offsets or sizes are no list of whole numbers")
+    return tuple(values)
+
+
+def tile(shape: tuple[int, ...], chunks: list[Chunk], dim: int = 0) -> list[Any]:
+    """The row-major walk over boxes (see Tensor); ValueError where they do not fill the tensor exactly.
+
+    Cuts `dim` wherever a box begins or ends. Between two cuts the same boxes take part: one that fills all later dims
+    gives its elements in one run; otherwise the later dims are walked again for each index in between.
+    """
+    if dim == len(shape):
+        if len(chunks) > 1:
+            raise ValueError("chunks overlap")
+        return [(1, chunks[0])]
+    ends = {chunk: chunk.offsets[dim] + chunk.sizes[dim] for chunk in chunks}
+    cuts = sorted({0, shape[dim], *ends.values(), *(chunk.offsets[dim] for chunk in chunks)})
+    waiting = sorted(chunks, key=lambda chunk: -chunk.offsets[dim])
+    active: list[Chunk] = []
+    nodes: list[Any] = []
+    for index, low in enumerate(cuts[:-1]):
+        active = [chunk for chunk in active if ends[chunk] > low]
+        while waiting and waiting[-1].offsets[dim] == low:
+            active.append(waiting.pop())
+        if not active:
+            raise ValueError(f"no chunk holds index {low} of dim {dim}")
+        rows, rest = cuts[index + 1] - low, shape[dim + 1 :]
+        whole = len(active) == 1 and active[0].sizes[dim + 1 :] == rest
+        nodes.append((rows * math.prod(rest), active[0]) if whole else (rows, tile(shape, active, dim + 1)))
+    return nodes
+
+
+def walk(nodes: list[Any]) -> Iterator[tuple[int, Chunk]]:
+    """How many elements come next from which chunk, in row-major order of the tensor."""
+    for count, item in nodes:
+        if isinstance(item, Chunk):
+            yield count, item
+        else:
+            for _ in range(count):
+                yield from walk(item)
+
+
+class Shards:
+    """The shards of a checkpoint: opened when they are needed, a bounded number at a time."""
+
+    def __init__(self, source: Folder, checkpoint: Checkpoint) -> None:
+        self.source, self.checkpoint = source, checkpoint
+        self.files: dict[str, io.RawIOBase] = {}
+
+    def close(self) -> None:
+        while self.files:
+            self.files.popitem()[1].close()
+
+    def open_file(self, name: str) -> io.RawIOBase:
+        """A shard; Damaged where it is missing or has not the manifest's size."""
+        file = self.files.pop(name, None)
+        if file is None:
+            path, size = f"{self.checkpoint.folder}/{name}", self.checkpoint.files[name]
+            try:
+                file = self.source.open_file(path)
+            except FileNotFoundError:
+                raise Damaged(f"{self.source.root}/{path} is missing") from None
+            found = file.seek(0, os.SEEK_END)
+            if found != size:
+                file.close()
+                raise Damaged(f"{self.source.root}/{path} has {found} bytes; the manifest says {size}")
+            if len(self.files) >= MAX_OPEN:
+                self.files.pop(next(iter(self.files))).close()
+        self.files[name] = file  # the one used last comes last
+        return file
+
+    def read(self, name: str, chunk: Chunk, position: int, digest: Any, view: memoryview) -> None:
+        """Fills `view` from a chunk of the tensor `name`, at a position in bytes. Raises Damaged.
+
+        `digest` is a new sha256 at position 0 and goes from read to read; where a read ends the chunk, it is compared.
+        """
+        file, end = self.open_file(chunk.file), position + len(view)
+        file.seek(chunk.start + position)
+        complete = read_exactly(file, view)
+        if chunk.sha256 and complete:
+            digest.update(view)
+        if not complete or (chunk.sha256 and end == chunk.length and digest.hexdigest() != chunk.sha256):
+            path = f"{self.source.root}/{self.checkpoint.folder}/{chunk.file}"
+            what = "differ from their sha256" if complete else "are cut short"
+            place = f"chunk {list(chunk.offsets)} of tensor {name[:200]!r}"
+            raise Damaged(f"{path}: the {chunk.length} bytes at {chunk.start}, {place}, {what}")
+
+    def stream(self, name: str, elements: int = BUFFER // 8) -> Iterator[memoryview]:
+        """The bytes of a tensor in row-major order, in blocks of `elements`; each block is valid until the next.
+
+        A chunk is read once, from its first byte to its last, and its digest compared there: blocks are to be trusted
+        only after the last one. Raises Damaged.
+        """
+        tensor, fill = self.checkpoint.tensors[name], 0
+        width = WIDTH[tensor.dtype]
+        block = memoryview(bytearray(min(elements, math.prod(tensor.shape)) * width))
+        reading: dict[Chunk, tuple[int, Any]] = {}
+        for count, chunk in walk(tensor.nodes):
+            position, digest = reading.pop(chunk, None) or (0, hashlib.sha256())
+            end = position + count * width
+            while position < end:
+                view = block[fill : fill + end - position]
+                self.read(name, chunk, position, digest, view)
+                fill, position = fill + len(view), position + len(view)
+                if fill == len(block):
+                    yield block
+                    fill = 0
+            if end < chunk.length:
+                reading[chunk] = end, digest
+        if fill:
+            yield block[:fill]
+
+
+class Fp32:
+    """What is written: F16, BF16 and F64 become F32 (F64 rounded, the others exactly), the rest stays as it is."""
+
+    def target(self, dtype: str) -> str:
+        return "F32" if dtype in ("F64", "BF16", "F16") else dtype
+
+    def __call__(self, name: str, dtype: str, block: memoryview) -> memoryview:
+        """The bytes of some elements of the tensor `name`, as `target(dtype)`."""
+        if dtype == "BF16":  # the upper half of F32
+            data, out = bytes(block), bytearray(2 * len(block))
+            out[2::4], out[3::4] = data[0::2], data[1::2]
+            return memoryview(out)
+        if dtype == "F16":
+            return memoryview(swap(array("I", map(half_bits().__getitem__, swap(array("H", bytes(block))))))).cast("B")
+        if dtype == "F64":
+            return memoryview(swap(array("f", swap(array("d", bytes(block)))))).cast("B")
+        return block
+
+
+def swap(values: array[Any]) -> array[Any]:
+    """Between a file's little-endian order and the machine's."""
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+@functools.lru_cache(maxsize=None)  # noqa: UP033 (`cache` came with Python 3.9)
+def half_bits() -> list[int]:
+    """The F32 bits of each F16 value; NaNs keep sign and payload, which `struct` alone would lose."""
+    values = struct.unpack("<32768e", struct.pack("<32768H", *range(1 << 15)))
+    plus = list(struct.unpack("<32768I", struct.pack("<32768f", *values)))
+    plus[0x7C00:] = [0x7F800000 | mantissa << 13 for mantissa in range(1 << 10)]
+    return plus + [1 << 31 | bits for bits in plus]
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, str]:
+    """The names that a model has for its parameters and buffers, tied ones under each, in order: to manifest names."""
+    names = {name: name for name, tensor in checkpoint.tensors.items() if tensor.role in ("parameter", "buffer")}
+    names.update({name: target for name, target in checkpoint.aliases.items() if target in names})
+    found: dict[str, str] = {}
+    for name, target in sorted(names.items()):
+        short = name[6:] if name.startswith("model.") else name
+        if short in found or short == "__metadata__":
+            raise Damaged(f"the manifest of {checkpoint.tag} has the name {short[:80]!r} twice, or may not have it")
+        found[short] = target
+    if not found:
+        raise NothingThere(f"{checkpoint.tag} holds no parameters and no buffers", "name another step with --tag")
+    return found
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "500MB", "2GiB" or "1000"; Refused where it is none of these."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    size = found and float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
+    if not size or size < 1:
+        raise Refused(f"{text!r} is no size", "write 5GB, 500MB or 2GiB")
+    return int(size)
+
+
+def plan_files(out: str, sizes: dict[str, int], limit: int, overwrite: bool) -> dict[str, list[str]]:
+    """The paths to write and the tensors of each; Refused where something is in the way."""
+    if out.endswith(".safetensors"):
+        taken, files = os.path.exists(out), {out: list(sizes)}
+    elif os.path.isfile(out) or out.endswith((".bin", ".pt", ".pth", ".ckpt")):
+        raise Refused(f"cannot write {out}", "name a folder, or a file that ends in .safetensors")
+    else:
+        taken = os.path.isdir(out) and any(map(OUTPUT.fullmatch, os.listdir(out)))
+        groups: list[list[str]] = [[]]
+        room = limit
+        for name, size in sizes.items():
+            if groups[-1] and size > room:
+                groups.append([])
+                room = limit
+            groups[-1].append(name)
+            room -= size
+        many = f"model-%05d-of-{len(groups):05d}.safetensors" if groups[1:] else "model.safetensors%.0s"
+        files = {os.path.join(out, many % number): group for number, group in enumerate(groups, 1)}
+    if taken and not overwrite:
+        raise Refused(f"{out} holds converted weights already", "choose another place, or add --overwrite")
+    return files
+
+
+def export(
+    source: Folder,
+    checkpoint: Checkpoint,
+    out: str,
+    cast: Fp32,
+    limit: int,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Written]:
+    """Writes the weights to a local folder, or to one file `*.safetensors`; nothing is left there when it fails.
+
+    `limit`: bytes of tensors in one file of a folder; `progress` is told the bytes done and in all. Raises Problem.
+    """
+    entries, shards, done = weights(checkpoint), Shards(source, checkpoint), 0
+    tensors = {name: checkpoint.tensors[entry] for name, entry in entries.items()}
+    dtypes = {name: cast.target(tensor.dtype) for name, tensor in tensors.items()}
+    sizes = {name: math.prod(tensor.shape) * WIDTH[dtypes[name]] for name, tensor in tensors.items()}
+    total, files = sum(sizes.values()), plan_files(out, sizes, limit, overwrite)
+    folder = os.path.dirname(next(iter(files))) or "."
+    if os.path.realpath(folder) == os.path.join(source.root, checkpoint.folder):
+        raise Refused(f"{folder} is the folder of a step, which is never changed", "choose another output")
+
+    def read_blocks(names: list[str]) -> Iterator[memoryview]:
+        nonlocal done
+        for name in names:
+            for block in shards.stream(entries[name]):
+                wide = cast(name, tensors[name].dtype, block)
+                yield wide
+                done += len(wide)
+                progress(done, total)
+
+    temporary: dict[str, str] = {}
+    written: list[Written] = []
+    try:
+        for file in sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks}):
+            shards.open_file(file)  # what is missing or cut short is found before anything is written
+        os.makedirs(folder, exist_ok=True)
+        for path, names in files.items():
+            names.sort(key=lambda name: (-WIDTH[dtypes[name]], name))  # widest first: then all are aligned
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for name in names:
+                header[name] = {"dtype": dtypes[name], "shape": tensors[name].shape, "data_offsets": [end]}
+                header[name]["data_offsets"].append(end := end + sizes[name])
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            start = memoryview(struct.pack("<Q", len(text)) + text)
+            size, digest = write_file(path, temporary, itertools.chain([start], read_blocks(names)))
+            written.append(Written(path, size, digest, len(names)))
+        if len(files) > 1:
+            weight_map = {name: os.path.basename(path) for path, names in files.items() for name in names}
+            index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+            path = os.path.join(folder, "model.safetensors.index.json")
+            written.append(Written(path, *write_file(path, temporary, iter([memoryview(index.encode())])), 0))
+        publish(folder, temporary, out.endswith(".safetensors"))
+    finally:
+        shards.close()
+        for path in temporary.values():
+            if os.path.exists(path):
+                os.unlink(path)
+    return written
+
+
+def write_file(path: str, temporary: dict[str, str], blocks: Iterator[memoryview]) -> tuple[int, str]:
+    """Writes what becomes `path` under a temporary name beside it, durably; its size in bytes and sha256."""
+    digest = hashlib.sha256()
+    folder, name = os.path.split(path)
+    hidden = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
+    with open(hidden, "xb") as file, ThreadPoolExecutor(1) as pool:
+        temporary[path] = hidden
+        for block in blocks:
+            hashing = pool.submit(digest.update, block)  # beside the writing: both let go of the interpreter's lock
+            file.write(block)
+            hashing.result()
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), digest.hexdigest()
+
+
+def publish(folder: str, temporary: dict[str, str], alone: bool) -> None:
+    """Gives the files their names, the index last. Earlier output goes first (not for a file named alone)."""
+    names = {os.path.basename(path) for path in temporary}
+    for name in sorted([] if alone else filter(OUTPUT.fullmatch, os.listdir(folder)), reverse=True):
+        if name not in names or name.endswith(".json"):
+            os.unlink(os.path.join(folder, name))
+    for path, hidden in temporary.items():
+        os.replace(hidden, path)
+    if os.name == "posix":  # an fsync of a file does not cover its name
+        handle = os.open(folder, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def locate(place: Folder, parent: Folder, name: str, tag: str | None) -> tuple[Folder, dict[str, Any]]:
+    """The root and commit record for a place that may be a root or, as `name` in its `parent`, one step's folder."""
+    if place.names("commits") or not parent.names("commits"):
+        return place, find_commit(place, tag)
+    if tag:
+        raise Refused(f"{place.root} is one step's folder already", "leave --tag out, or name the folder above")
+    return parent, find_commit(parent, name)
+
+
+def report(checkpoint: Checkpoint, written: list[Written]) -> None:
+    parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values() if t.role == "parameter")
+    entries = weights(checkpoint)
+    print(f"{checkpoint.tag}, step {checkpoint.step}: {len(entries)} tensors, {parameters:,} parameters, fp32")
+    unchecked = sum(not all(chunk.sha256 for chunk in checkpoint.tensors[entry].chunks) for entry in entries.values())
+    if unchecked:
+        print(f"{unchecked} tensors were saved without sha256 and could not be verified")
+    for path, size, digest, count in written:
+        print(f"{path}  {size:,} bytes  {count} tensors  sha256 {digest}")
+    print("load with: from safetensors.torch import load_file")
+    files = [path for path, _, _, count in written if count]
+    state = "{k: v for file in files for k, v in load_file(file).items()}" if files[1:] else f"load_file({files[0]!r})"
+    print(f"           model.load_state_dict({state})")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; its exit code: 0 done, 1 damaged or a system's error, 2 wrong arguments or nothing there."""
+    parser = argparse.ArgumentParser(description="Turns a dsjob checkpoint into fp32 weights in safetensors files.")
+    here = os.path.dirname(os.path.abspath(__file__))
+    parser.add_argument("checkpoint_dir", nargs="?", default=here, help="checkpoint folder, or a step's folder in it")
+    parser.add_argument("output", nargs="?", help="a folder, or a file *.safetensors (default: the checkpoint folder)")
+    parser.add_argument("-t", "--tag", help="the checkpoint to convert, such as step-00000120 (default: the newest)")
+    size_help = "bytes of tensors in one file of a folder (default: 5GB)"
+    parser.add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help=size_help)
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier output")
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`: nothing half-written stays
+    try:
+        limit, place = parse_size(given.max_shard_size), Folder(given.checkpoint_dir)
+        parent, name = os.path.split(place.root)
+        source, record = locate(place, Folder(parent), name, given.tag)
+        checkpoint = read_checkpoint(source, record)
+        written = export(source, checkpoint, given.output or source.root, Fp32(), limit, given.overwrite)
+        report(checkpoint, written)
+    except (Problem, OSError) as error:
+        print(f"zero_to_fp32: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, Problem) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Training batches that know their place, and evaluation that ends together on all ranks."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from dsjob.data import TrainingLoader, iterate_evaluation, to_device
+from dsjob.data.batches import count_elements, count_samples, is_tokens
+from dsjob.errors import DataError
+from dsjob.mesh import World
+
+CPU = torch.device("cpu")
+
+
+def make_world(rank: int = 0, world_size: int = 1) -> World:
+    return World(rank=rank, local_rank=rank, world_size=world_size, device=CPU)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def first_batches(dataset: Any, count: int, seek: int = 0, **options: Any) -> list[list[int]]:
+    loader = TrainingLoader(dataset, **{"micro_batch": 4, "world": make_world(), "seed": 3, **options})
+    loader.seek(seek)
+    return [batch.tolist() for batch in islice(iter(loader), count)]
+
+
+@pytest.mark.parametrize("dataset", [list(range(10)), Stream(10)], ids=["map", "iterable"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_seeking_gives_the_batches_that_follow(dataset: Any, workers: int) -> None:
+    whole = first_batches(dataset, 7, num_workers=workers)
+    assert first_batches(dataset, 4, seek=12, num_workers=workers) == whole[3:]
+
+
+def test_a_map_dataset_is_used_up_before_it_begins_again() -> None:
+    batches = first_batches(list(range(10)), 5)
+    flat = [sample for batch in batches for sample in batch]
+    assert sorted(flat[:10]) == list(range(10)) == sorted(flat[10:])
+
+
+def test_ranks_of_an_iterable_dataset_take_turns() -> None:
+    ranks = [first_batches(Stream(16), 2, world=make_world(rank, 2)) for rank in range(2)]
+    assert ranks == [[[0, 2, 4, 6], [8, 10, 12, 14]], [[1, 3, 5, 7], [9, 11, 13, 15]]]
+
+
+def test_loading_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first_batches(list(range(10)), 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Unsized:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [([], "is empty"), (7, "no dataset"), (Unsized(), "no __len__"), (Stream(0), "no full batch")],
+)
+def test_what_cannot_be_trained_on_is_refused_by_name(dataset: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"data.train.*{message}"):
+        first_batches(dataset, 1)
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 9, 16])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_weighs_every_sample_once_in_equally_many_rounds(length: int, world_size: int) -> None:
+    per_rank = [
+        list(
+            iterate_evaluation(
+                list(range(length)), micro_batch=2, world=make_world(rank, world_size), collate=None, max_batches=None
+            )
+        )
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in per_rank}) == 1
+    counted = [sample for batches in per_rank for batch, weight in batches if weight for sample in batch.tolist()]
+    assert sorted(counted) == list(range(length))
+    assert all(weight in (0, len(batch)) for batches in per_rank for batch, weight in batches)
+
+
+def test_evaluation_stops_where_it_is_told() -> None:
+    pairs = iterate_evaluation(Stream(100), micro_batch=3, world=make_world(), collate=None, max_batches=2)
+    assert [batch.tolist() for batch, _ in pairs] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_batches_are_counted_and_moved_in_any_shape() -> None:
+    tokens = torch.zeros(3, 5, dtype=torch.long)
+    assert (count_samples({"ids": tokens}), count_elements((tokens, 1)), is_tokens([tokens])) == (3, 15, True)
+    assert is_tokens({"x": torch.zeros(3, 5)}) is False
+    moved = to_device({"a": [tokens, ("text", tokens)]}, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0] == "text"
+    assert moved["a"][1][1].is_meta

@@ -1,0 +1,149 @@
+"""Stages and world sizes against each other, and against plain PyTorch on the whole batch."""
+
+from typing import Any
+
+import pytest
+import torch
+from engines import build_net, make_engine, train_by_hand, train_engine, whole_state
+from net import Net
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dsjob.mesh import World
+
+STEPS, ROWS = 4, 12
+
+
+class TiedNet(Net):
+    """The head shares the embedding's weight; the first block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_state_dict(build_net().state_dict())
+        self.head.weight = self.emb.weight
+        self.blocks[0].requires_grad_(False)
+
+
+def make_net(kind: str) -> nn.Module:
+    return TiedNet() if kind == "tied and frozen" else build_net()
+
+
+def train_stages(world: World, kind: str) -> dict[tuple[int, int], dict[str, Any]]:
+    results = {}
+    for stage in range(4):
+        for accumulation in (1, 3):
+            engine = make_engine(stage, net=make_net(kind), accumulation=accumulation)
+            losses = train_engine(engine, 0, STEPS, ROWS)
+            results[stage, accumulation] = {
+                "weights": {n: t for n, t in whole_state(engine).items() if n.startswith("model.")},
+                "losses": losses,
+                "norm": engine.get_global_grad_norm(),
+                "counters": engine.counters(),
+                "rates": engine.get_lr(),
+            }
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "tied and frozen"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_stage_gives_what_plain_pytorch_gives(world_size: int, kind: str) -> None:
+    expected = train_by_hand(STEPS, ROWS, make_net(kind))
+    for results in run_ranks(train_stages, world_size, kind):
+        norms = [result["norm"] for result in results.values()]
+        assert max(norms) - min(norms) < 1e-4
+        for (stage, accumulation), result in results.items():
+            assert result["counters"] == {
+                "global_steps": STEPS,
+                "global_samples": STEPS * 2 * accumulation * world_size,
+                "micro_steps": STEPS * accumulation,
+            }
+            for name, weight in expected.items():
+                torch.testing.assert_close(
+                    result["weights"][f"model.{name}"], weight, rtol=0, atol=2e-6, msg=f"stage {stage}: {name}"
+                )
+
+
+def count_bytes(world: World) -> dict[int, dict[str, int]]:
+    found = {}
+    for stage in range(4):
+        engine = make_engine(stage)
+        train_engine(engine, 0, 1, ROWS)
+        state = engine.state()
+        found[stage] = {
+            "weights": sum(_local(t).nbytes for t in state.weights.values()),
+            "optimizer": sum(_local(t).nbytes for n, t in state.optimizer_tensors().items() if "exp_avg" in n),
+        }
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_its_share_of_masters_and_optimizer_state() -> None:
+    for found in run_ranks(count_bytes, 3):
+        for stage in (1, 2, 3):
+            for what, whole in found[0].items():
+                # 17 rows over 3 ranks: the largest share is 6/17
+                assert 0.25 * whole < found[stage][what] < 0.40 * whole
+
+
+class Counting(nn.Module):
+    """A buffer that counts forward passes, and batch statistics that differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.fc(x)).square().mean() + self.fc.weight.sum()
+
+
+def train_buffers(world: World) -> list[Tensor]:
+    found = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        engine = make_engine(stage, net=Counting())
+        for step in range(3):
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            engine.backward(engine(x))
+            engine.step()
+        engine(torch.zeros(2, 4))  # a step begins with rank 0's buffers on every rank
+        found.append(engine.state().buffers["norm.running_mean"].clone())
+    return found
+
+
+@pytest.mark.slow
+def test_buffers_follow_rank_0_at_every_stage() -> None:
+    first, second = run_ranks(train_buffers, 2)
+    for stage in range(4):
+        torch.testing.assert_close(first[stage], second[stage])
+        torch.testing.assert_close(first[stage], first[0])
+
+
+class Diverging(nn.Module):
+    """Parameters that a careless program initialises differently on each rank."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.fc = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).sum()
+
+
+def start_apart(world: World) -> list[Tensor]:
+    return [whole_state(make_engine(stage, net=Diverging(world.rank)))["model.fc.weight"] for stage in range(4)]
+
+
+@pytest.mark.slow
+def test_ranks_that_start_apart_agree_on_rank_0() -> None:
+    expected = Diverging(0).fc.weight
+    for weights in run_ranks(start_apart, 2):
+        for weight in weights:
+            torch.testing.assert_close(weight, expected.detach())
