@@ -150,7 +150,7 @@ def main() -> None:
     for name, world_size in (("one process", 1), ("FSDP2, two ranks", 2)):
         with tempfile.TemporaryDirectory() as folder:
             arguments = (world_size, folder, args.rounds, args.steps)
-            torch.multiprocessing.spawn(run_rank, arguments, nprocs=world_size)
+            torch.multiprocessing.spawn(run_rank, arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
             with open(f"{folder}/times.json", encoding="utf-8") as file:
                 times = json.load(file)
         ratios = [dsjob / hand for hand, dsjob in times]

@@ -68,10 +68,10 @@ def _adopt_slurm() -> None:
 
 
 def make_run_dir(pattern: str, name: str) -> str:
-    """The run's folder, made: `pattern` with `{name}` and `{time}` filled in, a new one where the time is in it."""
-    stamped = pattern.replace("{name}", name).replace("{time}", time.strftime("%Y-%m-%d_%H-%M-%S"))
+    """The run's folder, made: `pattern` with `%name` and `%time` filled in, a new one where the time is in it."""
+    stamped = pattern.replace("%name", name).replace("%time", time.strftime("%Y-%m-%d_%H-%M-%S"))
     chosen, number = stamped, 1
-    while "{time}" in pattern and os.path.exists(chosen):
+    while "%time" in pattern and os.path.exists(chosen):
         chosen, number = f"{stamped}-{number}", number + 1
     try:
         os.makedirs(chosen, exist_ok=True)
@@ -163,6 +163,8 @@ def _start_ranks(document: Mapping[str, Any], resolved: str, run_dir: str, impor
     )
     changed = {
         "DSJOB_STORE": os.path.join(private, "store"),
+        # The agent would open a store on all interfaces for its ranks; they meet in the file.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         _ERRORS_VARIABLE: private,
         _DEBUG_VARIABLE: "1" if debug else "",
         PATHS_VARIABLE: os.pathsep.join(import_from),

@@ -7,11 +7,8 @@ the project's errors. It imports no torch.
 from __future__ import annotations
 
 import functools
-import io
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -19,16 +16,14 @@ import numpy.typing as npt
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as plain
+from dsjob.checkpoint.source import UrlFolder, open_root, renamed
 from dsjob.checkpoint.zero_to_fp32 import Written
-from dsjob.errors import CorruptCheckpointError, NoCheckpointError, StorageError, UsageError
-
-__all__ = ["DTYPES", "UrlFolder", "Written", "convert", "parse_size"]
+from dsjob.errors import UsageError
 
 logger = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-BLOCK = 1 << 20  # bytes: what is smaller is cut out of a block that is kept, since each read by URL is a request
 
 
 def convert(
@@ -53,7 +48,7 @@ def convert(
     become infinite, which a warning counts by tensor. Raises UsageError, NoCheckpointError, CorruptCheckpointError,
     StorageError.
     """
-    with _renamed(source):
+    with renamed(f"convert {source}"):
         place, record = _locate(source, tag)
         if out is None and isinstance(place, UrlFolder):
             raise UsageError(f"{source} is not a local folder, and no output was named", hint="name a local folder")
@@ -76,101 +71,19 @@ def convert(
 
 def parse_size(text: str) -> int:
     """Bytes of "5GB" (10^9), "500MB", "2GiB" (2^30) or "1000"; UsageError where it is none of these."""
-    with _renamed(text):
+    with renamed(f"read {text!r}"):
         return plain.parse_size(text)
-
-
-def _open_root(url: str) -> plain.Folder:
-    return plain.Folder(storage.local_path(url)) if storage.is_local(url) else UrlFolder(url)
 
 
 def _locate(source: str, tag: str | None) -> tuple[plain.Folder, dict[str, Any]]:
     """The checkpoint root that `source` means, and the commit record to convert."""
-    place = _open_root(source)
+    place = open_root(source)
     if not place.names("commits"):
-        below = _open_root(storage.join(place.root, "checkpoints"))
+        below = open_root(storage.join(place.root, "checkpoints"))
         place = below if below.names("commits") else place
     head, _, name = place.root.rstrip("/").rpartition("/")
     has_parent = bool(name) and not head.endswith((":", ":/"))  # not above the bucket of a URL
-    return plain.locate(place, _open_root(head or "/") if has_parent else place, name, tag)
-
-
-@contextmanager
-def _renamed(source: str) -> Iterator[None]:
-    """Renames what reading, writing and the script raise into the project's errors."""
-    try:
-        yield
-    except plain.Damaged as error:
-        raise CorruptCheckpointError(error.message, hint=error.hint) from error
-    except plain.NothingThere as error:
-        raise NoCheckpointError(error.message, hint=error.hint) from error
-    except plain.Refused as error:
-        raise UsageError(error.message, hint=error.hint) from error
-    except OSError as error:
-        raise StorageError(f"cannot convert {source}: {error}") from error
-
-
-class UrlFolder(plain.Folder):
-    """A checkpoint root at a URL, read by ranges: large ones as they are asked for, small ones through kept blocks."""
-
-    def __init__(self, url: str) -> None:
-        self.root = url.rstrip("/")
-        self.size = functools.lru_cache(maxsize=4096)(self._size)
-        self.block = functools.lru_cache(maxsize=64)(self._block)
-
-    def names(self, folder: str) -> list[str]:
-        """See Folder."""
-        return storage.list_names(storage.join(self.root, folder))
-
-    def open_file(self, name: str) -> io.RawIOBase:
-        """See Folder."""
-        return _UrlFile(self, name, self.size(name))
-
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of a file from `start` up to `end`, or up to its end."""
-        return storage.read_bytes(storage.join(self.root, name), start, end)
-
-    def _size(self, name: str) -> int:
-        try:
-            return storage.size(storage.join(self.root, name))
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                raise FileNotFoundError(error.message) from error
-            raise
-
-    def _block(self, name: str, index: int) -> bytes:
-        return self.read(name, index * BLOCK, min((index + 1) * BLOCK, self.size(name)))
-
-
-class _UrlFile(io.RawIOBase):
-    """A file of a UrlFolder, from any position."""
-
-    def __init__(self, folder: UrlFolder, name: str, size: int) -> None:
-        self.folder, self.name, self.length, self.position = folder, name, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        count = max(0, min(len(view), self.length - self.position))
-        if count >= BLOCK:
-            data = self.folder.read(self.name, self.position, self.position + count)
-        elif count:
-            index, start = divmod(self.position, BLOCK)
-            data = self.folder.block(self.name, index)[start : start + count]
-        else:
-            data = b""
-        view[: len(data)] = data
-        self.position += len(data)
-        return len(data)
+    return plain.locate(place, open_root(head or "/") if has_parent else place, name, tag)
 
 
 class Rounded(plain.Fp32):

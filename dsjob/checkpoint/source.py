@@ -1,41 +1,99 @@
-"""A checkpoint root at any URL, for the readers of `zero_to_fp32`; and their errors in the project's own names."""
+"""A checkpoint root anywhere, for the readers of `zero_to_fp32`; and their errors in the project's own names."""
 
 from __future__ import annotations
 
+import functools
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from dsjob.errors import CorruptCheckpointError, NoCheckpointError, StorageError, UsageError
+
+BLOCK = 1 << 20  # bytes: what is smaller is cut out of a block that is kept, since each read by URL is a request
 
 
-class UrlFolder(layout.Folder):
-    """A checkpoint root, read through `storage`."""
-
-    def __init__(self, url: str) -> None:
-        self.root = url
-
-    def names(self, folder: str) -> list[str]:
-        return storage.list_names(storage.join(self.root, folder))
-
-    def open_file(self, name: str) -> io.RawIOBase:
-        url = storage.join(self.root, name)
-        if not storage.exists(url):
-            raise FileNotFoundError(url)
-        return cast(io.RawIOBase, storage.open_read(url))
+def open_root(url: str) -> layout.Folder:
+    """The checkpoint root at a path or URL. At a URL it remembers what it has read: open it anew after writing."""
+    return layout.Folder(storage.local_path(url)) if storage.is_local(url) else UrlFolder(url)
 
 
 @contextmanager
-def renamed() -> Iterator[None]:
-    """Renames what `zero_to_fp32` raises."""
+def renamed(action: str) -> Iterator[None]:
+    """Renames what reading, writing and the script raise into the project's errors."""
     try:
         yield
     except layout.Damaged as error:
         raise CorruptCheckpointError(error.message, hint=error.hint) from error
     except layout.NothingThere as error:
         raise NoCheckpointError(error.message, hint=error.hint) from error
-    except layout.Problem as error:
-        raise CheckpointError(error.message, hint=error.hint) from error
+    except layout.Refused as error:
+        raise UsageError(error.message, hint=error.hint) from error
+    except OSError as error:
+        raise StorageError(f"cannot {action}: {error}") from error
+
+
+class UrlFolder(layout.Folder):
+    """A checkpoint root at a URL, read by ranges: large ones as they are asked for, small ones through kept blocks."""
+
+    def __init__(self, url: str) -> None:
+        self.root = url.rstrip("/")
+        self.size = functools.lru_cache(maxsize=4096)(self._size)
+        self.block = functools.lru_cache(maxsize=64)(self._block)
+
+    def names(self, folder: str) -> list[str]:
+        """See Folder."""
+        return storage.list_names(storage.join(self.root, folder))
+
+    def open_file(self, name: str) -> io.RawIOBase:
+        """See Folder."""
+        return _UrlFile(self, name, self.size(name))
+
+    def read(self, name: str, start: int, end: int) -> bytes:
+        """The bytes of a file from `start` up to `end`, or up to its end."""
+        return storage.read_bytes(storage.join(self.root, name), start, end)
+
+    def _size(self, name: str) -> int:
+        try:
+            return storage.size(storage.join(self.root, name))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise FileNotFoundError(error.message) from error
+            raise
+
+    def _block(self, name: str, index: int) -> bytes:
+        return self.read(name, index * BLOCK, min((index + 1) * BLOCK, self.size(name)))
+
+
+class _UrlFile(io.RawIOBase):
+    """A file of a UrlFolder, from any position."""
+
+    def __init__(self, folder: UrlFolder, name: str, size: int) -> None:
+        self.folder, self.name, self.length, self.position = folder, name, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        count = max(0, min(len(view), self.length - self.position))
+        if count >= BLOCK:
+            data = self.folder.read(self.name, self.position, self.position + count)
+        elif count:
+            index, start = divmod(self.position, BLOCK)
+            data = self.folder.block(self.name, index)[start : start + count]
+        else:
+            data = b""
+        view[: len(data)] = data
+        self.position += len(data)
+        return len(data)

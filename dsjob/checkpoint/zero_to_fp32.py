@@ -476,8 +476,7 @@ def export(
         nonlocal done
         for name in names:
             for block in shards.stream(entries[name]):
-                wide = cast(name, tensors[name].dtype, block)
-                yield wide
+                yield (wide := cast(name, tensors[name].dtype, block))
                 done += len(wide)
                 progress(done, total)
 
@@ -492,12 +491,12 @@ def export(
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
             for name in names:
-                header[name] = {"dtype": dtypes[name], "shape": tensors[name].shape, "data_offsets": [end]}
-                header[name]["data_offsets"].append(end := end + sizes[name])
+                span = [end, end := end + sizes[name]]
+                header[name] = {"dtype": dtypes[name], "shape": tensors[name].shape, "data_offsets": span}
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
-            start = memoryview(struct.pack("<Q", len(text)) + text)
-            size, digest = write_file(path, temporary, itertools.chain([start], read_blocks(names)))
+            start = [memoryview(struct.pack("<Q", len(text)) + text)]
+            size, digest = write_file(path, temporary, itertools.chain(start, read_blocks(names)))
             written.append(Written(path, size, digest, len(names)))
         if len(files) > 1:
             weight_map = {name: os.path.basename(path) for path, names in files.items() for name in names}
@@ -561,10 +560,11 @@ def report(checkpoint: Checkpoint, written: list[Written]) -> None:
         print(f"{unchecked} tensors were saved without sha256 and could not be verified")
     for path, size, digest, count in written:
         print(f"{path}  {size:,} bytes  {count} tensors  sha256 {digest}")
-    print("load with: from safetensors.torch import load_file")
+    print("load with: from glob import glob; from safetensors.torch import load_file")
     files = [path for path, _, _, count in written if count]
-    state = "{k: v for file in files for k, v in load_file(file).items()}" if files[1:] else f"load_file({files[0]!r})"
-    print(f"           model.load_state_dict({state})")
+    shards = os.path.join(os.path.dirname(files[0]), "model-*.safetensors")
+    state = f"{{k: v for file in glob({shards!r}) for k, v in load_file(file).items()}}"
+    print(f"           model.load_state_dict({state if files[1:] else f'load_file({files[0]!r})'})")
 
 
 def main(arguments: list[str] | None = None) -> int:

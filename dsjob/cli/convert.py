@@ -38,10 +38,12 @@ def main(arguments: list[str], debug: bool) -> int:
     for file in written:
         what = f"{file.tensors} tensors" if file.tensors else "index"
         print(f"{file.path}  {file.size:,} bytes  {what}  sha256 {file.sha256}")  # noqa: T201
-    weights = [file.path for file in written if file.tensors]
-    strict = "" if len(weights) == 1 else ", strict=False"
+    files = [file.path for file in written if file.tensors]
     print("\nload with:  from safetensors.torch import load_file")  # noqa: T201
-    print(f"            for file in {weights}: model.load_state_dict(load_file(file){strict})")  # noqa: T201
+    if len(files) == 1:
+        print(f"            model.load_state_dict(load_file({files[0]!r}))")  # noqa: T201
+    else:
+        print(f"            model.load_state_dict({{k: v for file in {files} for k, v in load_file(file).items()}})")  # noqa: T201
     return 0
 
 

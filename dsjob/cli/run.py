@@ -121,14 +121,14 @@ def _print_warnings(warnings: Sequence[Problem]) -> None:
 
 
 def _print_yaml(document: dict[str, Any], package: str | None) -> None:
-    import yaml
+    from dsjob.cli.output import to_yaml
 
     value: Any = document
     for part in package.split(".") if package and package != "_global_" else []:
         if not isinstance(value, dict) or part not in value:
             raise UsageError(f"there is no {package} in the document")
         value = value[part]
-    sys.stdout.write(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+    sys.stdout.write(to_yaml(value))
 
 
 def _sweep(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool) -> int:

@@ -32,7 +32,7 @@ def main(arguments: list[str], debug: bool) -> int:
     if args.format == "json":
         print(json.dumps(document, indent=2))  # noqa: T201
     else:
-        import yaml
+        from dsjob.cli.output import to_yaml
 
-        sys.stdout.write(yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+        sys.stdout.write(to_yaml(document))
     return 0

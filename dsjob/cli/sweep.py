@@ -46,7 +46,7 @@ def _make_folder(overrides: list[str], file: Document | None, config_dir: str | 
         return given[-1].strip("'\"")
     first = [override.split(",")[0] if "," in override else override for override in overrides]
     composed = composition.compose(first, file=file, config_dir=config_dir)
-    pattern = composed.document.get("output", {}).get("dir", "outputs/{name}/{time}")
+    pattern = composed.document.get("output", {}).get("dir", "outputs/%name/%time")
     return launch.make_run_dir(pattern, composed.document["name"])
 
 

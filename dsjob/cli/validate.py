@@ -19,7 +19,9 @@ def main(arguments: list[str], debug: bool) -> int:
     """Prints `file:line:col: message` for each problem; 0 where there is no error, 2 where there is."""
     parser = argparse.ArgumentParser(prog="dsjob validate", description="Check job documents and DeepSpeed configs.")
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON or YAML, a path or URL")
-    parser.add_argument("--world-size", type=parse_count, metavar="N", help="ranks to check the batch sizes for (launch.nproc)")
+    parser.add_argument(
+        "--world-size", type=parse_count, metavar="N", help="ranks to check the batch sizes for (launch.nproc)"
+    )
     args = parser.parse_args(arguments)
     failed = False
     for url in args.files:

@@ -1,0 +1,24 @@
+"""What commands print: YAML that `document` reads back as it was."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML writes YAML 1.1, where 1e-3 is a string; in 1.2, which is read here, it is a number."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """A string, in quotes where it could be taken for a number."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'" if re.match(r"[-+]?\.?\d", text) else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def to_yaml(value: Any) -> str:
+    """A document, or a part of one, as YAML text."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

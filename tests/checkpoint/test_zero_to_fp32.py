@@ -1,0 +1,764 @@
+"""The standalone converter: run as a user does, by an interpreter without any package."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plain_checkpoint import STORED, Box, Raw, commit_manifest, floats, random_raw, read_safetensors, rows, save
+from safetensors.torch import load_file
+from torch import nn
+
+from dsjob.checkpoint import zero_to_fp32 as plain
+
+SCRIPT = Path(plain.__file__)
+TAG = "step-00000120"
+
+
+def run(*arguments: object, cwd: Path | None = None, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    """Runs the script isolated and without site-packages: the standard library is all that it can import."""
+    command = [sys.executable, "-I", "-S", str(script), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def convert(*arguments: object) -> str:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refuse(code: int, *arguments: object) -> str:
+    """Runs the script, which has to fail with one line; that line."""
+    done = run(*arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert done.stderr.startswith("zero_to_fp32: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def as_fp32(raw: Raw) -> tuple[str, tuple[int, ...], bytes]:
+    """What the output has to hold for a saved tensor."""
+    array = raw.array
+    if raw.dtype == "BF16":
+        return "F32", array.shape, (array.astype("<u4") << 16).tobytes()
+    if raw.dtype in ("F16", "F64"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            return "F32", array.shape, array.astype("<f4").tobytes()
+    return raw.dtype, array.shape, array.tobytes()
+
+
+def numbers(dtype: str, shape: tuple[int, ...], seed: int) -> Raw:
+    """Random bits, but without NaN where they are converted: a NaN's bits are the subject of other tests."""
+    raw = random_raw(dtype, shape, seed)
+    if dtype in ("F16", "F64"):
+        raw = raw._replace(array=np.where(np.isnan(raw.array), 1, raw.array).astype(STORED[dtype]).reshape(shape))
+    return raw
+
+
+# --- what is written --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_every_dtype_and_shape(tmp_path: Path, world: int) -> None:
+    shapes = [(7, 5), (1, 3), (16,), (3, 2, 2), (), (0, 4), (2, 0)]
+    tensors = {
+        f"model.{dtype}.{i}": numbers(dtype, shape, i) for dtype in STORED for i, shape in enumerate(shapes, start=1)
+    }
+    tensors["optimizer.F32.1.exp_avg"] = floats(7, 5, role="optimizer")
+    save(tmp_path / "c", tensors, world=world)
+    convert(tmp_path / "c", tmp_path / "out")
+    found = read_safetensors(tmp_path / "out" / "model.safetensors")
+    assert found == {name[6:]: as_fp32(raw) for name, raw in tensors.items() if raw.role != "optimizer"}
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(loaded) == set(found)
+    for name, (_, shape, data) in found.items():
+        assert tuple(loaded[name].shape) == shape
+        assert loaded[name].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() == data if data else True
+
+
+def test_all_values_of_bf16_and_fp16(tmp_path: Path) -> None:
+    codes = np.arange(1 << 16, dtype="<u2")
+    save(tmp_path / "c", {"model.b": Raw("BF16", codes), "model.h": Raw("F16", codes.view("<f2"))})
+    convert(tmp_path / "c", tmp_path / "out")
+    found = read_safetensors(tmp_path / "out" / "model.safetensors")
+    assert np.array_equal(np.frombuffer(found["b"][2], "<u4"), codes.astype("<u4") << 16)
+    half = np.frombuffer(found["h"][2], "<u4")
+    nan = np.isnan(codes.view("<f2"))
+    assert np.array_equal(half[~nan], codes.view("<f2").astype("<f4").view("<u4")[~nan])
+    payload = (codes.astype("<u4") & 0x8000) << 16 | 0x7F800000 | (codes.astype("<u4") & 0x3FF) << 13
+    assert np.array_equal(half[nan], payload[nan])
+
+
+def test_f64_is_rounded_to_nearest(tmp_path: Path) -> None:
+    values = np.array([0.1, 1 + 2**-24, 1 + 3 * 2**-24, 1e300, -1e300, 1e-320, np.inf, np.nan, -0.0], "<f8")
+    save(tmp_path / "c", {"model.x": Raw("F64", values)})
+    convert(tmp_path / "c", tmp_path / "out")
+    found = np.frombuffer(read_safetensors(tmp_path / "out" / "model.safetensors")["x"][2], "<f4")
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found, values.astype("<f4"))
+    assert np.signbit(found[-1])
+
+
+def test_strict_load_of_a_model_with_tied_weights(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.norm, self.head = nn.Embedding(11, 6), nn.BatchNorm1d(6), nn.Linear(6, 11, bias=False)
+            self.head.weight = self.emb.weight
+
+    model = Model()
+    state = model.state_dict()
+    stored = {torch.float32: "F32", torch.int64: "I64"}
+    tensors = {
+        f"model.{name}": Raw(stored[value.dtype], value.numpy(), "parameter" if "weight" in name else "buffer")
+        for name, value in state.items()
+        if name != "head.weight"
+    }
+    save(tmp_path / "c", tensors, world=4, aliases={"model.head.weight": "model.emb.weight"})
+    text = convert(tmp_path / "c", tmp_path / "out")
+    fresh = Model()
+    fresh.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=True)
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert f"{len(state)} tensors, {6 * 11 + 6:,} parameters" in text
+    digest = hashlib.sha256((tmp_path / "out" / "model.safetensors").read_bytes()).hexdigest()
+    assert f"sha256 {digest}" in text
+
+
+def test_the_printed_way_to_load_works(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"model.weight": floats(3, 4), "model.bias": floats(3)})
+    for limit in ("5GB", "20B"):
+        text = convert(tmp_path / "c", tmp_path / limit, "--max-shard-size", limit)
+        code = text.split("load with: ")[1].replace("\n           ", "\n")
+        model = nn.Linear(4, 3)
+        exec(code, {"model": model})
+        np.testing.assert_array_equal(model.weight.detach().numpy(), floats(3, 4).array)
+
+
+def test_output_has_no_trace_of_when_and_where(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save(tmp_path / name, {"model.x": floats(5, 3), "model.flag": random_raw("BOOL", (3,))}, world=2)
+        convert(tmp_path / name, tmp_path / f"{name}.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+# --- boxes ------------------------------------------------------------------------------------------------------
+
+
+def random_boxes(shape: tuple[int, ...], seed: int) -> list[Box]:
+    """Boxes that tile a shape, by cutting at random: in general no grid."""
+    choose = random.Random(seed)
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(choose.randrange(8)):
+        offsets, sizes = boxes.pop(choose.randrange(len(boxes)))
+        dim = choose.randrange(len(shape))
+        cut = choose.randrange(sizes[dim] + 1)  # also at the ends: boxes of size zero are allowed
+        low, high = list(sizes), list(sizes)
+        low[dim], high[dim] = cut, sizes[dim] - cut
+        moved = list(offsets)
+        moved[dim] += cut
+        boxes += [(offsets, tuple(low)), (tuple(moved), tuple(high))]
+    choose.shuffle(boxes)
+    return [(choose.randrange(3), offsets, sizes) for offsets, sizes in boxes]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_tiling_by_boxes(tmp_path: Path, seed: int) -> None:
+    choose = random.Random(seed)
+    shape = tuple(choose.randrange(1, 9) for _ in range(choose.randrange(1, 5)))
+    raw = random_raw(choose.choice(["F32", "I16", "U8"]), shape, seed, boxes=random_boxes(shape, seed))
+    save(tmp_path, {"model.x": raw}, world=3)
+    source = plain.Folder(str(tmp_path))
+    shards = plain.Shards(source, plain.read_checkpoint(source, plain.find_commit(source)))
+    for elements in (1, 3, 1 << 20):
+        blocks = [bytes(block) for block in shards.stream("model.x", elements)]
+        assert b"".join(blocks) == raw.array.tobytes()
+        assert max(map(len, blocks)) <= elements * raw.array.itemsize
+    shards.close()
+
+
+PINWHEEL: list[Box] = [
+    (0, (0, 0), (2, 3)), (1, (0, 3), (3, 2)), (0, (3, 2), (2, 3)), (1, (2, 0), (3, 2)), (1, (2, 2), (1, 1))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        PINWHEEL,
+        [(r, (0, c), (5, 1)) for r, c in ((0, 0), (1, 1), (0, 2), (1, 3), (0, 4))],
+        [(0, (0, 0), (5, 2)), (1, (0, 2), (5, 3))],
+        [(0, (0, 0), (2, 2)), (1, (2, 0), (3, 2)), (0, (0, 2), (2, 3)), (1, (2, 2), (3, 3))],
+    ],
+    ids=["pinwheel", "columns", "two columns", "grid"],
+)
+def test_boxes_in_two_dims(tmp_path: Path, boxes: list[Box]) -> None:
+    raw = floats(5, 5, boxes=boxes)
+    save(tmp_path / "c", {"model.x": raw})
+    convert(tmp_path / "c", tmp_path / "o.safetensors")
+    assert read_safetensors(tmp_path / "o.safetensors")["x"] == as_fp32(raw)
+
+
+def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> plain.Chunk:
+    return plain.Chunk("f", 0, math.prod(sizes), offsets, sizes, "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "words"),
+    [
+        ((2,), [box((0,), (2,)), box((0,), (2,))], "overlap"),
+        ((2, 2), [box((0, 0), (2, 2)), box((1, 1), (1, 1))], "overlap"),
+        ((), [box((), ()), box((), ())], "overlap"),
+        ((3,), [box((1,), (2,))], "no chunk holds index 0 of dim 0"),
+        ((3,), [box((0,), (2,))], "no chunk holds index 2 of dim 0"),
+        ((3,), [box((0,), (1,)), box((2,), (1,))], "no chunk holds index 1 of dim 0"),
+        ((2, 3), [box((0, 0), (2, 2)), box((1, 2), (1, 1))], "no chunk holds index 2 of dim 1"),
+        ((2, 3), [box((0, 0), (1, 3)), box((1, 1), (1, 2))], "no chunk holds index 0 of dim 1"),
+    ],
+)
+def test_what_is_no_tiling(shape: tuple[int, ...], boxes: list[plain.Chunk], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plain.tile(shape, boxes)
+
+
+def test_a_shard_is_opened_once(tmp_path: Path) -> None:
+    opened: list[str] = []
+
+    class Counted(plain.Folder):
+        def open_file(self, name: str) -> io.RawIOBase:
+            opened.append(name.rpartition("/")[2])
+            return super().open_file(name)
+
+    save(tmp_path, {f"model.{i}": floats(9, seed=i) for i in range(20)}, world=3)
+    source = Counted(str(tmp_path))
+    shards = plain.Shards(source, plain.read_checkpoint(source, plain.find_commit(source)))
+    for i in range(20):
+        assert b"".join(shards.stream(f"model.{i}")) == floats(9, seed=i).array.tobytes()
+    assert len(opened) == len(set(opened)) == 5  # the commit record, the manifest and three shards
+    shards.close()
+    assert not shards.files
+
+
+def test_more_shards_than_files_are_kept_open(tmp_path: Path) -> None:
+    world = plain.MAX_OPEN + 9
+    raw = floats(4, world, boxes=[(rank, (0, rank), (4, 1)) for rank in range(world)])
+    save(tmp_path / "c", {"model.x": raw}, world=world)
+    convert(tmp_path / "c", tmp_path / "o.safetensors")
+    assert read_safetensors(tmp_path / "o.safetensors")["x"] == as_fp32(raw)
+
+
+# --- which checkpoint -------------------------------------------------------------------------------------------
+
+
+def converted(path: Path) -> float:
+    return float(np.frombuffer(read_safetensors(path)["x"][2], "<f4")[0])
+
+
+def one(value: float) -> dict[str, Raw]:
+    return {"model.x": Raw("F32", np.full(3, value, "<f4"))}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 90, 100 and 120 (its second attempt), a folder of 130 without a commit, and a `latest` that lies."""
+    root = tmp_path / "checkpoints"
+    for step in (90, 100):
+        save(root, one(step), step=step)
+    save(root, one(-1), step=120, attempt=1, commit=False)
+    save(root, one(120), step=120, attempt=2)
+    save(root, one(-1), step=130, commit=False)
+    (root / "latest").write_text("step-00000130")
+    (root / "commits" / ".step-00000140.json.tmp").write_text("{")
+    shutil.copy(SCRIPT, root / "zero_to_fp32.py")
+    return root
+
+
+def test_the_script_alone_in_its_folder(root: Path, tmp_path: Path) -> None:
+    done = run(script=root / "zero_to_fp32.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert converted(root / "model.safetensors") == 120
+
+
+def test_a_greater_step_wins_over_a_later_name(root: Path) -> None:
+    save(root, one(7), step=121, tag="best")
+    save(root, one(8), step=5, tag="zebra")
+    convert(root)
+    assert converted(root / "model.safetensors") == 7
+
+
+@pytest.mark.parametrize(
+    ("place", "more", "value"),
+    [
+        ("", ["--tag", "step-00000100"], 100),
+        ("", ["-t", "step-00000100-a0001"], 100),
+        ("step-00000100-a0001", [], 100),
+        ("step-00000100-a0001/", [], 100),
+        ("step-00000090", [], 90),
+        ("step-00000120-a0002", [], 120),
+    ],
+)
+def test_a_step_by_tag_or_by_folder(root: Path, place: str, more: list[str], value: float) -> None:
+    convert(str(root) + "/" + place, *more)
+    assert converted(root / "model.safetensors") == value
+
+
+@pytest.mark.parametrize(
+    ("place", "more", "words"),
+    [
+        ("", ["--tag", "step-00000130"], "step-00000090, step-00000100, step-00000120"),
+        ("", ["--tag", "../commits"], "no checkpoint '../commits'"),
+        ("step-00000120-a0001", [], "step-00000120 is in step-00000120-a0002"),
+        ("step-00000130-a0001", [], "was committed"),
+        ("nowhere", [], "no checkpoint 'nowhere'"),
+        ("nowhere/at/all", [], "no committed checkpoint in"),
+        ("step-00000100-a0001", ["--tag", "step-00000090"], "leave --tag out"),
+        ("", ["--max-shard-size", "5 apples"], "no size"),
+        ("", ["--max-shard-size", "0"], "no size"),
+    ],
+)
+def test_wrong_arguments(root: Path, place: str, more: list[str], words: str) -> None:
+    assert words in refuse(2, root / place, *more)
+    assert not list(root.glob("model*"))
+
+
+def test_an_unknown_option_shows_the_usage(root: Path) -> None:
+    done = run(root, "--to", "bf16")
+    assert done.returncode == 2
+    assert "usage: zero_to_fp32.py" in done.stderr
+    assert "--max-shard-size" in run("--help").stdout
+
+
+# --- the output -------------------------------------------------------------------------------------------------
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    tensors = {f"model.layer.{i}.weight": floats(i + 1, 25, seed=i) for i in range(9)}
+    save(tmp_path / "c", tensors, aliases={"model.tied": "model.layer.8.weight"})
+    text = convert(tmp_path / "c", tmp_path / "out", "--max-shard-size", "1KB")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    shards = [name for name in names if name.endswith(".safetensors")]
+    assert shards == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    assert names == [*shards, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    expected = {name[6:]: as_fp32(raw) for name, raw in tensors.items()}
+    expected["tied"] = expected["layer.8.weight"]
+    assert index["metadata"] == {"total_size": sum(len(data) for _, _, data in expected.values())}
+    for shard in shards:
+        found = read_safetensors(tmp_path / "out" / shard)
+        assert sum(len(data) for _, _, data in found.values()) <= 1000
+        assert {name: index["weight_map"][name] for name in found} == dict.fromkeys(found, shard)
+        expected = {name: value for name, value in expected.items() if found.get(name) != value}
+        assert shard in text
+    assert not expected
+
+
+def test_a_tensor_larger_than_a_shard_has_its_own(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"model.a": floats(50), "model.b": floats(2), "model.c": floats(99), "model.d": floats(2)})
+    convert(tmp_path / "c", tmp_path / "out", "--max_shard_size=100")
+    shards = sorted((tmp_path / "out").glob("model-*-of-00004.safetensors"))
+    assert [list(read_safetensors(shard)) for shard in shards] == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_tensors_are_aligned_in_the_file(tmp_path: Path) -> None:
+    tensors = {"model.a": random_raw("BOOL", (3,)), "model.b": floats(3), "model.c": random_raw("I64", (1,))}
+    save(tmp_path / "c", tensors)
+    convert(tmp_path / "c", tmp_path / "o.safetensors")
+    assert list(read_safetensors(tmp_path / "o.safetensors")) == ["c", "b", "a"]  # the reader checks the alignment
+
+
+@pytest.mark.parametrize("first", ["5GB", "20B"])
+@pytest.mark.parametrize("second", ["5GB", "12B"])
+def test_overwrite_replaces_all_of_earlier_output(tmp_path: Path, first: str, second: str) -> None:
+    save(tmp_path / "c", {"model.x": floats(3), "model.y": floats(5)}, step=1)
+    save(tmp_path / "c", {"model.x": floats(3, seed=1), "model.z": floats(3)}, step=2)
+    out = tmp_path / "out"
+    convert(tmp_path / "c", out, "-t", "step-00000001", "--max-shard-size", first)
+    (out / "model.safetensors.notes").write_text("mine")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert "--overwrite" in refuse(2, tmp_path / "c", out, "--max-shard-size", second)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    convert(tmp_path / "c", out, "--max-shard-size", second, "--overwrite")
+    assert set(read_safetensors(out.glob("model*.safetensors"))) == {"x", "z"}
+    assert (out / "model.safetensors.index.json").exists() == (second == "12B")
+    assert (out / "model.safetensors.notes").exists()
+
+
+def test_overwriting_that_stops_midway_leaves_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "c", {"model.x": floats(3), "model.y": floats(5)})
+    source = plain.Folder(str(tmp_path / "c"))
+    checkpoint = plain.read_checkpoint(source, plain.find_commit(source))
+    plain.export(source, checkpoint, str(tmp_path / "out"), plain.Fp32(), 12)
+
+    def fail(old: str, new: str) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        plain.export(source, checkpoint, str(tmp_path / "out"), plain.Fp32(), 12, True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+
+
+def test_a_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    save(tmp_path / "c", one(1))
+    out = tmp_path / "o.safetensors"
+    out.write_text("precious")
+    assert str(out) in refuse(2, tmp_path / "c", out)
+    assert out.read_text() == "precious"
+    convert(tmp_path / "c", out, "--overwrite")
+    assert converted(out) == 1
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "c/step-00000120-a0001", "c/step-00000120-a0001/w.safetensors"])
+def test_places_that_are_no_output(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "c", one(1))
+    before = sorted(tmp_path.rglob("*"))
+    refuse(2, tmp_path / "c", tmp_path / name, "--overwrite")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_only_weights_are_wanted(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"optimizer.x.exp_avg": floats(3, role="optimizer")})
+    assert "no parameters" in refuse(2, tmp_path / "c", tmp_path / "out")
+
+
+def test_no_space_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"model.x": floats(1 << 20)})
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", SCRIPT, tmp_path / "c", tmp_path / "out"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert os.strerror(errno.EFBIG) in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())
+
+
+# --- damage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A step's folder with two tensors on two ranks."""
+    return save(tmp_path / "c", {"model.w": floats(5, 4), "model.b": floats(3, role="buffer")})
+
+
+def damaged(folder: Path) -> str:
+    """The message about a damaged checkpoint; nothing may have been written."""
+    out = folder.parent.parent / "out"
+    message = refuse(1, folder.parent, out)
+    assert not out.exists() or not list(out.iterdir())
+    return message
+
+
+def test_any_flipped_bit_of_a_tensor_is_found(saved: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    for name, tensor in manifest["tensors"].items():
+        for chunk in tensor["chunks"]:
+            path = saved / chunk["file"]
+            whole = path.read_bytes()
+            for offset in (chunk["start"], chunk["start"] + chunk["length"] - 1):
+                path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 16]) + whole[offset + 1 :])
+                message = damaged(saved)
+                for word in (str(path), repr(name), f"at {chunk['start']},", str(chunk["offsets"]), "sha256"):
+                    assert word in message
+            path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("change", [-1, -500, 1])
+def test_a_shard_of_another_size(saved: Path, change: int) -> None:
+    path = saved / "r00001-of-00002.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, max(0, size + change))
+    assert f"has {max(0, size + change)} bytes; the manifest says {size}" in damaged(saved)
+
+
+def test_a_missing_shard(saved: Path) -> None:
+    (saved / "r00001-of-00002.safetensors").unlink()
+    assert "r00001-of-00002.safetensors is missing" in damaged(saved)
+
+
+def test_swapped_shards(saved: Path) -> None:
+    first, second = saved / "r00000-of-00002.safetensors", saved / "r00001-of-00002.safetensors"
+    data = first.read_bytes(), second.read_bytes()
+    first.write_bytes(data[1])
+    second.write_bytes(data[0])
+    damaged(saved)
+
+
+def test_any_changed_byte_of_the_manifest(saved: Path) -> None:
+    path = saved / "manifest.json"
+    whole = path.read_bytes()
+    source = plain.Folder(str(saved.parent))
+    for offset in range(0, len(whole), 7):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        with pytest.raises(plain.Damaged, match="differs from the sha256"):
+            plain.read_checkpoint(source, plain.find_commit(source))
+    path.write_bytes(whole[:-1])
+    assert "manifest.json differs" in damaged(saved)
+    path.unlink()
+    assert "manifest.json is missing" in damaged(saved)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dir": "../c/step-00000120-a0001"}, {"dir": ".."}, {"dir": "."}, {"dir": "/etc"}, {"dir": "a\n"}, {"dir": 3},
+        {"dir": ""}, {"dir": ".hidden"}, {"tag": "step-00000121"}, {"step": -1}, {"step": True}, {"step": "120"},
+        {"manifest_sha256": ""}, {"manifest_sha256": 7},
+        {"manifest_sha256": "0" * 63}, {"manifest_sha256": None}, {"format": "pickle"}, {"version": 2},
+        {"version": None}, {"dir": "step-00000121-a0001"}, {"step": 119},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_commit_records(saved: Path, changes: dict[str, Any]) -> None:
+    commit_manifest(saved.parent, saved, TAG, 120, changes=changes)
+    message = damaged(saved)
+    in_the_record = not ({"dir": "step-00000121-a0001"}.items() & changes.items() or changes == {"step": 119})
+    assert ("commits/step" in message) == in_the_record
+
+
+def test_a_key_given_twice(saved: Path) -> None:
+    path = saved.parent / "commits" / f"{TAG}.json"
+    path.write_text(path.read_text().replace('"step": 120', '"step": 120, "step": 120'))
+    assert "a key is given twice" in damaged(saved)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"tag": 1, "tag": 2}', "[" * 100_000, "\ud800"])
+def test_commit_records_that_are_no_json(saved: Path, text: str) -> None:
+    (saved.parent / "commits" / f"{TAG}.json").write_text(text, errors="surrogatepass")
+    assert f"commits/{TAG}.json" in damaged(saved)
+
+
+def _chunks(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    chunks: list[dict[str, Any]] = manifest["tensors"]["model.w"]["chunks"]
+    return chunks
+
+
+def _rename_file(name: str) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        files = manifest["files"]
+        files[name] = files.pop("r00000-of-00002.safetensors")
+        for tensor in manifest["tensors"].values():
+            for chunk in tensor["chunks"]:
+                chunk["file"] = chunk["file"].replace("r00000-of-00002.safetensors", name)
+
+    return change
+
+
+def _set(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        *path, last = place.split("/")
+        target: Any = manifest
+        for part in path:
+            target = target[int(part) if isinstance(target, list) else part]
+        target[last] = value
+
+    return change
+
+
+CHUNK = "tensors/model.w/chunks/0"
+MANIFESTS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    **{
+        f"file {n!r}": ("not the name and size", _rename_file(n))
+        for n in ("../x", "a/b", "..", "/etc/passwd", "a\\b", "a\n", "", "a" * 256, "ä")
+    },
+    "file of no size": ("'size'", _set("files/r00000-of-00002.safetensors", {})),
+    "file of size -1": ("not the name and size", _set("files/r00000-of-00002.safetensors/size", -1)),
+    "file as text": ("not as this format has it", _set("files", "r00000-of-00002.safetensors")),
+    "no tensors": ("'tensors'", lambda m: m.pop("tensors")),
+    "tensors as list": ("not as this format", _set("tensors", [])),
+    "another tag": ("of another checkpoint", _set("tag", "step-00000119")),
+    "another step": ("of another checkpoint", _set("step", 119)),
+    "unknown dtype": ("dtype 'F128' is not known", _set("tensors/model.w/dtype", "F128")),
+    "dtype as list": ("not as this format", _set("tensors/model.w/dtype", ["F32"])),
+    "no role": ("'role'", lambda m: m["tensors"]["model.w"].pop("role")),
+    "negative shape": ("whole numbers", _set("tensors/model.w/shape", [-5, -4])),
+    "shape of bools": ("whole numbers", _set("tensors/model.w/shape", [True, 20])),
+    "shape of floats": ("whole numbers", _set("tensors/model.w/shape", [5.0, 4])),
+    "huge shape": ("more or fewer", _set("tensors/model.w/shape", [1 << 62, 1 << 62])),
+    "too many dims": ("whole numbers", _set("tensors/model.w/shape", [1] * 65)),
+    "fewer dims": ("is not inside shape [20]", _set("tensors/model.w/shape", [20])),
+    "no chunks": ("more or fewer", _set("tensors/model.w/chunks", [])),
+    "missing chunk": ("more or fewer", lambda m: _chunks(m).pop()),
+    "chunk twice": ("more or fewer", lambda m: _chunks(m).append(_chunks(m)[0])),
+    "overlap of the right volume": ("chunks overlap", lambda m: _chunks(m)[1].update(offsets=[2, 0])),
+    "only the first chunk, twice": (
+        "more or fewer",
+        lambda m: _chunks(m).__setitem__(slice(None), [_chunks(m)[0]] * 2),
+    ),
+    "chunk outside": ("chunk [3, 0] of sizes [3, 4] is not inside shape [5, 4]", _set(f"{CHUNK}/offsets", [3, 0])),
+    "chunk before": ("cannot have", _set(f"{CHUNK}/start", -8)),
+    "chunk beyond the file": ("not inside a file", _set(f"{CHUNK}/start", 1 << 40)),
+    "chunk too long": ("cannot have 52 bytes", _set(f"{CHUNK}/length", 52)),
+    "length as float": ("cannot have 48.0 bytes", _set(f"{CHUNK}/length", 48.0)),
+    "start as text": ("cannot have", _set(f"{CHUNK}/start", "8")),
+    "unknown file": ("not inside a file", _set(f"{CHUNK}/file", "r00009-of-00002.safetensors")),
+    "file as number": ("not inside a file", _set(f"{CHUNK}/file", 7)),
+    "digest of wrong length": ("no sha256 in hex", _set(f"{CHUNK}/sha256", "ab")),
+    "digest as number": ("not as this format", _set(f"{CHUNK}/sha256", 7)),
+    "digest of something else": ("differ from their sha256", _set(f"{CHUNK}/sha256", "0" * 64)),
+    "alias to nowhere": ("not another name", _set("aliases", {"model.v": "model.nowhere"})),
+    "alias that is a tensor": ("not another name", _set("aliases", {"model.w": "model.b"})),
+    "alias to a list": ("not as this format", _set("aliases", {"model.v": ["model.b"]})),
+    "aliases as list": ("not as this format", _set("aliases", ["model.v"])),
+    "name of the header's own": (
+        "'__metadata__'",
+        lambda m: m["tensors"].update({"model.__metadata__": m["tensors"]["model.b"]}),
+    ),
+    "two names that become one": ("the name 'w' twice", lambda m: m["tensors"].update({"w": m["tensors"]["model.b"]})),
+}
+
+
+@pytest.mark.parametrize(("words", "change"), MANIFESTS.values(), ids=MANIFESTS.keys())
+def test_wrong_manifests(saved: Path, words: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    change(manifest)
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    commit_manifest(saved.parent, saved, TAG, 120)
+    assert words in damaged(saved)
+
+
+def test_chunks_without_digest_are_not_verified(tmp_path: Path) -> None:
+    folder = save(tmp_path / "c", one(3), digests=False)
+    assert "1 tensors were saved without sha256" in convert(tmp_path / "c", tmp_path / "out")
+    assert converted(tmp_path / "out" / "model.safetensors") == 3
+    os.truncate(folder / "r00001-of-00002.safetensors", 4)
+    assert "4 bytes" in refuse(1, tmp_path / "c", tmp_path / "again")
+
+
+def test_chunks_of_size_zero_may_be_there_or_not(tmp_path: Path) -> None:
+    boxes: list[Box] = [(0, (0,), (0,)), (1, (0,), (3,)), (0, (3,), (0,))]
+    save(tmp_path / "c", {"model.x": floats(3, boxes=boxes), "model.e": Raw("F32", np.zeros((0, 2), "<f4"), boxes=[])})
+    convert(tmp_path / "c", tmp_path / "o.safetensors")
+    found = read_safetensors(tmp_path / "o.safetensors")
+    assert found == {"x": as_fp32(floats(3)), "e": ("F32", (0, 2), b"")}
+
+
+def test_links_may_not_leave_the_checkpoint(saved: Path) -> None:
+    shard = saved / "r00000-of-00002.safetensors"
+    inside = saved.parent / "kept.safetensors"
+    shard.rename(inside)
+    shard.symlink_to(inside)
+    convert(saved.parent, saved.parent.parent / "linked")
+    outside = saved.parent.parent / "outside.safetensors"
+    inside.rename(outside)
+    shard.unlink()
+    shard.symlink_to(outside)
+    assert str(outside) in damaged(saved)
+
+
+def test_a_manifest_beyond_its_bound_is_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = plain.Folder(str(saved.parent))
+    record = plain.find_commit(source)
+    size = (saved / "manifest.json").stat().st_size
+    monkeypatch.setattr(plain, "MAX_MANIFEST", size - 1)
+    with pytest.raises(plain.Damaged, match=f"more than {size - 1} bytes"):
+        plain.read_checkpoint(source, record)
+    monkeypatch.setattr(plain, "MAX_MANIFEST", size)
+    plain.read_checkpoint(source, record)
+
+
+# --- size, interruption, other interpreters ---------------------------------------------------------------------
+
+
+def save_sparse(root: Path, dtype: str, shape: tuple[int, int], boxes: list[Box]) -> int:
+    """A checkpoint of one tensor of zeros that takes no room on the disk; the bytes of the tensor."""
+    folder = save(root, {"model.x": Raw(dtype, np.zeros((2, 2), STORED[dtype]))}, digests=False)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    width = np.dtype(STORED[dtype]).itemsize
+    chunks, ends = [], {}
+    for rank, offsets, sizes in boxes:
+        file = f"r{rank:05d}-of-00002.safetensors"
+        start, length = ends.get(file, 1000), math.prod(sizes) * width
+        chunks.append({"file": file, "start": start, "length": length, "offsets": offsets, "sizes": sizes})
+        ends[file] = start + length
+    for file, end in ends.items():
+        os.truncate(folder / file, end)
+        manifest["files"][file] = {"size": end}
+    manifest["tensors"]["model.x"].update(shape=shape, chunks=chunks)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    commit_manifest(root, folder, TAG, 120)
+    return math.prod(shape) * width
+
+
+def peak_mib(*command: object) -> float:
+    """The most memory that an interpreter had resident. (`ru_maxrss` of a child would start at its parent's.)"""
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try:\n    sys.argv and runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "print('peak', [line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
+    )
+    arguments = [sys.executable, "-I", "-S", "-c", code, *map(str, command)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    return int(done.stdout.rsplit("peak ", 1)[1]) / 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F64"])
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, dtype: str) -> None:
+    columns = 1000
+    count = (600 if dtype in ("F32", "BF16") else 100) * 250_000 // columns  # rows, for 600 or 100 MB of output
+    save_sparse(tmp_path / "c", dtype, (count, columns), rows((count, columns), 2))
+    peak = peak_mib(SCRIPT, tmp_path / "c", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > count * columns * 4
+    assert peak - peak_mib() < 64
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_columns_either(tmp_path: Path) -> None:
+    boxes: list[Box] = [(0, (0, 0), (40_000, 1000)), (1, (0, 1000), (40_000, 1000))]
+    save_sparse(tmp_path / "c", "F32", (40_000, 2000), boxes)
+    assert peak_mib(SCRIPT, tmp_path / "c", tmp_path / "out") - peak_mib() < 64
+
+
+def test_stopped_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    save_sparse(tmp_path / "c", "F16", (50_000, 1000), rows((50_000, 1000), 2))
+    out = tmp_path / "out"
+    with subprocess.Popen([sys.executable, "-I", "-S", SCRIPT, tmp_path / "c", out]) as process:
+        deadline = time.monotonic() + 60
+        while not (out.exists() and any(path.stat().st_size for path in out.iterdir())):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert not (out / "model.safetensors").exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    assert not list(out.iterdir())
+
+
+def find_interpreters() -> list[str]:
+    """Every Python on this machine, this one included."""
+    found = [shutil.which(f"python3.{minor}") for minor in range(8, 15)]
+    works = [path for path in found if path and not subprocess.run([path, "-c", ""], capture_output=True).returncode]
+    return [sys.executable, *works]
+
+
+@pytest.mark.parametrize("interpreter", find_interpreters())
+def test_every_interpreter_writes_the_same_bytes(root: Path, interpreter: str) -> None:
+    save(root, {"model.h": random_raw("F16", (50,)), "model.b": random_raw("BF16", (50,)), **one(200)}, step=200)
+    subprocess.run([interpreter, "-I", "-S", root / "zero_to_fp32.py"], check=True)
+    convert(root, root.parent / "ours.safetensors")
+    assert (root / "model.safetensors").read_bytes() == (root.parent / "ours.safetensors").read_bytes()

@@ -1,0 +1,174 @@
+"""Jobs as a user runs them: own code, own files, repeated, continued, converted, swept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import dsjob, list_commits, make_job, read_metrics
+from safetensors.torch import load_file
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return make_job(tmp_path)
+
+
+def test_a_job_of_own_code_trains_and_says_what_to_do_next(job: Path) -> None:
+    done = dsjob("cfg.json", cwd=job)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for expected in ("my_model.build, 569 parameters", "8 = 8 micro x 1 accumulated x 1 rank", "step 6/6 100%", "eval"):
+        assert expected in done.stdout
+    for command in ("dsjob run run ", "dsjob convert --to fp32 run/checkpoints", "dsjob -m run/resolved.json"):
+        assert command in done.stdout
+    losses = read_metrics(job / "run")
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses[6] < losses[1]
+    assert list_commits(job / "run") == ["step-00000006"]
+    result = json.loads((job / "run" / "result.json").read_text())
+    assert result["status"] == "done"
+    assert result["metrics"]["eval/loss"] == pytest.approx(read_metrics(job / "run", "eval/loss")[6])
+
+
+def test_a_resolved_document_repeats_the_run(job: Path) -> None:
+    assert dsjob("run", "cfg.json", "output.dir=first/%time", cwd=job).returncode == 0
+    (first,) = (job / "first").iterdir()
+    assert dsjob("run", str(first / "resolved.json"), cwd=job).returncode == 0
+    _, second = sorted((job / "first").iterdir())
+    assert read_metrics(second) == read_metrics(first)
+    assert json.loads((second / "resolved.json").read_text()) == json.loads((first / "resolved.json").read_text())
+
+
+def test_a_run_folder_is_continued(job: Path) -> None:
+    assert dsjob("cfg.json", "output.dir=whole", "trainer.max_steps=9", cwd=job).returncode == 0
+    assert dsjob("cfg.json", cwd=job).returncode == 0
+    again = dsjob("run", "run", cwd=job)
+    assert "step 6 of 6 is reached" in again.stdout
+    assert list_commits(job / "run") == ["step-00000006"]
+    longer = dsjob("run", "run", "trainer.max_steps=9", cwd=job)
+    assert "step-00000006-a0001 at step 6" in longer.stdout
+    assert read_metrics(job / "run") == read_metrics(job / "whole")
+
+
+def test_the_newest_checkpoints_are_kept(job: Path) -> None:
+    assert dsjob("cfg.json", "checkpoint.every=1", "checkpoint.keep=3", cwd=job).returncode == 0
+    assert list_commits(job / "run") == ["step-00000004", "step-00000005", "step-00000006"]
+    folders = sorted(path.name for path in (job / "run/checkpoints").iterdir() if path.name.startswith("step-"))
+    assert folders == ["step-00000004-a0001", "step-00000005-a0001", "step-00000006-a0001"]
+    assert (job / "run/checkpoints/latest").read_text() == "step-00000006\n"
+
+
+def test_going_back_to_a_tag_sets_later_checkpoints_aside(job: Path) -> None:
+    assert dsjob("cfg.json", "checkpoint.every=2", "checkpoint.keep=0", cwd=job).returncode == 0
+    before = read_metrics(job / "run")
+    back = dsjob("cfg.json", "checkpoint.resume=step-00000002", "checkpoint.every=2", "checkpoint.keep=0", cwd=job)
+    assert "step-00000002-a0001 at step 2" in back.stdout, back.stderr
+    assert read_metrics(job / "run") == before
+    assert list_commits(job / "run") == ["step-00000002", "step-00000004", "step-00000006"]
+    aside = sorted(path.name for path in (job / "run/checkpoints/superseded").iterdir())
+    assert aside == ["step-00000004-a0001.json", "step-00000006-a0001.json"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "code", "message"),
+    [
+        ("required", False, 1, "holds no committed checkpoint"),
+        ("required", True, 0, ""),
+        ("never", False, 0, ""),
+        ("never", True, 1, "checkpoint.resume is never"),
+        ("auto", False, 0, ""),
+        ("step-00000099", True, 1, "no checkpoint 'step-00000099'"),
+    ],
+)
+def test_resume_does_what_it_is_told(job: Path, policy: str, first: bool, code: int, message: str) -> None:
+    if first:
+        assert dsjob("cfg.json", "trainer.max_steps=2", cwd=job).returncode == 0
+    done = dsjob("cfg.json", f"checkpoint.resume={policy}", cwd=job)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+
+
+def test_a_converted_file_holds_the_trained_weights(job: Path) -> None:
+    assert dsjob("cfg.json", cwd=job).returncode == 0
+    done = dsjob("convert", "--to", "fp32", "run", "weights", cwd=job)
+    assert done.returncode == 0, done.stderr
+    namespace: dict[str, Any] = {}
+    exec((job / "my_model.py").read_text(), namespace)
+    model = namespace["build"]()
+    model.load_state_dict(load_file(job / "weights" / "model.safetensors"))
+    data = namespace["Data"](n=10, seed=1)
+    x, y = (torch.stack(part) for part in zip(*[data[i] for i in range(10)], strict=True))
+    assert model(x, y).item() == pytest.approx(read_metrics(job / "run", "eval/loss")[6], rel=1e-5)
+
+
+def test_loss_metrics_and_collate_may_be_own_functions(tmp_path: Path) -> None:
+    make_job(
+        tmp_path,
+        model={"_target_": "my_model.Linear", "in_features": 8, "out_features": 1},
+        data={
+            "train": {"_target_": "my_model.Data"},
+            "eval": {"_target_": "my_model.Data"},
+        },
+        loss={"_target_": "my_model.square", "_partial_": True},
+        metrics={"half": {"_target_": "my_model.half", "_partial_": True}},
+    )
+    (tmp_path / "my_model.py").write_text(
+        (tmp_path / "my_model.py")
+        .read_text()
+        .replace(
+            "def forward(self, x):\n        return super().forward(x)",
+            "def forward(self, x, y):\n        return super().forward(x)",
+        )
+    )
+    done = dsjob("cfg.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "eval/half 0.5000" in done.stdout
+
+
+def test_a_sweep_goes_on_when_one_run_fails(job: Path) -> None:
+    done = dsjob(
+        "-m", "cfg.json", "optimizer.params.lr=1e-2,1e-3", "model._target_=my_model.build,my_model.Crash", cwd=job
+    )
+    assert done.returncode == 1
+    table = done.stdout[done.stdout.index("sweep run") :]
+    assert table.count("done") == 2
+    assert table.count("failed: ValueError: shapes do not fit") == 2
+    assert "optimizer.params.lr=0.01" in table
+    assert [json.loads((job / "run" / str(i) / "result.json").read_text())["status"] for i in range(4)] == [
+        "done",
+        "failed",
+        "done",
+        "failed",
+    ]
+
+
+def test_what_hydra_users_expect_works(job: Path) -> None:
+    (job / "mine" / "recipe").mkdir(parents=True)
+    (job / "mine" / "recipe" / "tiny.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - quickstart\n  - _self_\nmodel:\n  width: 16\n"
+    )
+    shown = dsjob("--config-dir", "mine", "--cfg", "job", "+recipe=tiny", cwd=job)
+    assert "width: 16" in shown.stdout, shown.stderr
+    assert "null" not in shown.stdout
+    short = dsjob("-cd", "mine", "-c", "job", "-p", "model", "+recipe=tiny", cwd=job)
+    assert short.stdout.startswith("_target_: dsjob.recipes.gpt.build"), short.stderr
+    assert "recipe/quickstart" in dsjob("--info", "defaults", "+recipe=quickstart", cwd=job).stdout
+    assert "run" in dsjob("--cfg", "hydra", cwd=job).stdout
+    assert "hydra_bash_completion" in dsjob("-sc", "install=bash", cwd=job).stdout
+    completed = dsjob("-sc", "query=bash", cwd=job, COMP_LINE="dsjob +recipe=qu")
+    assert completed.stdout.strip() == "+recipe=quickstart"
+    assert sorted(path.name for path in job.iterdir()) == ["cfg.json", "mine", "my_model.py"]
+
+
+def test_a_bare_deepspeed_config_can_be_built_on(tmp_path: Path) -> None:
+    make_job(tmp_path, trainer={"max_steps": 2}, deepspeed="ds_config.json")
+    (tmp_path / "ds_config.json").write_text(
+        '{"train_batch_size": 8, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "overlap_comm": true},}'
+    )
+    done = dsjob("cfg.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "stage 2 (one rank: nothing to shard)" in done.stdout
+    assert "clipping 0.5" in done.stdout
+    assert "no effect here: deepspeed.zero_optimization.overlap_comm" in done.stderr

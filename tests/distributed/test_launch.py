@@ -1,0 +1,221 @@
+"""Ranks as the launcher starts, joins, stops and outlives them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from jobs import DSJOB, clean_env, dsjob, list_commits, make_job, read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+def find_processes(marker: str) -> list[int]:
+    """The processes in whose environment `marker` is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if state != "Z" and marker.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def wait_until(condition: object, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+
+
+class Started:
+    """A job that runs on while the test does something to it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.marker = f"DSJOB_TEST={uuid.uuid4().hex}"
+        key, value = self.marker.split("=")
+        self.run = folder / "run"
+        self.process = subprocess.Popen(
+            [DSJOB, "cfg.json", *arguments],
+            cwd=folder,
+            env=clean_env(**{key: value}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for_step(self, step: int) -> None:
+        file = self.run / "metrics.jsonl"
+        reached = lambda: file.exists() and f'"step": {step},' in file.read_text()  # noqa: E731
+        wait_until(lambda: reached() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.process.communicate()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["launch.nproc=2", "zero_optimization.stage=3"],
+        ["launch.nproc=2", "zero_optimization.stage=1", "bf16.enabled=true", "trainer.micro_batch=2"],
+    ],
+    ids=["one rank", "two ranks, stage 3", "two ranks, stage 1, bf16, accumulated"],
+)
+def test_after_kill_9_the_run_goes_on_bit_for_bit(tmp_path: Path, arguments: list[str]) -> None:
+    options = [
+        *("trainer.max_steps=20", "trainer.eval_every=7", "checkpoint.every=6", "+model.dropout=0.3"),
+        *("+scheduler.type=WarmupLR", "scheduler.params.warmup_num_steps=10", *arguments),
+    ]
+    make_job(tmp_path)
+    assert dsjob("cfg.json", *options, "output.dir=whole", cwd=tmp_path).returncode == 0
+    started = Started(tmp_path, *options, "+data.train.pause=0.01")
+    started.wait_for_step(9)
+    os.kill(started.process.pid, signal.SIGKILL)
+    started.process.communicate()
+    wait_until(lambda: not find_processes(started.marker), 10)
+    assert list_commits(started.run) == ["step-00000006"]
+    done = dsjob("cfg.json", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "at step 6" in done.stdout
+    for key in ("loss", "grad_norm", "lr", "eval/loss"):
+        assert read_metrics(started.run, key) == read_metrics(tmp_path / "whole", key)
+    assert read_digests(started.run) == read_digests(tmp_path / "whole")
+
+
+def read_digests(run: Path) -> dict[str, list[str]]:
+    """The sha256 of every chunk of the newest checkpoint."""
+    record = json.loads((run / "checkpoints" / "commits" / f"{list_commits(run)[-1]}.json").read_text())
+    manifest = json.loads((run / "checkpoints" / record["dir"] / "manifest.json").read_text())
+    return {name: [chunk["sha256"] for chunk in tensor["chunks"]] for name, tensor in manifest["tensors"].items()}
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_everything_within_seconds(tmp_path: Path, nproc: int, number: int, code: int) -> None:
+    make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
+    started = Started(tmp_path, f"launch.nproc={nproc}", "checkpoint.every=2", "+data.train.pause=0.01")
+    started.wait_for_step(5)
+    if number == signal.SIGINT:
+        os.killpg(started.process.pid, number)  # as a terminal does
+    else:
+        os.kill(started.process.pid, number)
+    _, errors = started.process.communicate(timeout=20)
+    assert started.process.returncode == code, errors
+    assert "dsjob run run" in errors
+    assert "Traceback" not in errors
+    wait_until(lambda: not find_processes(started.marker), 10)
+
+
+def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path) -> None:
+    make_job(tmp_path)
+    done = dsjob(
+        "cfg.json", "launch.nproc=3", "trainer.train_batch=6", "model._target_=my_model.CrashOnRank1", cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "rank 1: ValueError: rank 1 has had enough" in done.stderr
+    assert "my_model.py:" in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
+    started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01")
+    started.wait_for_step(3)
+    ranks = [
+        pid
+        for pid in find_processes(started.marker)
+        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    os.kill(ranks[0], signal.SIGKILL)
+    _, errors = started.process.communicate(timeout=30)
+    assert started.process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in errors
+    wait_until(lambda: not find_processes(started.marker), 10)
+
+
+def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+    make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
+    started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01")
+    try:
+        started.wait_for_step(2)
+        inodes = set()
+        for pid in find_processes(started.marker):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                try:
+                    inodes.add(os.readlink(link))
+                except OSError:
+                    continue
+        listening = []
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    listening.append(fields[1].split(":")[0])
+        loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+        assert set(listening) <= loopback
+    finally:
+        os.killpg(started.process.pid, signal.SIGKILL)
+        started.process.communicate()
+
+
+def test_ranks_of_torchrun_are_joined(tmp_path: Path) -> None:
+    make_job(tmp_path)
+    assert dsjob("cfg.json", "launch.nproc=2", "output.dir=own", cwd=tmp_path).returncode == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
+    done = subprocess.run(
+        torchrun, cwd=tmp_path, env=clean_env(), text=True, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cpu, 2 ranks" in done.stdout
+    assert done.stdout.count("my_model.build") == 1
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "own")
+
+
+def test_tasks_of_srun_are_joined(tmp_path: Path) -> None:
+    make_job(tmp_path)
+    common = {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
+    tasks = [
+        subprocess.Popen(
+            [DSJOB, "cfg.json"],
+            cwd=tmp_path,
+            env=clean_env(**common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [task.communicate(timeout=120) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert "cpu, 2 ranks" in outputs[0][0]
+    assert outputs[1][0] == ""
+    assert list_commits(tmp_path / "run") == ["step-00000006"]
+
+
+def test_a_mistake_in_the_document_stops_every_joined_rank(tmp_path: Path) -> None:
+    make_job(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
+    done = subprocess.run(
+        [*torchrun, "trainer.train_batch=7"],
+        cwd=tmp_path,
+        env=clean_env(),
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "train_batch 7 is not micro_batch 3 x grad_accum 1 x world size 2" in done.stderr
