@@ -19,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from dsjob import storage
 from dsjob.errors import DsjobError, Interrupted, LaunchError
@@ -271,8 +271,16 @@ def _run_rank(resolved: str, run_dir: str) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    code = _run_rank(sys.argv[1], sys.argv[2])
+def end_rank(code: int) -> NoReturn:
+    """Ends this process, one of several ranks, at once.
+
+    The interpreter's own end may wait for a process group that never answers, and torch's threads are sometimes still
+    there when their destructors run, which aborts the process after its work is done.
+    """
     sys.stdout.flush()
-    # Leaving by sys.exit would wait for a process group that may never answer.
+    sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    end_rank(_run_rank(sys.argv[1], sys.argv[2]))

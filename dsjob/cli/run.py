@@ -41,6 +41,8 @@ def main(arguments: list[str], debug: bool) -> int:
     result = run_composed(composed, import_folders(file), debug)
     if result.get("checkpoint"):
         _say_next(result, composed)
+    if launch.read_world_size() is not None:
+        launch.end_rank(0)
     return 0
 
 

@@ -35,3 +35,4 @@ def _run(rank: int, world_size: int, folder: str, function: Callable[..., Any], 
     world = join_world(device="cpu", timeout=120)
     torch.save(function(world, *arguments), f"{folder}/result-{rank}")
     leave_world()
+    os._exit(0)  # see dsjob.launch.end_rank
