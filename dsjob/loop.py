@@ -80,6 +80,8 @@ def train(run: Run) -> None:
     batches = iter(run.loader)
     meter = _Meter()
     _tell(run, "on_start")
+    if run.evaluation is not None and trainer.eval_at_start and run.step == 0:
+        _evaluate(run)
     engine.train()
     meter.start()
     while run.step < run.max_steps:

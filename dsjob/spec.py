@@ -43,6 +43,7 @@ class Trainer:
     max_epochs: float | None
     seed: int
     log_every: int
+    eval_at_start: bool
     eval_every: int
     eval_batches: int | None
 

@@ -124,7 +124,7 @@ def iterate_evaluation(
     """This rank's evaluation batches, each with its weight: the number of samples in it.
 
     All ranks get equally many batches, since a sharded model runs on all of them at once: a rank that has none left
-    gets its first one again with weight 0. `max_batches`: at most so many a rank.
+    gets its first one again with weight 0. `max_batches`: at most so many a rank, spread evenly over the dataset.
     """
     length = count_dataset(dataset, "data.eval")
     collate = collate or default_collate
@@ -137,8 +137,10 @@ def iterate_evaluation(
         samples = dataset
     total = math.ceil(length / micro_batch)
     rounds = math.ceil(total / world.world_size)
-    for number in range(min(rounds, max_batches) if max_batches else rounds):
+    limited = max_batches is not None and max_batches < rounds
+    taken = max_batches * world.world_size if limited and max_batches else total
+    for number in range(math.ceil(taken / world.world_size)):
         index = number * world.world_size + world.rank
-        first = index * micro_batch if index < total else 0
+        first = (index * total // taken) * micro_batch if index < taken else 0
         batch = collate([samples[i] for i in range(first, min(first + micro_batch, length))])
-        yield batch, count_samples(batch) if index < total else 0
+        yield batch, count_samples(batch) if index < taken else 0

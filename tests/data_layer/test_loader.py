@@ -90,7 +90,17 @@ def test_evaluation_weighs_every_sample_once_in_equally_many_rounds(length: int,
     assert all(weight in (0, len(batch)) for batches in per_rank for batch, weight in batches)
 
 
-def test_evaluation_stops_where_it_is_told() -> None:
+@pytest.mark.parametrize(("world_size", "expected"), [(1, [0, 33]), (2, [0, 15, 33, 48])])
+def test_limited_evaluation_is_spread_over_the_dataset(world_size: int, expected: list[int]) -> None:
+    firsts = []
+    for rank in range(world_size):
+        world = make_world(rank, world_size)
+        pairs = iterate_evaluation(list(range(66)), micro_batch=3, world=world, collate=None, max_batches=2)
+        firsts += [int(batch[0]) for batch, weight in pairs if weight]
+    assert sorted(firsts) == expected
+
+
+def test_a_stream_is_evaluated_from_its_beginning() -> None:
     pairs = iterate_evaluation(Stream(100), micro_batch=3, world=make_world(), collate=None, max_batches=2)
     assert [batch.tolist() for batch, _ in pairs] == [[0, 1, 2], [3, 4, 5]]
 
