@@ -81,8 +81,8 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
     keyword, value = str(error.validator), error.instance
     if keyword in ("additionalProperties", "unevaluatedProperties"):
         node = _schema_at(path, document, schema)
-        allowed = error.schema.get("properties", {}) if isinstance(error.schema, dict) else {}
-        named = node.get("properties", allowed)
+        allowed: Schema = error.schema.get("properties", {}) if isinstance(error.schema, dict) else {}
+        named = node.get("properties") or allowed
         known = [key for key, below in named.items() if not (isinstance(below, dict) and "x-alias-of" in below)]
         for key in value if isinstance(value, dict) else ():
             if key not in allowed:
@@ -124,7 +124,8 @@ def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
     if keyword == "type":
         names = [rule] if isinstance(rule, str) else rule
         wanted = " or ".join(_KINDS[name] for name in names if name in _KINDS)
-        return f"must be {wanted}, not {_kind(value)} {shown}".rstrip(), _unquote_hint(value, names)
+        found = shown if isinstance(value, bool) else f"{_kind(value)} {shown}".rstrip()
+        return f"must be {wanted}, not {found}", _unquote_hint(value, names)
     if keyword == "enum":
         options = ", ".join(_show(option) for option in rule)
         words = [option for option in rule if isinstance(option, str)]
@@ -226,7 +227,7 @@ def _evaluates_something(document: dict[str, Any]) -> Iterator[Problem]:
     if "eval" in document["data"]:
         return
     advice = "give data.eval, or leave it out"
-    for key in ("eval_every", "eval_batches"):
+    for key in ("eval_every", "eval_batches", "eval_at_start"):
         if document.get("trainer", {}).get(key):
             yield Problem("is set, but there is no data.eval", ("trainer", key), "no-eval-data", advice)
     if document.get("metrics"):

@@ -10,9 +10,9 @@ import argparse
 import copy
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
@@ -24,6 +24,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from dsjob import schema as contract
 from dsjob.check import Path, suggest
@@ -75,6 +76,10 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
         for name in {override.split("=")[0].lstrip("~") for override in overrides} & _GROUPS.keys():
             _delete(node, _GROUPS[name])
         store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
+
+
+def _is_set_below(path: Path, overrides: Iterable[Path]) -> bool:
+    return any(other[: len(path)] == path and other != path for other in overrides)
 
 
 def _delete(value: Any, path: Path) -> None:
@@ -139,8 +144,8 @@ def finish(config: DictConfig, file: Document | None) -> Composed:
     """A composed Hydra config as a plain document; `config` still has its `hydra` node."""
     choices = {str(key): value for key, value in config.hydra.runtime.choices.items() if value is not None}
     recipes = tuple(str(choices[key]) for key in choices if key.split("@")[0] == "recipe")
-    # Unresolved: an override with an interpolation in it is one as a whole.
-    overrides = _override_paths(OmegaConf.to_container(config.hydra.overrides.task, resolve=False))
+    # The texts as they are: read as values, those with an interpolation in them would be resolved.
+    overrides = _override_paths(cast("list[str]", OmegaConf.to_container(config.hydra.overrides.task, resolve=False)))
     try:
         with _renamed():
             plain: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
@@ -149,6 +154,10 @@ def finish(config: DictConfig, file: Document | None) -> Composed:
     except DocumentError as error:
         locate = Composed({}, file, recipes, overrides).locate
         raise DocumentError(place_problems(list(error.problems), locate)) from error
+    for path, text in overrides.items():
+        # Hydra takes ~scheduler as the group alone: what a recipe or file adds to the section would stay.
+        if text.startswith("~") and path in _GROUPS.values() and not _is_set_below(path, overrides):
+            _delete(plain, path)
     return settle(plain, file=file, recipes=recipes, overrides=overrides)
 
 
@@ -183,6 +192,10 @@ def _renamed() -> Iterator[None]:
         ) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error) from error
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = (mark.name, mark.line + 1, mark.column + 1) if mark else ("", 0, 0)
+        raise DocumentError([Problem(error.problem or str(error), (), "syntax", "", *place)]) from error
     except ValueError as error:  # what Hydra says of a defaults list that it cannot read
         hint = "a group is chosen by name, optimizer=sgd, and left out with ~optimizer"
         raise UsageError(f"the configs cannot be composed: {error}", hint=hint) from error

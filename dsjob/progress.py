@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from dsjob.callbacks import Callback, RunView
 
@@ -35,14 +36,13 @@ class Display(Callback):
         """`text` under a `title`, or on one line with it."""
         if self._shown:
             separator = "\n" if "\n" in text else "  "
-            self.console.print(f"[bold]{title}[/bold]{separator}", end="")
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(Text.assemble((title, "bold"), separator, text), soft_wrap=True)
 
     def on_start(self, run: RunView) -> None:
         if not (self._shown and self.console.is_terminal):
             return
-        columns = (TextColumn("[bold]train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
-        self._bar = Progress(*columns, console=self.console)
+        columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+        self._bar = Progress(*columns, console=self.console, expand=True)
         self._bar.start()
         self._task = self._bar.add_task("train", total=run.max_steps, completed=run.step, text="")
 
@@ -51,7 +51,7 @@ class Display(Callback):
             return
         text = describe_record(record)
         if self._bar is not None:
-            self._bar.update(self._task, completed=run.step, text=text)
+            self._bar.update(self._task, completed=run.step, text=text.replace("  ", " "))
         else:
             width = len(str(run.max_steps))
             share = 100 * run.step // run.max_steps
@@ -77,7 +77,7 @@ class Display(Callback):
 
 def describe_record(record: Mapping[str, float]) -> str:
     """A log record as one short line."""
-    parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"grad {record['grad_norm']:.3f}"]
+    parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
     parts.append(f"{shorten(record['samples_per_second'])} samples/s")
     if record.get("tokens_per_second"):
         parts.append(f"{shorten(record['tokens_per_second'])} tok/s")

@@ -63,8 +63,7 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate) ->
     if decays and scheduler["params"].get("total_num_steps", "auto") == "auto":
         scheduler["params"]["total_num_steps"] = resolved["trainer"]["max_steps"]
     _settle_batch(resolved, world_size, locate)
-    order = list(schema["properties"])
-    return dict(sorted(resolved.items(), key=lambda item: order.index(item[0]))), problems
+    return contract.sort_keys(resolved, schema), problems
 
 
 def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:

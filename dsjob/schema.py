@@ -110,12 +110,23 @@ def fill_defaults(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
     """`value` with the default of every key that does something; those without effect stay as they were given."""
     filled = dict(value)
     for key, below in schema.get("properties", {}).items():
+        if key == "params" and "_target_" in value:  # of a target it would be an argument
+            continue
         if key not in filled and "default" in below and "x-status" not in below and "x-alias-of" not in below:
             filled[key] = copy.deepcopy(below["default"])
         if isinstance(filled.get(key), dict):
             inner = child(schema, key, filled)
             filled[key] = fill_defaults(filled[key], inner or below)
     return filled
+
+
+def sort_keys(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
+    """`value` with keys in the order of the schema, arguments of targets last and as they were."""
+    order = {key: index for index, key in enumerate(schema.get("properties", {}))}
+    return {
+        key: sort_keys(item, child(schema, key, value) or {}) if isinstance(item, dict) else item
+        for key, item in sorted(value.items(), key=lambda pair: order.get(pair[0], len(order)))
+    }
 
 
 def unset_tree(schema: Schema) -> dict[str, Any]:

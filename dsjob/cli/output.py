@@ -13,7 +13,9 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         """A string, in quotes where it could be taken for a number."""
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'" if re.match(r"[-+]?\.?\d", text) else None)
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", text, style="'" if re.match(r"[-+]?\.?\d", text) else None
+        )
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
