@@ -1,0 +1,182 @@
+"""`dsjob show`: the resolved document as YAML or JSON, which is a job itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from job_documents import make_job, resolve, write_json
+
+from dsjob.cli import main
+from dsjob.document import parse
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `dsjob show` and gives back its exit code, what it printed, and what it complained about."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["show", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_a_recipe_is_shown_resolved_as_yaml(show: Any) -> None:
+    code, out, err = show("+recipe=quickstart")
+    document = yaml.safe_load(out)
+    assert (code, err) == (0, "")
+    assert document["name"] == "quickstart"
+    assert document["trainer"]["train_batch"] == document["trainer"]["micro_batch"]
+    assert document["data"]["train"]["context"] == document["model"]["context"]
+    assert document["scheduler"]["params"]["total_num_steps"] == document["trainer"]["max_steps"]
+    assert "deepspeed" not in document
+
+
+def test_json_and_yaml_show_the_same(show: Any) -> None:
+    as_json = json.loads(show("+recipe=quickstart", "--format", "json")[1])
+    assert as_json == yaml.safe_load(show("+recipe=quickstart")[1])
+    assert list(as_json)[:3] == ["name", "model", "data"]
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_what_is_shown_is_a_job_that_shows_itself(show: Any, form: str) -> None:
+    _, first, _ = show("+recipe=quickstart", "trainer.seed=7", "--format", form)
+    Path(f"shown.{form}").write_text(first)
+    assert main(["validate", f"shown.{form}"]) == 0
+    assert show(f"shown.{form}", "--format", form) == (0, first, "")
+
+
+def test_a_file_is_shown_with_its_overrides(show: Any) -> None:
+    write_json(Path("job.json"), make_job())
+    code, out, _ = show("job.json", "trainer.max_steps=99", "zero=stage2")
+    document = yaml.safe_load(out)
+    assert code == 0
+    assert document["trainer"]["max_steps"] == 99
+    assert document["zero_optimization"]["stage"] == 2
+    assert document["name"] == "job"
+
+
+def test_flags_may_stand_between_overrides(show: Any) -> None:
+    write_json(Path("job.json"), make_job())
+    code, out, _ = show("trainer.max_steps=99", "--format", "json", "job.json", "--world-size", "2", "trainer.seed=1")
+    trainer = json.loads(out)["trainer"]
+    assert code == 0
+    assert (trainer["max_steps"], trainer["seed"], trainer["train_batch"]) == (99, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "train_batch"),
+    [
+        ([], {}, 4),
+        (["launch.nproc=3"], {}, 12),
+        (["launch.nproc=3", "--world-size", "5"], {}, 20),
+        (["launch.nproc=3"], {"RANK": "0", "WORLD_SIZE": "2"}, 8),
+    ],
+)
+def test_batch_sizes_are_those_of_the_ranks_there_would_be(
+    show: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], environment: dict[str, str], train_batch: int
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    write_json(Path("job.json"), make_job())
+    assert yaml.safe_load(show("job.json", *arguments)[1])["trainer"]["train_batch"] == train_batch
+
+
+def test_letters_of_all_alphabets_stay_readable(show: Any) -> None:
+    write_json(Path("job.json"), make_job(model={"_target_": "a.b", "word": "naïve 日本"}))
+    assert "naïve 日本" in show("job.json")[1]
+
+
+def test_numbers_are_read_back_as_they_were(show: Any) -> None:
+    values = [1e-3, 5e-5, 1e8, 0.1, 3, 1e-8]
+    write_json(Path("job.json"), make_job(model={"_target_": "a.b", "values": values}))
+    for form in ("yaml", "json"):
+        read = parse(show("job.json", "--format", form)[1], f"x.{form}").value["model"]["values"]
+        assert read == values
+        assert [type(value) for value in read] == [type(value) for value in values]
+
+
+def test_what_looks_like_another_kind_of_value_stays_a_string(show: Any) -> None:
+    numbers = ["1e-3", "12:30", "0x1F", "1_000", "-.5", "+7", "2024-01-01"]
+    values = [*numbers, "true", "null", "~", "on", "", " a ", "a: b", "{x}", "-"]
+    write_json(Path("job.json"), make_job(model={"_target_": "a.b", "values": values}))
+    for form in ("yaml", "json"):
+        assert parse(show("job.json", "--format", form)[1], f"x.{form}").value["model"]["values"] == values
+
+
+def test_a_folder_of_ones_own_configs_is_used(show: Any) -> None:
+    Path("mine/recipe").mkdir(parents=True)
+    Path("mine/recipe/small.yaml").write_text("# @package _global_\ndefaults: [quickstart]\ntrainer: {max_steps: 7}\n")
+    for flag in ("--config-dir", "-cd"):
+        code, out, _ = show("+recipe=small", flag, "mine")
+        assert (code, yaml.safe_load(out)["trainer"]["max_steps"]) == (0, 7)
+
+
+def test_a_runs_folder_stands_for_its_document(show: Any) -> None:
+    Path("run").mkdir()
+    write_json(Path("run/resolved.json"), resolve(make_job()))
+    for name in ("run", "run/"):
+        document = yaml.safe_load(show(name, "trainer.max_steps=99")[1])
+        assert document["output"]["dir"] == "run"
+        assert document["trainer"]["max_steps"] == 99
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gone.json"], "no such file: gone.json"),
+        (["."], "there is no resolved.json in it"),
+        (["job.json", "other.json"], "one job file at a time, not job.json, other.json"),
+        (["job.json", "trainer.mirco_batch=1"], 'trainer.mirco_batch: unknown key (did you mean "micro_batch"?)'),
+        (["+recipe=quickstrat"], 'did you mean "quickstart"?'),
+        (
+            ["job.json", "trainer.max_steps=0"],
+            "command line: trainer.max_steps=0: trainer.max_steps: must be at least 1",
+        ),
+        (["job.json", "launch=2"], "command line: launch=2: launch: must be an object, not an integer 2"),
+        (["job.json", "optimizer.params.lr=inf"], "optimizer.params.lr: must be a finite number, not inf"),
+        (["job.json", "launch.nproc=inf"], "launch.nproc: must be an integer"),
+        (["job.json", "trainer.train_batch=7"], "train_batch 7 is not micro_batch 4 x grad_accum 1 x world size 1"),
+        (["job.json", "name=${oc.env:DSJOB_NONE}"], "DSJOB_NONE"),
+        (["job.json", "--config-dir", "gone"], "no such folder: gone"),
+        (["broken.yaml"], "broken.yaml:1:"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback_and_exits_2(show: Any, arguments: list[str], said: str) -> None:
+    write_json(Path("job.json"), make_job())
+    write_json(Path("other.json"), make_job())
+    Path("broken.yaml").write_text("a: [")
+    code, out, err = show(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--format", "toml", "+recipe=quickstart"], ["--world-size", "0", "job.json"]]
+)
+def test_wrong_flags_exit_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["show", *arguments])
+    assert caught.value.code == 2
+
+
+def test_a_deepspeed_file_is_built_on(show: Any) -> None:
+    write_json(Path("ds.json"), {"zero_optimization": {"stage": 3}, "steps_per_print": 7})
+    write_json(Path("job.json"), make_job(deepspeed="ds.json"))
+    document = yaml.safe_load(show("job.json")[1])
+    assert document["zero_optimization"]["stage"] == 3
+    assert document["trainer"]["log_every"] == 7

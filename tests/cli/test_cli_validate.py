@@ -1,0 +1,377 @@
+"""`dsjob validate`: exit codes, places, and what it says of jobs and of bare DeepSpeed configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_documents import make_job, write_json
+
+from dsjob.cli import main
+from dsjob.schema import job_schema
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def validate(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `dsjob validate` and gives back its exit code, what it printed, and what it complained about."""
+
+    def run(*arguments: str) -> tuple[int, list[str], list[str]]:
+        capsys.readouterr()
+        code = main(["validate", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out.splitlines(), printed.err.splitlines()
+
+    return run
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+GOOD_YAML = """\
+model: {_target_: mine.build}
+data:
+  train: {_target_: mine.Data}
+trainer:
+  micro_batch: 4
+  max_steps: 10
+optimizer:
+  type: AdamW
+"""
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "job.yml", "job"])
+def test_a_good_yaml_document_is_ok(validate: Any, name: str) -> None:
+    assert validate(write(name, GOOD_YAML)) == (0, [f"{name}: ok"], [])
+
+
+def test_a_good_json_document_is_ok(validate: Any) -> None:
+    write_json(Path("job.json"), make_job())
+    assert validate("job.json") == (0, ["job.json: ok"], [])
+
+
+def test_a_document_may_be_given_by_url(validate: Any, tmp_path: Path) -> None:
+    write("job.yaml", GOOD_YAML)
+    url = f"file://{tmp_path}/job.yaml"
+    assert validate(url) == (0, [f"{url}: ok"], [])
+
+
+BAD_YAML = """\
+model: {_target_: mine.build}
+data:
+  train: {_target_: mine.Data}
+  shufle: true
+trainer:
+  micro_batch: 0
+  max_steps: ten
+optimizer:
+  type: AdamW
+  params:
+    betas: [0.9, 1.5]
+"""
+
+BAD_JSON = """\
+{
+  // the same mistakes
+  "model": {"_target_": "mine.build"},
+  "data": {"train": {"_target_": "mine.Data"}, "shufle": true},
+  "trainer": {
+    "micro_batch": 0, "max_steps": "ten",
+  },
+  "optimizer": {"type": "AdamW", "params": {"betas": [0.9,
+    1.5]}}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "places"),
+    [("job.yaml", BAD_YAML, ["4:3", "6:3", "7:3", "11:18"]), ("job.json", BAD_JSON, ["4:48", "6:5", "6:23", "9:5"])],
+)
+def test_every_problem_is_printed_at_once_with_its_place(
+    validate: Any, name: str, text: str, places: list[str]
+) -> None:
+    code, out, err = validate(write(name, text))
+    assert (code, out) == (2, [])
+    assert err == [
+        f'{name}:{places[0]}: data.shufle: unknown key (did you mean "shuffle"?)',
+        f"{name}:{places[1]}: trainer.micro_batch: must be at least 1, not 0",
+        f'{name}:{places[2]}: trainer.max_steps: must be an integer, not a string "ten"',
+        f"{name}:{places[3]}: optimizer.params.betas[1]: must be less than 1, not 1.5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"), [('{"a": 1,\n "b": }', "2:7"), ("a: 1\n  b: 2\n", "2:4"), ('{"a": 1,\n "a": 2}', "2:2")]
+)
+def test_a_syntax_error_has_its_place(validate: Any, text: str, place: str) -> None:
+    code, _, err = validate(write("job", text))
+    assert code == 2
+    assert err[0].startswith(f"job:{place}: ")
+
+
+def test_each_of_several_files_is_checked_and_one_bad_one_fails_all(validate: Any) -> None:
+    write("good.yaml", GOOD_YAML)
+    write("bad.yaml", GOOD_YAML.replace("micro_batch", "mirco_batch"))
+    code, out, err = validate("good.yaml", "bad.yaml", "gone.yaml", "good.yaml")
+    assert code == 2
+    assert out == ["good.yaml: ok", "good.yaml: ok"]
+    assert err == [
+        'bad.yaml:5:3: trainer.mirco_batch: unknown key (did you mean "micro_batch"?)',
+        "cannot read gone.yaml: no such file or folder",
+    ]
+
+
+@pytest.mark.parametrize("name", [".", "gone/job.yaml", "memory://no/such.yaml", "nosuch://x"])
+def test_what_cannot_be_read_is_named(validate: Any, name: str) -> None:
+    code, out, (line,) = validate(name)
+    assert (code, out) == (2, [])
+    assert name in line
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "5", "null", "{", "launch: 2", "model: 1\ndata: x", "deepspeed: 7"])
+def test_no_document_makes_it_crash(validate: Any, text: str) -> None:
+    code, out, err = validate(write("job.yaml", text))
+    assert (code, out) == (2, [])
+    assert err
+    assert not any("Error" in line for line in err)
+
+
+def test_keys_without_effect_are_warnings_with_the_reason_and_do_not_fail(validate: Any) -> None:
+    section = "zero_optimization:\n  stage: 2\n  overlap_comm: true\n"
+    assert validate(write("job.yaml", GOOD_YAML + section)) == (
+        0,
+        [
+            "job.yaml:11:3: warning: zero_optimization.overlap_comm: has no effect here (FSDP2 and DDP always overlap)",
+            "job.yaml: ok",
+        ],
+        [],
+    )
+
+
+def test_what_is_not_supported_is_an_error_with_the_reason(validate: Any) -> None:
+    code, _, err = validate(write("job.yaml", GOOD_YAML + "fp16:\n  enabled: true\n"))
+    note = job_schema()["properties"]["fp16"]["properties"]["enabled"]["x-note"]
+    assert (code, err) == (2, [f"job.yaml:10:3: fp16.enabled: true is not supported by dsjob ({note})"])
+
+
+def test_interpolations_are_followed(validate: Any) -> None:
+    code, out, _ = validate(write("job.yaml", GOOD_YAML + "checkpoint: {every: '${trainer.max_steps}'}\n"))
+    assert (code, out) == (0, ["job.yaml: ok"])
+    code, _, err = validate(write("job.yaml", GOOD_YAML + "checkpoint: {every: '${optimizer.type}'}\n"))
+    assert (code, err) == (2, ['job.yaml:9:14: checkpoint.every: must be an integer, not a string "AdamW"'])
+
+
+def test_an_interpolation_that_leads_nowhere_has_its_place(validate: Any) -> None:
+    code, _, err = validate(write("job.yaml", GOOD_YAML + "checkpoint: {every: '${trainer.nope}'}\n"))
+    assert (code, err) == (2, ["job.yaml:9:14: checkpoint.every: Interpolation key 'trainer.nope' not found"])
+
+
+def test_an_environment_variable_that_is_missing_is_named(validate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSJOB_TEST_STEPS", "7")
+    monkeypatch.delenv("DSJOB_TEST_NONE", raising=False)
+    text = GOOD_YAML + "checkpoint: {every: '${oc.decode:${oc.env:DSJOB_TEST_STEPS}}'}\n"
+    assert validate(write("job.yaml", text))[0] == 0
+    code, _, (line,) = validate(write("job.yaml", text.replace("STEPS", "NONE")))
+    assert code == 2
+    assert line.startswith("job.yaml:9:14: checkpoint.every: ")
+    assert "DSJOB_TEST_NONE" in line
+
+
+# ---- batch sizes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nproc", "is_good"),
+    [([], 1, False), ([], 2, True), (["--world-size", "2"], 1, True), (["--world-size", "1"], 2, False)],
+)
+def test_batch_sizes_are_checked_for_the_number_of_ranks(
+    validate: Any, arguments: list[str], nproc: int, is_good: bool
+) -> None:
+    trainer = {"train_batch": 16, "micro_batch": 4, "grad_accum": 2, "max_steps": 1}
+    write_json(Path("job.json"), make_job(trainer=trainer, launch={"nproc": nproc}))
+    code, _, err = validate("job.json", *arguments)
+    assert code == (0 if is_good else 2)
+    if not is_good:
+        ((place, message),) = [line.split(": ", 1) for line in err]
+        assert place == "job.json:11:3"
+        assert message == (
+            "trainer: train_batch 16 is not micro_batch 4 x grad_accum 2 x world size 1 (it holds for world size 2: "
+            "launch.nproc=2, or trainer.grad_accum=4, or trainer.train_batch=8)"
+        )
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_world_size_that_is_none_is_refused(validate: Any, number: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["validate", "--world-size", number, "job.yaml"])
+    assert caught.value.code == 2
+
+
+# ---- building on a DeepSpeed file
+
+
+def test_a_contradiction_with_the_deepspeed_file_names_both_places(validate: Any) -> None:
+    write("ds.json", '{\n  "gradient_clipping": 3\n}')
+    code, _, err = validate(write("job.yaml", GOOD_YAML + "gradient_clipping: 2\ndeepspeed: ds.json\n"))
+    assert code == 2
+    (line,) = err
+    assert line == (
+        "job.yaml:9:1: gradient_clipping: is 2 (job.yaml:9:1), but deepspeed.gradient_clipping says 3 (ds.json:2:3) "
+        "(keep one of the two)"
+    )
+
+
+def test_a_mistake_in_the_deepspeed_file_is_placed_there(validate: Any) -> None:
+    write("ds.json", '{\n  "gradient_clippin": 3\n}')
+    code, _, err = validate(write("job.yaml", GOOD_YAML + "deepspeed: ds.json\n"))
+    assert code == 2
+    assert err == ['ds.json:2:3: deepspeed.gradient_clippin: unknown key (did you mean "gradient_clipping"?)']
+
+
+def test_a_deepspeed_file_that_is_missing_is_named(validate: Any) -> None:
+    code, _, err = validate(write("job.yaml", GOOD_YAML + "deepspeed: gone.json\n"))
+    assert (code, err) == (2, ["cannot read gone.json: no such file or folder"])
+
+
+# ---- bare DeepSpeed configs; the documents are those of the Hugging Face Trainer's own page
+
+STAGE_2 = """\
+{
+   "zero_optimization": {
+       "stage": 2,
+       "allgather_partitions": true,
+       "allgather_bucket_size": 5e8,
+       "overlap_comm": true,
+       "reduce_scatter": true,
+       "reduce_bucket_size": 5e8,
+       "contiguous_gradients": true%s
+   },
+
+   "optimizer": {
+     "type": "AdamW",
+     "params": {
+       "lr": 3e-5,
+       "betas": [ 0.8, 0.999 ],
+       "eps": 1e-8,
+       "weight_decay": 3e-7
+     }
+   },
+
+   "scheduler": {
+     "type": "WarmupLR",
+     "params": {
+       "warmup_min_lr": 0,
+       "warmup_max_lr": 3e-5,
+       "warmup_num_steps": 500
+     }
+   },
+%s
+}
+"""
+
+
+def test_a_good_deepspeed_config_is_ok(validate: Any) -> None:
+    text = STAGE_2 % ("", '   "train_batch_size": 8,\n   "steps_per_print": 2000,\n   "wall_clock_breakdown": false')
+    code, out, err = validate(write("ds.json", text))
+    assert (code, err) == (0, [])
+    assert [line.split(": ")[2] for line in out[:-1]] == [
+        "zero_optimization.allgather_partitions",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.reduce_scatter",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.contiguous_gradients",
+        "wall_clock_breakdown",
+    ]
+    assert all(": warning: " in line for line in out[:-1])
+    assert out[-1] == "ds.json: ok"
+
+
+def test_a_deepspeed_config_without_batch_sizes_is_told_to_give_them(validate: Any) -> None:
+    code, _, (line,) = validate(write("ds.json", STAGE_2 % ("", "")))
+    assert code == 2
+    assert "needs train_batch or micro_batch" in line
+
+
+def test_offloading_and_fp16_are_named_as_not_supported(validate: Any) -> None:
+    fp16 = '"fp16": {"enabled": true, "loss_scale": 0, "hysteresis": 2}, "train_batch_size": 8'
+    code, _, err = validate(write("ds.json", STAGE_2 % (',\n       "cpu_offload": true', fp16)))
+    assert code == 2
+    assert [line.split(": ")[:2] for line in err] == [
+        ["ds.json:10:8", "zero_optimization.cpu_offload"],
+        ["ds.json:31:10", "fp16.enabled"],
+    ]
+    assert all("is not supported by dsjob" in line for line in err)
+
+
+STAGE_3 = """\
+{
+    "zero_optimization": {
+        "stage": 3,
+        "cpu_offload": true,
+        "cpu_offload_params": true,
+        "cpu_offload_use_pin_memory" : true,
+        "overlap_comm": true,
+        "contiguous_gradients": true,
+        "sub_group_size": 1e14,
+        "reduce_bucket_size": 1e6,
+        "stage3_prefetch_bucket_size": 0.94e6,
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_fp16_weights_on_model_save": true
+    },
+    "train_micro_batch_size_per_gpu": 4
+}
+"""
+
+
+def test_a_stage_3_config_is_good_but_for_its_offloading(validate: Any) -> None:
+    code, _, err = validate(write("ds.json", STAGE_3))
+    assert code == 2
+    assert [line.split(": ")[:2] for line in err] == [
+        ["ds.json:4:9", "zero_optimization.cpu_offload"],
+        ["ds.json:5:9", "zero_optimization.cpu_offload_params"],
+    ]
+    without = "".join(line for line in STAGE_3.splitlines(keepends=True) if "cpu_offload" not in line)
+    assert validate(write("ds.json", without))[0] == 0
+
+
+def test_a_config_that_ends_with_a_comma_is_read(validate: Any) -> None:
+    code, out, _ = validate(write("ds.json", '{\n    "gradient_accumulation_steps": 3,\n  "train_batch_size": 6,\n}'))
+    assert (code, out) == (0, ["ds.json: ok"])
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "said"),
+    [
+        ({"train_batch_size": 8, "amp": {"enabled": True}}, "amp", "unknown key"),
+        ({"train_batch_siez": 8, "bf16": {}}, "train_batch_siez", 'did you mean "train_batch_size"?'),
+        ({"train_batch_size": "eight"}, "train_batch_size", "must be an integer"),
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 5}}, "zero_optimization.stage", "must be one of"),
+        ({"train_batch_size": 8, "gradient_clipping": "auto"}, "gradient_clipping", "must be a number"),
+        ({"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "warmup", "unknown key"),
+    ],
+)
+def test_a_mistake_in_a_deepspeed_config_is_named(validate: Any, config: dict[str, Any], path: str, said: str) -> None:
+    write("ds.json", json.dumps(config))
+    code, out, (line,) = validate("ds.json")
+    assert (code, out) == (2, [])
+    assert line.startswith("ds.json:1:")
+    assert path in line
+    assert said in line
+
+
+@pytest.mark.parametrize(("ranks", "code"), [("2", 0), ("3", 2)])
+def test_batch_sizes_of_a_deepspeed_config_are_checked_for_the_world_size(validate: Any, ranks: str, code: int) -> None:
+    write("ds.json", '{"train_batch_size": 8}')
+    assert validate("--world-size", ranks, "ds.json")[0] == code

@@ -1,0 +1,321 @@
+"""What is found wrong with a document, in which words, and what is suggested."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from job_documents import make_job
+
+from dsjob import schema as contract
+from dsjob.check import check_job, check_shape, suggest
+from dsjob.errors import Problem
+from dsjob.schema import Schema
+
+
+def problems(**sections: Any) -> dict[str, Problem]:
+    """What is wrong with a job that is valid but for `sections`, by path."""
+    found = check_job(make_job(**sections))
+    assert len({problem.path for problem in found}) == len(found)
+    return {problem.dotted: problem for problem in found}
+
+
+def problem(path: str, **sections: Any) -> Problem:
+    (only,) = problems(**sections).values()
+    assert only.dotted == path
+    return only
+
+
+def test_a_valid_job_has_no_problems() -> None:
+    assert problems() == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "sections", "message"),
+    [
+        ("trainer.seed", {"trainer": {"seed": "x", "max_steps": 1}}, 'must be an integer, not a string "x"'),
+        ("trainer.seed", {"trainer": {"seed": 1.5, "max_steps": 1}}, "must be an integer, not a number 1.5"),
+        ("trainer.seed", {"trainer": {"seed": True, "max_steps": 1}}, "must be an integer, not true"),
+        ("trainer.seed", {"trainer": {"seed": [], "max_steps": 1}}, "must be an integer, not a list []"),
+        ("trainer.seed", {"trainer": {"seed": -1, "max_steps": 1}}, "must be at least 0, not -1"),
+        ("trainer.max_epochs", {"trainer": {"max_epochs": 0}}, "must be greater than 0, not 0"),
+        ("name", {"name": "my job"}, '"my job" is not of the form ^[A-Za-z0-9][A-Za-z0-9._-]*$'),
+        ("model", {"model": "mine.build"}, 'must be an object, not a string "mine.build"'),
+        ("model", {"model": {}}, "needs _target_"),
+        ("model._target_", {"model": {"_target_": "build"}}, None),
+        ("data", {"data": {}}, "needs train"),
+        ("", {"model": None}, "needs model"),
+        ("trainer", {"trainer": 5}, "must be an object, not an integer 5"),
+        ("launch", {"launch": 2}, "must be an object, not an integer 2"),
+        ("launch.device", {"launch": {"device": "gpu"}}, 'must be one of "auto", "cpu", "cuda", not "gpu"'),
+        ("zero_optimization.stage", {"zero_optimization": {"stage": 4}}, "must be one of 0, 1, 2, 3, not 4"),
+        ("bf16.enabled", {"bf16": {"enabled": "true"}}, 'must be true or false, not a string "true"'),
+        ("checkpoint.dir", {"checkpoint": {"dir": ""}}, "must not be empty"),
+        ("optimizer", {"optimizer": "Adam"}, 'must be an object, not a string "Adam"'),
+        ("optimizer", {"optimizer": {"params": {"lr": 1}}}, "needs type"),
+        (
+            "optimizer",
+            {"optimizer": {"type": "Adam", "_target_": "torch.optim.Adam"}},
+            "`type` and `_target_` exclude one another",
+        ),
+        ("optimizer.params.lr", {"optimizer": {"type": "Adam", "params": {"lr": None}}}, "must be a number, not null"),
+        (
+            "optimizer.params.lr",
+            {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
+            'must be a number, not a string "auto"',
+        ),
+        (
+            "optimizer.params.betas",
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+            "must have at least 2 items",
+        ),
+        (
+            "optimizer.params.betas[1]",
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}},
+            "must be less than 1, not 1",
+        ),
+        ("scheduler", {"scheduler": {"type": "OneCycle"}}, "needs params"),
+        (
+            "scheduler.params",
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1}}},
+            "needs cycle_min_lr",
+        ),
+        ("metrics.a", {"metrics": {"a": {}}}, "needs _target_"),
+        ("deepspeed", {"deepspeed": 5}, "must be a string or an object, not an integer 5"),
+    ],
+)
+def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, Any], message: str | None) -> None:
+    found = problem(path, **sections)
+    assert found.severity == "error"
+    assert message is None or found.message == message
+
+
+@pytest.mark.parametrize(
+    ("sections", "hint"),
+    [
+        ({"trainer": {"seed": "7", "max_steps": 1}}, "write 7 without the quotes"),
+        ({"trainer": {"seed": "seven", "max_steps": 1}}, ""),
+        ({"bf16": {"enabled": "True"}}, "write true without the quotes"),
+        ({"bf16": {"enabled": "yes"}}, ""),
+        ({"launch": {"device": "cudda"}}, 'did you mean "cuda"?'),
+        ({"model": None}, "give it in the document, or start from a recipe: +recipe=quickstart"),
+        ({"model": {"width": 5}}, "the dotted path of a callable, my_module.build for example"),
+        ({"checkpiont": {}}, 'did you mean "checkpoint"?'),
+        ({"trainer": {"mirco_batch": 4, "max_steps": 1}}, 'did you mean "micro_batch"?'),
+        ({"optimizer": {"type": "Adam", "parms": {}}}, 'did you mean "params"?'),
+        ({"optimizer": {"type": "Adam", "params": {"beta": [0, 0]}}}, 'did you mean "betas"?'),
+        ({"deepspeed": {"gradient_clippin": 1}}, 'did you mean "gradient_clipping"?'),
+        ({"max_steps": 5}, "it belongs under trainer"),
+        ({"keep": 5}, "it belongs under checkpoint"),
+        ({"launch": {"x": 5}}, "allowed here: nproc, device, backend, timeout"),
+    ],
+)
+def test_a_mistake_comes_with_what_to_do(sections: dict[str, Any], hint: str) -> None:
+    (found,) = problems(**sections).values()
+    assert found.hint == hint
+
+
+def test_all_problems_are_found_at_once() -> None:
+    found = problems(
+        nam="x", trainer={"max_stps": 5, "seed": "x"}, optimizer={"type": "Adam", "params": {"lr": -1, "momentum": 1}}
+    )
+    assert set(found) == {
+        "nam",
+        "trainer.max_stps",
+        "trainer.seed",
+        "optimizer.params.lr",
+        "optimizer.params.momentum",
+    }
+
+
+def test_long_values_are_shown_cut() -> None:
+    assert len(problem("model", model="x" * 1000).message) < 120
+
+
+@pytest.mark.parametrize("number", [5e8, 1e14, 4.0])
+def test_a_whole_float_is_an_integer(number: float) -> None:
+    assert problems(trainer={"max_steps": number}) == {}
+
+
+@pytest.mark.parametrize("key", ["train_batch", "micro_batch", "grad_accum"])
+def test_auto_is_taken_where_it_can_be_derived(key: str) -> None:
+    assert problems(trainer={"max_steps": 1, key: "auto"}) == {}
+
+
+@pytest.mark.parametrize("key", ["max_steps", "seed", "log_every"])
+def test_auto_is_refused_where_it_cannot(key: str) -> None:
+    assert "must be an integer" in problem(f"trainer.{key}", trainer={"max_epochs": 1, key: "auto"}).message
+
+
+def test_another_word_than_auto_is_refused() -> None:
+    assert problem("trainer.micro_batch", trainer={"max_steps": 1, "micro_batch": "automatic"})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("fp16", "enabled", True),
+        ("zero_optimization", "zero_quantized_gradients", True),
+        ("zero_optimization", "cpu_offload", True),
+        ("zero_optimization", "cpu_offload_params", True),
+        ("zero_optimization", "mics_shard_size", 4),
+        ("bf16", "bf16_master_weights_and_grads", True),
+    ],
+)
+def test_what_is_not_supported_is_an_error_with_the_reason(section: str, key: str, value: Any) -> None:
+    found = problem(f"{section}.{key}", **{section: {key: value}})
+    assert (found.severity, found.rule) == ("error", "unsupported")
+    assert found.message.endswith("is not supported by dsjob")
+    assert found.hint == contract.job_schema()["properties"][section]["properties"][key]["x-note"]
+
+
+def test_an_unsupported_key_may_be_left_at_its_default() -> None:
+    assert problems(fp16={"enabled": False}, zero_optimization={"mics_shard_size": -1, "cpu_offload": False}) == {}
+
+
+def test_unsupported_keys_are_found_at_any_depth() -> None:
+    assert problem(
+        "zero_optimization.offload_optimizer.device", zero_optimization={"offload_optimizer": {"device": "cpu"}}
+    )
+
+
+def test_a_key_without_effect_is_a_warning_with_the_reason() -> None:
+    found = problem("zero_optimization.overlap_comm", zero_optimization={"overlap_comm": True})
+    assert (found.severity, found.rule) == ("warning", "no-effect")
+    assert found.hint == "FSDP2 and DDP always overlap"
+
+
+def test_a_warning_does_not_keep_errors_from_being_found() -> None:
+    found = problems(zero_optimization={"overlap_comm": True}, trainer={"micro_batch": 1})
+    assert found["trainer"].rule == "no-end"
+
+
+def test_a_key_and_another_spelling_of_it_exclude_one_another() -> None:
+    section = {"gather_16bit_weights_on_model_save": True, "stage3_gather_16bit_weights_on_model_save": True}
+    found = problem("zero_optimization.gather_16bit_weights_on_model_save", zero_optimization=section)
+    assert "another spelling of stage3_gather_16bit_weights_on_model_save" in found.message
+    assert found.hint == "keep one"
+
+
+def test_another_spelling_alone_is_fine() -> None:
+    assert problems(zero_optimization={"gather_16bit_weights_on_model_save": True}) == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "sections"),
+    [
+        ("no-end", "trainer", {"trainer": {"micro_batch": 1}}),
+        ("no-optimizer", "", {"optimizer": None}),
+        ("no-eval-data", "trainer.eval_every", {"trainer": {"max_steps": 1, "eval_every": 5}}),
+        ("no-eval-data", "trainer.eval_batches", {"trainer": {"max_steps": 1, "eval_batches": 5}}),
+        ("no-eval-data", "metrics", {"metrics": {"a": {"_target_": "a.b"}}}),
+        ("no-total-steps", "scheduler", {"scheduler": {"type": "WarmupDecayLR"}, "trainer": {"max_epochs": 1}}),
+        (
+            "no-total-steps",
+            "scheduler.params.total_num_steps",
+            {
+                "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}},
+                "trainer": {"max_epochs": 1},
+            },
+        ),
+        ("finite", "trainer.max_epochs", {"trainer": {"max_epochs": float("inf")}}),
+        ("finite", "model.sizes[1]", {"model": {"_target_": "a.b", "sizes": [1, float("nan")]}}),
+    ],
+)
+def test_rules_between_keys(rule: str, path: str, sections: dict[str, Any]) -> None:
+    found = problem(path, **sections)
+    assert (found.rule, found.severity) == (rule, "error")
+    assert found.hint
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"trainer": {"max_epochs": 0.5}},
+        {"trainer": {"max_steps": 1, "eval_every": 0}},
+        {
+            "trainer": {"max_steps": 1, "eval_every": 5, "eval_batches": 1},
+            "metrics": {"a": {"_target_": "a.b"}},
+            "data": {"train": {"_target_": "a.b"}, "eval": {"_target_": "a.b"}},
+        },
+        {"scheduler": {"type": "WarmupDecayLR"}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}, "trainer": {"max_epochs": 1}},
+        {"scheduler": {"type": "WarmupLR"}, "trainer": {"max_epochs": 1}},
+    ],
+)
+def test_rules_between_keys_let_pass_what_is_complete(sections: dict[str, Any]) -> None:
+    assert problems(**sections) == {}
+
+
+def test_arguments_of_targets_and_of_unlisted_types_are_their_own_business() -> None:
+    assert (
+        problems(
+            model={"_target_": "a.b", "anything": {"at": ["all", None]}},
+            optimizer={"type": "Adagrad", "params": {"lr_decay": 0.1}},
+            scheduler={"_target_": "a.b", "x": 1},
+        )
+        == {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("micro_bacth", 'did you mean "micro_batch"?'), ("zzz", ""), ("", ""), ("SEED", "")]
+)
+def test_suggest_names_the_nearest_word_or_none(word: str, hint: str) -> None:
+    assert suggest(word, ["micro_batch", "train_batch", "seed"]) == hint
+
+
+# ---- typing errors
+
+
+def sections() -> Iterator[tuple[tuple[str, ...], Schema, str]]:
+    """Every place of a job that lists its keys: path, schema, and the type that `params` belongs to."""
+
+    def walk(schema: Schema, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Schema, str]]:
+        yield path, schema, ""
+        for key, below in schema["properties"].items():
+            if "else" in below and "properties" in below["else"] and key == "deepspeed":
+                yield from walk(below["else"], (*path, key))
+            elif "params" in below.get("properties", {}):
+                for kind in ("Adam", "SGD", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"):
+                    if (found := contract.params_schema(below, kind)) is not None:
+                        yield (*path, key, "params"), found, kind
+            elif "properties" in below and not contract.is_target(below):
+                yield from walk(below, (*path, key))
+
+    yield from walk(contract.job_schema(), ())
+
+
+def misspell(word: str) -> dict[str, set[str]]:
+    replaced = string.ascii_lowercase + "_"
+    return {
+        "dropped": {word[:i] + word[i + 1 :] for i in range(len(word))},
+        "doubled": {word[: i + 1] + word[i:] for i in range(len(word))},
+        "swapped": {word[:i] + word[i + 1] + word[i] + word[i + 2 :] for i in range(len(word) - 1)},
+        "replaced": {word[:i] + letter + word[i + 1 :] for i in range(len(word)) for letter in replaced[i % 9 :: 9]},
+    }
+
+
+def put(path: tuple[str, ...], kind: str, value: dict[str, int]) -> dict[str, Any]:
+    for part in reversed(path):
+        value = {part: value} | ({"type": kind} if part == "params" else {})  # type: ignore[dict-item]
+    return value
+
+
+@pytest.mark.parametrize("mistake", ["dropped", "doubled", "swapped", "replaced"])
+def test_a_mistyped_key_is_refused_and_99_in_100_times_the_right_one_is_suggested(mistake: str) -> None:
+    tried, right = 0, 0
+    for path, schema, kind in sections():
+        meant: dict[str, set[str]] = {}
+        for key in (key for key, below in schema["properties"].items() if "x-alias-of" not in below):
+            for wrong in misspell(key)[mistake] - set(schema["properties"]):
+                meant.setdefault(wrong, set()).add(f'did you mean "{key}"?')
+        found = check_shape(put(path, kind, dict.fromkeys(meant, 1)), contract.job_schema())
+        hints = {problem.path[-1]: problem.hint for problem in found if problem.rule == "unknown-key"}
+        assert set(meant) == set(hints), path
+        tried += len(meant)
+        right += sum(hints[wrong] in suggestions for wrong, suggestions in meant.items())
+    assert tried > 1500
+    assert right / tried >= 0.99, f"{right} of {tried}"

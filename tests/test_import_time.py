@@ -1,0 +1,116 @@
+"""Commands that only look at documents start fast, since they never import torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from job_documents import make_job, write_json
+from test_layers import LAYERS, MODULES, home
+
+SCRIPT = str(Path(sys.executable).with_name("dsjob"))
+SLOW = {"torch", "numpy", "transformers", "sklearn", "pandas"}
+NOT_FOR_VALIDATE = {"hydra", "omegaconf", "antlr4", "rich"}
+PROBE = """
+import json, sys
+from dsjob.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as error:
+    code = error.code
+print(json.dumps([code, sorted({name.split(".")[0] for name in sys.modules})]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with documents of each kind."""
+    write_json(tmp_path / "job.json", make_job())
+    (tmp_path / "job.yaml").write_text(json.dumps(make_job()))
+    write_json(tmp_path / "ds.json", {"train_batch_size": 8, "zero_optimization": {"stage": 2}})
+    write_json(tmp_path / "bad.json", make_job(trainer={"max_stps": 1}))
+    return tmp_path
+
+
+def list_imported(folder: Path, *arguments: str) -> tuple[int, set[str]]:
+    """The exit code of a command in a process of its own, and the packages that it imported."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROBE, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    code, names = json.loads(done.stdout.splitlines()[-1])
+    return code, set(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["validate", "job.json"], 0),
+        (["validate", "job.yaml"], 0),
+        (["validate", "ds.json"], 0),
+        (["validate", "bad.json"], 2),
+        (["validate", "--help"], 0),
+        (["--help"], 0),
+        (["--version"], 0),
+    ],
+)
+def test_looking_at_documents_imports_neither_torch_nor_hydra(folder: Path, arguments: list[str], code: int) -> None:
+    got, imported = list_imported(folder, *arguments)
+    assert got == code
+    assert imported & (SLOW | NOT_FOR_VALIDATE) == set()
+
+
+def test_validating_json_does_without_yaml(folder: Path) -> None:
+    assert "yaml" not in list_imported(folder, "validate", "job.json")[1]
+    assert "yaml" in list_imported(folder, "validate", "job.yaml")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["show", "+recipe=quickstart"], 0),
+        (["show", "job.json", "trainer.seed=1", "--format", "json"], 0),
+        (["show", "bad.json"], 2),
+        (["--cfg", "job", "+recipe=quickstart"], 0),
+        (["+recipe=quikstart"], 2),
+        (["+recipe=quickstart", "trainer.mirco_batch=1"], 2),
+    ],
+)
+def test_composing_imports_no_torch(folder: Path, arguments: list[str], code: int) -> None:
+    got, imported = list_imported(folder, *arguments)
+    assert got == code
+    assert imported & SLOW == set()
+    assert "hydra" in imported
+
+
+def test_the_help_of_convert_imports_no_torch(folder: Path) -> None:
+    got, imported = list_imported(folder, "convert", "--help")
+    assert got == 0
+    assert imported & (SLOW - {"numpy"}) == set()
+
+
+def test_the_layers_below_torch_import_without_it() -> None:
+    below = sorted(f"dsjob.{name}" for name in MODULES if home(name) in LAYERS[0] | LAYERS[1] | {"launch"})
+    probe = f"import importlib, sys\nfor name in {below}: importlib.import_module(name)\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_package_alone_imports_next_to_nothing() -> None:
+    probe = "import sys, dsjob; print(sorted(n for n in sys.modules if n.startswith('dsjob') or n == 'torch'))"
+    done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "['dsjob']\n"
+
+
+def test_validate_answers_at_once(folder: Path) -> None:
+    """Under half a second on a quiet machine (0.2 s was measured); the bound leaves room for a busy one."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([SCRIPT, "validate", "job.json"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds) < 3, seconds

@@ -1,0 +1,268 @@
+"""From a composed document to a resolved one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from job_documents import find_problems, make_job, nowhere, resolve
+
+from dsjob.errors import ConfigError, DocumentError, Problem
+from dsjob.resolve import place_problems, read_nproc, resolve_config, resolve_job
+from dsjob.schema import job_schema
+
+
+def test_a_resolved_job_is_complete_and_in_the_order_of_the_schema() -> None:
+    document = make_job()
+    before = copy.deepcopy(document)
+    resolved = resolve(document)
+    assert document == before
+    assert list(resolved) == [key for key in job_schema()["properties"] if key in resolved]
+    for section in ("trainer", "launch", "checkpoint", "output", "zero_optimization", "bf16"):
+        keys = job_schema()["properties"][section]["properties"]
+        works = {key: below for key, below in keys.items() if not {"x-status", "x-alias-of"} & set(below)}
+        defaults = {key: below["default"] for key, below in works.items() if "default" in below}
+        assert defaults.items() <= resolved[section].items()
+        assert list(resolved[section]) == [key for key in keys if key in resolved[section]]
+    batch = {"train_batch": 4, "micro_batch": 4, "grad_accum": 1, "max_steps": 10}
+    assert batch.items() <= resolved["trainer"].items()
+    assert resolved["gradient_clipping"] == 1.0
+    assert resolved["optimizer"]["params"]["weight_decay"] == 0
+
+
+def test_sections_that_are_only_for_the_way_there_are_gone() -> None:
+    resolved = resolve(make_job(deepspeed={"gradient_clipping": 2}) | {"$schema": "x"})
+    assert not {"deepspeed", "$schema"} & set(resolved)
+    assert resolved["gradient_clipping"] == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_the_batch_triad_is_settled_for_the_world_size(world_size: int) -> None:
+    trainer = resolve(make_job(), world_size=world_size)["trainer"]
+    assert (trainer["train_batch"], trainer["micro_batch"], trainer["grad_accum"]) == (4 * world_size, 4, 1)
+
+
+def test_a_triad_that_does_not_fit_is_placed_at_the_trainer() -> None:
+    document = make_job(trainer={"train_batch": 7, "micro_batch": 4, "max_steps": 1})
+    (found,) = find_problems(document, locate=lambda path: ("/".join(map(str, path)), 3, 5))
+    assert (found.place, found.rule) == ("trainer:3:5", "batch")
+
+
+def test_auto_is_resolved_and_never_left() -> None:
+    document = make_job(
+        trainer={"train_batch": "auto", "micro_batch": 4, "grad_accum": "auto", "max_steps": 30},
+        scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    )
+    resolved = resolve(document, world_size=2)
+    assert resolved["trainer"]["train_batch"] == 8
+    assert resolved["trainer"]["grad_accum"] == 1
+    assert resolved["scheduler"]["params"]["total_num_steps"] == 30
+
+
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize(("given", "total"), [({}, 10), ({"total_num_steps": 7}, 7), ({"total_num_steps": "auto"}, 10)])
+@pytest.mark.parametrize("inside", ["job", "deepspeed"])
+def test_a_schedule_that_decays_ends_where_training_does_unless_told(
+    inside: str, given: dict[str, Any], total: int, kind: str
+) -> None:
+    section = {"scheduler": {"type": kind, "params": given}}
+    resolved = resolve(make_job(**(section if inside == "job" else {"deepspeed": section})))
+    assert resolved["scheduler"]["params"]["total_num_steps"] == total
+
+
+def test_a_schedule_in_the_deepspeed_section_must_know_its_end_too() -> None:
+    document = make_job(
+        trainer={"micro_batch": 1, "max_epochs": 1}, deepspeed={"scheduler": {"type": "WarmupDecayLR", "params": {}}}
+    )
+    (found,) = find_problems(document)
+    assert found.rule == "no-total-steps"
+
+
+@pytest.mark.parametrize("number", [5e8, 500000000])
+def test_whole_floats_become_integers_where_integers_are_asked(number: float) -> None:
+    resolved = resolve(make_job(trainer={"micro_batch": 2.0, "max_steps": number}, gradient_clipping=2))
+    assert type(resolved["trainer"]["max_steps"]) is int
+    assert type(resolved["trainer"]["micro_batch"]) is int
+    assert type(resolve(make_job(trainer={"micro_batch": 1, "max_epochs": 2.0}))["trainer"]["max_epochs"]) is float
+
+
+def test_other_spellings_become_the_real_ones() -> None:
+    resolved = resolve(make_job(zero_optimization={"stage": 3, "gather_16bit_weights_on_model_save": True}))
+    assert resolved["zero_optimization"] == {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+
+
+def test_arguments_of_a_target_are_left_alone() -> None:
+    model = {"_target_": "a.b", "size": 5e8, "path": None, "inner": {"_target_": "c.d", "x": "auto"}}
+    optimizer = {"_target_": "torch.optim.Adam", "lr": 1}
+    resolved = resolve(make_job(model=model, optimizer=optimizer))
+    assert resolved["model"] == model
+    assert type(resolved["model"]["size"]) is float
+    assert resolved["optimizer"] == optimizer
+
+
+def test_warnings_come_back_and_errors_are_raised_all_at_once() -> None:
+    document = make_job(zero_optimization={"overlap_comm": True})
+    _, warnings = resolve_job(document, world_size=1, locate=nowhere)
+    assert [warning.severity for warning in warnings] == ["warning"]
+    document["trainer"] = {"seed": "x", "max_stps": 1}
+    assert {problem.dotted for problem in find_problems(document)} == {"trainer.seed", "trainer.max_stps"}
+
+
+# ---- precedence, as far as it is decided here
+
+
+@pytest.mark.parametrize(
+    ("sections", "config", "path"),
+    [
+        ({"gradient_clipping": 1.0}, {"gradient_clipping": 3}, "gradient_clipping"),
+        ({"zero_optimization": {"stage": 1}}, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
+            {"zero_optimization": {"gather_16bit_weights_on_model_save": False}},
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        ),
+        ({}, {"train_micro_batch_size_per_gpu": 8}, "trainer.micro_batch"),
+        ({}, {"optimizer": {"type": "SGD"}}, "optimizer.type"),
+    ],
+)
+def test_what_two_files_say_differently_is_an_error(sections: Any, config: Any, path: str) -> None:
+    found = find_problems(make_job(**sections, deepspeed=config), locate=lambda path: ("job.json", 1, 1))
+    assert [(problem.dotted, problem.rule) for problem in found] == [(path, "conflict")]
+
+
+@pytest.mark.parametrize("source", ["command line: x=1", "recipe quickstart"])
+def test_what_a_command_line_or_recipe_says_beats_the_deepspeed_file(source: str) -> None:
+    def locate(path: tuple[str | int, ...]) -> tuple[str, int, int]:
+        return ("ds.json", 1, 1) if path[:1] == ("deepspeed",) else (source, 0, 0)
+
+    document = make_job(
+        deepspeed={"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 3, "optimizer": {"type": "SGD"}}
+    )
+    resolved = resolve(document, locate=locate)
+    assert resolved["trainer"]["micro_batch"] == 4
+    assert resolved["gradient_clipping"] == 3
+    assert resolved["optimizer"]["type"] == "AdamW"
+
+
+def test_another_spelling_in_the_job_than_in_the_deepspeed_section_is_named() -> None:
+    document = make_job(
+        zero_optimization={"gather_16bit_weights_on_model_save": True},
+        deepspeed={"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}},
+    )
+    (found,) = find_problems(document)
+    assert found.rule == "alias"
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"gradient_clippin": 3}, "deepspeed.gradient_clippin"),
+        ({"zero_optimization": {"stage": 7}}, "deepspeed.zero_optimization.stage"),
+        ({"train_batch_size": "x"}, "deepspeed.train_batch_size"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "deepspeed.scheduler.params.warmup"),
+        ({"fp16": {"enabled": True}}, "deepspeed.fp16.enabled"),
+        ({"scheduler": {"params": {}}}, "deepspeed.scheduler"),
+        ({"optimizer": 5}, "deepspeed.optimizer"),
+        (5, "deepspeed"),
+    ],
+)
+def test_what_is_wrong_in_the_deepspeed_section_is_said_once_and_there(config: Any, path: str) -> None:
+    document = make_job(deepspeed=config)
+    if "optimizer" in path:
+        del document["optimizer"]
+    assert [problem.dotted for problem in find_problems(document)] == [path]
+
+
+def test_the_job_may_give_a_part_of_a_section_whose_rest_the_deepspeed_section_has() -> None:
+    document = make_job(
+        optimizer={"params": {"lr": 7}}, deepspeed={"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}
+    )
+    optimizer = resolve(document)["optimizer"]
+    assert optimizer["type"] == "SGD"
+    assert (optimizer["params"]["lr"], optimizer["params"]["momentum"]) == (7, 0.5)
+
+
+def test_arguments_that_do_not_fit_the_type_chosen_are_found_where_they_stand() -> None:
+    document = make_job(
+        optimizer={"type": "SGD"}, deepspeed={"optimizer": {"type": "Adam", "params": {"betas": [0, 0]}}}
+    )
+
+    def locate(path: tuple[str | int, ...]) -> tuple[str, int, int]:
+        return ("ds.json", 2, 3) if path[:1] == ("deepspeed",) else ("command line", 0, 0)
+
+    (found,) = find_problems(document, locate=locate)
+    assert (found.dotted, found.message, found.place) == ("optimizer.params.betas", "unknown key", "ds.json:2:3")
+
+
+# ---- a bare DeepSpeed config
+
+
+def test_a_bare_config_is_an_engine_spec() -> None:
+    config = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": 7,
+        "zero_optimization": {"stage": 2, "gather_16bit_weights_on_model_save": True, "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "scheduler": None,
+    }
+    spec, warnings = resolve_config(config, world_size=4, locate=nowhere)
+    assert (spec.trainer.train_batch, spec.trainer.micro_batch, spec.trainer.grad_accum) == (32, 4, 2)
+    assert (spec.trainer.log_every, spec.trainer.seed, spec.trainer.max_steps) == (7, 42, None)
+    assert (spec.zero_optimization.stage, spec.zero_optimization.stage3_gather_16bit_weights_on_model_save) == (2, True)
+    assert spec.bf16.enabled
+    assert (spec.optimizer, spec.scheduler) == (None, None)
+    assert spec.gradient_clipping == 1.0
+    assert [warning.dotted for warning in warnings] == ["zero_optimization.overlap_comm"]
+
+
+def test_a_bare_config_that_is_wrong_is_a_config_error_with_all_problems() -> None:
+    config = {"train_batch_siez": 32, "fp16": {"enabled": True}, "zero_optimization": {"stage": "two"}}
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(config, world_size=1, locate=lambda path: ("config", 0, 0))
+    assert {problem.dotted for problem in caught.value.problems} == {
+        "train_batch_siez",
+        "fp16.enabled",
+        "zero_optimization.stage",
+    }
+    assert all(problem.place == "config" for problem in caught.value.problems)
+
+
+def test_batch_sizes_of_a_bare_config_that_do_not_fit_are_a_document_error() -> None:
+    with pytest.raises(DocumentError, match="train_batch 7 is not micro_batch 2 x grad_accum 1 x world size 2"):
+        resolve_config(
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}},
+            world_size=2,
+            locate=nowhere,
+        )
+
+
+# ---- the small parts
+
+
+@pytest.mark.parametrize(
+    ("document", "nproc"),
+    [
+        ({}, 1),
+        ({"launch": {}}, 1),
+        ({"launch": {"nproc": 3}}, 3),
+        ({"launch": {"nproc": 2.0}}, 2),
+        ({"launch": {"nproc": 0}}, 1),
+        ({"launch": {"nproc": -2}}, 1),
+        ({"launch": {"nproc": "4"}}, 1),
+        ({"launch": {"nproc": float("inf")}}, 1),
+        ({"launch": {"nproc": float("nan")}}, 1),
+        ({"launch": 4}, 1),
+        ({"launch": None}, 1),
+    ],
+)
+def test_the_number_of_processes_is_read_from_any_document(document: dict[str, Any], nproc: int) -> None:
+    assert read_nproc(document) == nproc
+
+
+def test_problems_get_the_places_of_their_paths() -> None:
+    problems = [Problem("one", ("a",), hint="h"), Problem("two", ("b", "c"))]
+    placed = place_problems(problems, lambda path: ("job.json", len(path), 9))
+    assert [(p.message, p.hint, p.place) for p in placed] == [("one", "h", "job.json:1:9"), ("two", "", "job.json:2:9")]

@@ -1,0 +1,263 @@
+"""The schemas as data, what is asked of them, and that every recipe fits them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from importlib import resources
+from typing import Any
+
+import pytest
+from job_documents import make_job, resolve, resolve_composed
+from jsonschema import Draft202012Validator
+
+from dsjob import schema as contract
+from dsjob.check import check_job
+from dsjob.compose import compose
+from dsjob.resolve import read_nproc, resolve_job
+from dsjob.resources import read_schema
+from dsjob.schema import Schema
+
+FILES = sorted(item.name for item in resources.files("dsjob.schemas").iterdir() if item.name.endswith(".json"))
+RECIPES = sorted(
+    item.name.removesuffix(".yaml")
+    for item in resources.files("dsjob.conf").joinpath("recipe").iterdir()
+    if item.name.endswith(".yaml")
+)
+OWN_KEYWORDS = {"x-status", "x-note", "x-aliases", "x-auto", "x-alias-of"}
+
+
+def walk(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
+    """Every property at every level, those of `params` for each type among them."""
+    for key, below in schema.get("properties", {}).items():
+        if below is True:  # named again by a branch, described above it
+            continue
+        yield f"{path}{key}", below
+        yield from walk(below, f"{path}{key}.")
+        if isinstance(below.get("additionalProperties"), dict):
+            yield f"{path}{key}.*", below["additionalProperties"]
+            yield from walk(below["additionalProperties"], f"{path}{key}.*.")
+        for number, branch in enumerate(below.get("allOf", ())):
+            for name, properties in branch["then"]["properties"].items():  # what a type makes of a key described above
+                yield from walk(properties, f"{path}{key}[{number}].{name}.")
+        if "properties" in below.get("else", {}):
+            yield from walk(below["else"], f"{path}{key}.")
+
+
+PROPERTIES = dict(walk(contract.job_schema()))  # the keys of a DeepSpeed config among them, under `deepspeed`
+
+
+def find(wrong: Callable[[Schema], bool]) -> list[str]:
+    return [path for path, schema in PROPERTIES.items() if wrong(schema)]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_a_schema_that_names_itself_and_its_section(name: str) -> None:
+    schema = read_schema(name)
+    Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["$id"] == f"https://dsjob.dev/schemas/1/{name}"
+    assert schema["title"]
+    assert schema["description"]
+
+
+def test_there_are_schemas_and_properties_to_look_at() -> None:
+    assert {"job.schema.json", "deepspeed.json", "trainer.json"} <= set(FILES)
+    assert {"trainer.seed", "zero_optimization.offload_param.device", "optimizer[0].params.lr"} <= set(PROPERTIES)
+    assert {"metrics.*._target_", "deepspeed.train_batch_size"} <= set(PROPERTIES)
+
+
+@pytest.mark.parametrize("joined", [contract.job_schema, contract.deepspeed_schema])
+def test_the_joined_schema_is_one_without_references(joined: Any) -> None:
+    Draft202012Validator.check_schema(joined())
+    assert '"$ref"' not in json.dumps(joined())
+    assert '"$defs"' not in json.dumps(joined())
+
+
+def test_every_property_says_what_it_takes() -> None:
+    assert find(lambda schema: not {"type", "enum", "const"} & set(schema)) == []
+
+
+def test_every_property_says_what_it_means() -> None:
+    assert find(lambda schema: not schema.get("description", "").endswith((".", ")"))) == []
+
+
+def test_every_default_is_valid_itself() -> None:
+    assert find(lambda s: "default" in s and not Draft202012Validator(s).is_valid(s["default"])) == []
+
+
+def test_what_does_nothing_says_so_in_one_of_two_ways() -> None:
+    assert find(lambda schema: schema.get("x-status") not in (None, "no-effect", "unsupported")) == []
+    assert find(lambda schema: not {key for key in schema if key.startswith("x-")} <= OWN_KEYWORDS) == []
+
+
+def test_what_does_nothing_says_why() -> None:
+    assert find(lambda schema: ("x-status" in schema) != bool(schema.get("x-note"))) == []
+
+
+def test_an_unsupported_key_has_a_default_to_leave_it_at() -> None:
+    assert find(lambda schema: schema.get("x-status") == "unsupported" and "default" not in schema) == []
+
+
+def test_an_object_that_lists_its_keys_says_whether_it_takes_others() -> None:
+    def is_silent(schema: Schema) -> bool:
+        return "properties" in schema and "additionalProperties" not in {**schema, **schema.get("else", {})}
+
+    assert find(is_silent) == []
+
+
+def test_aliases_are_keys_of_the_same_shape_that_name_the_real_one() -> None:
+    keys = contract.job_schema()["properties"]["zero_optimization"]["properties"]
+    alias, real = keys["prefetch_bucket_size"], keys["stage3_prefetch_bucket_size"]
+    assert alias["x-alias-of"] == "stage3_prefetch_bucket_size"
+    assert alias["deprecated"]
+    assert {k: v for k, v in alias.items() if k not in ("x-alias-of", "deprecated")} == real
+
+
+def test_params_schema_is_that_of_the_type() -> None:
+    optimizer = contract.job_schema()["properties"]["optimizer"]
+    for kind in ("Adam", "adamw", "ADAM"):
+        found = contract.params_schema(optimizer, kind)
+        assert found is not None
+        assert "betas" in found["properties"]
+    sgd = contract.params_schema(optimizer, "sgd")
+    assert sgd is not None
+    assert "momentum" in sgd["properties"]
+    assert "betas" not in sgd["properties"]
+    for kind in ("Adamax", "XAdam", "Adagrad", None, 5):
+        assert contract.params_schema(optimizer, kind) is None
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"])
+def test_the_arguments_of_deepspeeds_schedules_are_listed(kind: str) -> None:
+    assert contract.params_schema(contract.job_schema()["properties"]["scheduler"], kind)
+    assert contract.params_schema(contract.job_schema()["properties"]["scheduler"], kind + "x") is None
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "known"),
+    [
+        ("trainer", "seed", {}, True),
+        ("trainer", "sed", {}, False),
+        ("metrics", "anything", {}, True),
+        ("optimizer", "params", {"type": "Adam"}, True),
+        ("optimizer", "params", {"type": "Adagrad"}, True),
+        ("deepspeed", "train_batch_size", {}, True),
+        ("model", "width", {}, False),
+    ],
+)
+def test_child_finds_the_schema_of_a_key(section: str, key: str, value: Any, known: bool) -> None:
+    assert (contract.child(contract.job_schema()["properties"][section], key, value) is not None) == known
+
+
+def test_prune_drops_what_is_not_set_but_no_argument_of_a_target() -> None:
+    document = {
+        "model": {"_target_": "a.b", "path": None, "_args_": None, "inner": {}},
+        "loss": {"_target_": None},
+        "trainer": {"seed": None, "max_steps": 3},
+        "scheduler": {"type": None, "params": {}},
+        "optimizer": {"type": "Adagrad", "params": {"foreach": None}},
+        "metrics": {"gone": None},
+        "mistyped": None,
+    }
+    before = copy.deepcopy(document)
+    assert contract.prune(document, contract.job_schema()) == {
+        "model": {"_target_": "a.b", "path": None, "inner": {}},
+        "trainer": {"max_steps": 3},
+        "optimizer": {"type": "Adagrad", "params": {"foreach": None}},
+        "mistyped": None,
+    }
+    assert document == before
+
+
+def test_fill_defaults_fills_what_has_an_effect_and_nothing_else() -> None:
+    filled = contract.fill_defaults({"zero_optimization": {"overlap_comm": False}}, contract.job_schema())
+    assert filled["zero_optimization"] == {
+        "overlap_comm": False,
+        "stage": 0,
+        "stage3_gather_16bit_weights_on_model_save": False,
+    }
+    assert {"seed": 42, "log_every": 20, "eval_every": 0}.items() <= filled["trainer"].items()
+    assert not {"micro_batch", "max_steps"} & set(filled["trainer"])
+    assert "fp16" not in filled
+    assert "optimizer" not in filled
+
+
+def test_fill_defaults_takes_the_arguments_of_the_type_and_gives_none_to_a_target() -> None:
+    schema = contract.job_schema()
+    assert "betas" in contract.fill_defaults({"optimizer": {"type": "Adam"}}, schema)["optimizer"]["params"]
+    assert contract.fill_defaults({"optimizer": {"type": "Adagrad"}}, schema)["optimizer"]["params"] == {}
+    target = {"_target_": "torch.optim.Adam", "lr": 1}
+    assert contract.fill_defaults({"optimizer": target}, schema)["optimizer"] == target
+
+
+def test_defaults_are_nobody_elses_to_change() -> None:
+    schema = contract.job_schema()
+    first, second = (contract.fill_defaults({"optimizer": {"type": "Adam"}}, schema) for _ in range(2))
+    first["optimizer"]["params"]["betas"].append(7)
+    assert second["optimizer"]["params"]["betas"] == [0.9, 0.999]
+    assert contract.fill_defaults({"optimizer": {"type": "Adam"}}, schema) == second
+
+
+def test_the_tree_that_hydra_composes_on_has_every_key_and_no_value() -> None:
+    schema = contract.job_schema()
+
+    def check(tree: dict[str, Any], below: Schema, path: str) -> Iterator[str]:
+        assert set(tree) == set(below["properties"]), path
+        for key, value in tree.items():
+            yield f"{path}{key}"
+            inner = below["properties"][key]
+            if isinstance(value, dict) and value:
+                yield from check(value, inner, f"{path}{key}.")
+            else:
+                assert value in (None, {}), f"{path}{key}"
+                own = inner.get("properties")
+                assert not own or contract.is_target(inner), f"{path}{key} has keys that are missing"
+
+    found = list(check(contract.unset_tree(schema), schema, ""))
+    assert {"trainer.micro_batch", "zero_optimization.offload_param.device", "data.train"} <= set(found)
+    assert contract.prune(contract.unset_tree(schema), schema) == {}
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """A recipe's name and resolved document."""
+    composed = compose([f"+recipe={request.param}"])
+    return request.param, resolve_composed(composed, world_size=read_nproc(composed.document))
+
+
+def test_the_recipes_of_the_readme_are_there() -> None:
+    assert {"quickstart", "zero2_gpt", "zero3_t5", "vision_digits"} <= set(RECIPES)
+
+
+def test_every_recipe_resolves_to_a_document_without_problems(recipe: tuple[str, dict[str, Any]]) -> None:
+    name, document = recipe
+    assert document["name"] == name
+    assert check_job(document) == []
+
+
+def test_resolving_a_resolved_recipe_changes_nothing(recipe: tuple[str, dict[str, Any]]) -> None:
+    _, document = recipe
+    read_back = json.loads(json.dumps(document))
+    again, warnings = resolve_job(
+        copy.deepcopy(read_back), world_size=document["launch"]["nproc"], locate=lambda path: ("", 0, 0)
+    )
+    assert json.dumps(again) == json.dumps(document)
+    assert warnings == []
+
+
+def test_resolving_a_resolved_document_with_everything_in_it_changes_nothing() -> None:
+    document = make_job(
+        trainer={"train_batch": "auto", "micro_batch": 2.0, "grad_accum": 3, "max_steps": 1e3, "max_epochs": 1.5},
+        scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+        zero_optimization={"stage": 2, "reduce_bucket_size": 5e8, "prefetch_bucket_size": "auto"},
+        deepspeed={"gradient_clipping": 0.5, "bf16": {"enabled": True}},
+        metrics={"a": {"_target_": "a.b"}},
+        data={"train": {"_target_": "a.b"}, "eval": {"_target_": "a.b"}},
+        launch={"nproc": 2},
+    )
+    document["$schema"] = "https://dsjob.dev/schemas/1/job.schema.json"
+    once = resolve(document, world_size=2)
+    assert json.dumps(resolve(copy.deepcopy(once), world_size=2)) == json.dumps(once)
+    assert list(once) == [key for key in contract.job_schema()["properties"] if key in once]
