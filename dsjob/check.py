@@ -180,8 +180,10 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
         if below is None:
             continue
         status, note, here = below.get("x-status"), below.get("x-note", ""), (*path, key)
-        if status == "unsupported" and item != below.get("default"):
-            problems.append(Problem(f"{_show(item)} is not supported by dsjob", here, "unsupported", note))
+        off = item == below.get("default") or (isinstance(item, dict) and item.get("enabled") is False)
+        if status == "unsupported" and not off:
+            shown = "" if isinstance(item, dict) else f"{_show(item)} "
+            problems.append(Problem(f"{shown}is not supported by dsjob", here, "unsupported", note))
         elif status == "no-effect":
             problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
         original = below.get("x-alias-of")

@@ -114,6 +114,18 @@ def answer(args: argparse.Namespace, overrides: Sequence[str], file: Document | 
             hydra.show_cfg(cfg_type=args.cfg, package=args.package, resolve=args.resolve, **config)
 
 
+def take_first(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a sweep's first run."""
+    first = []
+    with _renamed():
+        for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+            text = parsed.input_line or ""
+            if parsed.is_sweep_override() and parsed.is_discrete_sweep():
+                text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
+            first.append(text)
+    return first
+
+
 def multirun(task: TaskFunction, overrides: Sequence[str], *, file: Document | None, config_dir: str | None) -> None:
     """Hydra's own multirun of `task`, with the sweeper and launcher that the overrides choose.
 
@@ -207,15 +219,17 @@ def _explain(error: Exception) -> UsageError | DocumentError:
     cause = error.__cause__
     key = found.group(1).rstrip(".'") if found else ""
     if text.startswith("Could not override") and key and not key.startswith("hydra."):
-        return DocumentError([_unknown_override(key)])
+        parent = getattr(cause, "parent_node", None)
+        siblings = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
+        return DocumentError([_unknown_override(key, suggest(str(getattr(cause, "key", "")), siblings))])
     if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
         return DocumentError([Problem(text, _split(str(error.full_key)), "interpolation")])
     detail = str(cause).splitlines()[0] if isinstance(cause, OmegaConfBaseException) else ""
     return UsageError(f"{text}: {detail}" if detail and detail not in text else text)
 
 
-def _unknown_override(key: str) -> Problem:
-    """What is wrong with `key=...` when the document has no such key: the nearest name, or how to add an argument."""
+def _unknown_override(key: str, meant: str) -> Problem:
+    """What is wrong with `key=...` when the document has no such key: what was `meant`, or how to add an argument."""
     schema: contract.Schema = contract.job_schema()
     parts = key.split(".")
     for index, part in enumerate(parts):
@@ -230,4 +244,5 @@ def _unknown_override(key: str) -> Problem:
                 return Problem("unknown key", tuple(parts[: index + 1]), "unknown-key", hint, "command line")
             break
         schema = below
-    return Problem("is not in the document", tuple(parts), "not-there", f"to add it: +{key}=...", "command line")
+    hint = "; ".join(part for part in (meant, f"to add it: +{key}=...") if part)
+    return Problem("is not in the document", tuple(parts), "not-there", hint, "command line")

@@ -100,7 +100,10 @@ def prune(value: Any, schema: Schema) -> Any:
         if below is None:  # an argument of a target, or an unknown key that the check will name
             kept[key] = item
             continue
-        item = prune(item, below) if key != "params" else item
+        if key == "params" and isinstance(item, dict):
+            item = {name: argument for name, argument in item.items() if argument is not None}
+        else:
+            item = prune(item, below)
         if item is not None and item != {}:
             kept[key] = item
     return kept

@@ -222,11 +222,11 @@ def test_a_folder_of_the_users_own_adds_recipes_and_groups(tmp_path: Path, quick
     (tmp_path / "recipe" / "mine.yaml").write_text(
         "# @package _global_\ndefaults: [quickstart, {override /optimizer: mine}]\ntrainer: {max_steps: 7}\n"
     )
-    (tmp_path / "optimizer" / "mine.yaml").write_text("type: SGD\nparams: {momentum: 0.5}\n")
+    (tmp_path / "optimizer" / "mine.yaml").write_text("type: SGD\nparams: {lr: 0.5}\n")
     document = compose(["+recipe=mine"], config_dir=str(tmp_path)).document
     assert document["name"] == "mine"
     assert document["trainer"] == quickstart["trainer"] | {"max_steps": 7}
-    assert document["optimizer"] == {"type": "SGD", "params": {"momentum": 0.5} | quickstart["optimizer"]["params"]}
+    assert document["optimizer"] == {"type": "SGD", "params": {"lr": 0.5}}
 
 
 def test_two_compositions_do_not_touch_one_another(job_file: Path, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_two_compositions_do_not_touch_one_another(job_file: Path, tmp_path: Pat
         ("trainer.mirco_batch=4", "trainer.mirco_batch", 'did you mean "micro_batch"?'),
         ("trainr.micro_batch=4", "trainr", 'did you mean "trainer"?'),
         ("checkpoint.zzz=4", "checkpoint.zzz", "allowed in checkpoint: dir, every, at_end, keep, resume"),
-        ("model.widht=4", "model.widht", "to add it: +model.widht=..."),
+        ("model.widht=4", "model.widht", 'did you mean "width"?; to add it: +model.widht=...'),
         ("model.inner.widht=4", "model.inner.widht", "to add it: +model.inner.widht=..."),
         ("callbacks.mine._target_=a.b", "callbacks.mine._target_", "to add it: +callbacks.mine._target_=..."),
     ],

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from dsjob import compose as composition
-from dsjob import launch, storage
+from dsjob import launch
+from dsjob.cli.execute import import_folders, run_composed
 from dsjob.document import Document
-from dsjob.errors import Interrupted, Problem, UsageError
-from dsjob.origins import Composed, read_document
-from dsjob.resolve import read_nproc, resolve_job
+from dsjob.errors import UsageError
+from dsjob.origins import Composed, is_deepspeed, read_document
 
-_RESULT_NAME = "result.json"
 _SWEEP = "optimizer.params.lr=1e-3,3e-4"
 
 
@@ -29,7 +27,9 @@ def main(arguments: list[str], debug: bool) -> int:
         return 0
     file, overrides = split_source(args.overrides)
     if args.multirun:
-        return _sweep(overrides, file, args.config_dir, debug)
+        from dsjob.cli import sweep
+
+        return sweep.main(overrides, file, args.config_dir, debug)
     if args.cfg == "job":
         composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
         _print_yaml(composed.document, args.package)
@@ -63,43 +63,17 @@ def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
         return document, [*rest, f"output.dir={_quote(source.rstrip('/') or '/')}"]
     if not ("://" in source or os.path.exists(source)):
         raise UsageError(f"no such file: {source}")
-    return read_document(source), rest
+    document = read_document(source)
+    if is_deepspeed(document.value):
+        raise UsageError(
+            f"{source} is a DeepSpeed config: it says how to train, but not what",
+            hint=f"build a job on it: dsjob +recipe=quickstart deepspeed={source}",
+        )
+    return document, rest
 
 
 def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def import_folders(file: Document | None) -> list[str]:
-    """Where modules that a document names may lie: the current folder, and the job file's own."""
-    folders = [os.getcwd()]
-    if file is not None and "://" not in file.source:
-        folders.append(os.path.dirname(os.path.abspath(file.source)))
-    return list(dict.fromkeys(folders))
-
-
-def run_composed(composed: Composed, folders: list[str], debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
-    """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent."""
-    joined = launch.read_world_size()
-    world_size = joined or read_nproc(composed.document)
-    document, warnings = resolve_job(composed.document, world_size=world_size, locate=composed.locate)
-    if not joined or os.environ.get("RANK") == "0":
-        _print_warnings(warnings)
-    if joined:
-        return launch.join(document, import_from=folders)
-    run_dir = run_dir or launch.make_run_dir(document["output"]["dir"], document["name"])
-    before = _list_commits(run_dir)
-    try:
-        return launch.start(document, run_dir, import_from=folders, debug=debug)
-    except (Exception, KeyboardInterrupt) as error:
-        stopped = isinstance(error, (Interrupted, KeyboardInterrupt)) and before
-        if stopped or _list_commits(run_dir) != before:
-            print(f"dsjob: to go on from the last checkpoint: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
-        raise
-
-
-def _list_commits(run_dir: str) -> list[str]:
-    return storage.list_names(os.path.join(run_dir, "checkpoints", "commits"))
 
 
 def _say_next(result: dict[str, Any], composed: Composed) -> None:
@@ -116,12 +90,6 @@ def _say_next(result: dict[str, Any], composed: Composed) -> None:
     print("next", *(f"  {name:<10} {command}" for name, command in lines), sep="\n")  # noqa: T201
 
 
-def _print_warnings(warnings: Sequence[Problem]) -> None:
-    if warnings:
-        names = ", ".join(problem.dotted for problem in warnings)
-        print(f"no effect here: {names} (`dsjob validate` says why)", file=sys.stderr)  # noqa: T201
-
-
 def _print_yaml(document: dict[str, Any], package: str | None) -> None:
     from dsjob.cli.output import to_yaml
 
@@ -131,19 +99,3 @@ def _print_yaml(document: dict[str, Any], package: str | None) -> None:
             raise UsageError(f"there is no {package} in the document")
         value = value[part]
     sys.stdout.write(to_yaml(value))
-
-
-def _sweep(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool) -> int:
-    """One run for each combination, then a table; goes on when one fails, and exits 1 if any did."""
-    from dsjob.cli import sweep
-
-    return sweep.main(overrides, file, config_dir, debug)
-
-
-def read_result(run_dir: str) -> dict[str, Any]:
-    """A run's result.json; empty where there is none."""
-    path = os.path.join(run_dir, _RESULT_NAME)
-    if not os.path.exists(path):
-        return {}
-    content: dict[str, Any] = json.loads(storage.read_text(path))
-    return content

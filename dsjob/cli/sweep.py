@@ -8,14 +8,14 @@ import os
 import sys
 import traceback
 import uuid
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dsjob import compose as composition
 from dsjob import launch, storage
-from dsjob.cli.run import import_folders, read_result, run_composed
+from dsjob.cli.execute import import_folders, read_result, run_composed
 from dsjob.document import Document
 from dsjob.errors import DsjobError, Interrupted
 from dsjob.origins import read_document
@@ -44,8 +44,7 @@ def _make_folder(overrides: list[str], file: Document | None, config_dir: str | 
     given = [o.split("=", 1)[1] for o in overrides if o.startswith("hydra.sweep.dir=")]
     if given:
         return given[-1].strip("'\"")
-    first = [override.split(",")[0] if "," in override else override for override in overrides]
-    composed = composition.compose(first, file=file, config_dir=config_dir)
+    composed = composition.compose(composition.take_first(overrides), file=file, config_dir=config_dir)
     pattern = composed.document.get("output", {}).get("dir", "outputs/%name/%time")
     return launch.make_run_dir(pattern, composed.document["name"])
 
@@ -60,14 +59,15 @@ def run_one(config: DictConfig) -> float:
     with open_dict(config):
         config.hydra = hydra
     folders = [folder for folder in os.environ.get(_FOLDERS_VARIABLE, "").split(os.pathsep) if folder]
-    told = [str(override) for override in hydra.overrides.task if not override.startswith("+job_file=")]
+    given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
+    told = [override for override in given if not override.startswith("+job_file=")]
     print(f"\n== run {hydra.job.num}: {' '.join(told)}", flush=True)  # noqa: T201
     try:
         source = os.environ.get(_FILE_VARIABLE)
         composed = composition.finish(config, read_document(source) if source else None)
         result = run_composed(composed, folders, bool(os.environ.get(_DEBUG_VARIABLE)), run_dir=run_dir)
-    except Interrupted:
-        raise
+    except Interrupted as error:
+        raise SystemExit(error.exit_code) from error  # no Exception: Hydra would go on with the next run
     except Exception as error:
         known = isinstance(error, DsjobError)
         message = str(error) if known else launch.describe_failure(error)
