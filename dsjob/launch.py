@@ -165,6 +165,8 @@ def _start_ranks(document: Mapping[str, Any], resolved: str, run_dir: str, impor
         "DSJOB_STORE": os.path.join(private, "store"),
         # The agent would open a store on all interfaces for its ranks; they meet in the file.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # DDP and gloo print warnings that nobody who runs a job can act on.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         _ERRORS_VARIABLE: private,
         _DEBUG_VARIABLE: "1" if debug else "",
         PATHS_VARIABLE: os.pathsep.join(import_from),

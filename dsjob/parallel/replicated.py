@@ -31,6 +31,10 @@ class Replicated(Strategy):
                 model,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
+                # Accepts parameters without gradient. It also keeps DDP from rearranging its buckets after the first
+                # step: with three ranks and more, the order of additions, and so the last bits, would depend on
+                # whether a run was resumed.
+                find_unused_parameters=True,
             )
             if precision.reduce != precision.compute:
                 self._ddp.register_comm_hook(precision.reduce, _reduce_in)

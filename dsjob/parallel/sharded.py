@@ -10,7 +10,7 @@ stage  gradients                                        parameters
 from __future__ import annotations
 
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ class Sharded(Strategy):
         self._all = dict(model.named_parameters())
         self._buffers = list(model.buffers())
         self._buffers_differ = True
+        self._evaluated = False
 
     def start_micro_step(self, boundary: bool) -> None:
         if self._buffers_differ and self._buffers:
@@ -58,8 +59,18 @@ class Sharded(Strategy):
         if self._stage < 3:
             root.set_reshard_after_backward(boundary)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluated = self._evaluated or not torch.is_grad_enabled()
+        return self.module(*args, **kwargs)
+
     def finish_step(self) -> None:
         self._buffers_differ = True
+        if self._evaluated:
+            # Only a backward pass frees what a forward pass has gathered: after an evaluation it would be stale.
+            for unit in self.module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+            self._evaluated = False
 
     def weights(self) -> dict[str, Tensor]:
         # After an evaluation the module may still show gathered parameters: these are the sharded ones, always.

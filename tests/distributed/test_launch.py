@@ -65,9 +65,10 @@ class Started:
     [
         [],
         ["launch.nproc=2", "zero_optimization.stage=3"],
+        ["launch.nproc=4"],
         ["launch.nproc=2", "zero_optimization.stage=1", "bf16.enabled=true", "trainer.micro_batch=2"],
     ],
-    ids=["one rank", "two ranks, stage 3", "two ranks, stage 1, bf16, accumulated"],
+    ids=["one rank", "two ranks, stage 3", "four ranks, stage 0", "two ranks, stage 1, bf16, accumulated"],
 )
 def test_after_kill_9_the_run_goes_on_bit_for_bit(tmp_path: Path, arguments: list[str]) -> None:
     options = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import make_engine, train_engine, whole_state
+from engines import make_engine, make_tokens, train_engine, whole_state
 from ranks import run_ranks
 from test_stages import TiedNet
 
@@ -56,3 +56,30 @@ def test_state_is_equal_to_the_bit_and_training_goes_on(
     mean = lambda losses: torch.tensor(losses).mean(0)  # noqa: E731
     tolerance = 2e-2 if bf16 else 1e-5
     torch.testing.assert_close(mean([r[1] for r in after]), mean([r[1] for r in before]), rtol=0, atol=tolerance)
+
+
+def load_after_evaluation(world: World, folder: str) -> list[tuple[float, float]]:
+    """For each stage the losses, after loading, of an engine that has evaluated before and of one that has not."""
+    x, y = make_tokens(7, 4)
+    found = []
+    for stage in range(4):
+        saved = make_engine(stage)
+        train_engine(saved, 0, 2)
+        saved.save_checkpoint(f"{folder}/{stage}")
+        used, fresh = make_engine(stage), make_engine(stage)
+        with torch.no_grad():
+            used(x, y)
+        losses = []
+        for engine in (used, fresh):
+            engine.load_checkpoint(f"{folder}/{stage}")
+            with torch.no_grad():
+                losses.append(engine(x, y).item())
+        found.append((losses[0], losses[1]))
+    return found
+
+
+@pytest.mark.slow
+def test_an_engine_that_has_evaluated_sees_what_it_loads(tmp_path: Path) -> None:
+    for found in run_ranks(load_after_evaluation, 2, str(tmp_path)):
+        for used, fresh in found:
+            assert used == pytest.approx(fresh, abs=1e-6)

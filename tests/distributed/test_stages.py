@@ -147,3 +147,40 @@ def test_ranks_that_start_apart_agree_on_rank_0() -> None:
     for weights in run_ranks(start_apart, 2):
         for weight in weights:
             torch.testing.assert_close(weight, expected.detach())
+
+
+class Unused(nn.Module):
+    """A part that no forward pass uses, and one that only every other uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.used(x)
+        return (self.sometimes(x) if self.calls % 2 else x).square().mean()
+
+
+def train_unused(world: World) -> list[dict[str, Tensor]]:
+    found = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        engine = make_engine(stage, net=Unused())
+        for step in range(4):
+            engine.backward(engine(torch.ones(2, 4) * (step + world.rank)))
+            engine.step()
+        found.append({n: t for n, t in whole_state(engine).items() if n.startswith("model.")})
+    return found
+
+
+@pytest.mark.slow
+def test_parameters_without_gradient_stay_as_they_are_at_every_stage() -> None:
+    torch.manual_seed(0)
+    expected = Unused().never.weight
+    for found in run_ranks(train_unused, 2):
+        for weights in found:
+            torch.testing.assert_close(weights["model.never.weight"], expected.detach(), rtol=0, atol=0)
+            for name, tensor in found[0].items():
+                torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
