@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from dsjob.errors import Problem
@@ -43,6 +45,17 @@ def to_config_path(path: Path) -> Path:
         if path[:2] == moved:
             return (key, *path[2:])
     return path
+
+
+def to_config_words(problem: Problem) -> Problem:
+    """A problem with the batch sizes in DeepSpeed's names for them."""
+
+    def rename(text: str) -> str:
+        for key, (section, name) in _MOVED.items():
+            text = re.sub(rf"\b(?:{section}\.)?{name}\b", key, text)
+        return text.replace("launch.nproc", "ranks")
+
+    return replace(problem, path=(), message=rename(problem.message), hint=rename(problem.hint))
 
 
 def build_on(

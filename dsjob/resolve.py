@@ -74,7 +74,10 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     _raise_errors(problems, ConfigError)
     job = contract.job_schema()
     resolved = _complete(dsconfig.to_job(config), job)
-    _settle_batch(resolved, world_size, lambda path: locate(dsconfig.to_config_path(path)))
+    try:
+        _settle_batch(resolved, world_size, lambda path: locate(()))
+    except DocumentError as error:
+        raise ConfigError([dsconfig.to_config_words(problem) for problem in error.problems]) from None
     return view(EngineSpec, resolved), problems
 
 

@@ -6,9 +6,6 @@ import argparse
 import sys
 
 from dsjob import resolve
-from dsjob import schema as contract
-from dsjob.batch import BatchConfig
-from dsjob.check import check_shape
 from dsjob.cli import parse_count
 from dsjob.document import Document
 from dsjob.errors import DocumentError, DsjobError, Problem
@@ -59,17 +56,8 @@ def _compose(document: Document) -> Composed:
 
 
 def _check_deepspeed(document: Document, world_size: int) -> list[Problem]:
-    schema = contract.deepspeed_schema()
-    values = contract.prune(document.value, schema)
-
     def locate(path: tuple[str | int, ...]) -> resolve.Place:
         mark = document.mark(path)
         return document.source, mark.line, mark.column
 
-    problems = resolve.place_problems(check_shape(values, schema), locate)
-    if not any(problem.severity == "error" for problem in problems):
-        try:
-            BatchConfig.from_dict(values).resolve(world_size)
-        except DocumentError as error:
-            problems += resolve.place_problems(list(error.problems), lambda path: (document.source, 1, 1))
-    return problems
+    return resolve.resolve_config(document.value, world_size=world_size, locate=locate)[1]

@@ -1,0 +1,61 @@
+"""How a batch goes into a model, and where its loss is found."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsjob.contract import call_model, find_loss
+from dsjob.errors import ContractError
+
+LOSS = torch.tensor(2.0, requires_grad=True)
+
+
+def spell(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [({"x": 1}, ((), {"x": 1})), ((1, 2), ((1, 2), {})), ([1, 2], ((1, 2), {})), (7, ((7,), {}))],
+)
+def test_batches_become_keywords_or_positions(batch: Any, expected: Any) -> None:
+    assert call_model(spell, batch) == expected
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [LOSS, LOSS.reshape(1), {"loss": LOSS, "logits": 1}, (LOSS, 1), [LOSS], SimpleNamespace(loss=LOSS)],
+)
+def test_the_loss_is_found_in_every_form_of_output(outputs: Any) -> None:
+    found = find_loss(outputs, None, None)
+    assert found.shape == ()
+    assert found.item() == 2.0
+
+
+def test_a_loss_function_is_given_outputs_and_batch() -> None:
+    assert find_loss(LOSS, 3.0, lambda outputs, batch: outputs * batch).item() == 6.0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "function", "message"),
+    [
+        ({"logits": LOSS}, None, "it is a dict of logits"),
+        ((), None, "is tuple, not a loss"),
+        ("text", None, "is str, not a loss"),
+        (torch.zeros(2, requires_grad=True), None, r"shape \[2\], not a scalar"),
+        (torch.zeros(()), None, "does not depend on any trainable parameter"),
+        (LOSS, lambda outputs, batch: 1.5, "the loss function .* returned float"),
+    ],
+)
+def test_what_is_no_loss_is_named(outputs: Any, function: Any, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        find_loss(outputs, None, function)
+
+
+def test_an_evaluation_needs_no_gradient() -> None:
+    with torch.no_grad():
+        found: Tensor = find_loss(torch.zeros(()), None, None)
+    assert found.item() == 0.0

@@ -1,0 +1,146 @@
+"""`dsjob.initialize` as programs for DeepSpeed call it."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import ADAMW, build_net, make_engine, make_tokens, train_engine
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import dsjob
+from dsjob.errors import ConfigError, UsageError
+
+CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": ADAMW}
+
+
+def test_the_four_results_are_those_of_deepspeed() -> None:
+    data = [(torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long))] * 8
+    engine, optimizer, loader, scheduler = dsjob.initialize(
+        model=build_net(), training_data=data, config={**CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}}
+    )
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert engine.optimizer is optimizer
+    assert engine.lr_scheduler is scheduler is not None
+    assert loader is not None
+    assert next(iter(loader))[0].shape == (4, 3)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4, 4)
+
+
+@pytest.mark.parametrize("as_object", [True, False], ids=["objects", "callables"])
+def test_optimizer_and_schedule_may_be_the_users(as_object: bool) -> None:
+    net = build_net()
+    make = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
+    schedule = lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1))  # noqa: E731
+    given: Any = make(net.parameters()) if as_object else make
+    engine = dsjob.initialize(
+        model=net,
+        optimizer=given,
+        lr_scheduler=schedule(given) if as_object else schedule,
+        config={"train_batch_size": 4},
+    )[0]
+    assert isinstance(engine.optimizer, torch.optim.SGD)
+    train_engine(engine, 0, 2)
+    assert engine.get_lr() == pytest.approx([0.5 / 3])
+
+
+def test_parameter_groups_keep_their_settings_and_leave_out_what_is_frozen() -> None:
+    net = build_net()
+    net.emb.weight.requires_grad_(False)
+    groups = [
+        {"params": [net.emb.weight, net.head.weight], "lr": 0.5, "weight_decay": 0.0},
+        {"params": list(net.blocks.parameters())},
+    ]
+    engine = dsjob.initialize(model=net, model_parameters=groups, config=CONFIG)[0]
+    assert engine.optimizer is not None
+    first, second = engine.optimizer.param_groups
+    assert (first["lr"], first["weight_decay"], len(first["params"])) == (0.5, 0.0, 1)
+    assert (second["lr"], second["weight_decay"]) == (0.01, 0.1)
+    before = net.ln_f.weight.clone()
+    train_engine(engine, 0, 1)
+    assert torch.equal(before, net.ln_f.weight)
+
+
+def test_accumulation_steps_at_the_boundary_alone() -> None:
+    engine = make_engine(0, accumulation=3)
+    x, y = make_tokens(0, 2)
+    seen = []
+    for _ in range(6):
+        seen.append((engine.is_gradient_accumulation_boundary(), engine.global_steps, engine.micro_steps))
+        loss = engine(x, y)
+        assert engine.backward(loss).item() == pytest.approx(loss.item() / 3)
+        engine.step()
+    assert seen == [(False, 0, 0), (False, 0, 1), (True, 0, 2), (False, 1, 3), (False, 1, 4), (True, 1, 5)]
+    assert engine.counters() == {"global_steps": 2, "global_samples": 12, "micro_steps": 6}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_the_norm_is_that_before_clipping(clip: float) -> None:
+    net = build_net()
+    x, y = make_tokens(0, 12)
+    net(x, y).backward()
+    expected = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]).norm().item()
+    engine = make_engine(0, gradient_clipping=clip)
+    assert engine.get_global_grad_norm() == 0.0
+    train_engine(engine, 0, 1)
+    assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-5)
+
+
+def test_bf16_computes_low_and_keeps_masters_in_fp32() -> None:
+    engine = make_engine(0, bf16=True)
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+    assert {m.dtype for m in engine.strategy.masters.values()} == {torch.float32}
+    assert engine.module.blocks[0].scale.dtype == torch.float32  # type: ignore[index,union-attr]
+    train_engine(engine, 0, 1)
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(parameter, engine.strategy.masters[name].bfloat16())
+
+
+@pytest.mark.parametrize(("name", "read"), [("w.safetensors", load_file), ("w.bin", torch.load)])
+def test_a_16_bit_model_is_the_whole_model_in_the_compute_dtype(tmp_path: Path, name: str, read: Any) -> None:
+    engine = make_engine(3, bf16=True)
+    assert engine.save_16bit_model(str(tmp_path), name) is True
+    saved = read(tmp_path / name)
+    assert set(saved) == set(build_net().state_dict())
+    assert saved["emb.weight"].dtype == torch.bfloat16
+    build_net().load_state_dict(saved)
+
+
+def test_a_missing_checkpoint_is_none_none(tmp_path: Path) -> None:
+    assert make_engine(0).load_checkpoint(str(tmp_path)) == (None, None)
+
+
+def test_configs_come_from_files_dicts_and_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    parser = dsjob.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    for given in ({"config": str(path)}, {"config": CONFIG}, {"config_params": CONFIG}, {"args": args}):
+        assert dsjob.initialize(model=build_net(), **given)[0].train_batch_size() == 4  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="given twice"):
+        dsjob.initialize(args=args, model=build_net(), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": {**CONFIG, "train_batch_siez": 4}}, 'train_batch_siez: unknown key.*"train_batch_size"'),
+        ({"config": {"optimizer": ADAMW}}, "needs train_batch_size or train_micro_batch_size_per_gpu"),
+        ({"config": None}, "needs a config"),
+        ({"config": CONFIG, "model": None}, "needs a model"),
+        ({"config": CONFIG, "model_parameters": [nn.Parameter(torch.zeros(1))]}, "no parameter of the model"),
+    ],
+)
+def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UsageError), match=message):
+        dsjob.initialize(**{"model": build_net(), **given})
+
+
+def test_a_program_without_a_launcher_gets_a_group_of_one() -> None:
+    dsjob.init_distributed()
+    assert torch.distributed.get_world_size() == 1
+    dsjob.init_distributed()
