@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from job_documents import find_problems, make_job, nowhere, resolve
 
-from dsjob.errors import ConfigError, DocumentError, Problem
+from dsjob.errors import ConfigError, Problem
 from dsjob.resolve import place_problems, read_nproc, resolve_config, resolve_job
 from dsjob.schema import job_schema
 
@@ -230,8 +230,9 @@ def test_a_bare_config_that_is_wrong_is_a_config_error_with_all_problems() -> No
     assert all(problem.place == "config" for problem in caught.value.problems)
 
 
-def test_batch_sizes_of_a_bare_config_that_do_not_fit_are_a_document_error() -> None:
-    with pytest.raises(DocumentError, match="train_batch 7 is not micro_batch 2 x grad_accum 1 x world size 2"):
+def test_batch_sizes_of_a_bare_config_that_do_not_fit_are_a_config_error_in_its_own_words() -> None:
+    words = "train_batch_size 7 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 1"
+    with pytest.raises(ConfigError, match=words):
         resolve_config(
             {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}},
             world_size=2,

@@ -299,7 +299,7 @@ def test_a_good_deepspeed_config_is_ok(validate: Any) -> None:
 def test_a_deepspeed_config_without_batch_sizes_is_told_to_give_them(validate: Any) -> None:
     code, _, (line,) = validate(write("ds.json", STAGE_2 % ("", "")))
     assert code == 2
-    assert "needs train_batch or micro_batch" in line
+    assert "needs train_batch_size or train_micro_batch_size_per_gpu" in line
 
 
 def test_offloading_and_fp16_are_named_as_not_supported(validate: Any) -> None:
