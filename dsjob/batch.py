@@ -51,6 +51,18 @@ class BatchConfig:
         positive = min(self.train_batch, self.micro_batch, self.grad_accum) > 0
         return positive and self.train_batch == self.micro_batch * self.grad_accum * world_size
 
+    def move_to(self, world_size: int) -> BatchConfig:
+        """The same train_batch (all three are given) on `world_size` ranks, with no larger a micro batch.
+
+        Without a solution grad_accum is left open, for `resolve` to explain.
+        """
+        assert self.train_batch is not None
+        assert self.micro_batch is not None
+        for micro in range(min(self.micro_batch, self.train_batch // world_size), 0, -1):
+            if self.train_batch % (micro * world_size) == 0:
+                return BatchConfig(self.train_batch, micro, self.train_batch // (micro * world_size))
+        return BatchConfig(self.train_batch, self.micro_batch)
+
     def _complete(self, world_size: int) -> BatchConfig | None:
         train, micro, accum = self.train_batch, self.micro_batch, self.grad_accum
         if train is not None and micro is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import IO, Any, Protocol
 
 from dsjob.engine import Engine
+from dsjob.run_folder import drop_non_finite
 
 
 class RunView(Protocol):
@@ -66,5 +67,5 @@ class MetricsFile(Callback):
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps(drop_non_finite(record)) + "\n")
             self._file.flush()

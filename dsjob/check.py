@@ -236,14 +236,4 @@ def _evaluates_something(document: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("are given, but there is no data.eval", ("metrics",), "no-eval-data", advice)
 
 
-def _knows_its_total(document: dict[str, Any]) -> Iterator[Problem]:
-    """A schedule that decays to an end has to know it; without trainer.max_steps it must be told."""
-    scheduler = document.get("scheduler", {})
-    params = scheduler.get("params", {})
-    decays = scheduler.get("type") in ("WarmupDecayLR", "WarmupCosineLR")
-    if decays and params.get("total_num_steps", "auto") == "auto" and "max_steps" not in document.get("trainer", {}):
-        place: Path = ("scheduler", "params", "total_num_steps") if "total_num_steps" in params else ("scheduler",)
-        yield Problem("needs total_num_steps or trainer.max_steps", place, "no-total-steps", "give either")
-
-
-RULES: tuple[Rule, ...] = (_is_json, _needs_an_end, _needs_an_optimizer, _evaluates_something, _knows_its_total)
+RULES: tuple[Rule, ...] = (_is_json, _needs_an_end, _needs_an_optimizer, _evaluates_something)

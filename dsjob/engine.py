@@ -106,10 +106,8 @@ class Engine:
         return (self.micro_steps + 1) % self._accumulation == 0
 
     def zero_grad(self) -> None:
-        """Drops all gradients."""
-        self.module.zero_grad(set_to_none=True)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        """Drops all gradients, those that are still being accumulated too."""
+        self.strategy.drop_gradients()
 
     def train(self, mode: bool = True) -> Engine:
         """As nn.Module.train."""
@@ -168,6 +166,7 @@ class Engine:
         """Continues counting where a checkpoint left off; accumulation starts at the beginning of a step."""
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         self.micro_steps = self.global_steps * self._accumulation
+        self.strategy.drop_gradients()
         self.strategy.finish_step()
 
     def save_checkpoint(
@@ -179,11 +178,16 @@ class Engine:
     ) -> bool:
         """Saves everything to `save_dir` (a path or URL). Every rank must call it.
 
-        `tag`: `global_step<n>` where absent. `client_state`: JSON values to be given back by `load_checkpoint`.
+        `tag`: `global_step<n>` where absent; a checkpoint of that tag is replaced once the new one is whole.
+        `client_state`: JSON values to be given back by `load_checkpoint`.
         """
         checkpointer = Checkpointer(save_dir, world=self.world, keep=0)
         checkpointer.save(
-            self, tag=tag or f"global_step{self.global_steps}", client_state=client_state, latest=save_latest
+            self,
+            tag=tag or f"global_step{self.global_steps}",
+            client_state=client_state,
+            latest=save_latest,
+            replace=True,
         )
         return True
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob import document as documents
 from dsjob import storage
-from dsjob.data import TrainingLoader
+from dsjob.data import Epochs, TrainingLoader
 from dsjob.engine import Engine
 from dsjob.errors import ConfigError, Problem, UsageError
 from dsjob.mesh import World, join_world
@@ -45,12 +45,13 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | Mapping[str, Any] | None = None,
     config_params: str | Mapping[str, Any] | None = None,
-) -> tuple[Engine, Optimizer | None, TrainingLoader | None, LRScheduler | None]:
+) -> tuple[Engine, Optimizer | None, Epochs | None, LRScheduler | None]:
     """An engine around `model`, as `deepspeed.initialize`; returns (engine, optimizer, dataloader, lr_scheduler).
 
     `config`: a DeepSpeed config as a dict or the path of a JSON file; `args.deepspeed_config` where absent. `optimizer`
     and `lr_scheduler`: objects, or callables of the parameters and the optimizer; the config's where absent.
-    `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent.
+    `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent. The dataloader
+    gives this rank's micro batches of one epoch each time it is iterated over.
 
     Raises ConfigError for a config that is wrong, with all its problems.
     """
@@ -67,7 +68,7 @@ def initialize(
         model, spec, world, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler
     )
     if training_data is not None:
-        engine.training_dataloader = TrainingLoader(
+        loader = TrainingLoader(
             training_data,
             micro_batch=spec.trainer.micro_batch,
             world=world,
@@ -75,6 +76,7 @@ def initialize(
             collate=collate_fn,
             name="training_data",
         )
+        engine.training_dataloader = Epochs(loader, spec.trainer.micro_batch * world.world_size)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -168,7 +170,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins torch.distributed's process group, if nobody has yet. With nothing set, a group of one."""
+    """Joins torch.distributed's process group, if nobody has yet. With nothing set, or one rank, a group of one."""
     if dist.is_initialized() or dist_init_required is False:
         return
     if auto_mpi_discovery and "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
@@ -178,10 +180,10 @@ def init_distributed(
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-    elif "WORLD_SIZE" not in os.environ:
+        return
+    join_world(backend=dist_backend or "auto", timeout=timeout.total_seconds())
+    if not dist.is_initialized():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        join_world(backend=backend, timeout=timeout.total_seconds())
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

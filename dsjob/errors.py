@@ -7,7 +7,7 @@
     |-- TargetError                 2   a `_target_` cannot be imported or called
     |-- ContractError               1   model, loss or metric return something that cannot be used
     |-- DataError                   1   a dataset is missing, broken or empty
-    |-- NonFiniteLossError          1   the loss became nan or inf
+    |-- NonFiniteLossError          1   the loss or its gradients became nan or inf
     |-- LaunchError                 1   ranks could not be started, or one of them failed
     |-- StorageError                1   reading or writing failed (permission, no space, no such bucket)
     |-- CheckpointError             1
@@ -112,7 +112,7 @@ class DataError(DsjobError):
 
 
 class NonFiniteLossError(DsjobError):
-    """The loss became nan or inf."""
+    """The loss, or the norm of its gradients, became nan or inf."""
 
 
 class LaunchError(DsjobError):

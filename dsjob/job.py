@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import time
@@ -14,18 +13,19 @@ from rich.console import Console
 from torch import nn
 
 from dsjob import loop, storage
-from dsjob.callbacks import Callback, MetricsFile
+from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
-from dsjob.checkpoint.rng import seed_rng
 from dsjob.data import TrainingLoader
 from dsjob.entry import build_engine
 from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
 from dsjob.mesh import World
+from dsjob.optim.changes import apply_changes
+from dsjob.optim.schedules import settle_length
 from dsjob.progress import Display, shorten, show_seconds
+from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
+from dsjob.seeding import seed_rng
 from dsjob.spec import JobSpec, view
-from dsjob.targets import call_target
-
-RESULT_NAME = "result.json"
+from dsjob.targets import build_callable, call_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +50,15 @@ def run_job(document: Mapping[str, Any], run_dir: str, world: World) -> Result:
         run, loaded = _prepare(spec, document, run_dir, world, display)
         _describe(run, run_dir, loaded, display)
         if run.step >= run.max_steps:
-            _say_complete(run, run_dir, display)
-        else:
-            loop.train(run)
+            return _say_complete(run, run_dir, display)
+        loop.train(run)
     finally:
         display.close()
     metrics: dict[str, float] = {name: run.last_record[name] for name in ("loss", "lr") if name in run.last_record}
     metrics.update(run.last_evaluation)
     result = Result(step=run.step, metrics=metrics, checkpoint=run.last_saved)
     if world.rank == 0:
-        _write_result(run_dir, result)
+        write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})
         display.say("done", f"step {run.step:,} in {show_seconds(time.monotonic() - started)}")
     return result
 
@@ -72,7 +71,7 @@ def _prepare(
     model = call_target(spec.model)
     if not isinstance(model, nn.Module):
         raise ContractError(f"model: {spec.model.path} returned {type(model).__name__}, not a torch.nn.Module")
-    collate = call_target(spec.data.collate) if spec.data.collate else None
+    collate = build_callable(spec.data.collate, "data.collate") if spec.data.collate else None
     loader = TrainingLoader(
         call_target(spec.data.train),
         micro_batch=trainer.micro_batch,
@@ -84,7 +83,8 @@ def _prepare(
         pin_memory=spec.data.pin_memory,
     )
     evaluation = call_target(spec.data.eval) if spec.data.eval else None
-    engine = build_engine(model, spec, world)
+    steps = _count_steps(spec, loader)
+    engine = build_engine(model, dataclasses.replace(spec, scheduler=settle_length(spec.scheduler, steps)), world)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
     checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
@@ -93,14 +93,19 @@ def _prepare(
         spec=spec,
         engine=engine,
         loader=loader,
-        max_steps=_count_steps(spec, loader),
+        max_steps=steps,
         checkpointer=checkpointer,
-        callbacks=[display, MetricsFile(os.path.join(run_dir, "metrics.jsonl")), *callbacks],
+        callbacks=[
+            _WriteResolved(run_dir, document),
+            display,
+            MetricsFile(os.path.join(run_dir, METRICS_NAME)),
+            *callbacks,
+        ],
         say=display.say,
-        loss=call_target(spec.loss) if spec.loss else None,
+        loss=build_callable(spec.loss, "loss") if spec.loss else None,
         evaluation=evaluation,
         collate=collate,
-        metrics={name: call_target(target) for name, target in spec.metrics.items()},
+        metrics={name: build_callable(target, f"metrics.{name}") for name, target in spec.metrics.items()},
     )
     return run, _resume(run)
 
@@ -143,6 +148,10 @@ def _resume(run: loop.Run) -> Loaded | None:
         return None
     tag = None if policy in ("auto", "required") else policy
     loaded = checkpointer.load(run.engine, tag=tag, seed=run.spec.trainer.seed)
+    if loaded.job is not None and run.engine.optimizer is not None:
+        changed = apply_changes(run.engine.optimizer, run.engine.lr_scheduler, view(JobSpec, loaded.job), run.spec)
+        if changed:
+            run.say("changed", f"since the checkpoint: {', '.join(changed)}")
     if tag is not None and newest is not None and newest != loaded.tag:
         checkpointer.set_aside(newer_than=loaded.step)
     run.last_saved = loaded.url
@@ -182,14 +191,30 @@ def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Displ
     display.table(f"dsjob {spec.name}", rows)
 
 
-def _say_complete(run: loop.Run, run_dir: str, display: Display) -> None:
+def _say_complete(run: loop.Run, run_dir: str, display: Display) -> Result:
+    """Nothing is left to train; what the run said of its end before holds on."""
+    trainer = run.spec.trainer
+    longer = [f"trainer.max_steps={2 * run.step}"] if trainer.max_steps is not None else []
+    longer += [f"trainer.max_epochs={2 * trainer.max_epochs:g}"] if trainer.max_epochs is not None else []
     display.say(
         "complete",
         f"step {run.step:,} of {run.max_steps:,} is reached: nothing left to train. "
-        f"Train longer with trainer.max_steps={2 * run.max_steps}, or anew in another output.dir.",
+        f"Train longer with {' '.join(longer)}, or anew in another output.dir.",
     )
+    before = read_result(run_dir)
+    result = Result(step=run.step, metrics=before.get("metrics", {}), checkpoint=run.last_saved)
+    if run.engine.world.rank == 0 and not before:
+        write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})
+    return result
 
 
-def _write_result(run_dir: str, result: Result) -> None:
-    content = {"status": "done", **dataclasses.asdict(result)}
-    storage.write_bytes(os.path.join(run_dir, RESULT_NAME), json.dumps(content).encode())
+class _WriteResolved(Callback):
+    """Puts resolved.json in its place once training has got somewhere: a run that fails at once leaves the old one."""
+
+    def __init__(self, run_dir: str, document: Mapping[str, Any]) -> None:
+        self._run_dir, self._document, self._written = run_dir, document, False
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        if run.engine.world.rank == 0 and not self._written:
+            write_resolved(self._run_dir, self._document)
+            self._written = True

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from dsjob import storage
 from dsjob.errors import DsjobError, Interrupted, LaunchError
+from dsjob.run_folder import RESOLVED_NAME, make_run_dir, read_result, write_resolved
 
-RESOLVED_NAME = "resolved.json"
 PATHS_VARIABLE = "DSJOB_IMPORT_FROM"  # folders whose modules a document may name
 _ERRORS_VARIABLE = "DSJOB_ERRORS"
 _DEBUG_VARIABLE = "DSJOB_DEBUG"
@@ -62,37 +62,25 @@ def _adopt_slurm() -> None:
     env.setdefault("RANK", env["SLURM_PROCID"])
     env.setdefault("WORLD_SIZE", env["SLURM_NTASKS"])
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
-    env.setdefault("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"]))
+    # "2" or "2(x3),1": tasks on each node, in the order of the nodes
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", env["SLURM_NTASKS"])).split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    env.setdefault("LOCAL_WORLD_SIZE", str(counts[min(int(env.get("SLURM_NODEID", "0")), len(counts) - 1)]))
     env.setdefault("MASTER_ADDR", host)
     env.setdefault("MASTER_PORT", str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
 
 
-def make_run_dir(pattern: str, name: str) -> str:
-    """The run's folder, made: `pattern` with `%name` and `%time` filled in, a new one where the time is in it."""
-    stamped = pattern.replace("%name", name).replace("%time", time.strftime("%Y-%m-%d_%H-%M-%S"))
-    chosen, number = stamped, 1
-    while "%time" in pattern and os.path.exists(chosen):
-        chosen, number = f"{stamped}-{number}", number + 1
-    try:
-        os.makedirs(chosen, exist_ok=True)
-    except OSError as error:
-        raise DsjobError(
-            f"cannot make the folder {chosen}: {error.strerror}", hint="choose another output.dir"
-        ) from error
-    return chosen
-
-
 def start(document: Mapping[str, Any], run_dir: str, *, import_from: list[str], debug: bool) -> dict[str, Any]:
     """Runs a resolved job to its end, in this process or in ranks of its own; what `result.json` says of it."""
-    resolved = os.path.join(run_dir, RESOLVED_NAME)
-    storage.write_bytes(resolved, json.dumps(document, indent=2).encode() + b"\n")
-    result = os.path.join(run_dir, "result.json")
-    storage.delete(result)
+    if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
+        write_resolved(run_dir, document)  # where an earlier run has left one, it stays until this one gets going
     if document["launch"]["nproc"] == 1:
         _run_here(document, run_dir, import_from)
     else:
-        _start_ranks(document, resolved, run_dir, import_from, debug)
-    return {**json.loads(storage.read_text(result)), "run_dir": run_dir}
+        _start_ranks(document, run_dir, import_from, debug)
+    return {**read_result(run_dir), "run_dir": run_dir}
 
 
 def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, Any]:
@@ -108,20 +96,19 @@ def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, An
     _add_import_folders(import_from)
     options = document["launch"]
     world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
-    shared: list[Any] = [None, None]
+    shared: list[Any] = [None, None, None]
     if world.rank == 0:
-        run_dir = make_run_dir(document["output"]["dir"], document["name"])
-        storage.write_bytes(os.path.join(run_dir, RESOLVED_NAME), json.dumps(document, indent=2).encode() + b"\n")
-        shared = [json.dumps(document), run_dir]
+        try:
+            shared = [json.dumps(document), make_run_dir(document["output"]["dir"], document["name"]), None]
+        except DsjobError as error:  # the other ranks are waiting: they have to hear of it
+            shared[2] = error
     if world.world_size > 1:
         dist.broadcast_object_list(shared, src=0)
-    try:
-        run_job(json.loads(shared[0]), shared[1], world)
-    finally:
-        leave_world()
-    if world.rank != 0:
-        return {}
-    return {**json.loads(storage.read_text(os.path.join(shared[1], "result.json"))), "run_dir": shared[1]}
+    if shared[2] is not None:
+        raise shared[2]
+    run_job(json.loads(shared[0]), shared[1], world)
+    leave_world()  # not after a failure: it would wait for ranks that are in a collective
+    return {**read_result(shared[1]), "run_dir": shared[1]} if world.rank == 0 else {}
 
 
 def _run_here(document: Mapping[str, Any], run_dir: str, import_from: list[str]) -> None:
@@ -133,20 +120,25 @@ def _run_here(document: Mapping[str, Any], run_dir: str, import_from: list[str])
 
     _add_import_folders(import_from)
     before = signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_job(document, run_dir, join_world(device=document["launch"]["device"]))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start_ranks(document: Mapping[str, Any], resolved: str, run_dir: str, import_from: list[str], debug: bool) -> None:
+def _start_ranks(document: Mapping[str, Any], run_dir: str, import_from: list[str], debug: bool) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told once, by _explain
+    for name in logging.root.manager.loggerDict:  # failures are told once, by _explain; each logger has its own level
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     nproc: int = document["launch"]["nproc"]
     private = tempfile.mkdtemp(prefix="dsjob-")
+    resolved = os.path.join(private, RESOLVED_NAME)
+    storage.write_bytes(resolved, json.dumps(document).encode())
     logs = os.path.join(run_dir, "logs")
     os.makedirs(logs, exist_ok=True)
     config = LaunchConfig(

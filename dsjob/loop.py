@@ -127,12 +127,10 @@ def _record(run: Run, meter: _Meter) -> None:
     values = losses.tolist()
     first = run.step - len(values) + 1
     for step, value in enumerate(values, start=first):
-        if not math.isfinite(value):
-            good = f"the last good checkpoint is {run.last_saved}" if run.last_saved else "there is no checkpoint yet"
-            raise NonFiniteLossError(
-                f"the loss became {value} in step {step}; {good}",
-                hint="lower optimizer.params.lr, lengthen the warm-up, lower gradient_clipping, or look at that batch",
-            )
+        _require_finite(run, "the loss", value, step)
+    # Losses show what earlier steps have done to the weights; of the last step only its gradients tell, before a save.
+    norm = engine.get_global_grad_norm()
+    _require_finite(run, "the gradients' norm", norm, run.step)
     seconds, steps = max(meter.seconds, 1e-9), len(values)
     per_epoch = run.loader.samples_per_epoch
     run.last_record = {
@@ -140,13 +138,22 @@ def _record(run: Run, meter: _Meter) -> None:
         "epoch": engine.global_samples / per_epoch if per_epoch else 0.0,
         "loss": sum(values) / steps,
         "lr": engine.last_lr[0],
-        "grad_norm": engine.get_global_grad_norm(),
+        "grad_norm": norm,
         "samples_per_second": steps * engine.train_batch_size() / seconds,
         "tokens_per_second": meter.tokens * world.world_size / seconds,
         "eta_seconds": seconds / steps * (run.max_steps - run.step),
     }
     meter.reset()
     _tell(run, "on_log", run.last_record)
+
+
+def _require_finite(run: Run, what: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        good = f"the last good checkpoint is {run.last_saved}" if run.last_saved else "there is no checkpoint yet"
+        raise NonFiniteLossError(
+            f"{what} became {value} in step {step}; {good}",
+            hint="lower optimizer.params.lr, lengthen the warm-up, lower gradient_clipping, or look at that batch",
+        )
 
 
 @torch.no_grad()

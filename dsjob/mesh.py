@@ -69,14 +69,21 @@ def _read_int(name: str, default: int) -> int:
 
 def _choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cuda" and local_rank >= count:
+    if wanted == "cpu" or (wanted == "auto" and not count):
+        return torch.device("cpu")
+    if count == 1 and _gives_each_rank_a_gpu():
+        return torch.device("cuda", 0)
+    if local_world_size > count:
         raise LaunchError(
-            f"local rank {local_rank} needs a GPU of its own, but {count} can be seen",
+            f"each rank needs a GPU of its own: {local_world_size} on this machine, but {count} can be seen",
             hint="lower launch.nproc, or launch.device=cpu",
         )
-    if wanted == "cuda" or (wanted == "auto" and count and local_world_size <= count):
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def _gives_each_rank_a_gpu() -> bool:
+    """Whether Slurm shows each task its own GPU alone, which is then number 0 to all of them."""
+    return "SLURM_GPUS_PER_TASK" in os.environ or "gres/gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
 
 
 def _choose_backend(wanted: str, device: torch.device) -> str:

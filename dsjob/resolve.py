@@ -58,11 +58,9 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate) ->
     problems = place_problems(problems, lambda path: locate(dsconfig.find_origin(path, given, config)))
     _raise_errors(problems)
     resolved = _complete(job, schema)
-    scheduler = resolved.get("scheduler", {})
-    decays = scheduler.get("type") in ("WarmupDecayLR", "WarmupCosineLR")
-    if decays and scheduler["params"].get("total_num_steps", "auto") == "auto":
-        scheduler["params"]["total_num_steps"] = resolved["trainer"]["max_steps"]
+    _reopen_batch(resolved, world_size, locate)
     _settle_batch(resolved, world_size, locate)
+    resolved["resolved"] = {**resolved.get("resolved", {}), "world_size": world_size}
     return contract.sort_keys(resolved, schema), problems
 
 
@@ -70,7 +68,7 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     """What a bare DeepSpeed config asks of the engine. Raises ConfigError with all problems at once."""
     schema = contract.deepspeed_schema()
     config = contract.prune(config, schema)
-    problems = place_problems(check_shape(config, schema), locate)
+    problems = place_problems(check_shape(config, schema) + _check_length(config), locate)
     _raise_errors(problems, ConfigError)
     job = contract.job_schema()
     resolved = _complete(dsconfig.to_job(config), job)
@@ -79,6 +77,18 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     except DocumentError as error:
         raise ConfigError([dsconfig.to_config_words(problem) for problem in error.problems]) from None
     return view(EngineSpec, resolved), problems
+
+
+def _check_length(config: dict[str, Any]) -> list[Problem]:
+    """A job knows how many steps it takes; a program that calls `initialize` has to say so."""
+    scheduler = config.get("scheduler")
+    if not isinstance(scheduler, dict) or scheduler.get("type") not in ("WarmupDecayLR", "WarmupCosineLR"):
+        return []
+    params = scheduler.get("params", {})
+    if not isinstance(params, dict) or params.get("total_num_steps", "auto") != "auto":
+        return []
+    place: Path = ("scheduler", "params", "total_num_steps") if "total_num_steps" in params else ("scheduler",)
+    return [Problem("needs total_num_steps", place, "no-total-steps", "the optimizer steps that the program will take")]
 
 
 def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentError) -> None:
@@ -121,6 +131,25 @@ def _own_numbers(value: Any, schema: Schema) -> Any:
     if isinstance(value, dict):
         return {key: _own_numbers(item, contract.child(schema, key, value) or {}) for key, item in value.items()}
     return value
+
+
+def _reopen_batch(resolved: dict[str, Any], world_size: int, locate: Locate) -> None:
+    """Forgets what was derived when the document was resolved before, where that no longer holds."""
+    before, trainer = resolved.get("resolved", {}).get("world_size"), resolved["trainer"]
+    triad = ("train_batch", "micro_batch", "grad_accum")
+    if before is None or not all(name in trainer for name in triad):
+        return
+    given = [name for name in triad if locate(("trainer", name))[0].startswith("command line")]
+    if not given and before != world_size:
+        moved = BatchConfig.from_dict(trainer).move_to(world_size)
+        trainer.update(micro_batch=moved.micro_batch, grad_accum=moved.grad_accum)
+    elif len(given) == 1:
+        kept = {"train_batch": "micro_batch"}.get(given[0], "train_batch")
+        for name in set(triad) - {given[0], kept}:
+            del trainer[name]
+    elif len(given) == 2:
+        (derived,) = set(triad) - set(given)
+        del trainer[derived]
 
 
 def _settle_batch(resolved: dict[str, Any], world_size: int, locate: Locate) -> None:

@@ -51,7 +51,7 @@ def is_local(url: str) -> bool:
 
 def local_path(url: str) -> str:
     """The path of a local URL."""
-    return url.split("://", 1)[1] if "://" in url else url
+    return os.path.expanduser(url.split("://", 1)[1] if "://" in url else url)
 
 
 def join(url: str, *names: str) -> str:
@@ -90,8 +90,17 @@ def make_folder(url: str) -> None:
     """Makes a folder and its parents; object stores need none."""
     with _renamed("create", url):
         fs, path = _open_file_system(url)
-        if is_local(url) or url.startswith("memory:"):
-            fs.makedirs(path, exist_ok=True)
+        if not is_local(url):
+            if url.startswith("memory:"):
+                fs.makedirs(path, exist_ok=True)
+            return
+        missing = path
+        while not os.path.exists(os.path.dirname(missing) or "."):
+            missing = os.path.dirname(missing)
+        os.makedirs(path, exist_ok=True)
+        while len(path) >= len(missing):  # the names of new folders have to be as durable as what goes into them
+            path = os.path.dirname(path)
+            _sync_folder(path)
 
 
 def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -108,13 +117,6 @@ def read_text(url: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise StorageError(f"cannot read {url}: not UTF-8 text (byte {error.start})") from error
-
-
-def open_read(url: str) -> BinaryIO:
-    """A seekable file to read from."""
-    with _renamed("read", url):
-        fs, path = _open_file_system(url)
-        return cast(BinaryIO, fs.open(path, "rb"))
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def write_bytes(url: str, data: bytes) -> None:
         except BaseException:
             os.unlink(temporary)
             raise
-        sync_folder(os.path.dirname(path))
+        _sync_folder(os.path.dirname(path))
 
 
 def create_bytes(url: str, data: bytes) -> None:
@@ -167,7 +169,7 @@ def create_bytes(url: str, data: bytes) -> None:
             os.link(temporary, path)  # exclusive and atomic: the file appears whole, or FileExistsError
         finally:
             os.unlink(temporary)
-        sync_folder(os.path.dirname(path))
+        _sync_folder(os.path.dirname(path))
 
 
 def _write_temporary(path: str, data: bytes) -> str:
@@ -184,8 +186,15 @@ def _write_temporary(path: str, data: bytes) -> str:
     return temporary
 
 
-def sync_folder(path: str) -> None:
-    """Makes the names in a local folder durable: fsync of a file does not cover its name."""
+def sync_folder(url: str) -> None:
+    """Makes the names in a folder durable; object stores need no such thing."""
+    if is_local(url):
+        with _renamed("write", url):
+            _sync_folder(local_path(url))
+
+
+def _sync_folder(path: str) -> None:
+    """fsync of a file does not cover its name."""
     handle = os.open(path or ".", os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -202,4 +211,4 @@ def delete(url: str) -> None:
         except FileNotFoundError:
             return
         if is_local(url):
-            sync_folder(os.path.dirname(path))
+            _sync_folder(os.path.dirname(path))

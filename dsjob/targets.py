@@ -28,6 +28,20 @@ def call_target(target: Target, *positional: Any) -> Any:
     return functools.partial(function, *listed, **keywords) if partial else function(*listed, **keywords)
 
 
+def build_callable(target: Target, role: str) -> Callable[..., Any]:
+    """What the loop calls as `role`: an object made by a class, or a function with the target's arguments bound.
+
+    `_partial_` says otherwise where it is given: false calls a function that makes the callable, true binds a class.
+    Raises TargetError where what was made cannot be called.
+    """
+    binds = inspect.isroutine(find_target(target.path))
+    built = call_target(Target(target.path, {"_partial_": binds, **target.arguments}))
+    if not callable(built):
+        raise TargetError(f"{role}: {target.path} made {type(built).__name__}, which cannot be called")
+    made: Callable[..., Any] = built
+    return made
+
+
 def _build(value: Any) -> Any:
     if isinstance(value, Mapping):
         if "_target_" in value:

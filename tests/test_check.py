@@ -211,15 +211,6 @@ def test_another_spelling_alone_is_fine() -> None:
         ("no-eval-data", "trainer.eval_every", {"trainer": {"max_steps": 1, "eval_every": 5}}),
         ("no-eval-data", "trainer.eval_batches", {"trainer": {"max_steps": 1, "eval_batches": 5}}),
         ("no-eval-data", "metrics", {"metrics": {"a": {"_target_": "a.b"}}}),
-        ("no-total-steps", "scheduler", {"scheduler": {"type": "WarmupDecayLR"}, "trainer": {"max_epochs": 1}}),
-        (
-            "no-total-steps",
-            "scheduler.params.total_num_steps",
-            {
-                "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}},
-                "trainer": {"max_epochs": 1},
-            },
-        ),
         ("finite", "trainer.max_epochs", {"trainer": {"max_epochs": float("inf")}}),
         ("finite", "model.sizes[1]", {"model": {"_target_": "a.b", "sizes": [1, float("nan")]}}),
     ],

@@ -28,8 +28,9 @@ LAYERS: dict[int, set[str]] = {
         "compose",
         "storage",
         "targets",
+        "run_folder",
     },
-    2: {"mesh", "precision", "optim", "data"},
+    2: {"mesh", "precision", "optim", "data", "seeding"},
     3: {"parallel", "checkpoint"},
     4: {"engine", "entry", "callbacks", "contract", "progress"},
     5: {"loop"},
@@ -51,7 +52,7 @@ HOMES: dict[str, set[str]] = {
     "torch.distributed.elastic": {"launch"},
     "rich": {"progress", "job", "cli.sweep"},
     "yaml": {"document", "compose", "cli.output"},
-    "numpy": {"checkpoint"},
+    "numpy": {"checkpoint", "seeding"},
 }
 STANDALONE = "checkpoint.zero_to_fp32"
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "tools", "base_utils"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from job_documents import find_problems, make_job, nowhere, resolve
 
-from dsjob.errors import ConfigError, Problem
+from dsjob.errors import ConfigError, DocumentError, Problem
 from dsjob.resolve import place_problems, read_nproc, resolve_config, resolve_job
 from dsjob.schema import job_schema
 
@@ -57,26 +57,53 @@ def test_auto_is_resolved_and_never_left() -> None:
     resolved = resolve(document, world_size=2)
     assert resolved["trainer"]["train_batch"] == 8
     assert resolved["trainer"]["grad_accum"] == 1
-    assert resolved["scheduler"]["params"]["total_num_steps"] == 30
 
 
-@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
-@pytest.mark.parametrize(("given", "total"), [({}, 10), ({"total_num_steps": 7}, 7), ({"total_num_steps": "auto"}, 10)])
-@pytest.mark.parametrize("inside", ["job", "deepspeed"])
-def test_a_schedule_that_decays_ends_where_training_does_unless_told(
-    inside: str, given: dict[str, Any], total: int, kind: str
+@pytest.mark.parametrize("given", [{}, {"total_num_steps": 7}, {"total_num_steps": "auto"}])
+def test_the_length_of_a_schedule_is_left_to_the_run(given: dict[str, Any]) -> None:
+    """A number here would be that of another run when the resolved document is trained on for longer."""
+    section = {"scheduler": {"type": "WarmupDecayLR", "params": given}}
+    params = resolve(make_job(**section))["scheduler"]["params"]
+    assert params.get("total_num_steps") == given.get("total_num_steps")
+
+
+def reopen(command_line: dict[str, int], world_size: int) -> tuple[int, int, int]:
+    """The triad of a document that was resolved as 16 = 4 x 2 x 2, with some of it given on the command line."""
+    trainer = {"train_batch": 16, "micro_batch": 4, "grad_accum": 2, "max_steps": 1, **command_line}
+    document = make_job(trainer=trainer, resolved={"world_size": 2})
+
+    def locate(path: Any) -> tuple[str, int, int]:
+        return ("command line: x" if path[-1] in command_line else "resolved.json", 0, 0)
+
+    found = resolve_job(document, world_size=world_size, locate=locate)[0]
+    assert found["resolved"]["world_size"] == world_size
+    return found["trainer"]["train_batch"], found["trainer"]["micro_batch"], found["trainer"]["grad_accum"]
+
+
+@pytest.mark.parametrize(
+    ("command_line", "world_size", "triad"),
+    [
+        ({}, 2, (16, 4, 2)),
+        ({}, 1, (16, 4, 4)),
+        ({}, 4, (16, 4, 1)),
+        ({}, 8, (16, 2, 1)),
+        ({}, 16, (16, 1, 1)),
+        ({"train_batch": 32}, 2, (32, 4, 4)),
+        ({"micro_batch": 2}, 2, (16, 2, 4)),
+        ({"grad_accum": 1}, 2, (16, 8, 1)),
+        ({"micro_batch": 1, "grad_accum": 3}, 2, (6, 1, 3)),
+        ({"train_batch": 8, "micro_batch": 2}, 1, (8, 2, 4)),
+    ],
+)
+def test_what_was_derived_before_is_derived_anew(
+    command_line: dict[str, int], world_size: int, triad: tuple[int, int, int]
 ) -> None:
-    section = {"scheduler": {"type": kind, "params": given}}
-    resolved = resolve(make_job(**(section if inside == "job" else {"deepspeed": section})))
-    assert resolved["scheduler"]["params"]["total_num_steps"] == total
+    assert reopen(command_line, world_size) == triad
 
 
-def test_a_schedule_in_the_deepspeed_section_must_know_its_end_too() -> None:
-    document = make_job(
-        trainer={"micro_batch": 1, "max_epochs": 1}, deepspeed={"scheduler": {"type": "WarmupDecayLR", "params": {}}}
-    )
-    (found,) = find_problems(document)
-    assert found.rule == "no-total-steps"
+def test_a_batch_that_no_division_fits_is_explained() -> None:
+    with pytest.raises(DocumentError, match="train_batch 16 is not micro_batch"):
+        reopen({}, 3)
 
 
 @pytest.mark.parametrize("number", [5e8, 500000000])

@@ -16,7 +16,7 @@ from dsjob.dsconfig import to_config_path, to_job
 from dsjob.schema import Schema, deepspeed_schema, is_target, job_schema
 from dsjob.spec import EngineSpec, JobSpec, Method, Target, make_target, view
 
-NOT_IN_THE_SPEC = {"$schema", "deepspeed"}
+NOT_IN_THE_SPEC = {"$schema", "deepspeed", "resolved"}
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 

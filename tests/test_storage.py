@@ -49,14 +49,6 @@ def test_what_is_written_is_read_back(root: str) -> None:
     assert storage.read_text(url) == "é"
 
 
-def test_a_file_is_read_from_anywhere_in_it(root: str) -> None:
-    url = storage.join(root, "x")
-    storage.write_bytes(url, b"0123456789")
-    with storage.open_read(url) as file:
-        file.seek(4)
-        assert file.read(3) == b"456"
-
-
 def test_names_are_listed_sorted_and_without_what_is_below_them(root: str) -> None:
     storage.make_folder(storage.join(root, "b", "deep"))
     for name in ("c", "a", "b/deep/x"):
@@ -135,7 +127,6 @@ def test_delete_takes_files_folders_and_nothing(root: str) -> None:
     [
         ("read", lambda url: storage.read_bytes(url)),
         ("read", lambda url: storage.read_text(url)),
-        ("read", lambda url: storage.open_read(url)),
         ("look at", lambda url: storage.size(url)),
     ],
 )

@@ -50,8 +50,14 @@ class Catalog:
         numbers = [int(found[1]) for name in storage.list_names(self.url) if (found := re.search(r"-a(\d{4,})$", name))]
         return max(numbers, default=0) + 1
 
-    def commit(self, folder: str, manifest: Mapping[str, Any], attempt: int, *, latest: bool) -> None:
-        """Writes the manifest and makes the folder a checkpoint. Raises CheckpointError where the tag is taken."""
+    def commit(
+        self, folder: str, manifest: Mapping[str, Any], attempt: int, *, latest: bool, replace: bool = False
+    ) -> None:
+        """Writes the manifest and makes the folder a checkpoint.
+
+        Where the tag is taken: with `replace`, the new checkpoint takes the place of the old one at once, whose folder
+        is then deleted; else CheckpointError.
+        """
         text = encode_json(manifest)
         storage.write_bytes(storage.join(self.url, folder, "manifest.json"), text)
         tag = manifest["tag"]
@@ -65,12 +71,13 @@ class Catalog:
             "manifest_sha256": hashlib.sha256(text).hexdigest(),
         }
         storage.make_folder(self._commit_url())
-        try:
-            storage.create_bytes(self._commit_url(tag), encode_json(record))
-        except FileExistsError:
-            raise CheckpointError(
-                f"{self.url} holds a checkpoint {tag} already", hint="save to another folder: checkpoint.dir=..."
-            ) from None
+        storage.sync_folder(self.url)
+        before = self.find(tag)["dir"] if replace and storage.exists(self._commit_url(tag)) else None
+        if before is not None:
+            storage.write_bytes(self._commit_url(tag), encode_json(record))
+            storage.delete(storage.join(self.url, before))
+        else:
+            self._create_record(tag, record)
         if latest:
             storage.write_bytes(storage.join(self.url, "latest"), f"{tag}\n".encode())
         script = storage.join(self.url, "zero_to_fp32.py")
@@ -78,9 +85,17 @@ class Catalog:
             source = resources.files("dsjob.checkpoint").joinpath("zero_to_fp32.py")
             storage.write_bytes(script, source.read_bytes())
 
+    def _create_record(self, tag: str, record: Mapping[str, Any]) -> None:
+        try:
+            storage.create_bytes(self._commit_url(tag), encode_json(record))
+        except FileExistsError:
+            raise CheckpointError(
+                f"{self.url} holds a checkpoint {tag} already", hint="save to another folder: checkpoint.dir=..."
+            ) from None
+
     def discard(self, tag: str, folder: str) -> None:
         """Deletes what a failed save left, so that a full disk has its space back; never what was committed."""
-        if not storage.exists(self._commit_url(tag)):
+        if not storage.exists(self._commit_url(tag)) or self.find(tag)["dir"] != folder:
             storage.delete(storage.join(self.url, folder))
 
     def retire(self, keep: int) -> None:

@@ -21,13 +21,14 @@ from torch.distributed import checkpoint as dcp
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.catalog import Catalog, encode_json
-from dsjob.checkpoint.rng import capture_rng, restore_rng, seed_rng
+from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from dsjob.checkpoint.source import open_root, renamed
 from dsjob.checkpoint.state import TrainingState
 from dsjob.checkpoint.values import decode, encode
 from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
 from dsjob.mesh import World
+from dsjob.seeding import seed_rng
 
 T = TypeVar("T")
 
@@ -53,13 +54,17 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded. `exact`: the run goes on bit for bit (same world size, all state restored)."""
+    """A checkpoint that was loaded; `job`: the resolved document that it carries.
+
+    `exact`: the run goes on bit for bit (same world size, all state restored).
+    """
 
     tag: str
     url: str
     step: int
     client_state: dict[str, Any]
     exact: bool
+    job: dict[str, Any] | None = None
 
 
 class Checkpointer:
@@ -79,9 +84,18 @@ class Checkpointer:
         self._on_rank_0(lambda: self._catalog.set_aside(newer_than))
 
     def save(
-        self, engine: Savable, *, tag: str, client_state: Mapping[str, Any] | None = None, latest: bool = True
+        self,
+        engine: Savable,
+        *,
+        tag: str,
+        client_state: Mapping[str, Any] | None = None,
+        latest: bool = True,
+        replace: bool = False,
     ) -> Saved:
-        """Saves and commits. Every rank gets CheckpointError or StorageError; older saves stay whole."""
+        """Saves and commits; `replace`: also where the tag is taken.
+
+        Every rank gets CheckpointError or StorageError; older saves stay whole.
+        """
         started = time.monotonic()
         if not layout.NAME.fullmatch(tag):
             raise CheckpointError(f"{tag!r} is no name for a checkpoint", hint="letters, digits, '.', '_' and '-'")
@@ -93,7 +107,15 @@ class Checkpointer:
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
         try:
             _run_dcp(lambda **how: dcp.save(tensors, storage_writer=writer, planner=_plan_saves(), **how))
-            self._on_rank_0(lambda: self._commit(engine, state, writer, tag, folder, values, latest))
+            self._on_rank_0(
+                lambda: self._catalog.commit(
+                    folder,
+                    self._describe(engine, state, writer, tag, folder, values),
+                    self._attempt,
+                    latest=latest,
+                    replace=replace,
+                )
+            )
         except DsjobError:
             self._on_rank_0(lambda: self._catalog.discard(tag, folder))
             raise
@@ -116,7 +138,7 @@ class Checkpointer:
             "client_state": encode(dict(client_state or {}), "client_state"),
         }
 
-    def _commit(
+    def _describe(
         self,
         engine: Savable,
         state: TrainingState,
@@ -124,8 +146,8 @@ class Checkpointer:
         tag: str,
         folder: str,
         values: dict[str, Any],
-        latest: bool,
-    ) -> None:
+    ) -> dict[str, Any]:
+        """Writes what lies beside the shards; returns the manifest."""
         root = storage.join(self.url, folder)
         for rank in range(self._world.world_size):
             if not storage.exists(storage.join(root, "done", f"r{rank:05d}.json")):
@@ -134,7 +156,7 @@ class Checkpointer:
         storage.write_bytes(storage.join(root, "state.json"), text)
         if self._job is not None:
             storage.write_bytes(storage.join(root, "job.json"), encode_json(self._job))
-        manifest = {
+        return {
             "format": layout.FORMAT,
             "version": layout.VERSION,
             "tag": tag,
@@ -146,7 +168,6 @@ class Checkpointer:
             "aliases": {f"model.{name}": f"model.{target}" for name, target in state.aliases.items()},
             "state_sha256": hashlib.sha256(text).hexdigest(),
         }
-        self._catalog.commit(folder, manifest, self._attempt, latest=latest)
 
     def load(
         self,
@@ -188,7 +209,9 @@ class Checkpointer:
         else:
             seed_rng(seed + 1_000_003 * checkpoint.step + self._world.rank)
         exact = same_world and optimizer and scheduler
-        return Loaded(checkpoint.tag, url, checkpoint.step, decode(values["client_state"]), exact)
+        job_url = storage.join(url, "job.json")
+        job = json.loads(storage.read_bytes(job_url)) if storage.exists(job_url) else None
+        return Loaded(checkpoint.tag, url, checkpoint.step, decode(values["client_state"]), exact, job)
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Runs `action` on rank 0 and gives its result, or raises its error, on every rank."""
@@ -200,6 +223,8 @@ class Checkpointer:
                 answer[0] = action()
             except DsjobError as error:
                 answer[1] = error
+            except Exception as error:  # the other ranks are waiting: they have to hear of it
+                answer[1] = CheckpointError(f"rank 0: {type(error).__name__}: {error}")
         dist.broadcast_object_list(answer, src=0)
         if answer[1] is not None:
             raise answer[1]

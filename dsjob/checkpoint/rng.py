@@ -36,13 +36,6 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
 
 
-def seed_rng(seed: int) -> None:
-    """Seeds all generators."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def _to_text(state: Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 

@@ -67,7 +67,11 @@ class TrainingState:
             name: {key: encode(v, f"optimizer.{name}.{key}") for key, v in entry.items() if not isinstance(v, Tensor)}
             for name, entry in self._optimizer_entries().items()
         }
-        return {"groups": groups, "values": {name: entry for name, entry in values.items() if entry}}
+        return {
+            "class": type(self.optimizer).__name__,
+            "groups": groups,
+            "values": {name: entry for name, entry in values.items() if entry},
+        }
 
     def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
         """Empty tensors for every optimizer tensor in `shapes` (by checkpoint name) of a parameter of this model.
@@ -88,6 +92,12 @@ class TrainingState:
         """Gives the optimizer its state back. Raises CheckpointError where its parameter groups are others now."""
         if self.optimizer is None or not values:
             return
+        kind = type(self.optimizer).__name__
+        if values.get("class", kind) != kind:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {values['class']}, but the optimizer is {kind} now",
+                hint="keep the optimizer, or begin anew in another folder",
+            )
         names, groups = self._names(), values["groups"]
         ours = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         theirs = [group["names"] for group in groups]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any, NoReturn
 
 from dsjob.errors import DocumentError, DsjobError, UsageError
 
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code (see `errors`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    before = signal.signal(signal.SIGINT, _leave)
     try:
         code = _dispatch([argument for argument in arguments if argument != "--debug"], debug)
         sys.stdout.flush()  # here, where a reader that has gone away can be told from a failure
@@ -42,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DsjobError as error:
         if debug:
             traceback.print_exc()
+        elif error.exit_code == 130:
+            print("dsjob: interrupted", file=sys.stderr)  # noqa: T201
         else:
             _print_error(error)
         return error.exit_code
@@ -58,6 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         _print_error(DsjobError(describe_failure(error), hint="run again with --debug for the traceback"))
         return 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(number: int, _: Any) -> NoReturn:
+    """Ctrl-C before a job has begun: an exception could be lost in a third party's import."""
+    os.write(2, b"dsjob: interrupted\n")
+    os._exit(130)
 
 
 def _dispatch(arguments: list[str], debug: bool) -> int:

@@ -13,6 +13,7 @@ from dsjob.cli.execute import import_folders, run_composed
 from dsjob.document import Document
 from dsjob.errors import UsageError
 from dsjob.origins import Composed, is_deepspeed, read_document
+from dsjob.run_folder import RESOLVED_NAME
 
 _SWEEP = "optimizer.params.lr=1e-3,3e-4"
 
@@ -56,11 +57,11 @@ def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
         raise UsageError(f"one job file at a time, not {', '.join(words)}")
     source = words[0]
     if "://" not in source and os.path.isdir(source):
-        resolved = os.path.join(source, launch.RESOLVED_NAME)
+        resolved = os.path.join(source, RESOLVED_NAME)
         if not os.path.exists(resolved):
-            raise UsageError(f"{source} is no run's folder: there is no {launch.RESOLVED_NAME} in it")
-        document = read_document(resolved)
-        return document, [*rest, f"output.dir={_quote(source.rstrip('/') or '/')}"]
+            raise UsageError(f"{source} is no run's folder: there is no {RESOLVED_NAME} in it")
+        here = f"output.dir={_quote(source.rstrip('/') or '/')}"
+        return read_document(resolved), ["checkpoint.resume=auto", *rest, here]
     if not ("://" in source or os.path.exists(source)):
         raise UsageError(f"no such file: {source}")
     document = read_document(source)
@@ -69,6 +70,11 @@ def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
             f"{source} is a DeepSpeed config: it says how to train, but not what",
             hint=f"build a job on it: dsjob +recipe=quickstart deepspeed={source}",
         )
+    if os.path.basename(source) == RESOLVED_NAME and "://" not in source:
+        folder = os.path.dirname(source) or "."
+        output = document.value.get("output", {}).get("dir", "")
+        if os.path.abspath(os.path.expanduser(output)) == os.path.abspath(folder):  # a new run, not more of that one
+            rest = [f"output.dir={_quote(output.rstrip('/') + '-%time')}", *rest]
     return document, rest
 
 
@@ -80,7 +86,7 @@ def _say_next(result: dict[str, Any], composed: Composed) -> None:
     """The commands that a user may want now, ready to be pasted."""
     run_dir, trainer = result["run_dir"], composed.document["trainer"]
     longer = [f"trainer.{key}={2 * trainer[key]:g}" for key in ("max_steps", "max_epochs") if key in trainer]
-    again = f"{run_dir}/{launch.RESOLVED_NAME}"
+    again = f"{run_dir}/{RESOLVED_NAME}"
     lines = (
         ("train on", f"dsjob run {run_dir} {' '.join(longer)}"),
         ("convert", f"dsjob convert --to fp32 {result['checkpoint'].rpartition('/')[0]} {run_dir}/weights"),

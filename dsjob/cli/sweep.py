@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -14,39 +13,45 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dsjob import compose as composition
-from dsjob import launch, storage
-from dsjob.cli.execute import import_folders, read_result, run_composed
+from dsjob import launch
+from dsjob.cli.execute import import_folders, run_composed
 from dsjob.document import Document
-from dsjob.errors import DsjobError, Interrupted
+from dsjob.errors import DsjobError, Interrupted, LaunchError
 from dsjob.origins import read_document
+from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
 
 # How the sweep reaches its runs, which a launcher may start in other processes.
 _ID_VARIABLE, _FOLDERS_VARIABLE = "DSJOB_SWEEP_ID", "DSJOB_SWEEP_FOLDERS"
-_FILE_VARIABLE, _DEBUG_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEEP_DEBUG"
+_FILE_VARIABLE, _DEBUG_VARIABLE, _DIR_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEEP_DEBUG", "DSJOB_SWEEP_DIR"
 
 
 def main(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool) -> int:
     """Sweeps; the exit code is 1 if any run failed."""
-    folder = _make_folder(overrides, file, config_dir)
+    folder = _choose_folder(overrides, file, config_dir)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
     os.environ[_FOLDERS_VARIABLE] = os.pathsep.join(import_folders(file))
     os.environ[_FILE_VARIABLE] = file.source if file is not None else ""
     os.environ[_DEBUG_VARIABLE] = "1" if debug else ""
-    chosen = [] if any(o.startswith("hydra.sweep.dir=") for o in overrides) else [f"hydra.sweep.dir='{folder}'"]
+    chosen = [f"hydra.sweep.dir='{folder}'"] if folder is not None else []
     composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
+    folder = folder or os.environ[_DIR_VARIABLE]
     results = _collect(folder)
+    if not results:
+        raise LaunchError(f"no run of the sweep has left a result in {folder}")
     _print_table(folder, results)
     return 0 if all(entry["status"] == "done" for entry in results.values()) else 1
 
 
-def _make_folder(overrides: list[str], file: Document | None, config_dir: str | None) -> str:
-    """The folder of the sweep: where a single run would put its output; the runs are numbered below it."""
-    given = [o.split("=", 1)[1] for o in overrides if o.startswith("hydra.sweep.dir=")]
-    if given:
-        return given[-1].strip("'\"")
+def _choose_folder(overrides: list[str], file: Document | None, config_dir: str | None) -> str | None:
+    """The folder of the sweep: where a single run would put its output; the runs are numbered below it.
+
+    None where the user has chosen hydra.sweep.dir, which Hydra then fills in.
+    """
+    if any(override.startswith("hydra.sweep.dir=") for override in overrides):
+        return None
     composed = composition.compose(composition.take_first(overrides), file=file, config_dir=config_dir)
     pattern = composed.document.get("output", {}).get("dir", "outputs/%name/%time")
-    return launch.make_run_dir(pattern, composed.document["name"])
+    return make_run_dir(pattern, composed.document["name"])
 
 
 def run_one(config: DictConfig) -> float:
@@ -56,12 +61,18 @@ def run_one(config: DictConfig) -> float:
     """
     hydra = HydraConfig.get()
     run_dir = os.path.relpath(hydra.runtime.output_dir)
+    os.environ[_DIR_VARIABLE] = os.path.relpath(hydra.sweep.dir)
     with open_dict(config):
         config.hydra = hydra
     folders = [folder for folder in os.environ.get(_FOLDERS_VARIABLE, "").split(os.pathsep) if folder]
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
     told = [override for override in given if not override.startswith("+job_file=")]
     print(f"\n== run {hydra.job.num}: {' '.join(told)}", flush=True)  # noqa: T201
+    before = read_result(run_dir).get("overrides", told)
+    if before != told:  # it would go on in that folder with the values of another run
+        print(f"dsjob: error: {run_dir} holds the run with {' '.join(before)}", file=sys.stderr)  # noqa: T201
+        print("  choose another output.dir, or leave it out", file=sys.stderr)  # noqa: T201
+        raise SystemExit(2)  # no Exception: Hydra would go on with the next run
     try:
         source = os.environ.get(_FILE_VARIABLE)
         composed = composition.finish(config, read_document(source) if source else None)
@@ -82,15 +93,14 @@ def run_one(config: DictConfig) -> float:
 
 
 def _write(run_dir: str, result: dict[str, Any]) -> None:
-    content = {**result, "sweep": os.environ.get(_ID_VARIABLE)}
-    storage.write_bytes(os.path.join(run_dir, "result.json"), json.dumps(content).encode())
+    write_result(run_dir, {**result, "sweep": os.environ.get(_ID_VARIABLE)})
 
 
 def _collect(folder: str) -> dict[str, dict[str, Any]]:
     """The results of this sweep's runs, by the names of their folders below the sweep's."""
     found = {}
     for root, _, files in sorted(os.walk(folder)):
-        result = read_result(root) if "result.json" in files else {}
+        result = read_result(root) if RESULT_NAME in files else {}
         if result.get("sweep") == os.environ[_ID_VARIABLE]:
             found[os.path.relpath(root, folder)] = result
     return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))

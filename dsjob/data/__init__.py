@@ -1,5 +1,6 @@
 """Data: which samples a rank sees and in which order, and batches on their way to the device."""
 
 from dsjob.data.batches import to_device as to_device
+from dsjob.data.loader import Epochs as Epochs
 from dsjob.data.loader import TrainingLoader as TrainingLoader
 from dsjob.data.loader import iterate_evaluation as iterate_evaluation

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dsjob.data.batches import count_samples
 from dsjob.data.order import RankBatches, SampleOrder
 from dsjob.errors import DataError
 from dsjob.mesh import World
+from dsjob.seeding import seed_rng
 
 Collate = Callable[[list[Any]], Any]
 
@@ -57,7 +58,7 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self.samples_per_epoch is None:
-            yield from self._iterate_stream()
+            yield from self.iterate_stream()
             return
         order = SampleOrder(self.samples_per_epoch, self._seed, self._shuffle)
         batches = RankBatches(
@@ -67,9 +68,15 @@ class TrainingLoader:
             rank=self._world.rank,
             world_size=self._world.world_size,
         )
-        yield from DataLoader(self.dataset, batch_sampler=batches, **self._options)
+        if self._options["num_workers"]:
+            stride = self._micro_batch * self._world.world_size
+            numbered = _Numbered(batches, self._start + self._world.rank * self._micro_batch, stride)
+            yield from DataLoader(_Seeded(self.dataset, self._seed), batch_sampler=numbered, **self._options)
+        else:
+            yield from DataLoader(self.dataset, batch_sampler=batches, **self._options)
 
-    def _iterate_stream(self) -> Iterator[Any]:
+    def iterate_stream(self, *, once: bool = False) -> Iterator[Any]:
+        """The batches of an iterable dataset; without end, unless `once`."""
         rank, world_size = self._world.rank, self._world.world_size
         skipped = self._start // (self._micro_batch * world_size)
         loader = DataLoader(
@@ -84,6 +91,56 @@ class TrainingLoader:
                 yield batch
             if not seen:
                 raise DataError(f"{self._name} ({type(self.dataset).__name__}) yields no full batch for rank {rank}")
+            if once:
+                return
+
+
+class _Numbered:
+    """Batches of indices, each index with the sample's number in the run: `first`, and `stride` more a batch."""
+
+    def __init__(self, batches: Iterable[list[int]], first: int, stride: int) -> None:
+        self._batches, self._first, self._stride = batches, first, stride
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for batch, first in zip(self._batches, count(self._first, self._stride)):
+            yield [(index, first + place) for place, index in enumerate(batch)]
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset in a worker process, whose random transforms depend on the seed and the sample's number alone.
+
+    A worker's own generators would tell where the run was resumed, and how many workers and ranks there are.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitem__(self, numbered: tuple[int, int]) -> Any:
+        index, number = numbered
+        seed_rng((self._seed * 1_000_003 + number) % 2**63)
+        return self._dataset[index]
+
+
+class Epochs:
+    """A training loader as a program drives it: each iteration is an epoch, and `len` its number of micro batches."""
+
+    def __init__(self, loader: TrainingLoader, samples_per_pass: int) -> None:
+        self._loader, self._samples_per_pass = loader, samples_per_pass
+        self.dataset = loader.dataset
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        if self._loader.samples_per_epoch is None:
+            raise TypeError("an iterable dataset has no length")
+        return max(1, self._loader.samples_per_epoch // self._samples_per_pass)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        if self._loader.samples_per_epoch is None:
+            yield from self._loader.iterate_stream(once=True)
+        else:
+            self._loader.seek(epoch * len(self) * self._samples_per_pass)
+            yield from islice(self._loader, len(self))
 
 
 class _Turns(IterableDataset[Any]):

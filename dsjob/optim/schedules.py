@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +52,15 @@ class ClosedForm(LRScheduler):
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = rate
+
+
+def settle_length(method: Method | None, steps: int) -> Method | None:
+    """The schedule with the length of the run for a total_num_steps that is absent or "auto"."""
+    if method is None or method.type not in ("WarmupDecayLR", "WarmupCosineLR"):
+        return method
+    if method.params.get("total_num_steps", "auto") != "auto":
+        return method
+    return replace(method, params={**method.params, "total_num_steps": steps})
 
 
 def _spread(optimizer: Optimizer, value: Rates | None, name: str) -> list[float]:

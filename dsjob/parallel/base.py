@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from dsjob.mesh import World
 
 
 class Strategy:
@@ -23,7 +27,7 @@ class Strategy:
     6. `clip(max_norm)`, the optimizer's step
     7. `finish_step()`
     and around checkpoints
-    8. `weights()` to save from and load into in place, then `finish_step()` after loading
+    8. `weights()` to save from and load into in place, then `drop_gradients()` and `finish_step()` after loading
     """
 
     module: nn.Module
@@ -55,7 +59,30 @@ class Strategy:
     def finish_step(self) -> None:
         """The masters have new values."""
 
+    def drop_gradients(self) -> None:
+        """Forgets what the backward passes of a step that will not be finished have added up."""
+        self.module.zero_grad(set_to_none=True)
+        for master in self.masters.values():
+            master.grad = None
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
         frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
         return {**{name: master.data for name, master in self.masters.items()}, **frozen}
+
+
+@torch.no_grad()
+def align(model: nn.Module, world: World) -> None:
+    """Gives all ranks rank 0's parameters and buffers: ranks that begin apart would train another model each."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        sent = tensor.data.to(world.device)
+        dist.broadcast(sent, src=0)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(sent)
+
+
+def widen(model: nn.Module) -> None:
+    """Makes half-precision parameters fp32, in place: as masters they would lose what optimizer steps add."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()

@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from dsjob.mesh import World
-from dsjob.parallel.base import Strategy
+from dsjob.parallel.base import Strategy, align, widen
 from dsjob.precision import Masters, Precision, cast_floats
 
 
@@ -21,8 +21,15 @@ class Replicated(Strategy):
 
     def __init__(self, model: nn.Module, *, world: World, precision: Precision) -> None:
         self.module = model.to(world.device)
+        if world.world_size > 1:
+            align(model, world)  # DDP would do it too late: after the masters have been copied
         self._dtype = precision.compute
-        self._copies = Masters(model, precision.compute) if precision.compute != torch.float32 else None
+        self._copies: Masters | None
+        if precision.compute == torch.float32:
+            widen(model)
+            self._copies = None
+        else:
+            self._copies = Masters(model, precision.compute)
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = self._copies.weights if self._copies else trainable
         self._ddp: DistributedDataParallel | None = None
@@ -35,6 +42,7 @@ class Replicated(Strategy):
                 # step: with three ranks and more, the order of additions, and so the last bits, would depend on
                 # whether a run was resumed.
                 find_unused_parameters=True,
+                init_sync=False,
             )
             if precision.reduce != precision.compute:
                 self._ddp.register_comm_hook(precision.reduce, _reduce_in)
@@ -70,3 +78,7 @@ def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
 
     future: Future[Tensor] = work.get_future().then(copy_back)
     return future
+
+
+# DDP compares annotations with these very classes; here they are strings.
+_reduce_in.__annotations__.update({"bucket": GradBucket, "return": Future[Tensor]})

@@ -9,18 +9,17 @@ stage  gradients                                        parameters
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from dsjob.errors import ContractError
 from dsjob.mesh import World
-from dsjob.parallel.base import Strategy
+from dsjob.parallel.base import Strategy, align, widen
 from dsjob.parallel.wrap import find_blocks
 from dsjob.precision import Precision
 
@@ -31,7 +30,9 @@ class Sharded(Strategy):
     def __init__(self, model: nn.Module, *, stage: int, world: World, precision: Precision) -> None:
         self._stage = stage
         self._boundary: bool | None = None
-        _agree(model, world)
+        _refuse_scalars(model)
+        align(model, world)
+        widen(model)
         mesh = world.make_mesh()
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         for block in find_blocks(model):
@@ -41,14 +42,15 @@ class Sharded(Strategy):
         self.module = model
         self.masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._all = dict(model.named_parameters())
-        self._buffers = list(model.buffers())
+        self._has_buffers = any(True for _ in model.buffers())
         self._buffers_differ = True
         self._evaluated = False
 
     def start_micro_step(self, boundary: bool) -> None:
-        if self._buffers_differ and self._buffers:
-            # As DDP does: each step begins with rank 0's buffers, so that one checkpoint speaks for all ranks.
-            _broadcast_coalesced(_get_default_group(), self._buffers, 25 << 20, 0)
+        if self._buffers_differ and self._has_buffers:
+            # As DDP does: each step begins with rank 0's buffers, so that one checkpoint speaks for all ranks. A model
+            # may have put new tensors in the place of old ones.
+            _broadcast_coalesced(_get_default_group(), list(self.module.buffers()), 25 << 20, 0)
             self._buffers_differ = False
         if boundary == self._boundary:
             return
@@ -67,21 +69,38 @@ class Sharded(Strategy):
         self._buffers_differ = True
         if self._evaluated:
             # Only a backward pass frees what a forward pass has gathered: after an evaluation it would be stale.
-            for unit in self.module.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
+            for unit in self._units():
+                unit.reshard()
             self._evaluated = False
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        for unit in self._units():
+            # Micro steps before the boundary may have left parameters gathered, and sums in a wider dtype beside them.
+            for parameter in _list_fsdp_parameters(unit):
+                parameter.unsharded_accumulated_grad = None
+            unit.reshard()
+        super().drop_gradients()
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def weights(self) -> dict[str, Tensor]:
         # After an evaluation the module may still show gathered parameters: these are the sharded ones, always.
         return {name: parameter.data for name, parameter in self._all.items()}
 
 
-@torch.no_grad()
-def _agree(model: nn.Module, world: World) -> None:
-    """Gives all ranks rank 0's parameters and buffers: shards of models that differ would make up a third one."""
-    for tensor in chain(model.parameters(), model.buffers()):
-        sent = tensor.data.to(world.device)
-        dist.broadcast(sent, src=0)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(sent)
+def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
+    state: Any = unit._get_fsdp_state()
+    # One group before torch 2.13, a list of them since.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ContractError(
+            f"parameter {scalars[0]} has no dimension to shard it along",
+            hint="make it a tensor of shape [1], or train with zero_optimization.stage=0",
+        )

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjob.checkpoint.rng import capture_rng, restore_rng, seed_rng
+from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.values import decode, encode
 from dsjob.errors import CheckpointError
+from dsjob.seeding import seed_rng
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 KEYS = st.text() | st.integers() | st.booleans()

@@ -111,7 +111,7 @@ def test_loss_metrics_and_collate_may_be_own_functions(tmp_path: Path) -> None:
             "train": {"_target_": "my_model.Data"},
             "eval": {"_target_": "my_model.Data"},
         },
-        loss={"_target_": "my_model.square", "_partial_": True},
+        loss={"_target_": "my_model.square"},
         metrics={"half": {"_target_": "my_model.half", "_partial_": True}},
     )
     (tmp_path / "my_model.py").write_text(
@@ -172,3 +172,102 @@ def test_a_bare_deepspeed_config_can_be_built_on(tmp_path: Path) -> None:
     assert "stage 2 (one rank: nothing to shard)" in done.stdout
     assert "clipping 0.5" in done.stdout
     assert "no effect here: deepspeed.zero_optimization.overlap_comm" in done.stderr
+
+
+def test_training_on_follows_the_longer_schedule(job: Path) -> None:
+    scheduler = ["+scheduler.type=WarmupDecayLR", "scheduler.params={warmup_num_steps:2}"]
+    assert dsjob("cfg.json", *scheduler, "trainer.max_steps=9", "output.dir=whole", cwd=job).returncode == 0
+    assert dsjob("cfg.json", "+scheduler.type=WarmupDecayLR", scheduler[1], cwd=job).returncode == 0
+    assert dsjob("run", "run", "trainer.max_steps=9", cwd=job).returncode == 0
+    rates, whole = read_metrics(job / "run", "lr"), read_metrics(job / "whole", "lr")
+    assert [rates[step] for step in (7, 8, 9)] == [whole[step] for step in (7, 8, 9)]
+    assert rates[7] > 0
+
+
+def test_gradients_that_are_not_finite_are_never_committed(job: Path) -> None:
+    arguments = ("checkpoint.every=2", "checkpoint.keep=1", "trainer.log_every=100", "~data.eval")
+    done = dsjob("cfg.json", "model._target_=my_model.NanGradient", *arguments, cwd=job)
+    assert done.returncode == 1
+    assert "the gradients' norm became nan in step 4; the last good checkpoint is" in done.stderr
+    assert list_commits(job / "run") == ["step-00000002"]
+
+
+def test_after_going_back_a_folder_goes_on_from_its_newest(job: Path) -> None:
+    save = ("checkpoint.every=2", "checkpoint.keep=0")
+    assert dsjob("cfg.json", *save, cwd=job).returncode == 0
+    assert dsjob("cfg.json", *save, "checkpoint.resume=step-00000002", "trainer.max_steps=8", cwd=job).returncode == 0
+    again = dsjob("run", "run", "trainer.max_steps=10", cwd=job)
+    assert "step-00000008-a0002 at step 8" in again.stdout, again.stderr
+
+
+def test_changed_hyperparameters_take_effect_and_are_told(job: Path) -> None:
+    assert dsjob("cfg.json", cwd=job).returncode == 0
+    changes = ("optimizer.params.lr=0.5", "optimizer.params.weight_decay=0.25", "trainer.max_steps=8")
+    again = dsjob("run", "run", *changes, cwd=job)
+    assert "optimizer.params.lr 0.01 -> 0.5, optimizer.params.weight_decay 0 -> 0.25" in again.stdout, again.stderr
+    assert read_metrics(job / "run", "lr")[8] == 0.5
+    other = dsjob("run", "run", "optimizer.type=SGD", "~optimizer.params", "trainer.max_steps=9", cwd=job)
+    assert other.returncode == 1
+    assert "the checkpoint holds the state of AdamW, but the optimizer is SGD now" in other.stderr
+
+
+@pytest.mark.parametrize("change", ["model._target_=my_model.NoLoss", "model._target_=my_model.nope"])
+def test_a_run_that_fails_at_once_spoils_nothing(job: Path, change: str) -> None:
+    assert dsjob("cfg.json", cwd=job).returncode == 0
+    kept = {name: (job / "run" / name).read_bytes() for name in ("resolved.json", "result.json")}
+    assert dsjob("run", "run", change, "trainer.max_steps=8", cwd=job).returncode != 0
+    assert dsjob("run", "run", "checkpoint.resume=never", cwd=job).returncode == 1
+    assert kept == {name: (job / "run" / name).read_bytes() for name in kept}
+    assert dsjob("run", "run", cwd=job).returncode == 0
+    assert kept["result.json"] == (job / "run" / "result.json").read_bytes()
+
+
+def test_a_folder_goes_on_with_another_number_of_ranks(job: Path) -> None:
+    assert dsjob("cfg.json", "launch.nproc=2", cwd=job).returncode == 0
+    again = dsjob("run", "run", "launch.nproc=1", "trainer.max_steps=8", cwd=job)
+    assert "8 = 4 micro x 2 accumulated x 1 rank" in again.stdout, again.stderr
+
+
+def test_a_repeated_run_does_not_go_on_in_the_old_folder(job: Path) -> None:
+    assert dsjob("cfg.json", cwd=job).returncode == 0
+    assert dsjob("run", "run/resolved.json", cwd=job).returncode == 0
+    (again,) = job.glob("run-*")
+    assert read_metrics(again) == read_metrics(job / "run")
+    assert dsjob("-m", "run/resolved.json", "trainer.seed=1,2", cwd=job).returncode == 0
+    assert len(list(job.glob("run-*/1/result.json"))) == 1
+
+
+def test_a_sweep_does_not_mix_with_an_earlier_one(job: Path) -> None:
+    assert dsjob("-m", "cfg.json", "trainer.seed=1,2", cwd=job).returncode == 0
+    again = dsjob("-m", "cfg.json", "trainer.seed=1,2", cwd=job)
+    assert again.returncode == 0, again.stderr
+    losses = [json.loads((job / "run" / str(i) / "result.json").read_text())["metrics"]["eval/loss"] for i in (0, 1)]
+    assert len(set(losses)) == 2
+    mixed = dsjob("-m", "cfg.json", "trainer.seed=3,4", cwd=job)
+    assert mixed.returncode == 2
+    assert "run/0 holds the run with trainer.seed=1" in mixed.stderr
+    assert losses == [
+        json.loads((job / "run" / str(i) / "result.json").read_text())["metrics"]["eval/loss"] for i in (0, 1)
+    ]
+
+
+def test_a_sweep_may_have_a_folder_that_hydra_fills_in(job: Path) -> None:
+    done = dsjob("-m", "cfg.json", "trainer.seed=1,2", "hydra.sweep.dir='sweeps/${now:%Y}'", cwd=job)
+    assert done.returncode == 0, done.stderr
+    assert len(list(job.glob("sweeps/*/*/result.json"))) == 2
+
+
+def test_modules_beside_the_job_file_are_found_again(job: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert dsjob("../cfg.json", cwd=elsewhere).returncode == 0
+    again = dsjob("run", "run", "trainer.max_steps=7", cwd=elsewhere)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_resume_draws_the_same_noise_in_workers(job: Path) -> None:
+    noisy = ("data.train._target_=my_model.Noisy", "data.num_workers=2", "~data.eval")
+    assert dsjob("cfg.json", *noisy, "output.dir=whole", cwd=job).returncode == 0
+    assert dsjob("cfg.json", *noisy, "trainer.max_steps=3", cwd=job).returncode == 0
+    assert dsjob("run", "run", "trainer.max_steps=6", cwd=job).returncode == 0
+    assert read_metrics(job / "run") == read_metrics(job / "whole")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from dsjob.data import TrainingLoader, iterate_evaluation, to_device
+from dsjob.data import Epochs, TrainingLoader, iterate_evaluation, to_device
 from dsjob.data.batches import count_elements, count_samples, is_tokens
 from dsjob.errors import DataError
 from dsjob.mesh import World
@@ -113,3 +113,33 @@ def test_batches_are_counted_and_moved_in_any_shape() -> None:
     assert moved["a"][0].is_meta
     assert moved["a"][1][0] == "text"
     assert moved["a"][1][1].is_meta
+
+
+class Random:
+    """Each look at a sample gives another number."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+def test_random_transforms_in_workers_depend_on_the_sample_alone() -> None:
+    (whole,) = [first_batches(Random(), 4, num_workers=1)]
+    assert first_batches(Random(), 2, seek=8, num_workers=2) == whole[2:]
+    ranks = [first_batches(Random(), 4, world=make_world(r, 2), micro_batch=2, num_workers=1) for r in range(2)]
+    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
+    assert whole[0] != whole[2]
+
+
+def test_a_program_sees_epochs() -> None:
+    loader = TrainingLoader(list(range(10)), micro_batch=3, world=make_world(), seed=0)
+    epochs = Epochs(loader, 3)
+    first, second = [[batch.tolist() for batch in epochs] for _ in range(2)]
+    assert len(epochs) == len(first) == len(second) == 3
+    assert first != second
+    stream = Epochs(TrainingLoader(Stream(7), micro_batch=2, world=make_world(), seed=0), 2)
+    assert [batch.tolist() for batch in stream] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(TypeError):
+        len(stream)

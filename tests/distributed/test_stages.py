@@ -1,15 +1,19 @@
 """Stages and world sizes against each other, and against plain PyTorch on the whole batch."""
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import build_net, make_engine, train_by_hand, train_engine, whole_state
+from engines import build_net, make_engine, make_tokens, train_by_hand, train_engine, whole_state
 from net import Net
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsjob.engine import Engine
+from dsjob.errors import ContractError
 from dsjob.mesh import World
 
 STEPS, ROWS = 4, 12
@@ -137,16 +141,150 @@ class Diverging(nn.Module):
         return self.fc(x).sum()
 
 
-def start_apart(world: World) -> list[Tensor]:
-    return [whole_state(make_engine(stage, net=Diverging(world.rank)))["model.fc.weight"] for stage in range(4)]
+def start_apart(world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For each stage and precision: the weight before and after a step, and that which the model computes with."""
+    found = []
+    for stage, bf16 in itertools.product(range(4), (False, True)):
+        engine = make_engine(stage, net=Diverging(world.rank), bf16=bf16)
+        before = whole_state(engine)["model.fc.weight"]
+        engine.backward(engine(torch.ones(2, 5)).float())
+        engine.step()
+        used = engine.module.fc.weight.detach()
+        whole = used.full_tensor() if isinstance(used, DTensor) else used
+        found.append((before, whole_state(engine)["model.fc.weight"], whole.float()))
+    return found
 
 
 @pytest.mark.slow
 def test_ranks_that_start_apart_agree_on_rank_0() -> None:
-    expected = Diverging(0).fc.weight
-    for weights in run_ranks(start_apart, 2):
-        for weight in weights:
-            torch.testing.assert_close(weight, expected.detach())
+    expected = Diverging(0).fc.weight.detach()
+    ranks = run_ranks(start_apart, 2)
+    for first, second in zip(*ranks, strict=True):
+        torch.testing.assert_close(first[0], expected)
+        assert not torch.equal(first[0], first[1])
+        for ours, theirs in zip(first, second, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        torch.testing.assert_close(first[1], first[2], rtol=1e-2, atol=1e-2)
+
+
+def train_low(world: World) -> list[set[torch.dtype]]:
+    """The dtypes of weights and optimizer states of a bf16 model, for each stage and precision."""
+    found = []
+    for stage, bf16 in itertools.product(range(4), (False, True)):
+        engine = make_engine(stage, net=build_net().bfloat16(), bf16=bf16)
+        train_engine(engine, 0, 1)
+        state = engine.state()
+        found.append({tensor.dtype for tensor in {**state.weights, **state.optimizer_tensors()}.values()})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_masters_are_fp32_whatever_the_model_comes_in(world_size: int) -> None:
+    for found in run_ranks(train_low, world_size):
+        assert found == [{torch.float32}] * 8
+
+
+def train_sgd(world: World) -> list[dict[str, Tensor]]:
+    found = []
+    for stage in range(4):
+        engine = make_engine(stage, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
+        train_engine(engine, 0, 3)
+        found.append({n: t for n, t in whole_state(engine).items() if n.startswith("model.")})
+    return found
+
+
+@pytest.mark.slow
+def test_sgd_is_the_same_at_every_stage() -> None:
+    for found in run_ranks(train_sgd, 2):
+        for weights in found:
+            for name, tensor in found[0].items():
+                torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
+
+
+def take_step(engine: Engine) -> tuple[float, float]:
+    """The loss and the norm of a step of two micro steps."""
+    for _ in range(2):
+        loss = engine(*make_tokens(5, 2))
+        engine.backward(loss)
+        engine.step()
+    return float(loss.detach()), engine.get_global_grad_norm()
+
+
+def break_off(world: World, folder: str) -> list[tuple[float, float, float, float]]:
+    """For each stage: a loss and the norm of a step, of a fresh engine and of one that loads within a step."""
+    found = []
+    for stage, bf16 in itertools.product(range(4), (False, True)):
+        engine = make_engine(stage, accumulation=2, bf16=bf16, communication_data_type="fp32")
+        engine.save_checkpoint(f"{folder}/{stage}-{bf16}")
+
+        expected = take_step(engine)
+        engine.backward(engine(*make_tokens(5, 2)))
+        engine.step()
+        engine.load_checkpoint(f"{folder}/{stage}-{bf16}")
+        found.append((*expected, *take_step(engine)))
+    return found
+
+
+@pytest.mark.slow
+def test_loading_within_a_step_drops_what_it_has_added_up(tmp_path: Path) -> None:
+    for found in run_ranks(break_off, 2, str(tmp_path)):
+        for loss, norm, again, norm_again in found:
+            assert again == pytest.approx(loss, rel=1e-6)
+            assert norm_again == pytest.approx(norm, rel=1e-5)
+
+
+class Averaging(nn.Module):
+    """A running average that is replaced, not written into; and a temperature without dimensions."""
+
+    def __init__(self, scalar: bool = False) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        if scalar:
+            self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        return (self.fc(x) - self.average).square().mean()
+
+
+def train_averaging(world: World) -> list[list[float]]:
+    found = []
+    for stage in range(4):
+        engine = make_engine(stage, net=Averaging())
+        seen = []
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 4) * (world.rank + 1)))
+            engine.step()
+            seen.append(float(engine.module.average[0]))
+        found.append(seen)
+    return found
+
+
+@pytest.mark.slow
+def test_a_buffer_that_is_replaced_follows_rank_0_too() -> None:
+    first, second = run_ranks(train_averaging, 2)
+    for stage in range(4):
+        assert first[stage] == pytest.approx([0.1, 0.19, 0.271])
+        assert second[stage] == pytest.approx([0.2, 0.29, 0.371])
+
+
+def build_scalar(world: World) -> list[str]:
+    said = []
+    for stage in range(4):
+        try:
+            make_engine(stage, net=Averaging(scalar=True))
+            said.append("")
+        except ContractError as error:
+            said.append(error.message)
+    return said
+
+
+@pytest.mark.slow
+def test_a_parameter_without_dimensions_is_refused_where_it_would_be_sharded() -> None:
+    for said in run_ranks(build_scalar, 2):
+        assert said == ["", *["parameter temperature has no dimension to shard it along"] * 3]
 
 
 class Unused(nn.Module):

@@ -1,0 +1,68 @@
+"""A run's folder: how it is named and made, and the documents that lie in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dsjob import storage
+from dsjob.errors import DsjobError
+
+RESOLVED_NAME = "resolved.json"
+RESULT_NAME = "result.json"
+METRICS_NAME = "metrics.jsonl"
+
+
+def make_run_dir(pattern: str, name: str) -> str:
+    """The run's folder, made: `pattern` with `%name` and `%time` filled in, a new one where the time is in it."""
+    stamped = os.path.expanduser(pattern.replace("%name", name).replace("%time", time.strftime("%Y-%m-%d_%H-%M-%S")))
+    chosen, number = stamped, 1
+    while True:
+        try:
+            os.makedirs(chosen, exist_ok="%time" not in pattern)  # two runs may start within a second
+            return chosen
+        except FileExistsError:
+            if not os.path.isdir(chosen):
+                raise DsjobError(f"cannot make the folder {chosen}: a file has that name") from None
+            chosen, number = f"{stamped}-{number}", number + 1
+        except OSError as error:
+            raise DsjobError(
+                f"cannot make the folder {chosen}: {error.strerror}", hint="choose another output.dir"
+            ) from error
+
+
+def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
+    """Writes resolved.json; what an earlier run said of its end is gone then."""
+    storage.write_bytes(os.path.join(run_dir, RESOLVED_NAME), json.dumps(document, indent=2).encode() + b"\n")
+    storage.delete(os.path.join(run_dir, RESULT_NAME))
+
+
+def write_result(run_dir: str, result: Mapping[str, Any]) -> None:
+    """Writes result.json: how the run ended."""
+    storage.write_bytes(os.path.join(run_dir, RESULT_NAME), json.dumps(drop_non_finite(result)).encode())
+
+
+def read_result(run_dir: str) -> dict[str, Any]:
+    """A run's result.json; empty where there is none."""
+    path = os.path.join(run_dir, RESULT_NAME)
+    if not os.path.exists(path):
+        return {}
+    content: dict[str, Any] = json.loads(storage.read_text(path))
+    return content
+
+
+def list_commits(run_dir: str, document: Mapping[str, Any]) -> list[str]:
+    """The commit records of the run's checkpoints, wherever its document puts them."""
+    url = document["checkpoint"].get("dir") or os.path.join(run_dir, "checkpoints")
+    return storage.list_names(storage.join(url, "commits"))
+
+
+def drop_non_finite(value: Any) -> Any:
+    """`value` with null for every nan and inf, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: drop_non_finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
