@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from torch import nn
 
 from dsjob import loop, storage
@@ -21,7 +20,7 @@ from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpoint
 from dsjob.mesh import World
 from dsjob.optim.changes import apply_changes
 from dsjob.optim.schedules import settle_length
-from dsjob.progress import Display, shorten, show_seconds
+from dsjob.progress import Display, make_console, shorten, show_seconds
 from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
 from dsjob.spec import JobSpec, view
@@ -43,7 +42,7 @@ def run_job(document: Mapping[str, Any], run_dir: str, world: World) -> Result:
     Raises DsjobError for whatever the user can mend; what the user's own code raises passes through.
     """
     spec = view(JobSpec, document)
-    console = Console(highlight=False)
+    console = make_console()
     display = Display(console, shown=world.rank == 0)
     started = time.monotonic()
     try:

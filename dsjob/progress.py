@@ -13,6 +13,12 @@ from rich.text import Text
 from dsjob.callbacks import Callback, RunView
 
 
+def make_console() -> Console:
+    """Standard output; where it is no terminal, lines are as long as they are."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=10_000)
+
+
 class Display(Callback):
     """Shows the course of training on a console."""
 
@@ -30,7 +36,12 @@ class Display(Callback):
         table.add_column(overflow="fold")
         for name, value in rows:
             table.add_row(name, value)
-        self.console.print(table)
+        if self.console.is_terminal:
+            self.console.print(table)
+        else:
+            self.console.print(title)
+            for name, value in rows:
+                self.console.print(f"  {name:<10} {value}", markup=False)
 
     def say(self, title: str, text: str) -> None:
         """`text` under a `title`, or on one line with it."""

@@ -44,7 +44,10 @@ def read_pairs(
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error.reason}") from error
     if not taken:
-        raise DataError(f"split {split!r} of {path} is empty", hint="split='all' takes every pair of the file")
+        raise DataError(
+            f"split {split!r} of {path} is empty: every tenth pair is validation, the others are train",
+            hint="for a small file: data.train.split=all, and for data.eval a file of its own with split=all, or none",
+        )
     return taken
 
 
