@@ -109,7 +109,7 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"deepspeed": {"gradient_clippin": 1}}, 'did you mean "gradient_clipping"?'),
         ({"max_steps": 5}, "it belongs under trainer"),
         ({"keep": 5}, "it belongs under checkpoint"),
-        ({"launch": {"x": 5}}, "allowed here: nproc, device, backend, timeout"),
+        ({"output": {"x": 5}}, "allowed here: dir"),
     ],
 )
 def test_a_mistake_comes_with_what_to_do(sections: dict[str, Any], hint: str) -> None:
@@ -253,7 +253,7 @@ def test_arguments_of_targets_and_of_unlisted_types_are_their_own_business() -> 
     assert (
         problems(
             model={"_target_": "a.b", "anything": {"at": ["all", None]}},
-            optimizer={"type": "Adagrad", "params": {"lr_decay": 0.1}},
+            optimizer={"type": "Adamax", "params": {"foreach": True}},
             scheduler={"_target_": "a.b", "x": 1},
         )
         == {}
@@ -279,7 +279,7 @@ def sections() -> Iterator[tuple[tuple[str, ...], Schema, str]]:
             if "else" in below and "properties" in below["else"] and key == "deepspeed":
                 yield from walk(below["else"], (*path, key))
             elif "params" in below.get("properties", {}):
-                for kind in ("Adam", "SGD", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"):
+                for kind in ("Adam", "SGD", "Adagrad", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"):
                     if (found := contract.params_schema(below, kind)) is not None:
                         yield (*path, key, "params"), found, kind
             elif "properties" in below and not contract.is_target(below):
