@@ -31,7 +31,21 @@ RECIPES = sorted(
 OWN_KEYWORDS = {"x-status", "x-note", "x-aliases", "x-auto", "x-alias-of", "x-replaced-by", "x-deepspeed"}
 KEYS = (Path(__file__).parent / "data" / "deepspeed_keys.txt").read_text().splitlines()
 TYPES = {
-    "optimizer": "Adam AdamW SGD Adagrad Lamb Lion OneBitAdam ZeroOneAdam OneBitLamb MuAdam MuAdamW MuSGD Muon".split(),
+    "optimizer": [
+        "Adam",
+        "AdamW",
+        "SGD",
+        "Adagrad",
+        "Lamb",
+        "Lion",
+        "OneBitAdam",
+        "ZeroOneAdam",
+        "OneBitLamb",
+        "MuAdam",
+        "MuAdamW",
+        "MuSGD",
+        "Muon",
+    ],
     "scheduler": ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"],
 }
 
@@ -147,7 +161,9 @@ def test_every_key_of_deepspeed_is_there_with_its_default(line: str) -> None:
 
 def test_no_section_of_deepspeed_takes_keys_that_are_not_listed() -> None:
     def takes_any(schema: Schema) -> bool:
-        rest = schema.get("additionalProperties", {**schema, **schema.get("else", {})}.get("additionalProperties", True))
+        rest = schema.get(
+            "additionalProperties", {**schema, **schema.get("else", {})}.get("additionalProperties", True)
+        )
         return schema.get("type") == "object" and (rest is True or rest == {})
 
     programs_own = ["tensor_parallel.tp.mpu", "tensor_parallel.tp.tp_group"]  # objects that no file can hold
