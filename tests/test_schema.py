@@ -292,6 +292,14 @@ def test_auto_where_nothing_else_derives_it_counts_as_not_given() -> None:
     assert filled["zero_optimization"]["reduce_bucket_size"] == "auto"
 
 
+def test_a_section_that_does_nothing_stays_as_it_was_given() -> None:
+    given = {"torch_autocast": {"enabled": False}, "amp": {"enabled": "auto"}, "pipeline": {"stages": "auto"}}
+    document = make_job(**given)
+    once = resolve(document)
+    assert {key: once[key] for key in given} == given
+    assert resolve(copy.deepcopy(once)) == once
+
+
 def test_the_type_may_say_more_of_a_key() -> None:
     optimizer = contract.job_schema()["properties"]["optimizer"]
     lamb, adam = (contract.child(optimizer, "type", {"type": kind}) for kind in ("lamb", "Adam"))
