@@ -180,7 +180,8 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
         if below is None:
             continue
         status, note, here = below.get("x-status"), below.get("x-note", ""), (*path, key)
-        off = item == below.get("default") or (isinstance(item, dict) and item.get("enabled") is False)
+        off = item == below.get("default") or (item == "auto" and below.get("x-auto"))
+        off = off or (isinstance(item, dict) and item.get("enabled") in (False, "auto"))
         if status == "unsupported" and not off:
             shown = "" if isinstance(item, dict) else f"{_show(item)} "
             problems.append(Problem(f"{shown}is not supported by dsjob", here, "unsupported", note))

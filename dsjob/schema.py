@@ -1,8 +1,10 @@
 """The contract as data: the JSON Schema files joined into one tree, and the questions that the rest asks of it.
 
 The files in `schemas/` are the only place for shape, bounds, defaults and texts. Keywords of our own, all of them
-annotations that other validators skip: `x-status` (`no-effect` or `unsupported`) with `x-note` saying why, `x-aliases`
-(other spellings), `x-auto` (the string "auto" stands for a value that is derived).
+annotations that other validators skip: `x-status` with `x-note` (`mapped`: to what; `no-effect`, `unsupported`: why; a
+section's holds for the keys in it), `x-aliases` (other spellings), `x-replaced-by` (what a deprecated key is now),
+`x-auto` (the string "auto" stands for a value that is derived, or for nothing given), `x-deepspeed` (DeepSpeed's name
+for a key; at the root of deepspeed.json the version whose defaults are listed).
 """
 
 from __future__ import annotations
@@ -63,27 +65,32 @@ def is_target(schema: Schema) -> bool:
     return "_target_" in schema.get("properties", {})
 
 
-def params_schema(section: Schema, kind: Any) -> Schema | None:
-    """The schema of `params` for an optimizer's or scheduler's `type`; None where its arguments are not listed."""
+def _branch(section: Schema, kind: Any) -> Schema:
+    """What an optimizer's or scheduler's `type` makes of the section's keys; empty where it is not listed."""
     for branch in section.get("allOf", ()):
         rule = branch.get("if", {}).get("properties", {}).get("type", {})
         named = (
             rule.get("const") == kind if "const" in rule else bool(re.search(rule.get("pattern", r"(?!)"), str(kind)))
         )
         if named:
-            found: Schema = branch["then"]["properties"]["params"]
+            found: Schema = branch["then"]["properties"]
             return found
-    return None
+    return {}
+
+
+def params_schema(section: Schema, kind: Any) -> Schema | None:
+    """The schema of `params` for an optimizer's or scheduler's `type`; None where its arguments are not listed."""
+    found: Schema | None = _branch(section, kind).get("params")
+    return found
 
 
 def child(schema: Schema, key: str, value: Any = None) -> Schema | None:
-    """The schema of `key` inside an object of `schema`; `value` is that object, which selects the branch for params."""
-    if key == "params" and isinstance(value, dict) and "allOf" in schema:
-        return params_schema(schema, value.get("type")) or schema["properties"][key]
+    """The schema of `key` inside an object of `schema`; `value` is that object, whose type may say more of the key."""
     properties = schema.get("properties", {})
     if key in properties:
         found: Schema = properties[key]
-        return found
+        typed = _branch(schema, value.get("type")).get(key) if "allOf" in schema and isinstance(value, dict) else None
+        return {**found, **typed} if typed else found
     if "else" in schema and "properties" in schema.get("else", {}):
         return child(schema["else"], key, value)
     rest = schema.get("additionalProperties")
@@ -110,14 +117,19 @@ def prune(value: Any, schema: Schema) -> Any:
 
 
 def fill_defaults(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """`value` with the default of every key that does something; those without effect stay as they were given."""
+    """`value` with the default of every key that does something; those without effect stay as they were given.
+
+    "auto" where it is allowed counts as not given.
+    """
     filled = dict(value)
     for key, below in schema.get("properties", {}).items():
         if key == "params" and "_target_" in value:  # of a target it would be an argument
             continue
+        if filled.get(key) == "auto" and below.get("x-auto") and "x-status" not in below:
+            del filled[key]
         if key not in filled and "default" in below and "x-status" not in below and "x-alias-of" not in below:
             filled[key] = copy.deepcopy(below["default"])
-        if isinstance(filled.get(key), dict):
+        if isinstance(filled.get(key), dict) and "x-status" not in below:
             inner = child(schema, key, filled)
             filled[key] = fill_defaults(filled[key], inner or below)
     return filled

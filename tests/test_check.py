@@ -109,7 +109,7 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"deepspeed": {"gradient_clippin": 1}}, 'did you mean "gradient_clipping"?'),
         ({"max_steps": 5}, "it belongs under trainer"),
         ({"keep": 5}, "it belongs under checkpoint"),
-        ({"launch": {"x": 5}}, "allowed here: nproc, device, backend, timeout"),
+        ({"output": {"x": 5}}, "allowed here: dir"),
     ],
 )
 def test_a_mistake_comes_with_what_to_do(sections: dict[str, Any], hint: str) -> None:
@@ -173,6 +173,110 @@ def test_what_is_not_supported_is_an_error_with_the_reason(section: str, key: st
 
 def test_an_unsupported_key_may_be_left_at_its_default() -> None:
     assert problems(fp16={"enabled": False}, zero_optimization={"mics_shard_size": -1, "cpu_offload": False}) == {}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["Lamb", "lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lion", "LION", "MuAdam", "MuAdamW", "MuSGD", "Muon"],
+)
+def test_an_optimizer_that_is_not_built_is_refused_by_name_with_another_way(kind: str) -> None:
+    found = problem("optimizer.type", optimizer={"type": kind, "params": {"lr": 0.1}})
+    assert (found.rule, found.message) == ("unsupported", f'"{kind}" is not supported by dsjob')
+    assert found.hint
+
+
+def test_the_arguments_of_an_optimizer_that_is_not_built_are_checked_all_the_same() -> None:
+    found = problems(optimizer={"type": "OneBitAdam", "params": {"freze_step": 3}})
+    assert found["optimizer.params.freze_step"].hint == 'did you mean "freeze_step"?'
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "adagrad", "Adamax", "SGD", "adamw"])
+def test_an_optimizer_that_is_built_is_not_refused(kind: str) -> None:
+    assert problems(optimizer={"type": kind, "params": {"lr": 0.1}}) == {}
+
+
+def defaults(schema: Schema) -> dict[str, Any]:
+    """Every key at its default, sections without any left out."""
+    found: dict[str, Any] = {}
+    for key, below in schema["properties"].items():
+        if contract.is_target(below):
+            continue
+        value = defaults(below) if "properties" in below else below.get("default")
+        if value not in (None, {}) and not below.get("deprecated"):
+            found[key] = value
+    return found
+
+
+# Sections that are on as soon as they are there, as in DeepSpeed.
+PRESENT_IS_ON = {"sparse_attention", "weight_quantization", "zero_optimization.zenflow"} | {
+    "zero_optimization.zeropp_loco_param"
+}
+
+
+def test_a_deepspeed_config_with_every_key_at_its_default_asks_for_nothing_unsupported() -> None:
+    schema = contract.deepspeed_schema()
+    config = defaults(schema)
+    assert len(config) > 40
+    errors = [found for found in check_shape(config, schema) if found.severity == "error"]
+    assert {found.dotted for found in errors} == PRESENT_IS_ON
+    assert {found.rule for found in errors} == {"unsupported"}
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "hint"),
+    [
+        ({"fp16": {"clip": 1.0}}, "fp16.clip", "gradient_clipping"),
+        ({"fp32_allreduce": True}, "fp32_allreduce", "communication_data_type=fp32"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16", "bf16"),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload", "offload_optimizer.device=cpu"),
+        ({"zero_optimization": {"cpu_offload_params": True}}, "zero_optimization.cpu_offload_params", "offload_param"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+            "optimizer.params.max_grad_norm",
+            "clipping",
+        ),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", "bf16.enabled"),
+        ({"pipeline": {"stages": 4}}, "pipeline.stages", "ZeRO"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "activation_checkpointing.cpu_checkpointing",
+            "torch",
+        ),
+    ],
+)
+def test_a_key_of_an_older_config_is_refused_with_what_to_write(config: dict[str, Any], path: str, hint: str) -> None:
+    (found,) = check_shape(config, contract.deepspeed_schema())
+    assert (found.dotted, found.rule, found.severity) == (path, "unsupported", "error")
+    assert hint in found.hint
+
+
+def test_keys_that_a_file_of_hugging_face_has_as_auto_ask_for_nothing() -> None:
+    config: dict[str, Any] = {
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "amp": {"enabled": "auto", "opt_level": "auto"},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+    }
+    assert check_shape(config, contract.deepspeed_schema()) == []
+
+
+def test_unknown_keys_are_found_in_maps_and_lists() -> None:
+    config = {
+        "compression_training": {"row_pruning": {"different_groups": {"mine": {"modulez": []}}}},
+        "tensor_parallel": {"partition_config": {"layer_specs": [{"pattern": []}]}},
+    }
+    found = {
+        item.dotted: item.hint
+        for item in check_shape(config, contract.deepspeed_schema())
+        if item.rule == "unknown-key"
+    }
+    assert found == {
+        "compression_training.row_pruning.different_groups.mine.modulez": 'did you mean "modules"?',
+        "tensor_parallel.partition_config.layer_specs[0].pattern": 'did you mean "patterns"?',
+    }
 
 
 def test_unsupported_keys_are_found_at_any_depth() -> None:
@@ -244,7 +348,7 @@ def test_arguments_of_targets_and_of_unlisted_types_are_their_own_business() -> 
     assert (
         problems(
             model={"_target_": "a.b", "anything": {"at": ["all", None]}},
-            optimizer={"type": "Adagrad", "params": {"lr_decay": 0.1}},
+            optimizer={"type": "Adamax", "params": {"foreach": True}},
             scheduler={"_target_": "a.b", "x": 1},
         )
         == {}
@@ -270,7 +374,16 @@ def sections() -> Iterator[tuple[tuple[str, ...], Schema, str]]:
             if "else" in below and "properties" in below["else"] and key == "deepspeed":
                 yield from walk(below["else"], (*path, key))
             elif "params" in below.get("properties", {}):
-                for kind in ("Adam", "SGD", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"):
+                for kind in (
+                    "Adam",
+                    "SGD",
+                    "Adagrad",
+                    "WarmupLR",
+                    "WarmupDecayLR",
+                    "WarmupCosineLR",
+                    "OneCycle",
+                    "LRRangeTest",
+                ):
                     if (found := contract.params_schema(below, kind)) is not None:
                         yield (*path, key, "params"), found, kind
             elif "properties" in below and not contract.is_target(below):

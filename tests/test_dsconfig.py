@@ -9,7 +9,7 @@ import pytest
 
 from dsjob import dsconfig
 from dsjob.errors import Problem
-from dsjob.schema import deepspeed_schema, job_schema
+from dsjob.schema import Schema, deepspeed_schema, job_schema
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -54,10 +54,23 @@ def test_a_path_below_a_section_stays_what_it_is() -> None:
     assert dsconfig.to_config_path(("trainer", "seed")) == ("trainer", "seed")
 
 
-def test_every_key_of_a_config_has_a_place_or_no_effect() -> None:
+def test_every_key_of_a_config_has_a_place_or_a_status_at_every_leaf() -> None:
+    def has_status(schema: Schema) -> bool:
+        below = schema.get("properties", {})
+        return "x-status" in schema or (bool(below) and all(has_status(item) for item in below.values()))
+
     for key, below in deepspeed_schema()["properties"].items():
-        placed = dsconfig.to_job({key: {}})
-        assert bool(placed) == ("x-status" not in below), key
+        assert dsconfig.to_job({key: {}}) or has_status(below), key
+
+
+def test_a_key_is_mapped_where_it_has_another_name_in_the_job() -> None:
+    for key, below in deepspeed_schema()["properties"].items():
+        placed = dsconfig.to_job({key: 1})
+        assert (below.get("x-status") == "mapped") == (bool(placed) and key not in placed), key
+        if below.get("x-status") == "mapped":
+            ((section, value),) = placed.items()
+            assert below["x-note"] == f"{section}.{next(iter(value))}"
+            assert job_schema()["properties"][section]["properties"][next(iter(value))]["x-deepspeed"] == key
         for section in placed:
             assert section in job_schema()["properties"]
 

@@ -1,11 +1,13 @@
-"""The schemas as data, what is asked of them, and that every recipe fits them."""
+"""The schemas as data, that every key of DeepSpeed is in them, what is asked of them, and that every recipe fits."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from jsonschema import Draft202012Validator
 from dsjob import schema as contract
 from dsjob.check import check_job
 from dsjob.compose import compose
+from dsjob.dsconfig import to_job
 from dsjob.resolve import read_nproc, resolve_job
 from dsjob.resources import read_schema
 from dsjob.schema import Schema
@@ -25,7 +28,26 @@ RECIPES = sorted(
     for item in resources.files("dsjob.conf").joinpath("recipe").iterdir()
     if item.name.endswith(".yaml")
 )
-OWN_KEYWORDS = {"x-status", "x-note", "x-aliases", "x-auto", "x-alias-of"}
+OWN_KEYWORDS = {"x-status", "x-note", "x-aliases", "x-auto", "x-alias-of", "x-replaced-by", "x-deepspeed"}
+KEYS = (Path(__file__).parent / "data" / "deepspeed_keys.txt").read_text().splitlines()
+TYPES = {
+    "optimizer": [
+        "Adam",
+        "AdamW",
+        "SGD",
+        "Adagrad",
+        "Lamb",
+        "Lion",
+        "OneBitAdam",
+        "ZeroOneAdam",
+        "OneBitLamb",
+        "MuAdam",
+        "MuAdamW",
+        "MuSGD",
+        "Muon",
+    ],
+    "scheduler": ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"],
+}
 
 
 def walk(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
@@ -38,9 +60,11 @@ def walk(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
         if isinstance(below.get("additionalProperties"), dict):
             yield f"{path}{key}.*", below["additionalProperties"]
             yield from walk(below["additionalProperties"], f"{path}{key}.*.")
-        for number, branch in enumerate(below.get("allOf", ())):
-            for name, properties in branch["then"]["properties"].items():  # what a type makes of a key described above
-                yield from walk(properties, f"{path}{key}[{number}].{name}.")
+        yield from walk(below.get("items", {}), f"{path}{key}[].")
+        for kind in TYPES.get(key, ()) if "allOf" in below else ():
+            found = contract.params_schema(below, kind)
+            assert found is not None, kind
+            yield from walk(found, f"{path}{key}.params[{kind}].")
         if "properties" in below.get("else", {}):
             yield from walk(below["else"], f"{path}{key}.")
 
@@ -64,7 +88,7 @@ def test_every_file_is_a_schema_that_names_itself_and_its_section(name: str) -> 
 
 def test_there_are_schemas_and_properties_to_look_at() -> None:
     assert {"job.schema.json", "deepspeed.json", "trainer.json"} <= set(FILES)
-    assert {"trainer.seed", "zero_optimization.offload_param.device", "optimizer[0].params.lr"} <= set(PROPERTIES)
+    assert {"trainer.seed", "zero_optimization.offload_param.device", "optimizer.params[Adam].lr"} <= set(PROPERTIES)
     assert {"metrics.*._target_", "deepspeed.train_batch_size"} <= set(PROPERTIES)
 
 
@@ -87,8 +111,8 @@ def test_every_default_is_valid_itself() -> None:
     assert find(lambda s: "default" in s and not Draft202012Validator(s).is_valid(s["default"])) == []
 
 
-def test_what_does_nothing_says_so_in_one_of_two_ways() -> None:
-    assert find(lambda schema: schema.get("x-status") not in (None, "no-effect", "unsupported")) == []
+def test_what_does_nothing_under_its_name_says_so_in_one_of_three_ways() -> None:
+    assert find(lambda schema: schema.get("x-status") not in (None, "mapped", "no-effect", "unsupported")) == []
     assert find(lambda schema: not {key for key in schema if key.startswith("x-")} <= OWN_KEYWORDS) == []
 
 
@@ -96,9 +120,9 @@ def test_what_does_nothing_says_why() -> None:
     assert find(lambda schema: ("x-status" in schema) != bool(schema.get("x-note"))) == []
 
 
-def test_an_unsupported_key_has_a_default_to_leave_it_at_or_is_a_section_to_leave_out() -> None:
+def test_an_unsupported_switch_has_a_default_to_leave_it_at() -> None:
     unsupported = lambda schema: schema.get("x-status") == "unsupported"  # noqa: E731
-    assert find(lambda schema: unsupported(schema) and "default" not in schema and schema["type"] != "object") == []
+    assert find(lambda s: unsupported(s) and s.get("type") == "boolean" and "default" not in s) == []
 
 
 def test_an_object_that_lists_its_keys_says_whether_it_takes_others() -> None:
@@ -106,6 +130,64 @@ def test_an_object_that_lists_its_keys_says_whether_it_takes_others() -> None:
         return "properties" in schema and "additionalProperties" not in {**schema, **schema.get("else", {})}
 
     assert find(is_silent) == []
+
+
+def test_a_deprecated_key_names_what_replaces_it_or_why_nothing_does() -> None:
+    told = {"x-alias-of", "x-replaced-by"}
+    assert find(lambda schema: bool(schema.get("deprecated")) and not told & set(schema)) == []
+
+
+def test_every_key_of_stage_3_has_its_short_name_too() -> None:
+    keys = contract.deepspeed_schema()["properties"]["zero_optimization"]["properties"]
+    long = [key for key in keys if key.startswith("stage3_") and "x-alias-of" not in keys[key]]
+    assert len(long) == 9
+    assert {key: keys[key.removeprefix("stage3_")]["x-alias-of"] for key in long} == {key: key for key in long}
+
+
+DEEPSPEED = dict(walk(contract.deepspeed_schema()))
+
+
+@pytest.mark.parametrize("line", [line for line in KEYS if not line.startswith("#")])
+def test_every_key_of_deepspeed_is_there_with_its_default(line: str) -> None:
+    path, given, default = line.partition(" = ")
+    schema = DEEPSPEED[path]
+    assert schema["description"]
+    if given:
+        assert schema["default"] == json.loads(default)
+        assert type(schema["default"]) is bool or type(json.loads(default)) is not bool
+    else:
+        assert schema.get("default", {}) == {}
+
+
+def test_no_section_of_deepspeed_takes_keys_that_are_not_listed() -> None:
+    def takes_any(schema: Schema) -> bool:
+        rest = schema.get(
+            "additionalProperties", {**schema, **schema.get("else", {})}.get("additionalProperties", True)
+        )
+        return schema.get("type") == "object" and (rest is True or rest == {})
+
+    programs_own = ["tensor_parallel.tp.mpu", "tensor_parallel.tp.tp_group"]  # objects that no file can hold
+    by_type = ["optimizer.params", "scheduler.params"]
+    found = [path for path, schema in DEEPSPEED.items() if takes_any(schema)]
+    assert sorted(found) == sorted(programs_own + by_type)
+
+
+def test_the_version_of_the_defaults_is_named() -> None:
+    assert read_schema("deepspeed.json")["x-deepspeed"] == "0.19.6"
+
+
+def test_the_names_that_deepspeed_has_for_keys_of_a_job_are_deepspeeds() -> None:
+    named = {path: s["x-deepspeed"] for path, s in PROPERTIES.items() if "x-deepspeed" in s and path != "deepspeed"}
+    assert named["trainer.train_batch"] == "train_batch_size"
+    assert set(named.values()) <= set(contract.deepspeed_schema()["properties"])
+    for path, theirs in named.items():
+        section, _, key = path.partition(".")
+        assert to_job({theirs: 1}) in ({section: {key: 1} if key else 1}, {}), path
+
+
+def test_every_file_is_used() -> None:
+    used = set(re.findall(r'"([a-z0-9_.]+\.json)', "".join(json.dumps(read_schema(name)) for name in FILES)))
+    assert set(FILES) - {"job.schema.json"} <= used
 
 
 def test_aliases_are_keys_of_the_same_shape_that_name_the_real_one() -> None:
@@ -126,7 +208,7 @@ def test_params_schema_is_that_of_the_type() -> None:
     assert sgd is not None
     assert "momentum" in sgd["properties"]
     assert "betas" not in sgd["properties"]
-    for kind in ("Adamax", "XAdam", "Adagrad", None, 5):
+    for kind in ("Adamax", "XAdam", "RMSprop", None, 5):
         assert contract.params_schema(optimizer, kind) is None
 
 
@@ -143,7 +225,7 @@ def test_the_arguments_of_deepspeeds_schedules_are_listed(kind: str) -> None:
         ("trainer", "sed", {}, False),
         ("metrics", "anything", {}, True),
         ("optimizer", "params", {"type": "Adam"}, True),
-        ("optimizer", "params", {"type": "Adagrad"}, True),
+        ("optimizer", "params", {"type": "Adamax"}, True),
         ("deepspeed", "train_batch_size", {}, True),
         ("model", "width", {}, False),
     ],
@@ -158,7 +240,7 @@ def test_prune_drops_what_is_not_set_but_no_argument_of_a_target() -> None:
         "loss": {"_target_": None},
         "trainer": {"seed": None, "max_steps": 3},
         "scheduler": {"type": None, "params": {}},
-        "optimizer": {"type": "Adagrad", "params": {"foreach": None, "lr": 1}},
+        "optimizer": {"type": "Adamax", "params": {"foreach": None, "lr": 1}},
         "metrics": {"gone": None},
         "mistyped": None,
     }
@@ -166,7 +248,7 @@ def test_prune_drops_what_is_not_set_but_no_argument_of_a_target() -> None:
     assert contract.prune(document, contract.job_schema()) == {
         "model": {"_target_": "a.b", "path": None, "inner": {}},
         "trainer": {"max_steps": 3},
-        "optimizer": {"type": "Adagrad", "params": {"lr": 1}},
+        "optimizer": {"type": "Adamax", "params": {"lr": 1}},
         "mistyped": None,
     }
     assert document == before
@@ -188,9 +270,42 @@ def test_fill_defaults_fills_what_has_an_effect_and_nothing_else() -> None:
 def test_fill_defaults_takes_the_arguments_of_the_type_and_gives_none_to_a_target() -> None:
     schema = contract.job_schema()
     assert "betas" in contract.fill_defaults({"optimizer": {"type": "Adam"}}, schema)["optimizer"]["params"]
-    assert contract.fill_defaults({"optimizer": {"type": "Adagrad"}}, schema)["optimizer"]["params"] == {}
+    assert contract.fill_defaults({"optimizer": {"type": "Adamax"}}, schema)["optimizer"]["params"] == {}
     target = {"_target_": "torch.optim.Adam", "lr": 1}
     assert contract.fill_defaults({"optimizer": target}, schema)["optimizer"] == target
+
+
+def test_auto_where_nothing_else_derives_it_counts_as_not_given() -> None:
+    document = {
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"betas": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+        "zero_optimization": {"reduce_bucket_size": "auto"},
+    }
+    filled = contract.fill_defaults(document, contract.job_schema())
+    assert filled["gradient_clipping"] == 1.0
+    assert filled["bf16"]["enabled"] is False
+    assert filled["optimizer"]["params"]["betas"] == [0.9, 0.999]
+    assert filled["optimizer"]["params"]["weight_decay"] == 0
+    assert "warmup_max_lr" not in filled["scheduler"]["params"]
+    assert filled["zero_optimization"]["reduce_bucket_size"] == "auto"
+
+
+def test_a_section_that_does_nothing_stays_as_it_was_given() -> None:
+    given = {"torch_autocast": {"enabled": False}, "amp": {"enabled": "auto"}, "pipeline": {"stages": "auto"}}
+    document = make_job(**given)
+    once = resolve(document)
+    assert {key: once[key] for key in given} == given
+    assert resolve(copy.deepcopy(once)) == once
+
+
+def test_the_type_may_say_more_of_a_key() -> None:
+    optimizer = contract.job_schema()["properties"]["optimizer"]
+    lamb, adam = (contract.child(optimizer, "type", {"type": kind}) for kind in ("lamb", "Adam"))
+    assert lamb is not None
+    assert (lamb["type"], lamb["x-status"]) == ("string", "unsupported")
+    assert adam == optimizer["properties"]["type"]
 
 
 def test_defaults_are_nobody_elses_to_change() -> None:

@@ -56,7 +56,16 @@ def _sgd(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
     return torch.optim.SGD(groups, **params)
 
 
-_NAMED: dict[str, Callable[[list[Any], Mapping[str, Any]], Optimizer]] = {"adam": _adam, "adamw": _adamw, "sgd": _sgd}
+def _adagrad(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
+    return torch.optim.Adagrad(groups, **params)
+
+
+_NAMED: dict[str, Callable[[list[Any], Mapping[str, Any]], Optimizer]] = {
+    "adam": _adam,
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+}
 
 
 def _find(name: str) -> Callable[[list[Any], Mapping[str, Any]], Optimizer]:

@@ -358,7 +358,7 @@ def test_a_config_that_ends_with_a_comma_is_read(validate: Any) -> None:
         ({"train_batch_siez": 8, "bf16": {}}, "train_batch_siez", 'did you mean "train_batch_size"?'),
         ({"train_batch_size": "eight"}, "train_batch_size", "must be an integer"),
         ({"train_batch_size": 8, "zero_optimization": {"stage": 5}}, "zero_optimization.stage", "must be one of"),
-        ({"train_batch_size": 8, "gradient_clipping": "auto"}, "gradient_clipping", "must be a number"),
+        ({"train_batch_size": 8, "gradient_clipping": "1.0"}, "gradient_clipping", "must be a number"),
         ({"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "warmup", "unknown key"),
     ],
 )

@@ -27,6 +27,8 @@ def make(kind: str, **params: Any) -> torch.optim.Optimizer:
         ("adam", {"adam_w_mode": False}, torch.optim.Adam),
         ("Adam", {"torch_adam": True}, torch.optim.AdamW),
         ("SGD", {"momentum": 0.9}, torch.optim.SGD),
+        ("Adagrad", {}, torch.optim.Adagrad),
+        ("adagrad", {"lr_decay": 0.1}, torch.optim.Adagrad),
         ("RMSprop", {"alpha": 0.5}, torch.optim.RMSprop),
         ("Adafactor", {}, torch.optim.Adafactor),
     ],
