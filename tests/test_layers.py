@@ -28,6 +28,8 @@ LAYERS: dict[int, set[str]] = {
         "compose",
         "storage",
         "targets",
+        "views",
+        "reference",
     },
     2: {"mesh", "precision", "optim", "data"},
     3: {"parallel", "checkpoint"},
