@@ -116,6 +116,8 @@ def _unknown(dotted: str, owner: Entry, part: str) -> UsageError:
 
 def name_elsewhere(entry: Entry) -> str:
     """What a key of a job is called in a DeepSpeed config, or the other way round; "" where there is no such key."""
+    if entry.path and entry.path[-1].startswith("_"):  # Hydra's, which a DeepSpeed config takes here alone
+        return ""
     if entry.view == "deepspeed":
         return ".".join(_path_in_job(entry.path))
     named = entry.schema.get("x-deepspeed", "") if entry.path else ""
@@ -247,10 +249,7 @@ def make_pages() -> dict[str, str]:
     job, config = (Entry(view, (), read_view(view)) for view in ("job", "deepspeed"))
     target = Entry("job", ("target",), read_schema("target.json"))
     pages = {"target.md": _make_page(target), "deepspeed.md": _make_page(config)}
-    for entry in _list_named(job):
-        if _has_page(entry):
-            pages[_page_of(entry)] = _make_page(entry)
-    for entry in _list_named(config):
+    for entry in (*_list_named(job), *_list_named(config)):
         if _has_page(entry):
             pages.setdefault(_page_of(entry), _make_page(entry))
     pages["index.md"] = _make_index(job)
@@ -270,7 +269,7 @@ def write_pages(folder: Path) -> list[str]:
 
 
 def _make_index(job: Entry) -> str:
-    rows = [row for row in (_row(entry) for entry in _list_named(job))]
+    rows = [_row(entry) for entry in _list_named(job)]
     pinned = job.schema.get("x-deepspeed") or read_view("deepspeed").get("x-deepspeed", "")
     notes = [
         job.schema["description"],
@@ -301,7 +300,7 @@ def _render(entry: Entry, level: int) -> Iterator[str]:
             yield f"{'#' * level} Type {types}\n"
         yield _table([_row(below) for below in entries])
     for below in _list_named(entry):
-        if _has_keys(below) and (entry.path or not _has_page(below)):
+        if _has_keys(below) and entry.path:
             yield f"{'#' * level} {below.dotted}\n"
             yield from _render(below, level + 1)
 
@@ -311,7 +310,7 @@ def _has_keys(entry: Entry) -> bool:
 
 
 def _has_page(entry: Entry) -> bool:
-    return len(entry.path) == 1 and _has_keys(entry)
+    return len(entry.path) == 1 and _has_keys(entry) and not entry.schema.get("deprecated")
 
 
 def _page_of(entry: Entry) -> str:

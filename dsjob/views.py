@@ -64,8 +64,10 @@ def to_json_schema(view: str, path: tuple[str, ...], node: Schema) -> Schema:
     It accepts "auto" where that stands for a value; in the recipe view also nothing at all, null and interpolations.
     """
     published = _publish(node, recipe=view == "recipe")
-    if path and view == "recipe" and "properties" in published:
-        published["properties"] = {"defaults": _DEFAULTS, **published["properties"]}
+    if path and view == "recipe":  # the section is the whole of a group's file
+        for owner in (published, published.get("else", {})):
+            if "properties" in owner:
+                owner["properties"] = {"defaults": _DEFAULTS, **owner["properties"]}
     root = read_view(view)
     name = "/".join((view, *path))
     return {
