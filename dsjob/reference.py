@@ -27,6 +27,12 @@ Keys = tuple[str, ...]
 ANY = "<name>"  # stands for the keys of a map, which are the user's own
 COMMAND = "python -m dsjob.reference docs/reference"
 _MARK = f"<!-- Made from schemas/ by `{COMMAND}`: change the schemas, not this page. -->\n\n"
+_LEGEND = (
+    "A key without a status does what it says. *mapped* says what it becomes; *no effect here* is a warning, and given "
+    "only where ignoring the key cannot change results; *not supported* is an error. A *target* is [something that is "
+    "called](target.md). `auto` is a value that is derived, and `dsjob show` prints what it came to. `dsjob schema KEY` "
+    "prints the same in a terminal."
+)
 _WIDTH = 100
 _COLUMNS = ("Key", "Type", "Default", "Status", "Description", "DeepSpeed", "In a job", "Other spellings")
 _BOUNDS = {
@@ -274,10 +280,7 @@ def _make_index(job: Entry) -> str:
     notes = [
         job.schema["description"],
         f"Defaults of DeepSpeed's keys are those of DeepSpeed {pinned}." if pinned else "",
-        "A key without a status does what it says. *mapped* says what it becomes; *no effect here* is a warning, and "
-        "given only where ignoring the key cannot change results; *not supported* is an error. A *target* is "
-        "[something that is called](target.md). `auto` is a value that is derived, and `dsjob show` prints what it came "
-        "to. `dsjob schema KEY` prints the same in a terminal.",
+        _LEGEND,
     ]
     return "".join([_MARK, "# The job document\n\n", *(f"{note}\n\n" for note in notes if note), _table(rows)])
 

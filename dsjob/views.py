@@ -1,4 +1,4 @@
-"""The contract as it is published: three views of it, and each, or a part of one, as a JSON Schema document for editors.
+"""The contract as it is published: three views of it, each of them, or a part of one, a JSON Schema for editors.
 
 `job` is the job document, `recipe` what Hydra composes one from (fragments, interpolations, a defaults list),
 `deepspeed` a bare DeepSpeed config. `schema` holds the contract and answers questions about documents; here nothing is
@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 from dsjob import schema as contract
 from dsjob.schema import Schema
@@ -35,8 +34,8 @@ _DEFAULTS: Schema = {
             },
         ]
     },
-    "description": "Hydra's defaults list: the configs that this one is built on, in order; `override /optimizer: adamw` "
-    "chooses one of a group.",
+    "description": "Hydra's defaults list: the configs that this one is built on, in order; "
+    "`override /optimizer: adamw` chooses one of a group.",
 }
 _HYDRA: Schema = {
     "type": "object",
@@ -177,7 +176,7 @@ def _join_variants(variants: dict[str, Schema]) -> dict[str, Schema]:
 
 
 def _open(schema: Schema, *, recipe: bool) -> Schema:
-    """`schema` that also takes the strings which stand for a value: "auto", and in a recipe interpolations; and null."""
+    """`schema` that also takes what stands for a value: "auto", and in a recipe null, `${...}` and `???`."""
     auto = bool(schema.get("x-auto"))
     if not (auto or recipe) or not {"type", "enum", "const"} & set(schema):
         return schema

@@ -17,7 +17,9 @@ def main(arguments: list[str], debug: bool) -> int:
     )
     parser.add_argument("path", nargs="?", default="", metavar="PATH", help="a section or key: zero_optimization.stage")
     parser.add_argument(
-        "--format", choices=("json", "text"), help="json for editors, text for people; json of the whole, text of a part"
+        "--format",
+        choices=("json", "text"),
+        help="json for editors, text for people; json of the whole, text of a part",
     )
     parser.add_argument(
         "--view",
