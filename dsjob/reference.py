@@ -28,9 +28,9 @@ ANY = "<name>"  # stands for the keys of a map, which are the user's own
 COMMAND = "python -m dsjob.reference docs/reference"
 _MARK = f"<!-- Made from schemas/ by `{COMMAND}`: change the schemas, not this page. -->\n\n"
 _LEGEND = (
-    "A key without a status does what it says. *mapped* says what it becomes; *no effect here* is a warning, and given "
-    "only where ignoring the key cannot change results; *not supported* is an error. A *target* is [something that is "
-    "called](target.md). `auto` is a value that is derived, and `dsjob show` prints what it came to. `dsjob schema KEY` "
+    "A key without a status does what it says. *mapped* says what it becomes; *no effect here* is a warning, given only "
+    "where ignoring the key cannot change results; *not supported* is an error. A *target* is [something that is "
+    "called](target.md). `auto` is a value that is derived; `dsjob show` prints what it came to. `dsjob schema KEY` "
     "prints the same in a terminal."
 )
 _WIDTH = 100
