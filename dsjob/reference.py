@@ -28,7 +28,7 @@ ANY = "<name>"  # stands for the keys of a map, which are the user's own
 COMMAND = "python -m dsjob.reference docs/reference"
 _MARK = f"<!-- Made from schemas/ by `{COMMAND}`: change the schemas, not this page. -->\n\n"
 _LEGEND = (
-    "A key without a status does what it says. *mapped* says what it becomes; *no effect here* is a warning, given only "
+    "*Implemented* keys do what they say; *mapped* says what a key becomes; *no effect here* is a warning, given only "
     "where ignoring the key cannot change results; *not supported* is an error. A *target* is [something that is "
     "called](target.md). `auto` is a value that is derived; `dsjob show` prints what it came to. `dsjob schema KEY` "
     "prints the same in a terminal."
@@ -325,15 +325,18 @@ def _page_of(entry: Entry) -> str:
 def _row(entry: Entry) -> dict[str, str]:
     key, kind = f"`{entry.path[-1]}`", describe_type(entry.schema)
     default = describe_default(entry.schema)
-    elsewhere = f"`{name}`" if (name := name_elsewhere(entry)) else ""
-    state = _describe_state(entry.schema)
+    elsewhere = name_elsewhere(entry)
     return {
         "Key": f"[{key}]({_page_of(entry)})" if _has_page(entry) else key,
         "Type": kind.replace("target", "[target](target.md)"),
         "Default": f"`{default}`" if default else "required" if entry.required else "",
-        "Status": "" if state == "implemented" else state,
+        "Status": _describe_state(entry.schema),
         "Description": entry.schema.get("description", ""),
-        "In a job" if entry.view == "deepspeed" else "DeepSpeed": elsewhere,
+        "In a job" if entry.view == "deepspeed" else "DeepSpeed": "the same"
+        if elsewhere == entry.dotted
+        else f"`{elsewhere}`"
+        if elsewhere
+        else "",
         "Other spellings": ", ".join(f"`{alias}`" for alias in entry.schema.get("x-aliases", ())),
     }
 

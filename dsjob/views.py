@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from urllib.parse import quote
 
 from dsjob import schema as contract
 from dsjob.schema import Schema
@@ -68,7 +69,7 @@ def to_json_schema(view: str, path: tuple[str, ...], node: Schema) -> Schema:
             if "properties" in owner:
                 owner["properties"] = {"defaults": _DEFAULTS, **owner["properties"]}
     root = read_view(view)
-    name = "/".join((view, *path))
+    name = quote("/".join((view, *path)))
     return {
         "$schema": _DIALECT,
         "$id": f"{root['$id'].rpartition('/')[0]}/view/{name}.json",

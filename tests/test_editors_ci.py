@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs/guide-editors-ci.md").read_text()
 HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
 (HOOK,) = HOOKS
-SCHEMA_COMMANDS = re.findall(r"^dsjob schema[^>#\n]*", GUIDE, re.MULTILINE)
+SCHEMA_COMMANDS = re.findall(r"^(dsjob schema[^>\n]*)> \S+\.json", GUIDE, re.MULTILINE)
 
 
 def blocks(language: str) -> list[str]:
@@ -112,9 +112,9 @@ def test_the_examples_of_the_guide_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("command", SCHEMA_COMMANDS)
-def test_the_schema_commands_of_the_guide_work(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_the_commands_of_the_guide_print_schemas(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main(shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().out
+    Draft202012Validator.check_schema(json.loads(capsys.readouterr().out))
 
 
 def test_the_job_documents_of_the_guide_are_what_the_schema_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,11 +230,12 @@ def test_links_lead_to_pages_and_tables_are_whole() -> None:
 def new_section(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A contract that somebody has added a section to, with a list of objects and a choice with a bar in it."""
     schema = copy.deepcopy(contract.job_schema())
+    schema["x-deepspeed"] = "0.98.7"
     schema["properties"]["novel"] = {
         "type": "object",
         "description": "Something new.",
         "properties": {
-            "knob": {"type": "string", "enum": ["a|b"], "description": "A knob."},
+            "knob": {"enum": ["a|b"], "description": "A knob.", "x-deepspeed": "old.knob", "x-status": "mapped"},
             "parts": {"type": "array", "items": {"properties": {"size": {"type": "integer"}}}, "description": "Parts."},
         },
     }
@@ -251,9 +252,10 @@ def new_section(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_new_section_is_picked_up_by_itself() -> None:
     pages = make_pages()
     assert "| [`novel`](novel.md) | object |" in pages["index.md"]
-    assert "| `knob` | a\\|b | A knob. |" in pages["novel.md"]
+    assert "| `knob` | a\\|b | mapped | A knob. | `old.knob` |" in pages["novel.md"]
+    assert "those of DeepSpeed 0.98.7." in pages["index.md"]
     assert "## novel.parts" in pages["novel.md"]
-    assert "| `size` | integer |" in pages["novel.md"]
+    assert "| `size` | integer | implemented |" in pages["novel.md"]
     assert find("job", "novel.parts.size")[0].schema == {"type": "integer"}
 
 

@@ -108,6 +108,11 @@ def test_it_is_a_schema_that_needs_no_other(view: str, path: tuple[str, ...]) ->
     ]
 
 
+def test_the_name_of_a_part_is_a_url() -> None:
+    part = to_json_schema("job", ("metrics", "<name>"), {"type": "object"})
+    assert part["$id"] == "https://dsjob.dev/schemas/1/view/job/metrics/%3Cname%3E.json"
+
+
 def test_publishing_leaves_the_contract_as_it_is() -> None:
     before = json.dumps(contract.job_schema())
     for view in VIEWS:
