@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from dsjob.check import suggest
 from dsjob.errors import UsageError
 from dsjob.resources import read_schema
 from dsjob.schema import Schema
-from dsjob.views import describe_status, read_view
+from dsjob.views import describe_age, describe_status, read_view
 
 Keys = tuple[str, ...]
 
@@ -48,13 +48,18 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A key of a view. `types`: the optimizers or schedules that it is an argument of, where it is one of some."""
+    """A key of a view.
+
+    `types`: the optimizers or schedules that it is an argument of, where it is one of some. `within`: the status of the
+    section or type that it is in, which holds where it has none of its own.
+    """
 
     view: str
     path: Keys
     schema: Schema
     types: str = ""
     required: bool = False
+    within: str = ""
 
     @property
     def dotted(self) -> str:
@@ -76,16 +81,18 @@ def find(view: str, dotted: str) -> list[Entry]:
 def _list_keys(entry: Entry) -> Iterator[Entry]:
     """The keys one level below, other spellings among them."""
     schema = entry.schema
+    inside = replace(entry, required=False, within=describe_status(schema) or entry.within)
     for key, below in schema.get("properties", {}).items():
         if isinstance(below, dict):
-            yield Entry(entry.view, (*entry.path, key), below, entry.types, key in schema.get("required", ()))
+            required = key in schema.get("required", ())
+            yield replace(inside, path=(*entry.path, key), schema=below, required=required)
     for types, variant in schema.get("x-variants", {}).items():
-        yield from _list_keys(Entry(entry.view, entry.path, variant, types))
+        yield from _list_keys(replace(inside, schema=variant, types=types))
     rest, items = schema.get("additionalProperties"), schema.get("items")
     if isinstance(rest, dict):
-        yield Entry(entry.view, (*entry.path, ANY), rest, entry.types)
+        yield replace(inside, path=(*entry.path, ANY), schema=rest)
     if isinstance(items, dict):
-        yield from _list_keys(Entry(entry.view, entry.path, items, entry.types))
+        yield from _list_keys(replace(inside, schema=items))
 
 
 def _list_named(entry: Entry) -> list[Entry]:
@@ -126,11 +133,10 @@ def name_elsewhere(entry: Entry) -> str:
         return ""
     if entry.view == "deepspeed":
         return ".".join(_path_in_job(entry.path))
-    named = entry.schema.get("x-deepspeed", "") if entry.path else ""
-    if named:
-        return named if isinstance(named, str) else ", ".join(named)
     if entry.path[:1] == ("deepspeed",):
         return ".".join(entry.path[1:])
+    if entry.path and "x-deepspeed" in entry.schema:
+        return str(entry.schema["x-deepspeed"])
     path: Keys = tuple(str(part) for part in dsconfig.to_config_path(entry.path))
     there = any(other.path == path for other in _everything("deepspeed")) and _path_in_job(path) == entry.path
     return ".".join(path) if there else ""
@@ -141,9 +147,9 @@ def _path_in_job(path: Keys) -> Keys:
     if not top:
         return ()
     moved: Any = dsconfig.to_job({top[0]: None})
-    ours, theirs = (read_view(view)["properties"].get(top[0]) for view in ("job", "deepspeed"))
     if not moved:  # a section that both have, or one that only DeepSpeed has
-        return path if ours == theirs else ()
+        ours, theirs = (read_view(view)["properties"].get(top[0], {}) for view in ("job", "deepspeed"))
+        return path if {**ours, "x-deepspeed": ""} == {**theirs, "x-deepspeed": ""} else ()
     there: Keys = ()
     while isinstance(moved, dict):
         ((key, moved),) = moved.items()
@@ -198,11 +204,11 @@ def _show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _describe_state(schema: Schema) -> str:
-    alias = schema.get("x-alias-of", "")
-    old = f"another spelling of {alias}" if alias else "deprecated" if schema.get("deprecated") else ""
-    works = "" if {"properties", "x-variants"} & set(schema) else "implemented"  # a section's keys speak for themselves
-    return "; ".join(part for part in (old, describe_status(schema) or works) if part)
+def _describe_state(entry: Entry) -> str:
+    """Status and age of a key; of a section only what holds for it as a whole, since its keys speak for themselves."""
+    works = "" if {"properties", "x-variants"} & set(entry.schema) else "implemented"
+    status = describe_status(entry.schema) or entry.within or works
+    return "; ".join(part for part in (describe_age(entry.schema), status) if part)
 
 
 def _list_facts(entry: Entry) -> dict[str, str]:
@@ -211,7 +217,7 @@ def _list_facts(entry: Entry) -> dict[str, str]:
         "type": describe_type(entry.schema, pattern=True),
         "default": describe_default(entry.schema),
         "required": "yes" if entry.required else "",
-        "status": _describe_state(entry.schema),
+        "status": _describe_state(entry),
         elsewhere: name_elsewhere(entry),
         "also spelt": "" if "x-alias-of" in entry.schema else ", ".join(entry.schema.get("x-aliases", ())),
     }
@@ -233,8 +239,9 @@ def to_text(entry: Entry) -> str:
     for below in [] if _is_call(entry.schema) else _list_named(entry):
         if below.types != types:
             types = below.types
-            lines += ["", f"type {types}"]
-        state = _describe_state(below.schema)
+            status = f" ({below.within})" if below.within != entry.within else ""
+            lines += ["", f"type {types}{status}"]
+        state = _describe_state(replace(below, within=below.within.partition(":")[0]))
         facts = {"default": describe_default(below.schema), "required": "yes" if below.required else ""}
         shown = [f"{name} {fact}" if name == "default" else name for name, fact in facts.items() if fact]
         shown += [state] if state not in ("", "implemented") else []
@@ -287,7 +294,7 @@ def _make_index(job: Entry) -> str:
 
 def _make_page(entry: Entry) -> str:
     title = entry.dotted if entry.view == "job" else ".".join(("deepspeed", *entry.path))
-    return _MARK + f"# {title}\n\n" + "\n".join(_render(entry, 2)) + "\n[All sections](index.md)\n"
+    return _MARK + f"# {title}\n\n" + "\n".join(filter(None, _render(entry, 2))) + "\n[All sections](index.md)\n"
 
 
 def _render(entry: Entry, level: int) -> Iterator[str]:
@@ -301,6 +308,7 @@ def _render(entry: Entry, level: int) -> Iterator[str]:
     for types, entries in by_types.items():
         if types != entry.types:
             yield f"{'#' * level} Type {types}\n"
+            yield f"Status: {entries[0].within}.\n" if entries[0].within != entry.within else ""
         yield _table([_row(below) for below in entries])
     for below in _list_named(entry):
         if _has_keys(below) and entry.path:
@@ -313,7 +321,7 @@ def _has_keys(entry: Entry) -> bool:
 
 
 def _has_page(entry: Entry) -> bool:
-    return len(entry.path) == 1 and _has_keys(entry) and not entry.schema.get("deprecated")
+    return len(entry.path) == 1 and _has_keys(entry)
 
 
 def _page_of(entry: Entry) -> str:
@@ -330,7 +338,7 @@ def _row(entry: Entry) -> dict[str, str]:
         "Key": f"[{key}]({_page_of(entry)})" if _has_page(entry) else key,
         "Type": kind.replace("target", "[target](target.md)"),
         "Default": f"`{default}`" if default else "required" if entry.required else "",
-        "Status": _describe_state(entry.schema),
+        "Status": _describe_state(replace(entry, within=entry.within.partition(":")[0])),
         "Description": entry.schema.get("description", ""),
         "In a job" if entry.view == "deepspeed" else "DeepSpeed": "the same"
         if elsewhere == entry.dotted

@@ -85,6 +85,14 @@ def describe_status(schema: Schema) -> str:
     return ": ".join(part for part in (STATUSES.get(status, status), note) if part)
 
 
+def describe_age(schema: Schema) -> str:
+    """What a key that is no longer to be written is now; nothing for others."""
+    if "x-alias-of" in schema:
+        return f"another spelling of {schema['x-alias-of']}"
+    now = schema.get("x-replaced-by", "")
+    return (f"deprecated, now {now}" if now else "deprecated") if schema.get("deprecated") else ""
+
+
 def _map_schemas(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
     """A copy of `schema` with those one level below it changed; conditions (`if`, `not`) stay as they are."""
     changed = dict(schema)
@@ -113,22 +121,24 @@ def _arrange(schema: Schema) -> Schema:
 
 
 def _list_variants(section: Schema) -> Iterator[tuple[str, Schema]]:
-    """The schemas of `params` by the names of the types that they are for."""
+    """The schemas of `params` by the names of the types that they are for; with the status of the type."""
     for branch in section.get("allOf", ()):
         rule = branch.get("if", {}).get("properties", {}).get("type")
-        params = branch.get("then", {}).get("properties", {}).get("params")
-        if rule is not None and params is not None:
-            yield ", ".join(_name_types(rule, section)), params
+        typed = branch.get("then", {}).get("properties", {})
+        if rule is not None and "params" in typed:
+            status = {key: typed["type"][key] for key in ("x-status", "x-note") if key in typed.get("type", ())}
+            yield ", ".join(_name_types(rule, section, branch)), {**typed["params"], **status}
 
 
-def _name_types(rule: Schema, section: Schema) -> list[str]:
-    """The types that a condition is about: those it lists, or the words in the section's texts that it fits."""
+def _name_types(rule: Schema, section: Schema, branch: Schema) -> list[str]:
+    """The types that a condition is about: those it lists, or the words it fits in the title of the branch or the texts
+    of the section."""
     if "const" in rule:
         return [rule["const"]]
     if "enum" in rule:
         return list(rule["enum"])
-    text = f"{section['properties']['type'].get('description', '')} {section.get('description', '')}"
-    words = dict.fromkeys(word for word in re.findall(r"\w+", text) if re.search(rule["pattern"], word))
+    texts = (branch.get("title", ""), section["properties"]["type"].get("description", ""))
+    words = dict.fromkeys(word for word in re.findall(r"\w+", " ".join(texts)) if re.search(rule["pattern"], word))
     return list(words) or [re.sub(r"\[(.)[^\]]*\]|[\^$]", r"\1", rule["pattern"])]
 
 
@@ -142,7 +152,9 @@ def _publish(schema: Schema, *, recipe: bool) -> Schema:
         published["description"] = _describe(schema)
     params = schema.get("properties", {}).get("params")
     if isinstance(params, dict) and "x-variants" in params:
-        variants = params["x-variants"]
+        variants = {
+            names: below for names, below in params["x-variants"].items() if below.get("x-status") != "unsupported"
+        }
         names = [name for names in variants for name in names.split(", ")]
         properties = published["properties"]
         # Editors list the keys that stand here, not all of them those of branches.
@@ -154,13 +166,10 @@ def _publish(schema: Schema, *, recipe: bool) -> Schema:
 def _describe(schema: Schema) -> str:
     """The description with what editors do not show by themselves: the default, and what a key is not good for."""
     parts = [schema.get("description", "")]
-    if "x-alias-of" in schema:
-        parts.append(f"Another spelling of {schema['x-alias-of']}.")
     if schema.get("default") not in (None, {}):
         parts.append(f"Default: {json.dumps(schema['default'])}.")
-    status = describe_status(schema)
-    if status:
-        parts.append(f"{status[0].upper()}{status[1:]}.")
+    notes = (describe_age(schema), describe_status(schema))
+    parts += [f"{note[0].upper()}{note[1:]}." for note in notes if note]
     return " ".join(parts).strip()
 
 

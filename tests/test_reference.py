@@ -16,6 +16,8 @@ from dsjob.reference import COMMAND, Entry, describe_default, describe_type, fin
 from dsjob.schema import Schema
 from dsjob.views import VIEWS, read_view
 
+NO_EFFECT = {"x-status": "no-effect", "x-note": "whatever"}
+UNSUPPORTED = {"x-status": "unsupported", "x-note": "why"}
 PAGES = Path(__file__).parent.parent / "docs/reference"
 
 
@@ -147,7 +149,8 @@ def test_the_text_of_a_key_says_all_that_is_known() -> None:
         "default": 3,
         "deprecated": True,
         "x-status": "mapped",
-        "x-note": "to that",
+        "x-note": "that",
+        "x-replaced-by": "more",
         "x-aliases": ["old", "older"],
         "description": "What it is.",
     }
@@ -158,7 +161,7 @@ def test_the_text_of_a_key_says_all_that_is_known() -> None:
         "  type          integer, at least 0\n"
         "  default       3\n"
         "  required      yes\n"
-        "  status        deprecated; mapped: to that\n"
+        "  status        deprecated, now more; mapped: that\n"
         "  in DeepSpeed  steps_per_print\n"
         "  also spelt    old, older\n"
     )
@@ -183,6 +186,23 @@ def test_no_line_of_text_is_wider_than_a_terminal_is_read() -> None:
     for entry in walk("job"):
         described = [line for line in to_text(entry).splitlines() if line.startswith("      ")]
         assert all(len(line) <= 100 for line in described)
+
+
+def test_what_holds_for_a_section_or_type_holds_for_its_keys() -> None:
+    inner: Schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null", **NO_EFFECT}}}
+    below: Schema = {"type": "object", "properties": {"inner": inner, "c": {"type": "string"}}, **UNSUPPORTED}
+    entry = Entry("job", ("made", "up"), {"type": "object", "properties": {"below": below}})
+    (section,) = reference._list_keys(entry)
+    inside, c = reference._list_keys(section)
+    a, b = reference._list_keys(inside)
+    assert "status        not supported: why\n" in to_text(c)
+    assert "status        not supported: why\n" in to_text(a)
+    assert "status        no effect here: whatever\n" in to_text(b)
+    assert "  c: string; not supported\n" in to_text(section)
+    params: Schema = {"type": "object", "x-variants": {"Old": below, "New": {"properties": {"d": {"type": "null"}}}}}
+    text = to_text(Entry("job", ("made", "params"), params))
+    assert "\ntype Old (not supported: why)\n" in text
+    assert "\ntype New\n\n  d: null\n" in text
 
 
 # ---- docs/reference

@@ -237,26 +237,47 @@ def test_a_recipe_refuses_the_values_that_a_job_refuses(value: Any) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_the_arguments_of_every_type_are_listed_and_described_without_a_branch(view: str) -> None:
+def test_the_arguments_of_every_type_that_works_are_listed_and_described_without_a_branch(view: str) -> None:
     sections = publish(view)["properties"]
     for name in ("optimizer", "scheduler"):
         source = read_view(view)["properties"][name]["properties"]["params"]["x-variants"]
+        working = {kinds: below for kinds, below in source.items() if below.get("x-status") != "unsupported"}
         listed = sections[name]["properties"]["params"]["properties"]
-        assert set(listed) == {key for variant in source.values() for key in variant["properties"]}
+        assert set(listed) == {key for variant in working.values() for key in variant["properties"]}
         assert all(set(below) == {"description"} and below["description"] for below in listed.values())
         assert sections[name]["properties"]["type"]["examples"] == [
-            kind for kinds in source for kind in kinds.split(", ")
+            kind for kinds in working for kind in kinds.split(", ")
         ]
 
 
-def test_every_type_with_arguments_has_a_name_of_its_own() -> None:
-    """Taken from the section's texts where the schema has a pattern, so these have to name it."""
+def test_every_type_with_arguments_has_a_name_that_selects_them() -> None:
     for section in ("optimizer", "scheduler"):
         node = read_view("job")["properties"][section]
         for kinds in node["properties"]["params"]["x-variants"]:
             for kind in kinds.split(", "):
-                assert kind.isidentifier(), f"the texts of {section} name no type that fits {kind}"
+                assert kind.isidentifier(), f"give the branch of {section} for {kind} a title that names the type"
                 assert contract.params_schema(node, kind) is not None
+
+
+def test_a_type_is_called_as_the_title_of_its_branch_has_it_and_carries_its_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schema = copy.deepcopy(contract.job_schema())
+    gone = {"x-status": "unsupported", "x-note": "not built"}
+    rule = {"properties": {"type": {"pattern": "^[Oo][Dd][Dd]$"}}}
+    then = {"properties": {"type": gone, "params": {"properties": {"x": {"type": "integer"}}}}}
+    schema["properties"]["optimizer"]["allOf"] += [
+        {"title": "For oDD alone", "if": rule, "then": then},
+        {"if": {"properties": {"type": {"pattern": "^[Ee]ven$"}}}, "then": then},
+    ]
+    monkeypatch.setattr(contract, "job_schema", lambda: schema)
+    view = read_view.__wrapped__("job")  # past the cache
+    variants = view["properties"]["optimizer"]["properties"]["params"]["x-variants"]
+    assert variants["oDD"] == {**gone, "properties": {"x": {"type": "integer"}}}
+    assert "Even" in variants
+    published = to_json_schema("job", (), view)["properties"]["optimizer"]["properties"]
+    assert "oDD" not in published["type"]["examples"]
+    assert "x" not in published["params"]["properties"]
 
 
 def test_a_section_beside_another_kind_of_value_lists_its_keys() -> None:
