@@ -111,6 +111,11 @@ def _everything(view: str) -> tuple[Entry, ...]:
     return tuple(_list_all(Entry(view, (), read_view(view))))
 
 
+@cache
+def _config_paths() -> frozenset[Keys]:
+    return frozenset(entry.path for entry in _everything("deepspeed"))
+
+
 def _unknown(dotted: str, owner: Entry, part: str) -> UsageError:
     """What a path that leads nowhere may have meant: the name in DeepSpeed, the same key elsewhere, a near one here."""
     entries = _everything(owner.view)
@@ -138,8 +143,7 @@ def name_elsewhere(entry: Entry) -> str:
     if entry.path and "x-deepspeed" in entry.schema:
         return str(entry.schema["x-deepspeed"])
     path: Keys = tuple(str(part) for part in dsconfig.to_config_path(entry.path))
-    there = any(other.path == path for other in _everything("deepspeed")) and _path_in_job(path) == entry.path
-    return ".".join(path) if there else ""
+    return ".".join(path) if path in _config_paths() and _path_in_job(path) == entry.path else ""
 
 
 def _path_in_job(path: Keys) -> Keys:
@@ -334,17 +338,14 @@ def _row(entry: Entry) -> dict[str, str]:
     key, kind = f"`{entry.path[-1]}`", describe_type(entry.schema)
     default = describe_default(entry.schema)
     elsewhere = name_elsewhere(entry)
+    named = f"`{elsewhere}`" if elsewhere else ""
     return {
         "Key": f"[{key}]({_page_of(entry)})" if _has_page(entry) else key,
-        "Type": kind.replace("target", "[target](target.md)"),
+        "Type": kind if "enum" in entry.schema else kind.replace("target", "[target](target.md)"),
         "Default": f"`{default}`" if default else "required" if entry.required else "",
         "Status": _describe_state(replace(entry, within=entry.within.partition(":")[0])),
         "Description": entry.schema.get("description", ""),
-        "In a job" if entry.view == "deepspeed" else "DeepSpeed": "the same"
-        if elsewhere == entry.dotted
-        else f"`{elsewhere}`"
-        if elsewhere
-        else "",
+        "In a job" if entry.view == "deepspeed" else "DeepSpeed": "the same" if elsewhere == entry.dotted else named,
         "Other spellings": ", ".join(f"`{alias}`" for alias in entry.schema.get("x-aliases", ())),
     }
 

@@ -260,7 +260,7 @@ def new_section(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         },
     }
     monkeypatch.setattr(contract, "job_schema", lambda: schema)
-    caches = (views.read_view, reference._everything)
+    caches = (views.read_view, reference._everything, reference._config_paths)
     for cache in caches:
         cache.cache_clear()
     yield
