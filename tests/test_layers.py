@@ -29,6 +29,8 @@ LAYERS: dict[int, set[str]] = {
         "storage",
         "targets",
         "run_folder",
+        "views",
+        "reference",
     },
     2: {"mesh", "precision", "optim", "data", "seeding"},
     3: {"parallel", "checkpoint"},

@@ -22,6 +22,7 @@ dsjob: train from a job document
   dsjob -m ... key=a,b,c                 sweep: one run for each combination
   dsjob validate FILE...                 check documents, all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
+  dsjob schema [PATH]                    print what a key takes and means, or the JSON Schema for editors
   dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
 
   dsjob COMMAND --help                   more about a command
@@ -30,7 +31,7 @@ dsjob: train from a job document
   --version
 """
 
-_COMMANDS = ("run", "validate", "show", "convert")
+_COMMANDS = ("run", "validate", "show", "schema", "convert")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
