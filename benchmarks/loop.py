@@ -51,7 +51,7 @@ def make_spec(world_size: int, steps: int) -> JobSpec:
         "~callbacks.sample",
     ]
     composed = compose.compose(overrides)
-    return view(JobSpec, resolve_job(composed.document, world_size=world_size, locate=composed.locate)[0])
+    return view(JobSpec, resolve_job(composed.document, world_size=world_size, locate=composed.locate).document)
 
 
 class Clock(Callback):

@@ -6,7 +6,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,16 +32,23 @@ class BatchConfig:
         given = {ours: values.get(ours, values.get(theirs)) for ours, theirs in names.items()}
         return cls(**{name: None if value in (None, "auto") else int(value) for name, value in given.items()})
 
-    def resolve(self, world_size: int) -> BatchConfig:
+    def resolve(self, world_size: int, *, name: Callable[[str], str] = lambda key: "", ranks: str = "") -> BatchConfig:
         """All three numbers for `world_size` data-parallel ranks.
 
         Raises DocumentError, naming the numbers and a change that would make them hold, where they do not multiply out.
+        `name` and `ranks` say where a number and the world size come from, to be put behind them.
         """
         full = self._complete(world_size)
         if full is None:
             raise _problem("needs train_batch or micro_batch", "trainer.micro_batch=8, for example")
         if not full.is_valid(world_size):
-            raise _problem(full._mismatch(world_size), full._remedy(world_size))
+            message = (
+                f"train_batch {full.train_batch}{name('train_batch')} is not "
+                f"micro_batch {full.micro_batch}{name('micro_batch')} x "
+                f"grad_accum {full.grad_accum}{name('grad_accum')} x world size {world_size}"
+                f"{f' ({ranks})' if ranks else ''}"
+            )
+            raise _problem(message, full._remedy(world_size))
         return full
 
     def is_valid(self, world_size: int) -> bool:
@@ -74,12 +81,6 @@ class BatchConfig:
             accum = accum if accum is not None else 1
             return BatchConfig(micro * accum * world_size, micro, accum)
         return None
-
-    def _mismatch(self, world_size: int) -> str:
-        return (
-            f"train_batch {self.train_batch} is not micro_batch {self.micro_batch} x grad_accum {self.grad_accum} "
-            f"x world size {world_size}"
-        )
 
     def _remedy(self, world_size: int) -> str:
         train, micro, accum = self.train_batch or 0, max(self.micro_batch or 0, 1), max(self.grad_accum or 0, 1)

@@ -1,21 +1,23 @@
 """Checking a document against the contract: the home of jsonschema. Finds all problems at once and raises nothing.
 
-Shape, types and bounds come from `schemas/`; rules between keys are the table `RULES`. What depends on the world size
-(the batch triad) is in `batch`. No import of torch, and nothing that a document names is imported.
+Shape, types and bounds come from `schemas/`, what lies between keys from the table in `rules`. What depends on the
+world size (the batch triad) is in `batch`. No import of torch, and nothing that a document names is imported.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
 
+from dsjob import dsconfig, legacy
 from dsjob import schema as contract
 from dsjob.errors import Problem
+from dsjob.rules import RULES
 from dsjob.schema import Schema
 
 Path = tuple[str | int, ...]
@@ -32,12 +34,83 @@ _KINDS = {
 }
 
 
+_RULE_OF = {
+    "minimum": "range",
+    "maximum": "range",
+    "exclusiveMinimum": "range",
+    "exclusiveMaximum": "range",
+    "minLength": "length",
+    "minItems": "length",
+    "maxItems": "length",
+    "minProperties": "length",
+    "maxProperties": "length",
+    "const": "enum",
+    "not": "type-and-target",
+}
+MAX_UNKNOWN = 50  # unknown keys of one object that are told one by one
+
+
 def check_job(document: dict[str, Any]) -> list[Problem]:
-    """Everything wrong with a job document, places not yet filled in (`path` is)."""
-    problems = check_shape(document, contract.job_schema())
-    if any(problem.severity == "error" for problem in problems):
+    """Everything wrong with a job document, places not yet filled in (`path` is).
+
+    `document`: the job built on its DeepSpeed config, whose other keys may still be there as `deepspeed`.
+    """
+    schema = contract.job_schema()
+    problems = _check_expanded(document, check_shape(document, schema), schema)
+    config = document.get("deepspeed")
+    rest = {k: v for k, v in config.items() if k not in schema["properties"]} if isinstance(config, dict) else {}
+    return problems + _check_rules({**dsconfig.drop_moved(rest), **document}, problems, whole=True)
+
+
+def check_config(config: dict[str, Any]) -> list[Problem]:
+    """Everything wrong with a bare DeepSpeed config."""
+    schema = contract.deepspeed_schema()
+    problems = _check_expanded(config, check_shape(config, schema), schema)
+    sound = _drop_broken(config, problems)
+    document = {**dsconfig.drop_moved(sound), **dsconfig.to_job(sound)}
+    found = _check_rules(document, [replace(p, path=dsconfig.to_job_path(p.path)) for p in problems], whole=False)
+    return problems + [dsconfig.to_config_words(replace(p, path=dsconfig.to_config_path(p.path))) for p in found]
+
+
+def _check_expanded(document: dict[str, Any], problems: list[Problem], schema: Schema) -> list[Problem]:
+    """`problems`, and those of what old spellings stand for."""
+    sound = _drop_broken(document, problems)
+    expanded = legacy.expand(sound)
+    if expanded == sound:
         return problems
-    return problems + [problem for rule in RULES for problem in rule(document)]
+    known = {(problem.path, problem.rule) for problem in problems}
+    return problems + [p for p in _check_status(expanded, schema, ()) if (p.path, p.rule) not in known]
+
+
+def _check_rules(document: dict[str, Any], problems: list[Problem], *, whole: bool) -> list[Problem]:
+    """What the rules say of the sound part of a document: not of what is near a mistake that is told already."""
+    broken = [problem.path for problem in problems if problem.severity == "error" and problem.rule != "unknown-key"]
+    broken += [path[1:] for path in broken if path[:1] == ("deepspeed",)]
+    sound = legacy.expand(_drop_broken(document, problems))
+    found = [problem for rule in RULES.values() if whole or not rule.whole for problem in rule.find(sound)]
+    return [f for f in found if not any(_is_near(f.path, path) for path in broken)]
+
+
+def _is_near(path: Path, other: Path) -> bool:
+    length = min(len(path), len(other))
+    return length > 0 and path[:length] == other[:length]
+
+
+def _drop_broken(document: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """A document of the right shape: without what the problems are about."""
+    sound = document
+    for problem in problems:
+        if problem.severity == "error" and problem.path:
+            sound = _without(sound, problem.path)
+    return sound
+
+
+def _without(value: Any, path: Path) -> Any:
+    if not isinstance(value, dict) or path[0] not in value:
+        return value
+    if len(path) == 1:
+        return {key: item for key, item in value.items() if key != path[0]}
+    return {key: _without(item, path[1:]) if key == path[0] else item for key, item in value.items()}
 
 
 def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
@@ -84,9 +157,11 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
         allowed: Schema = error.schema.get("properties", {}) if isinstance(error.schema, dict) else {}
         named = node.get("properties") or allowed
         known = [key for key, below in named.items() if not (isinstance(below, dict) and "x-alias-of" in below)]
-        for key in value if isinstance(value, dict) else ():
-            if key not in allowed:
-                yield _unknown_key(path, key, known, schema)
+        unknown = [key for key in value if key not in allowed] if isinstance(value, dict) else []
+        for key in unknown[:MAX_UNKNOWN]:
+            yield _unknown_key(path, key, known, schema)
+        if len(unknown) > MAX_UNKNOWN:
+            yield Problem(f"{len(unknown) - MAX_UNKNOWN} more unknown keys", path, "unknown-key")
         return
     auto = _schema_at(path, document, schema).get("x-auto")
     if auto and value == "auto":
@@ -97,18 +172,31 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
             yield Problem(f"needs {name}", path, "required", _required_hint(path, name))
         return
     message, hint = _say(keyword, error.validator_value, value)
-    yield Problem(message or error.message, path, keyword.lower(), hint)
+    rule = _RULE_OF.get(keyword, keyword)
+    if not hint and rule in ("enum", "range"):  # why only these: what the key means
+        hint = str(_schema_at(path, document, schema).get("description", "")).partition(". ")[0].rstrip(".")
+    yield Problem(message or error.message, path, rule, hint)
 
 
 def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Problem:
-    hint = suggest(key, known)
-    if not hint:
-        homes = [name for name, below in schema["properties"].items() if key in below.get("properties", {})]
-        if homes and (homes[0],) != path:
-            hint = f"it belongs under {homes[0]}"
+    inside = path[:1] == ("deepspeed",)
+    homes = contract.list_homes(contract.deepspeed_schema() if inside else schema)
+    exact = [("deepspeed", *home) if inside else home for home in homes.get(key, ())]
+    below = [home for home in exact if home[: len(path)] == path]
+    hint = ""
+    if len(below or exact) in (1, 2):
+        hint = "it belongs under " + " or ".join(".".join(home) or "the document itself" for home in below or exact)
+    hint = hint or suggest(key, known) or _suggest_elsewhere(key, homes)
     if not hint and known:
         hint = "allowed here: " + ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return Problem("unknown key", (*path, key), "unknown-key", hint)
+
+
+def _suggest_elsewhere(key: str, homes: dict[str, list[tuple[str, ...]]]) -> str:
+    """For a key that is mistyped and at the wrong level."""
+    once = [name for name, places in homes.items() if len(places) == 1]
+    near = difflib.get_close_matches(key, once, n=1, cutoff=0.8)
+    return f'did you mean "{".".join((*homes[near[0]][0], near[0]))}"?' if near else ""
 
 
 def _required_hint(path: Path, name: str) -> str:
@@ -190,51 +278,10 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
         original = below.get("x-alias-of")
         if original in value:
             problems.append(
-                Problem(f"is another spelling of {original}, which is given too", here, "alias", "keep one")
+                Problem(f"is another spelling of {original}, which is given too", here, "given-twice", "keep one")
             )
+        elif below.get("deprecated") and status != "unsupported" and original != f"stage3_{key}":
+            now = original or below.get("x-replaced-by")
+            problems.append(Problem("is an old spelling", here, "deprecated", f"now {now}", severity="warning"))
         problems += _check_status(item, below, here)
     return problems
-
-
-# Rules between keys. Each takes the document (of the right shape, "not set" left out) and yields problems.
-
-Rule = Callable[[dict[str, Any]], Iterator[Problem]]
-
-
-def _is_json(document: dict[str, Any]) -> Iterator[Problem]:
-    """The resolved document is JSON, which has no inf and no nan; overrides and YAML configs can bring them in."""
-    places: list[tuple[Path, Any]] = [((), document)]
-    while places:
-        path, value = places.pop()
-        if isinstance(value, float) and not math.isfinite(value):
-            yield Problem(f"must be a finite number, not {value}", path, "finite", "leave it out, or null")
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        places += [((*path, key), item) for key, item in items]
-
-
-def _needs_an_end(document: dict[str, Any]) -> Iterator[Problem]:
-    """A job that names neither steps nor epochs would never end."""
-    trainer = document.get("trainer", {})
-    if "max_steps" not in trainer and "max_epochs" not in trainer:
-        yield Problem("needs max_steps or max_epochs", ("trainer",), "no-end", "trainer.max_steps=1000, for example")
-
-
-def _needs_an_optimizer(document: dict[str, Any]) -> Iterator[Problem]:
-    """Training without an optimizer changes nothing."""
-    if "optimizer" not in document:
-        yield Problem("needs optimizer", (), "no-optimizer", "optimizer: {type: AdamW, params: {lr: 1e-3}}")
-
-
-def _evaluates_something(document: dict[str, Any]) -> Iterator[Problem]:
-    """A cadence of evaluation, or metrics, without a set to evaluate on are a mistake in one place or the other."""
-    if "eval" in document["data"]:
-        return
-    advice = "give data.eval, or leave it out"
-    for key in ("eval_every", "eval_batches", "eval_at_start"):
-        if document.get("trainer", {}).get(key):
-            yield Problem("is set, but there is no data.eval", ("trainer", key), "no-eval-data", advice)
-    if document.get("metrics"):
-        yield Problem("are given, but there is no data.eval", ("metrics",), "no-eval-data", advice)
-
-
-RULES: tuple[Rule, ...] = (_is_json, _needs_an_end, _needs_an_optimizer, _evaluates_something)

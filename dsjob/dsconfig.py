@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from dsjob import schema as contract
 from dsjob.errors import Problem
+from dsjob.schema import Schema
 
 Path = tuple[str | int, ...]
 
 # DeepSpeed's top-level keys that a job document has elsewhere. All others keep name and place.
-_MOVED: dict[str, tuple[str, str]] = {
+_MOVED: dict[str | int, tuple[str, str]] = {
     "train_batch_size": ("trainer", "train_batch"),
     "train_micro_batch_size_per_gpu": ("trainer", "micro_batch"),
     "gradient_accumulation_steps": ("trainer", "grad_accum"),
     "steps_per_print": ("trainer", "log_every"),
 }
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys of a DeepSpeed config that a job document has no place for: all of them without effect here.
 _JOB_SECTIONS = (
     "gradient_clipping",
@@ -39,6 +42,16 @@ def to_job(config: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
+def drop_moved(config: dict[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed config without the keys that a job document has elsewhere."""
+    return {key: value for key, value in config.items() if key not in _MOVED}
+
+
+def to_job_path(path: Path) -> Path:
+    """Where a job document has what a DeepSpeed config has at `path`."""
+    return (*_MOVED[path[0]], *path[1:]) if path and path[0] in _MOVED else path
+
+
 def to_config_path(path: Path) -> Path:
     """Where a DeepSpeed config has what the job document has at `path`."""
     for key, moved in _MOVED.items():
@@ -52,10 +65,10 @@ def to_config_words(problem: Problem) -> Problem:
 
     def rename(text: str) -> str:
         for key, (section, name) in _MOVED.items():
-            text = re.sub(rf"\b(?:{section}\.)?{name}\b", key, text)
+            text = re.sub(rf"\b(?:{section}\.)?{name}\b", str(key), text)
         return text.replace("launch.nproc", "ranks")
 
-    return replace(problem, path=(), message=rename(problem.message), hint=rename(problem.hint))
+    return replace(problem, message=rename(problem.message), hint=rename(problem.hint))
 
 
 def build_on(
@@ -76,16 +89,23 @@ def build_on(
         there = place(("deepspeed", *to_config_path(path)))
         message = f"is {ours} ({place(path)}), but deepspeed.{where} says {theirs} ({there})"
         problems.append(Problem(message, path, "conflict", "keep one of the two"))
+    return build_on_given(job, config), problems
+
+
+def build_on_given(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """`job` built on a config in the very spellings that were given, to be checked."""
+    base = to_job(config)
     for section in ("optimizer", "scheduler"):
         if _replaces(job.get(section), base.get(section)):
             del base[section]
-    return _merge(job, base), problems
+    return _merge(job, base, contract.job_schema())
 
 
 def find_origin(path: Path, job: dict[str, Any], config: dict[str, Any]) -> Path:
     """Where the document has what the built job has at `path`: there, or in its `deepspeed` section."""
-    if _get(job, path) is None and _get(to_job(config), path) is not None:
-        return ("deepspeed", *to_config_path(path))
+    theirs = to_config_path(path)
+    if path and _get(job, path) is None and _get(config, theirs) is not None:
+        return ("deepspeed", *theirs)
     return path
 
 
@@ -97,11 +117,17 @@ def _replaces(ours: Any, theirs: Any) -> bool:
     return "_target_" in ours or ("params" in ours and not same_type)
 
 
-def _merge(job: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def _merge(job: dict[str, Any], base: dict[str, Any], schema: Schema | None) -> dict[str, Any]:
+    def name(key: str) -> str:
+        below = contract.child(schema, key) if schema is not None else None
+        return str((below or {}).get("x-alias-of", key))
+
+    ours = {name(key) for key in job}
+    merged = {key: value for key, value in base.items() if key in job or name(key) not in ours}
     for key, value in job.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
-            merged[key] = _merge(value, base[key])
+            below = contract.child(schema, key, value) if schema is not None else None
+            merged[key] = _merge(value, base[key], below)
         elif not (value == "auto" and key in base):
             merged[key] = value
     return merged

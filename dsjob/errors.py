@@ -52,12 +52,12 @@ class Problem:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
     def __str__(self) -> str:
-        """`place: message` with the path and the hint: the form that `dsjob validate` prints."""
+        """`place: error[rule]: path: message; hint`: the form that `dsjob validate` prints."""
         place = f"{self.place}: " if self.place else ""
         path = f"{self.dotted}: " if self.path else ""
-        hint = f" ({self.hint})" if self.hint else ""
-        level = "" if self.severity == "error" else f"{self.severity}: "
-        return f"{place}{level}{path}{self.message}{hint}"
+        hint = f"; {self.hint}" if self.hint else ""
+        rule = f"[{self.rule}]" if self.rule else ""
+        return f"{place}{self.severity}{rule}: {path}{self.message}{hint}"
 
 
 class DsjobError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from dsjob import schema as contract
 from dsjob import storage
 from dsjob.check import Path
 from dsjob.document import Document
-from dsjob.errors import StorageError, UsageError
+from dsjob.errors import DocumentError, Problem, StorageError, UsageError
 from dsjob.resolve import Place
 
 
@@ -58,13 +59,30 @@ def settle(
     return Composed(document, file, recipes, overrides or {}, deepspeed)
 
 
+MAX_SIZE = 16 << 20  # bytes of a document: with all that refers to them, some 2 GB of memory
+
+
 def read_document(url: str) -> Document:
-    """A job file, parsed with the places of its keys. Raises UsageError where it cannot be read, DocumentError."""
+    """A job file, or `-` for standard input, parsed with the places of its keys.
+
+    Raises UsageError where it cannot be read, DocumentError.
+    """
+    if url == "-":
+        return documents.parse(_require_small(sys.stdin.read(MAX_SIZE + 1), "<stdin>"), "<stdin>")
     try:
-        text = storage.read_text(url)
+        text = _require_small(storage.read_text(url, MAX_SIZE + 1), url)
     except StorageError as error:
         raise UsageError(error.message, hint=error.hint) from error
     return documents.parse(text, url)
+
+
+def _require_small(text: str, source: str) -> str:
+    if len(text) > MAX_SIZE:
+        message = f"a document of more than {MAX_SIZE >> 20} MiB"
+        raise DocumentError(
+            [Problem(message, (), "too-large", "data belongs in files that the document names", source)]
+        )
+    return text
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:

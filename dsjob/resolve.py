@@ -6,15 +6,17 @@ A resolved document is itself a valid job, so resolving it again changes nothing
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dsjob import dsconfig
+from dsjob import dsconfig, legacy
 from dsjob import schema as contract
+from dsjob.auto import resolve_auto
 from dsjob.batch import BatchConfig
-from dsjob.check import Path, check_job, check_shape
+from dsjob.check import Path, check_config, check_job
 from dsjob.errors import ConfigError, DocumentError, Problem
 from dsjob.schema import Schema
 from dsjob.spec import EngineSpec, view
@@ -39,56 +41,90 @@ def place_problems(problems: list[Problem], locate: Locate) -> list[Problem]:
     return placed
 
 
-def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[dict[str, Any], list[Problem]]:
-    """The resolved document for `world_size` data-parallel ranks, and the warnings.
+@dataclass(frozen=True)
+class Resolved:
+    """A resolved document, the warnings, and how values came about that nobody gave: by path, in words."""
 
-    `document`: as composed, "not set" left out (`schema.prune`). Raises DocumentError with all problems at once.
+    document: dict[str, Any]
+    warnings: list[Problem]
+    derived: dict[Path, str]
+
+
+def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ranks_from: str = "") -> Resolved:
+    """The resolved document for `world_size` data-parallel ranks.
+
+    `document`: as composed, "not set" left out (`schema.prune`). `ranks_from`: what says how many ranks there are.
+    Raises DocumentError with all problems at once.
     """
     schema = contract.job_schema()
     given = {key: value for key, value in document.items() if key not in ("deepspeed", "$schema")}
     body = document.get("deepspeed")
-    config: dict[str, Any] = _rename(body, contract.deepspeed_schema()) if isinstance(body, dict) else {}
+    config: dict[str, Any] = body if isinstance(body, dict) else {}
     job, conflicts = dsconfig.build_on(
-        given,
-        config,
+        _rename(legacy.expand(given), schema),
+        _rename(legacy.expand(config), contract.deepspeed_schema()),
         place=lambda path: _describe(locate(path)),
         overridden=lambda path: locate(path)[1] == 0,  # only what a file says has a line
     )
-    problems = _drop_repeated(check_job({**document, **job})) + conflicts
-    problems = place_problems(problems, lambda path: locate(dsconfig.find_origin(path, given, config)))
+
+    def locate_origin(path: Path) -> Place:
+        return locate(dsconfig.find_origin(path, given, config))
+
+    problems = _drop_repeated(check_job({**document, **dsconfig.build_on_given(given, config)})) + conflicts
+    batch = None
+    touched = (("trainer",), *(("deepspeed", key) for key in dsconfig.BATCH_KEYS))
+    if not any(p.severity == "error" and p.path[: len(place)] == place for p in problems for place in touched):
+        trainer = _own_numbers(job.get("trainer", {}), schema["properties"]["trainer"])
+        asked = _reopen_batch(trainer, document.get("resolved"), world_size, locate)
+        try:
+            batch = asked.resolve(world_size, name=lambda key: _name_number(key, job, locate_origin), ranks=ranks_from)
+        except DocumentError as error:
+            problems += error.problems
+    problems = place_problems(problems, locate_origin)
     _raise_errors(problems)
-    resolved = _complete(job, schema)
-    _reopen_batch(resolved, world_size, locate)
-    _settle_batch(resolved, world_size, locate)
+    assert batch is not None
+    job, derived = resolve_auto(job)
+    resolved = contract.fill_defaults(_own_numbers(job, schema), schema)
+    _tell_batch(derived, job.get("trainer", {}), batch, world_size)
+    resolved["trainer"].update(dataclasses.asdict(batch))
     resolved["resolved"] = {**resolved.get("resolved", {}), "world_size": world_size}
-    return contract.sort_keys(resolved, schema), problems
+    return Resolved(contract.sort_keys(resolved, schema), problems, derived)
 
 
 def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:
     """What a bare DeepSpeed config asks of the engine. Raises ConfigError with all problems at once."""
-    schema = contract.deepspeed_schema()
-    config = contract.prune(config, schema)
-    problems = place_problems(check_shape(config, schema) + _check_length(config), locate)
+    config = contract.prune(config, contract.deepspeed_schema())
+    problems = check_config(config)
+    job = dsconfig.to_job(_rename(legacy.expand(config), contract.deepspeed_schema()))
+    batch = None
+    if not any(p.severity == "error" and (not p.path or p.path[0] in dsconfig.BATCH_KEYS) for p in problems):
+        try:
+            batch = BatchConfig.from_dict(job.get("trainer", {})).resolve(world_size)
+        except DocumentError as error:
+            problems += [dsconfig.to_config_words(replace(problem, path=())) for problem in error.problems]
+    problems = place_problems(problems, locate)
     _raise_errors(problems, ConfigError)
-    job = contract.job_schema()
-    resolved = _complete(dsconfig.to_job(config), job)
-    try:
-        _settle_batch(resolved, world_size, lambda path: locate(()))
-    except DocumentError as error:
-        raise ConfigError([dsconfig.to_config_words(problem) for problem in error.problems]) from None
+    assert batch is not None
+    schema = contract.job_schema()
+    resolved = contract.fill_defaults(_own_numbers(resolve_auto(job)[0], schema), schema)
+    resolved["trainer"].update(dataclasses.asdict(batch))
     return view(EngineSpec, resolved), problems
 
 
-def _check_length(config: dict[str, Any]) -> list[Problem]:
-    """A job knows how many steps it takes; a program that calls `initialize` has to say so."""
-    scheduler = config.get("scheduler")
-    if not isinstance(scheduler, dict) or scheduler.get("type") not in ("WarmupDecayLR", "WarmupCosineLR"):
-        return []
-    params = scheduler.get("params", {})
-    if not isinstance(params, dict) or params.get("total_num_steps", "auto") != "auto":
-        return []
-    place: Path = ("scheduler", "params", "total_num_steps") if "total_num_steps" in params else ("scheduler",)
-    return [Problem("needs total_num_steps", place, "no-total-steps", "the optimizer steps that the program will take")]
+def _name_number(key: str, job: dict[str, Any], locate: Locate) -> str:
+    """Where one of the batch sizes comes from: ` (cfg.json:3:5)`; empty where it was derived."""
+    return f" ({_describe(locate(('trainer', key)))})" if key in job.get("trainer", {}) else ""
+
+
+def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchConfig, world_size: int) -> None:
+    formulas = {
+        "train_batch": f"micro_batch {batch.micro_batch} x grad_accum {batch.grad_accum} x {world_size} ranks",
+        "micro_batch": f"train_batch {batch.train_batch} / grad_accum {batch.grad_accum} / {world_size} ranks",
+        "grad_accum": f"train_batch {batch.train_batch} / micro_batch {batch.micro_batch} / {world_size} ranks",
+    }
+    for key, formula in formulas.items():
+        if given.get(key, "auto") == "auto" or given[key] != getattr(batch, key):
+            derived["trainer", key] = f"derived: {formula}"
 
 
 def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentError) -> None:
@@ -106,11 +142,6 @@ def _drop_repeated(problems: list[Problem]) -> list[Problem]:
 def _describe(place: Place) -> str:
     source, line, column = place
     return f"{source}:{line}:{column}" if line else source
-
-
-def _complete(document: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    renamed: dict[str, Any] = _own_numbers(_rename(document, schema), schema)
-    return contract.fill_defaults(renamed, schema)
 
 
 def _rename(value: Any, schema: Schema) -> Any:
@@ -133,29 +164,14 @@ def _own_numbers(value: Any, schema: Schema) -> Any:
     return value
 
 
-def _reopen_batch(resolved: dict[str, Any], world_size: int, locate: Locate) -> None:
-    """Forgets what was derived when the document was resolved before, where that no longer holds."""
-    before, trainer = resolved.get("resolved", {}).get("world_size"), resolved["trainer"]
+def _reopen_batch(trainer: dict[str, Any], before: Any, world_size: int, locate: Locate) -> BatchConfig:
+    """The batch sizes that are asked for: without what was derived when the document was resolved before."""
+    asked = BatchConfig.from_dict(trainer)
     triad = ("train_batch", "micro_batch", "grad_accum")
-    if before is None or not all(name in trainer for name in triad):
-        return
+    if not isinstance(before, dict) or "world_size" not in before or None in dataclasses.astuple(asked):
+        return asked
     given = [name for name in triad if locate(("trainer", name))[0].startswith("command line")]
-    if not given and before != world_size:
-        moved = BatchConfig.from_dict(trainer).move_to(world_size)
-        trainer.update(micro_batch=moved.micro_batch, grad_accum=moved.grad_accum)
-    elif len(given) == 1:
-        kept = {"train_batch": "micro_batch"}.get(given[0], "train_batch")
-        for name in set(triad) - {given[0], kept}:
-            del trainer[name]
-    elif len(given) == 2:
-        (derived,) = set(triad) - set(given)
-        del trainer[derived]
-
-
-def _settle_batch(resolved: dict[str, Any], world_size: int, locate: Locate) -> None:
-    trainer = resolved["trainer"]
-    try:
-        batch = BatchConfig.from_dict(trainer).resolve(world_size)
-    except DocumentError as error:
-        raise DocumentError(place_problems(list(error.problems), locate)) from None
-    trainer.update(train_batch=batch.train_batch, micro_batch=batch.micro_batch, grad_accum=batch.grad_accum)
+    if not given:
+        return asked if before["world_size"] == world_size else asked.move_to(world_size)
+    kept = [*given, {"train_batch": "micro_batch"}.get(given[0], "train_batch")] if len(given) == 1 else given
+    return replace(asked, **{name: None for name in triad if name not in kept})

@@ -60,6 +60,28 @@ def _inline(node: Any, root: Schema) -> Any:
     return joined
 
 
+_HOMES: dict[int, dict[str, list[tuple[str, ...]]]] = {}
+
+
+def list_homes(schema: Schema) -> dict[str, list[tuple[str, ...]]]:
+    """Where each key of a (joined, kept) schema may stand: the paths of the objects that have it."""
+    if id(schema) not in _HOMES:
+        homes: dict[str, list[tuple[str, ...]]] = {}
+        places: list[tuple[tuple[str, ...], Schema]] = [((), schema)]
+        while places:
+            path, node = places.pop()
+            for key, below in node.get("properties", {}).items():
+                if key == "deepspeed" or not isinstance(below, dict) or key.startswith("_") or "x-alias-of" in below:
+                    continue
+                homes.setdefault(key, []).append(path)
+                places.append(((*path, key), below))
+            for branch in node.get("allOf", ()):
+                params = branch.get("then", {}).get("properties", {}).get("params", {})
+                homes.update({key: [(*path, "params")] for key in params.get("properties", {})})
+        _HOMES[id(schema)] = homes
+    return _HOMES[id(schema)]
+
+
 def is_target(schema: Schema) -> bool:
     """Whether the schema is that of a `_target_` object, whose other keys are arguments."""
     return "_target_" in schema.get("properties", {})

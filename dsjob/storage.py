@@ -110,11 +110,11 @@ def read_bytes(url: str, start: int | None = None, end: int | None = None) -> by
         return bytes(fs.cat_file(path, start=start, end=end))
 
 
-def read_text(url: str) -> str:
-    """A file's text, UTF-8."""
-    data = read_bytes(url)
+def read_text(url: str, limit: int | None = None) -> str:
+    """A file's text, UTF-8; of a longer one its first `limit` bytes."""
+    data = read_bytes(url, 0 if limit else None, limit)
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8", errors="ignore" if limit == len(data) else "strict")
     except UnicodeDecodeError as error:
         raise StorageError(f"cannot read {url}: not UTF-8 text (byte {error.start})") from error
 

@@ -269,7 +269,7 @@ def test_an_unknown_key_of_the_file_is_left_for_the_check(tmp_path: Path) -> Non
 def test_an_appended_unknown_key_is_found_by_the_check(job_file: Path) -> None:
     with pytest.raises(DocumentError) as caught:
         resolve_composed(compose_file(job_file, ["+trainer.zzz=4"]))
-    assert str(caught.value).startswith("command line: +trainer.zzz=4: trainer.zzz: unknown key")
+    assert str(caught.value).startswith("command line: +trainer.zzz=4: error[unknown-key]: trainer.zzz: unknown key")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_an_interpolation_that_leads_nowhere_is_placed_in_the_file(tmp_path: Pat
     with pytest.raises(DocumentError) as caught:
         compose_file(job)
     (found,) = caught.value.problems
-    assert str(found) == f"{job}:7:7: model.sizes[1]: Interpolation key 'nope.x' not found"
+    assert str(found) == f"{job}:7:7: error[interpolation]: model.sizes[1]: Interpolation key 'nope.x' not found"
 
 
 def test_a_folder_of_configs_that_is_missing_is_named(tmp_path: Path) -> None:

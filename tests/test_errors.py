@@ -77,11 +77,11 @@ def test_a_path_is_spelt_as_on_the_command_line(path: tuple[str | int, ...], dot
 @pytest.mark.parametrize(
     ("problem", "text"),
     [
-        (Problem("wrong"), "wrong"),
-        (Problem("wrong", ("a", "b")), "a.b: wrong"),
-        (Problem("wrong", ("a",), "rule", "do this"), "a: wrong (do this)"),
-        (Problem("wrong", ("a",), source="job.json", line=3, column=7), "job.json:3:7: a: wrong"),
-        (Problem("wrong", source="command line: a=1"), "command line: a=1: wrong"),
+        (Problem("wrong"), "error: wrong"),
+        (Problem("wrong", ("a", "b")), "error: a.b: wrong"),
+        (Problem("wrong", ("a",), "rule", "do this"), "error[rule]: a: wrong; do this"),
+        (Problem("wrong", ("a",), source="job.json", line=3, column=7), "job.json:3:7: error: a: wrong"),
+        (Problem("wrong", source="command line: a=1"), "command line: a=1: error: wrong"),
         (Problem("odd", ("a",), source="j", line=1, column=2, severity="warning"), "j:1:2: warning: a: odd"),
     ],
 )

@@ -293,7 +293,7 @@ def test_auto_where_nothing_else_derives_it_counts_as_not_given() -> None:
 
 
 def test_a_section_that_does_nothing_stays_as_it_was_given() -> None:
-    given = {"torch_autocast": {"enabled": False}, "amp": {"enabled": "auto"}, "pipeline": {"stages": "auto"}}
+    given = {"torch_autocast": {"enabled": False}, "amp": {"enabled": False}, "pipeline": {"stages": "auto"}}
     document = make_job(**given)
     once = resolve(document)
     assert {key: once[key] for key in given} == given
@@ -356,11 +356,9 @@ def test_every_recipe_resolves_to_a_document_without_problems(recipe: tuple[str,
 def test_resolving_a_resolved_recipe_changes_nothing(recipe: tuple[str, dict[str, Any]]) -> None:
     _, document = recipe
     read_back = json.loads(json.dumps(document))
-    again, warnings = resolve_job(
-        copy.deepcopy(read_back), world_size=document["launch"]["nproc"], locate=lambda path: ("", 0, 0)
-    )
-    assert json.dumps(again) == json.dumps(document)
-    assert warnings == []
+    done = resolve_job(copy.deepcopy(read_back), world_size=document["launch"]["nproc"], locate=lambda path: ("", 0, 0))
+    assert json.dumps(done.document) == json.dumps(document)
+    assert done.warnings == []
 
 
 def test_resolving_a_resolved_document_with_everything_in_it_changes_nothing() -> None:

@@ -22,7 +22,7 @@ JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 def has_effect(schema: Schema) -> bool:
     """Whether a key does anything: known by a status of its own, or by those of all keys below it."""
-    if schema.get("x-status", "mapped") != "mapped" or "x-alias-of" in schema:
+    if schema.get("x-status", "mapped") != "mapped" or "x-alias-of" in schema or "deprecated" in schema:
         return False
     below = schema.get("properties", {})
     return is_target(schema) or not below or any(has_effect(item) for item in below.values())

@@ -30,7 +30,13 @@ def run_composed(composed: Composed, folders: list[str], debug: bool, *, run_dir
     """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent."""
     joined = launch.read_world_size()
     world_size = joined or read_nproc(composed.document)
-    document, warnings = resolve_job(composed.document, world_size=world_size, locate=composed.locate)
+    resolved = resolve_job(
+        composed.document,
+        world_size=world_size,
+        locate=composed.locate,
+        ranks_from="ranks that were started" if joined else "launch.nproc",
+    )
+    document, warnings = resolved.document, resolved.warnings
     if composed.file is not None and "://" not in composed.file.source:
         document["resolved"].setdefault("file", os.path.abspath(composed.file.source))
     if not joined or os.environ.get("RANK") == "0":
@@ -49,6 +55,9 @@ def run_composed(composed: Composed, folders: list[str], debug: bool, *, run_dir
 
 
 def _print_warnings(warnings: Sequence[Problem]) -> None:
-    if warnings:
-        names = ", ".join(problem.dotted for problem in warnings)
-        print(f"no effect here: {names} (`dsjob validate` says why)", file=sys.stderr)  # noqa: T201
+    idle = [problem.dotted for problem in warnings if problem.rule == "no-effect"]
+    if idle:
+        print(f"no effect here: {', '.join(idle)} (`dsjob validate` says why)", file=sys.stderr)  # noqa: T201
+    for problem in warnings:
+        if problem.rule != "no-effect":
+            print(problem, file=sys.stderr)  # noqa: T201

@@ -1,38 +1,143 @@
-"""`dsjob show`: the resolved document of a job file or recipe with overrides."""
+"""`dsjob show`: the resolved document of a job file or recipe with overrides, where its values come from, and how two
+documents differ."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from dsjob import compose as composition
 from dsjob import launch
+from dsjob import schema as contract
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
-from dsjob.resolve import read_nproc, resolve_job
+from dsjob.dsconfig import to_config_path
+from dsjob.errors import UsageError
+from dsjob.origins import Composed
+from dsjob.resolve import Resolved, read_nproc, resolve_job
+from dsjob.rules import Path
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Prints YAML or JSON."""
+    """Prints YAML or JSON, or a line for each value."""
+    args = _parse(arguments)
+    if args.diff:
+        return _show_difference(args)
+    composed, resolved = _resolve(args.source, args)
+    if args.origins or args.changed:
+        rows = list(_list_rows(composed, resolved, changed=args.changed))
+        _print_rows(rows, args.format, origins=args.origins)
+    elif args.format == "json":
+        print(json.dumps(resolved.document, indent=2))  # noqa: T201
+    else:
+        from dsjob.cli.output import to_yaml
+
+        sys.stdout.write(to_yaml(resolved.document))
+    return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dsjob show", description="Print the resolved job document.")
     parser.add_argument(
-        "source", nargs="+", metavar="FILE|+recipe=NAME|key=value", help="what to compose, as for dsjob run"
+        "source", nargs="+", metavar="FILE|FOLDER|+recipe=NAME|key=value", help="what to compose, as for dsjob run"
     )
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
+    parser.add_argument("--origins", action="store_true", help="each value with where it came from")
+    parser.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    parser.add_argument("--diff", action="store_true", help="the difference between two documents or run folders")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
     parser.add_argument(
         "--world-size", type=parse_count, metavar="N", help="ranks to resolve the batch sizes for (launch.nproc)"
     )
-    args = parser.parse_intermixed_args(arguments)
-    file, overrides = split_source(args.source)
-    composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
-    world_size = args.world_size or launch.read_world_size() or read_nproc(composed.document)
-    document, _ = resolve_job(composed.document, world_size=world_size, locate=composed.locate)
-    if args.format == "json":
-        print(json.dumps(document, indent=2))  # noqa: T201
-    else:
-        from dsjob.cli.output import to_yaml
+    return parser.parse_intermixed_args(arguments)
 
-        sys.stdout.write(to_yaml(document))
+
+def _resolve(source: list[str], args: argparse.Namespace) -> tuple[Composed, Resolved]:
+    file, overrides = split_source(source)
+    composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+    started = launch.read_world_size()
+    world_size = args.world_size or started or read_nproc(composed.document)
+    ranks_from = "--world-size" if args.world_size else "ranks that were started" if started else "launch.nproc"
+    return composed, resolve_job(
+        composed.document, world_size=world_size, locate=composed.locate, ranks_from=ranks_from
+    )
+
+
+def _list_rows(composed: Composed, resolved: Resolved, *, changed: bool) -> Iterator[tuple[str, Any, str]]:
+    """Path, value and origin of each value; with `changed`, only of those that are not defaults."""
+    schema = contract.job_schema()
+    for path, value in _list_leaves(resolved.document, schema):
+        if path[0] == "resolved":
+            continue
+        origin = _find_origin(path, composed, resolved)
+        if not (changed and (origin == "default" or value == _find_default(path, resolved.document, schema))):
+            yield ".".join(map(str, path)), value, origin
+
+
+def _list_leaves(value: dict[str, Any], schema: contract.Schema | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _list_leaves(item, contract.child(schema or {}, key, value), (*path, key))
+        else:
+            yield (*path, key), item
+
+
+def _find_origin(path: Path, composed: Composed, resolved: Resolved) -> str:
+    if path in resolved.derived:
+        return resolved.derived[path]
+    for given in (path, ("deepspeed", *to_config_path(path))):
+        if _has(composed.document, given):
+            source, line, column = composed.locate(given)
+            return f"{source}:{line}:{column}" if line else source
+    return "name of the recipe or file" if path == ("name",) else "default"
+
+
+def _has(value: Any, path: Path) -> bool:
+    for part in path:
+        if not isinstance(value, dict) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def _find_default(path: Path, document: dict[str, Any], schema: contract.Schema) -> Any:
+    node: contract.Schema | None = schema
+    value: Any = document
+    for part in path:
+        node = contract.child(node, str(part), value) if node is not None else None
+        value = value.get(part) if isinstance(value, dict) else None
+    return (node or {}).get("default")
+
+
+def _print_rows(rows: list[tuple[str, Any, str]], form: str, *, origins: bool) -> None:
+    if form == "json":
+        entries = [{"path": p, "value": v, **({"origin": o} if origins else {})} for p, v, o in rows]
+        print(json.dumps(entries, indent=2))  # noqa: T201
+        return
+    texts = [(path, json.dumps(value, ensure_ascii=False), origin) for path, value, origin in rows]
+    width = max((len(f"{path}: {text}") for path, text, _ in texts), default=0)
+    for path, text, origin in texts:
+        line = f"{path}: {text}"
+        print(f"{line:<{min(width, 70)}}  # {origin}" if origins else line)  # noqa: T201
+
+
+def _show_difference(args: argparse.Namespace) -> int:
+    if len(args.source) != 2:
+        raise UsageError("--diff needs two documents or run folders", hint="dsjob show --diff runs/a runs/b")
+    first, second = (dict(_list_leaves(_resolve([source], args)[1].document, None)) for source in args.source)
+    rows = [
+        (".".join(map(str, path)), first.get(path), second.get(path))
+        for path in dict.fromkeys([*first, *second])
+        if path[0] != "resolved" and first.get(path) != second.get(path)
+    ]
+    if args.format == "json":
+        print(json.dumps([{"path": path, "first": a, "second": b} for path, a, b in rows], indent=2))  # noqa: T201
+        return 0
+    for path, a, b in rows:
+        print(f"{path}: {json.dumps(a, ensure_ascii=False)} -> {json.dumps(b, ensure_ascii=False)}")  # noqa: T201
+    if not rows:
+        print("no difference")  # noqa: T201
     return 0

@@ -4,47 +4,109 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
-from dsjob import resolve
+from dsjob import report, resolve
 from dsjob.cli import parse_count
 from dsjob.document import Document
-from dsjob.errors import DocumentError, DsjobError, Problem
+from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
 from dsjob.origins import Composed, is_deepspeed, read_document, settle
+from dsjob.rules import EXPLANATIONS, RULES
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Prints `file:line:col: message` for each problem; 0 where there is no error, 2 where there is."""
+    """Prints the problems; 0 where there is no error, 2 where there is."""
+    args = _parse(arguments)
+    if args.explain is not None:
+        _explain(args.explain)
+        return 0
+    if not args.files:
+        raise UsageError("dsjob validate needs a file", hint="dsjob validate cfg.json; - reads standard input")
+    found: list[Problem] = []
+    for url in args.files:
+        problems, text = validate(url, args.world_size)
+        if args.strict:
+            problems = [replace(problem, severity="error") for problem in problems]
+        if args.format == "text":
+            _print_text(url, problems, text)
+        found += problems
+    if args.format != "text":
+        print(_render(args.format, report.sort_problems(found)))  # noqa: T201
+    return 2 if any(problem.severity == "error" for problem in found) else 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dsjob validate", description="Check job documents and DeepSpeed configs.")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON or YAML, a path or URL")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="JSON or YAML: a path, a URL, or - (standard input)")
     parser.add_argument(
         "--world-size", type=parse_count, metavar="N", help="ranks to check the batch sizes for (launch.nproc)"
     )
-    args = parser.parse_args(arguments)
-    failed = False
-    for url in args.files:
-        problems = validate(url, args.world_size)
-        errors = [problem for problem in problems if problem.severity == "error"]
-        for problem in problems:
-            print(problem, file=sys.stderr if problem.severity == "error" else sys.stdout)
-        if not errors:
-            print(f"{url}: ok")  # noqa: T201
-        failed = failed or bool(errors)
-    return 2 if failed else 0
+    parser.add_argument("--format", choices=report.FORMATS, default="text", help="how to print problems (text)")
+    parser.add_argument("--strict", action="store_true", help="warnings are errors")
+    parser.add_argument("--explain", metavar="RULE", help="why RULE is one; `all` lists them")
+    return parser.parse_args(arguments)
 
 
-def validate(url: str, world_size: int | None) -> list[Problem]:
-    """The problems of one document, errors and warnings, in the order of their places."""
+def _explain(rule: str) -> None:
+    names = sorted(EXPLANATIONS) if rule == "all" else [rule]
+    for name in names:
+        if name not in EXPLANATIONS:
+            from dsjob.check import suggest
+
+            raise UsageError(
+                f"there is no rule {name!r}", hint=suggest(name, list(EXPLANATIONS)) or "--explain all lists them"
+            )
+        level = RULES[name].severity if name in RULES else ""
+        print(f"{name}{f' ({level})' if level else ''}: {EXPLANATIONS[name]}")  # noqa: T201
+
+
+def _print_text(url: str, problems: list[Problem], text: str | None) -> None:
+    for problem in problems:
+        stream = sys.stderr if problem.severity == "error" else sys.stdout
+        shown = text if stream.isatty() and problem.source == _name(url) else None
+        print(report.to_text(problem, shown), file=stream)
+    errors = any(problem.severity == "error" for problem in problems)
+    if not errors:
+        counted = report.count_problems(problems)
+        print(f"{_name(url)}: ok{f', {counted}' if counted else ''}")  # noqa: T201
+
+
+def _render(form: str, problems: list[Problem]) -> str:
+    if form == "json":
+        return report.to_json(problems)
+    if form == "github":
+        return report.to_github(problems)
+    from dsjob import __version__
+
+    return report.to_sarif(problems, __version__)
+
+
+def _name(url: str) -> str:
+    return "<stdin>" if url == "-" else url
+
+
+def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | None]:
+    """The problems of one document, in the order of their places, and its text where it could be read."""
+    text: str | None = None
     try:
         document = read_document(url)
-        if is_deepspeed(document.value):
-            return _check_deepspeed(document, world_size or 1)
-        composed = _compose(document)
-        ranks = world_size or resolve.read_nproc(composed.document)
-        return resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate)[1]
+        text = document.text
+        return report.sort_problems(_check(document, world_size)), text
     except DocumentError as error:
-        return list(error.problems)
+        return list(error.problems), text
     except DsjobError as error:
-        return [Problem(error.message, rule="unreadable", hint=error.hint)]
+        return [Problem(error.message, rule="unreadable", hint=error.hint, source=_name(url))], text
+
+
+def _check(document: Document, world_size: int | None) -> list[Problem]:
+    if is_deepspeed(document.value):
+        return resolve.resolve_config(document.value, world_size=world_size or 1, locate=_locator(document))[1]
+    composed = _compose(document)
+    ranks = world_size or resolve.read_nproc(composed.document)
+    ranks_from = "--world-size" if world_size else "launch.nproc"
+    return resolve.resolve_job(
+        composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from
+    ).warnings
 
 
 def _compose(document: Document) -> Composed:
@@ -55,9 +117,9 @@ def _compose(document: Document) -> Composed:
     return compose([], file=document)
 
 
-def _check_deepspeed(document: Document, world_size: int) -> list[Problem]:
+def _locator(document: Document) -> resolve.Locate:
     def locate(path: tuple[str | int, ...]) -> resolve.Place:
         mark = document.mark(path)
         return document.source, mark.line, mark.column
 
-    return resolve.resolve_config(document.value, world_size=world_size, locate=locate)[1]
+    return locate

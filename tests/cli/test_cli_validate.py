@@ -102,7 +102,7 @@ def test_every_problem_is_printed_at_once_with_its_place(
     code, out, err = validate(write(name, text))
     assert (code, out) == (2, [])
     assert err == [
-        f'{name}:{places[0]}: data.shufle: unknown key (did you mean "shuffle"?)',
+        f'{name}:{places[0]}: error[unknown-key]: data.shufle: unknown key; did you mean "shuffle"?',
         f"{name}:{places[1]}: trainer.micro_batch: must be at least 1, not 0",
         f'{name}:{places[2]}: trainer.max_steps: must be an integer, not a string "ten"',
         f"{name}:{places[3]}: optimizer.params.betas[1]: must be less than 1, not 1.5",
@@ -125,7 +125,7 @@ def test_each_of_several_files_is_checked_and_one_bad_one_fails_all(validate: An
     assert code == 2
     assert out == ["good.yaml: ok", "good.yaml: ok"]
     assert err == [
-        'bad.yaml:5:3: trainer.mirco_batch: unknown key (did you mean "micro_batch"?)',
+        'bad.yaml:5:3: error[unknown-key]: trainer.mirco_batch: unknown key; did you mean "micro_batch"?',
         "cannot read gone.yaml: no such file or folder",
     ]
 
@@ -234,7 +234,9 @@ def test_a_mistake_in_the_deepspeed_file_is_placed_there(validate: Any) -> None:
     write("ds.json", '{\n  "gradient_clippin": 3\n}')
     code, _, err = validate(write("job.yaml", GOOD_YAML + "deepspeed: ds.json\n"))
     assert code == 2
-    assert err == ['ds.json:2:3: deepspeed.gradient_clippin: unknown key (did you mean "gradient_clipping"?)']
+    assert err == [
+        'ds.json:2:3: error[unknown-key]: deepspeed.gradient_clippin: unknown key; did you mean "gradient_clipping"?'
+    ]
 
 
 def test_a_deepspeed_file_that_is_missing_is_named(validate: Any) -> None:

@@ -37,7 +37,7 @@ def nowhere(path: tuple[str | int, ...]) -> tuple[str, int, int]:
 
 def resolve(document: dict[str, Any], *, world_size: int = 1, locate: Locate = nowhere) -> dict[str, Any]:
     """A document resolved, its warnings left out."""
-    return resolve_job(document, world_size=world_size, locate=locate)[0]
+    return resolve_job(document, world_size=world_size, locate=locate).document
 
 
 def resolve_composed(composed: Composed, *, world_size: int = 1) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""Spellings of earlier years that stand for several keys of today, or for keys elsewhere.
+
+Other names of one key are the schemas' `x-aliases`. What is expanded here is told as `deprecated` by `check`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def expand(document: dict[str, Any]) -> dict[str, Any]:
+    """`document` (a job, or a DeepSpeed config) in today's keys; what is given in today's keys already wins."""
+    document = dict(document)
+    if isinstance(flags := document.pop("sharded_ddp", None), str):
+        document["zero_optimization"] = _merge(_read_sharded_ddp(flags), document.get("zero_optimization", {}))
+    if isinstance(section := document.pop("bfloat16", None), dict):
+        document["bf16"] = _merge(section, document.get("bf16", {}))
+    zero = document.get("zero_optimization")
+    if isinstance(zero, bool):
+        document["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, dict):
+        document["zero_optimization"] = _expand_offload(zero)
+    return document
+
+
+def _expand_offload(zero: dict[str, Any]) -> dict[str, Any]:
+    """Offloading was switched on by a flag for each of optimizer and parameters, with one flag for their memory."""
+    zero = dict(zero)
+    pinned = zero.pop("cpu_offload_use_pin_memory", None)
+    for section, names in (
+        ("offload_optimizer", ("cpu_offload",)),
+        ("offload_param", ("cpu_offload_param", "cpu_offload_params")),
+    ):
+        for name in names:
+            if zero.pop(name, None) is True:
+                memory = {"pin_memory": pinned} if isinstance(pinned, bool) else {}
+                zero[section] = _merge({"device": "cpu", **memory}, zero.get(section, {}))
+    return zero
+
+
+def _read_sharded_ddp(flags: str) -> dict[str, Any]:
+    """FairScale's flags of HF Trainer: `simple`, `zero_dp_2` or `zero_dp_3`, with `auto_wrap`, `offload`."""
+    words = flags.split()
+    stage = 3 if "zero_dp_3" in words else 2 if "zero_dp_2" in words else 1
+    offloaded = {"device": "cpu"} if {"offload", "cpu_offload"} & set(words) else None
+    if offloaded is None:
+        return {"stage": stage}
+    return {"stage": stage, "offload_param" if stage == 3 else "offload_optimizer": offloaded}
+
+
+def _merge(old: dict[str, Any], new: Any) -> dict[str, Any]:
+    return {**old, **new} if isinstance(new, dict) else old
