@@ -28,6 +28,7 @@ LAYERS: dict[int, set[str]] = {
         "compose",
         "storage",
         "targets",
+        "importing",
     },
     2: {"mesh", "precision", "optim", "data"},
     3: {"parallel", "checkpoint"},

@@ -20,6 +20,7 @@ dsjob: train from a job document
   dsjob -m ... key=a,b,c                 sweep: one run for each combination
   dsjob validate FILE...                 check documents, all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
+  dsjob import FILE... [-- COMMAND ...]  make a job document of a DeepSpeed config, Trainer arguments, accelerate
   dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
 
   dsjob COMMAND --help                   more about a command
@@ -28,7 +29,7 @@ dsjob: train from a job document
   --version
 """
 
-_COMMANDS = ("run", "validate", "show", "convert")
+_COMMANDS = {"run": "run", "validate": "validate", "show": "show", "import": "import_", "convert": "convert"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
     else:
         command, rest = "run", arguments
         _require_runnable(first)
-    module = import_module(f"dsjob.cli.{command}")
+    module = import_module(f"dsjob.cli.{_COMMANDS[command]}")
     code: int = module.main(rest, debug)
     return code
 
@@ -97,7 +98,7 @@ def _require_runnable(first: str) -> None:
     from dsjob.check import suggest
 
     raise UsageError(
-        f"no command or file is called {first!r}", hint=suggest(first, _COMMANDS) or "dsjob --help lists them"
+        f"no command or file is called {first!r}", hint=suggest(first, list(_COMMANDS)) or "dsjob --help lists them"
     )
 
 
