@@ -83,10 +83,10 @@ KEYS = frozenset({*PATHS, *READ, *LEFT_OUT})
 
 
 def read_settings(content: dict[str, Any], locate: Callable[[Path], str]) -> Settings:
-    """A file's keys as settings: those of its DeepSpeed and dynamo sections by their own names, FSDP's as one."""
+    """A file's keys as settings: those of its sections by their own names."""
     settings: Settings = {}
     for key, value in content.items():
-        if key in ("deepspeed_config", "dynamo_config") and isinstance(value, dict):
+        if key in ("deepspeed_config", "dynamo_config", "fsdp_config") and isinstance(value, dict):
             for name, item in value.items():
                 settings[name] = Given(item, name, locate((key, name)), Rank.ACCELERATE)
         else:
@@ -98,38 +98,27 @@ def draft_accelerate(settings: Settings, draft: Draft) -> None:
     """Puts what accelerate's settings say into the draft; the names of other files are left to the caller."""
     for name, given in settings.items():
         if name in PATHS:
-            _draft_path(name, given, settings, draft)
-        elif name.startswith("fsdp_") and name != "fsdp_config":
-            _draft_fsdp({name: given.value}, given, draft)
+            if given.value is not None and not (name.startswith("offload") and given.value == "none"):
+                draft.put(PATHS[name], given)
         elif name in LEFT_OUT:
             about, silent = LEFT_OUT[name]
             if not is_off(given.value) and given.value not in silent:
-                draft.note("left out", f"{given.name}={given.value}: {about}", given)
-        elif name not in READ and name not in (*_SWITCHES, "config_file"):
+                draft.note("left out", f"{given.told}: {about}", given)
+        elif not name.startswith("fsdp_") and name not in READ and name not in (*_SWITCHES, "config_file"):
             hint = suggest(name, sorted(KEYS)) or "no such key of accelerate is known"
-            draft.note("unknown", f"{given.name}={given.value}: {hint}", given)
+            draft.note("unknown", f"{given.told}: {hint}", given)
     _draft_processes(settings, draft)
     _draft_precision(settings.get("mixed_precision"), draft)
-    config = settings.get("fsdp_config")
-    if config is not None and isinstance(config.value, dict):
-        _draft_fsdp(config.value, config, draft)
-
-
-def _draft_path(name: str, given: Given, settings: Settings, draft: Draft) -> None:
-    if given.value is None or (name.endswith("nvme_path") and given.value == "none"):
-        return
-    if name == "offload_param_device" and given.value == "none":
-        return
-    if name == "offload_optimizer_device" and given.value == "none":
-        return
-    draft.put(PATHS[name], given)
+    fsdp = {name: given for name, given in settings.items() if name.startswith("fsdp_") and name != "fsdp_config"}
+    if fsdp:
+        _draft_fsdp(fsdp, draft)
 
 
 def _draft_processes(settings: Settings, draft: Draft) -> None:
     processes, machines = settings.get("num_processes"), settings.get("num_machines")
-    nodes = int(machines.value) if machines is not None and not is_off(machines.value) else 1
+    nodes = int(machines.number()) if machines is not None and not is_off(machines.value) else 1
     if processes is not None and not is_off(processes.value):
-        draft.put("launch.nproc", processes.to(max(1, int(processes.value) // nodes)))
+        draft.put("launch.nproc", processes.to(max(1, int(processes.number()) // nodes)))
     if machines is not None and nodes > 1:
         text = (
             f"{machines.name}={nodes}: start dsjob with torchrun on each machine; launch.nproc is one machine's ranks"
@@ -137,7 +126,7 @@ def _draft_processes(settings: Settings, draft: Draft) -> None:
         draft.note("left out", text, machines)
     gpus = settings.get("gpu_ids")
     if gpus is not None and not is_off(gpus.value) and gpus.value != "all":
-        draft.note("left out", f"{gpus.name}={gpus.value}: set CUDA_VISIBLE_DEVICES={gpus.value}", gpus)
+        draft.note("left out", f"{gpus.told}: set CUDA_VISIBLE_DEVICES={gpus.value}", gpus)
     for name in ("use_cpu", "cpu"):
         if name in settings and settings[name].value is True:
             draft.put("launch.device", settings[name].to("cpu"))
@@ -168,18 +157,20 @@ def _draft_precision(given: Given | None, draft: Draft) -> None:
 _STRATEGIES = {1: "full_shard", 2: "shard_grad_op", 3: "no_shard", 4: "hybrid_shard", 5: "hybrid_shard_zero2"}
 
 
-def _draft_fsdp(config: dict[str, Any], given: Given, draft: Draft) -> None:
+def _draft_fsdp(config: Settings, draft: Draft) -> None:
     rest = dict(config)
-    strategy = rest.pop("fsdp_sharding_strategy", None)
+    strategy, offload = rest.pop("fsdp_sharding_strategy", None), rest.pop("fsdp_offload_params", None)
     reshard = rest.get("fsdp_reshard_after_forward")
-    if isinstance(reshard, str):  # FSDP1's words are also written here
+    if reshard is not None and isinstance(reshard.value, str):  # FSDP1's words are also written here
         strategy = rest.pop("fsdp_reshard_after_forward")
-    offload = rest.pop("fsdp_offload_params", None) is True
-    if strategy is not None or offload:
-        word = _STRATEGIES.get(strategy, strategy) if strategy is not None else ""
-        words = [str(word).lower()] if word else ["full_shard" if reshard is not False else "shard_grad_op"]
-        named = Given(strategy, "fsdp_sharding_strategy" if word else "fsdp_offload_params", given.place, given.rank)
-        draft_sharding([*words, "offload"] if offload else words, named, draft)
-    elif len(config) > 1 and reshard is None:
-        draft_sharding(["full_shard"], given, draft)
-    draft_fsdp_config(rest, given, draft)
+    if strategy is not None:
+        number = strategy.value if isinstance(strategy.value, int) else 0
+        draft_sharding([str(_STRATEGIES.get(number, strategy.value)).lower()], strategy, draft)
+    elif reshard is None:
+        draft_sharding(["full_shard"], next(iter(config.values())), draft)
+    draft_fsdp_config(rest, draft)
+    if offload is not None and offload.value is True:
+        stage = draft.best("zero_optimization.stage")
+        draft.put(f"{_ZERO}.offload_optimizer.device", offload.to("cpu"))
+        if stage is None or stage.value == 3:
+            draft.put(f"{_ZERO}.offload_param.device", offload.to("cpu"))

@@ -53,7 +53,7 @@ class Command:
     launcher: str = "python"
     launcher_options: Settings = field(default_factory=dict)
     script: Given | None = None
-    options: Settings = field(default_factory=dict)
+    options: list[tuple[str, Given]] = field(default_factory=list)  # in order; a name may come twice
     files: list[Word] = field(default_factory=list)  # arguments of the script without a name
     environment: Settings = field(default_factory=dict)
     before: list[Word] = field(default_factory=list)  # what started the launcher: srun, mpirun
@@ -214,12 +214,12 @@ def _read_launcher(command: Command, words: Sequence[Word], at: int) -> int:
     return at
 
 
-def read_options(words: Sequence[Word]) -> tuple[Settings, list[Word]]:
+def read_options(words: Sequence[Word]) -> tuple[list[tuple[str, Given]], list[Word]]:
     """The named arguments of a script, by name with underscores, and those without a name.
 
     As argparse has it: a name alone is a switch; several words after a name are a list.
     """
-    options: Settings = {}
+    options: list[tuple[str, Given]] = []
     rest: list[Word] = []
     at = 0
     while at < len(words):
@@ -235,7 +235,7 @@ def read_options(words: Sequence[Word]) -> tuple[Settings, list[Word]]:
             at += 1
         parsed = [parse_value(item) for item in values]
         content: Any = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-        options[name.replace("-", "_")] = Given(content, "--" + name, word.place, Rank.COMMAND_LINE)
+        options.append((name.replace("-", "_"), Given(content, "--" + name, word.place, Rank.COMMAND_LINE)))
     return options, rest
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,8 @@ from dsjob.importing import accelerate, sources
 from dsjob.importing.arguments_table import SCRIPT_ARGUMENTS, TRAINER_ONLY
 from dsjob.importing.command_line import Command
 from dsjob.importing.deepspeed import draft_deepspeed
-from dsjob.importing.given import Draft, Given, Rank, Settings, is_off, show
-from dsjob.importing.settle import PRECEDENCE, Imported, settle
+from dsjob.importing.given import PRECEDENCE, Draft, Given, Rank, Settings, is_off
+from dsjob.importing.settle import Imported, settle
 from dsjob.importing.sources import Source
 from dsjob.importing.task import draft_task
 from dsjob.importing.training_arguments import draft_arguments, fill_settings, sort_arguments
@@ -68,19 +69,19 @@ def _take(source: Source, gathered: Gathered) -> None:
     if source.kind == "deepspeed":
         gathered.configs.append((source.content, source.locate))
     elif source.kind == "accelerate":
-        _join(gathered.accelerate, accelerate.read_settings(source.content, source.locate), gathered.draft)
+        _join(gathered.accelerate, accelerate.read_settings(source.content, source.locate).items(), gathered.draft)
     elif source.kind == "arguments":
         gathered.trainer = True
         settings = {
             key.replace("-", "_"): Given(value, key, source.locate((key,)), Rank.ARGUMENTS)
             for key, value in source.content.items()
         }
-        _join(gathered.arguments, settings, gathered.draft)
+        _join(gathered.arguments, settings.items(), gathered.draft)
 
 
-def _join(settings: Settings, more: Settings, draft: Draft) -> None:
+def _join(settings: Settings, more: Iterable[tuple[str, Given]], draft: Draft) -> None:
     """Adds settings that win over those that are there, and notes where they differ."""
-    for name, given in more.items():
+    for name, given in more:
         before = settings.get(name)
         if before is not None and before.value != given.value and not is_off(before.value):
             draft.note("conflict", f"{name}: {given} wins over {before}: {PRECEDENCE}")
@@ -96,7 +97,7 @@ def _take_command(command: Command, gathered: Gathered, home: str) -> None:
         )
         break
     for name, given in command.environment.items():
-        draft.note("left out", f"{name}={show(given.value)}: set it for dsjob too", given)
+        draft.note("left out", f"{name}: set it for dsjob too", given)
     for word in command.files:
         path = sources.find_beside(word.text, home) if word.text.endswith((".json", ".yaml", ".yml")) else None
         origin = Given(None, "", word.place, Rank.COMMAND_LINE)
@@ -108,10 +109,10 @@ def _take_command(command: Command, gathered: Gathered, home: str) -> None:
         config = command.launcher_options.get("config_file")
         if config is not None:
             _name_file(config, gathered, home)
-        _join(gathered.accelerate, command.launcher_options, draft)
+        _join(gathered.accelerate, command.launcher_options.items(), draft)
     else:
         _draft_launcher(command, draft)
-    gathered.trainer = gathered.trainer or bool(TRAINER_ONLY & set(command.options))
+    gathered.trainer = gathered.trainer or any(name in TRAINER_ONLY for name, _ in command.options)
     _join(gathered.arguments, command.options, draft)
 
 
@@ -164,7 +165,8 @@ def _draft(gathered: Gathered) -> Imported:
     _draft_script(gathered.script, script, draft)
     nproc = draft.best("launch.nproc")
     ranks = int(nproc.value) if nproc is not None else None if gathered.launched else 1
-    samples = script["max_train_samples"].value if "max_train_samples" in script else None
+    limit = script.get("max_train_samples")
+    samples = None if limit is None or is_off(limit.value) else int(limit.number())
     settings = fill_settings(trainer)
     if gathered.trainer:
         draft_arguments(settings, ranks, samples, draft)
@@ -187,8 +189,7 @@ def _draft_script(script: Given | None, settings: Settings, draft: Draft) -> Non
     for name, given in settings.items():
         row = SCRIPT_ARGUMENTS[name]
         if not row.keys and not is_off(given.value) and given.value != row.default:
-            shown = "..." if "token" in name else given.value
-            draft.note("left out", f"{given.name}={shown}: {row.about}", given)
+            draft.note("left out", f"{given.told}: {row.about}", given)
     draft_task(script, settings, draft)
 
 
@@ -200,10 +201,10 @@ def _draft_launcher(command: Command, draft: Draft) -> None:
             continue
         if name in _LAUNCHER_OPTIONS:
             if given.value not in (1, "1", "localhost", "127.0.0.1"):
-                draft.note("left out", f"{given.name}={show(given.value)}: {_LAUNCHER_OPTIONS[name]}", given)
+                draft.note("left out", f"{given.told}: {_LAUNCHER_OPTIONS[name]}", given)
         elif name not in _SILENT:
             hint = suggest(name, [*_LAUNCHER_OPTIONS, *_SILENT, "num_gpus", "nproc_per_node", "include"])
-            draft.note("unknown", f"{given.name}={show(given.value)}: {hint or 'an option of the launcher'}", given)
+            draft.note("unknown", f"{given.told}: {hint or 'an option of the launcher'}", given)
     count = next(
         (options[name] for name in ("num_gpus", "nproc_per_node", "num_accelerators") if name in options), None
     )
@@ -222,8 +223,8 @@ def _draft_include(given: Given, draft: Draft) -> None:
     """`--include localhost:0,1`: GPUs of this machine."""
     host, _, slots = str(given.value).partition(":")
     if "@" in str(given.value) or host not in ("localhost", "127.0.0.1"):
-        draft.note("left out", f"{given.name}={given.value}: {_NODES}", given)
+        draft.note("left out", f"{given.told}: {_NODES}", given)
         return
     if slots:
         draft.put("launch.nproc", given.to(len(slots.split(","))))
-        draft.note("changed", f"{given.name}={given.value}: set CUDA_VISIBLE_DEVICES={slots}", given)
+        draft.note("changed", f"{given.told}: set CUDA_VISIBLE_DEVICES={slots}", given)

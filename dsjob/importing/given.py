@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal
 
 from dsjob.check import Path
+from dsjob.errors import DocumentError, Problem
 
 Kind = Literal["fill in", "conflict", "not supported", "unknown", "left out", "changed", "auto"]
 KINDS: tuple[Kind, ...] = ("fill in", "conflict", "not supported", "unknown", "left out", "changed", "auto")
+PRECEDENCE = "command line > Trainer arguments > accelerate > DeepSpeed"
+UNKNOWN = "fill in"  # an argument that no call accepts, until somebody has filled it in
+_SECRET = re.compile(r"token|secret|password|api_?key", re.IGNORECASE)
 MODULE = "my_module"  # what placeholders name: code that only a Python program had
 
 
@@ -34,7 +39,24 @@ class Given:
     rank: Rank
 
     def __str__(self) -> str:
-        return f"{self.name}={show(self.value)} ({self.place})" if self.place else f"{self.name}={show(self.value)}"
+        return f"{self.told} ({self.place})" if self.place else self.told
+
+    @property
+    def told(self) -> str:
+        """Name and value as notes print them: one line, secrets left out."""
+        return f"{self.name}={'...' if _SECRET.search(self.name) else show(self.value)}"
+
+    def number(self) -> float:
+        """The value as a number. Raises DocumentError, naming the place, where it is none."""
+        if isinstance(self.value, (int, float)) and not isinstance(self.value, bool):
+            return self.value
+        raise self.wrong("must be a number")
+
+    def wrong(self, message: str) -> DocumentError:
+        """What to raise for a value that cannot be meant."""
+        match = re.fullmatch(r"(.*):(\d+):(\d+)", self.place)
+        source, line, column = (match[1], int(match[2]), int(match[3])) if match else (self.place, 0, 0)
+        return DocumentError([Problem(f"{self.told}: {message}", (), "type", "", source, line, column)])
 
     def to(self, value: Any) -> Given:
         """The same origin with what the value means in a job document."""

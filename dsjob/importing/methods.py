@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dsjob.importing.given import Draft, Given, Rank, Settings, is_off
+from dsjob.importing.given import PRECEDENCE, UNKNOWN, Draft, Given, Rank, Settings, is_off
 
 _ADAM = re.compile(r"adamw?$", re.IGNORECASE)
 # --optim: {type} or {_target_}, and what is lost on the way.
@@ -79,7 +79,7 @@ def draft_optimizer(settings: Settings, draft: Draft) -> None:
         draft.put(f"{params}.{key}", settings[argument])
     if _ADAM.search(kind):
         first, second = settings["adam_beta1"], settings["adam_beta2"]
-        betas = [float(first.value), float(second.value)]
+        betas = [first.number(), second.number()]
         draft.put("optimizer.params.betas", max(first, second, key=lambda given: given.rank).to(betas))
         draft.put("optimizer.params.eps", settings["adam_epsilon"])
     _draft_optim_args(settings.get("optim_args"), params, draft)
@@ -109,7 +109,7 @@ def _replace_section(section: str, from_file: Given | None, kind: str, draft: Dr
     _drop_other_params(section, from_file, kind, draft)
     if from_file is not None:
         del draft.values[section, "type"]
-        draft.note("conflict", f"{section}: {kind} wins over {from_file}: it was chosen by a stronger source")
+        draft.note("conflict", f"{section}: {kind} wins over {from_file}: {PRECEDENCE}")
 
 
 def draft_schedule(settings: Settings, total: int | None, draft: Draft) -> None:
@@ -123,6 +123,9 @@ def draft_schedule(settings: Settings, total: int | None, draft: Draft) -> None:
     if from_file is not None and named.rank == Rank.DEFAULT:
         _tune_file_schedule(str(from_file.value), settings, warmup, total, draft)
         return
+    if from_file is not None:
+        text = f"the Trainer itself keeps to {from_file.told}: leave out {named.name} to have that"
+        draft.note("changed", text, named)
     kind = SCHEDULES.get(name)
     if name == "constant" and warmup.value and warmup.rank > Rank.DEFAULT:
         draft.note("left out", f"{warmup.name}: the schedule constant has no warm-up, constant_with_warmup has", warmup)
@@ -160,7 +163,7 @@ def _build_cosine(settings: Settings, named: Given, options: Mapping[str, Any], 
     kwargs = settings["lr_scheduler_kwargs"]
     ratio = options.get("min_lr_rate")
     if ratio is None and "min_lr" in options:
-        ratio = float(options["min_lr"]) / float(settings["learning_rate"].value)
+        ratio = float(options["min_lr"]) / settings["learning_rate"].number()
     draft.put("scheduler.params.cos_min_ratio", (kwargs if ratio is not None else named).to(ratio or 0.0))
     if "warmup_lr_rate" in options and options["warmup_lr_rate"] is not None:
         draft.put("scheduler.params.warmup_min_ratio", kwargs.to(options["warmup_lr_rate"]))
@@ -180,11 +183,11 @@ def _draft_target(
 ) -> None:
     draft.put("scheduler._target_", named.to(kind))
     draft.note("changed", f"{named.name} {named.value} is transformers' own function: pip install 'dsjob[hf]'", named)
-    draft.put("scheduler.num_warmup_steps", warmup if warmup.value != "auto" else warmup.to(0))
+    draft.put("scheduler.num_warmup_steps", warmup if warmup.value != "auto" else warmup.to(UNKNOWN))
     if warmup.value == "auto":
         draft.note("fill in", f"scheduler.num_warmup_steps: {warmup.name} of all steps", warmup)
     if "inverse_sqrt" not in kind:
-        draft.put(f"scheduler.{_TOTAL}", named.to(total))
+        draft.put(f"scheduler.{_TOTAL}", named.to(total or UNKNOWN))
         if total is None:
             draft.note("fill in", f"scheduler.{_TOTAL}: the number of optimizer steps of the run", named)
     for key, value in options.items():
@@ -194,12 +197,12 @@ def _draft_target(
 def _count_warmup(settings: Settings, total: int | None) -> Given:
     """Steps of warm-up; "auto" where they are a share of a total that nobody knows."""
     steps, ratio = settings["warmup_steps"], settings["warmup_ratio"]
-    if not is_off(steps.value) and float(steps.value) >= 1:
-        return steps.to(int(steps.value))
-    share = steps if not is_off(steps.value) and float(steps.value) > 0 else ratio
-    if is_off(share.value) or not float(share.value):
+    if not is_off(steps.value) and steps.number() >= 1:
+        return steps.to(int(steps.number()))
+    share = steps if not is_off(steps.value) and steps.number() > 0 else ratio
+    if is_off(share.value) or not share.number():
         return steps.to(0)
-    return share.to("auto" if total is None else -int(-total * float(share.value) // 1))
+    return share.to("auto" if total is None else -int(-total * share.number() // 1))
 
 
 def _draft_warmup(warmup: Given, draft: Draft) -> None:

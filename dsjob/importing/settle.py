@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsjob import schema as contract
 from dsjob.check import Path, check_shape
 from dsjob.errors import DocumentError, Problem
-from dsjob.importing.given import KINDS, MODULE, Draft, Given, Note, Rank, is_off, nest, pick, show
+from dsjob.importing.given import KINDS, MODULE, PRECEDENCE, Draft, Given, Note, Rank, is_off, nest, pick, show
 
-PRECEDENCE = "command line > Trainer arguments > accelerate > DeepSpeed"
 _BATCH = ("train_batch", "micro_batch", "grad_accum")
 _DECAYING = ("WarmupDecayLR", "WarmupCosineLR")
 
@@ -57,7 +56,8 @@ def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Give
     dotted = ".".join(map(str, path))
     for given in fixed:
         if given.value != winner.value and _is_said(given):
-            draft.note("conflict", f"{dotted}: {winner} wins over {given}: {PRECEDENCE}")
+            why = PRECEDENCE if given.rank > Rank.DEFAULT else "the other is the Trainer's default"
+            draft.note("conflict", f"{dotted}: {winner} wins over {given}: {why}")
     if auto is not None and auto.rank > Rank.DEFAULT:
         draft.note("auto", f"{dotted}: auto stands for {show(winner.value)} ({_origin(winner)})", auto)
     elif winner.rank == Rank.DEFAULT and winner.value == _schema_at(path).get("default"):
@@ -169,10 +169,8 @@ def _check(document: dict[str, Any], winners: dict[Path, Given], draft: Draft) -
 def _place(problem: Problem, origin: Given | None) -> Problem:
     if origin is None:
         return problem
-    match = re.fullmatch(r"(.*):(\d+):(\d+)", origin.place)
-    source, line, column = (match[1], int(match[2]), int(match[3])) if match else (origin.place, 0, 0)
-    message = f"{origin.name}: {problem.message}" if origin.name != problem.dotted else problem.message
-    return Problem(message, problem.path, problem.rule, problem.hint, source, line, column)
+    placed = origin.wrong(problem.message).problems[0]
+    return replace(placed, path=problem.path, rule=problem.rule, hint=problem.hint)
 
 
 def _take_out(document: dict[str, Any], path: Path) -> Any:

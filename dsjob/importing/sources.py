@@ -62,6 +62,7 @@ def read_source(url: str, kind: SourceKind | None = None) -> Source:
         text = storage.read_text(url)
     except StorageError as error:
         raise UsageError(error.message, hint=error.hint) from error
+    text = text.replace("\r\n", "\n")
     if not text.strip():
         raise UsageError(f"nothing to import: {url} is empty")
     plain = not url.lower().endswith(_SUFFIXES) and not text.lstrip().startswith("{")

@@ -137,4 +137,4 @@ def _note_columns(pairs: bool, settings: Settings, draft: Draft) -> None:
         for name in ("max_source_length", "max_target_length", "tokenizer_name"):
             if name in settings and not is_off(settings[name].value):
                 given = settings[name]
-                draft.note("left out", f"{given.name}={given.value}: an argument for the dataset of your own", given)
+                draft.note("left out", f"{given.told}: an argument for the dataset of your own", given)

@@ -12,10 +12,11 @@ from typing import Any
 
 from dsjob.check import suggest
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
-from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, is_off, show
+from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, is_off
 from dsjob.importing.methods import draft_optimizer, draft_schedule
 
 _TABLE = {**ARGUMENTS, **SCRIPT_ARGUMENTS}
+_TRUE, _FALSE = {"yes", "true", "t", "y", "1"}, {"no", "false", "f", "n", "0"}
 _STAGES = {
     "simple": 2, "zero_dp_2": 2, "zero_dp_3": 3,
     "full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2,
@@ -27,6 +28,8 @@ def sort_arguments(found: Settings, draft: Draft) -> tuple[Settings, Settings]:
     trainer: Settings = {}
     script: Settings = {}
     for name, given in found.items():
+        if name.startswith("no_") and name[3:] in ARGUMENTS and given.value is True:
+            name, given = name[3:], given.to(False)
         known = name if name in _TABLE else _complete(name)
         if known in ARGUMENTS:
             trainer[known] = given
@@ -34,7 +37,7 @@ def sort_arguments(found: Settings, draft: Draft) -> tuple[Settings, Settings]:
             script[known] = given
         else:
             hint = suggest(name, list(_TABLE))
-            draft.note("unknown", f"{given.name}={given.value}: {hint or 'nothing in a job is called so'}", given)
+            draft.note("unknown", f"{given.told}: {hint or 'nothing in a job is called so'}", given)
     return trainer, script
 
 
@@ -49,13 +52,23 @@ def fill_settings(given: Settings) -> Settings:
     filled = {}
     for name, row in ARGUMENTS.items():
         default = Given(row.default, f"--{name}", "the Trainer's default", Rank.DEFAULT)
-        found = given.get(name, default)
+        found = _read_switch(given[name], row.default) if name in given else default
         if found.rank == Rank.ARGUMENTS and (
             found.value == row.default or (is_off(found.value) and is_off(row.default))
         ):
             found = Given(found.value, found.name, found.place, Rank.DEFAULT)  # a dump holds every argument
         filled[name] = found
     return filled
+
+
+def _read_switch(given: Given, default: Any) -> Given:
+    """Where a switch is asked, the words that the Trainer takes for true and false."""
+    if isinstance(default, bool) and not isinstance(given.value, bool) and given.value is not None:
+        word = str(given.value).lower()
+        if word not in _TRUE | _FALSE:
+            raise given.wrong("must be true or false")
+        return given.to(word in _TRUE)
+    return given
 
 
 def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> None:
@@ -74,7 +87,7 @@ def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, 
             and not is_off(given.value)
             and given.value != row.default
         ):
-            draft.note("left out", f"{given.name}={_hide(name, given.value)}: {row.about}", given)
+            draft.note("left out", f"{given.told}: {row.about}", given)
     total = _draft_length(settings, ranks, samples, draft)
     for part in (_draft_precision, _draft_spread, _draft_device, _draft_resume, _draft_name, draft_optimizer):
         part(settings, draft)
@@ -82,23 +95,19 @@ def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, 
     _draft_cadence(settings, total, draft)
 
 
-def _hide(name: str, value: Any) -> str:
-    return "..." if "token" in name else show(value)
-
-
 def _draft_length(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> int | None:
     """Puts the end of training into the draft; returns the number of optimizer steps where it can be known."""
     steps, epochs = settings["max_steps"], settings["num_train_epochs"]
-    if not is_off(steps.value) and int(steps.value) > 0:
-        draft.put("trainer.max_steps", steps.to(int(steps.value)))
+    if not is_off(steps.value) and int(steps.number()) > 0:
+        draft.put("trainer.max_steps", steps.to(int(steps.number())))
         if epochs.rank > Rank.DEFAULT:
-            draft.note("left out", f"{epochs.name}={epochs.value}: {steps.name}={steps.value} decides", epochs)
-        return int(steps.value)
+            draft.note("left out", f"{epochs.told}: {steps.told} decides", epochs)
+        return int(steps.number())
     draft.put("trainer.max_epochs", epochs)
     if ranks is None or samples is None:
         return None
-    micro, accum = settings["per_device_train_batch_size"].value, settings["gradient_accumulation_steps"].value
-    return max(1, math.ceil(samples * float(epochs.value) / (int(micro) * int(accum) * ranks)))
+    micro, accum = settings["per_device_train_batch_size"].number(), settings["gradient_accumulation_steps"].number()
+    return max(1, math.ceil(samples * epochs.number() / (micro * accum * ranks)))
 
 
 def _draft_precision(settings: Settings, draft: Draft) -> None:
@@ -127,7 +136,8 @@ def _draft_spread(settings: Settings, draft: Draft) -> None:
         draft_sharding([str(word).lower() for word in words], given, draft)
     config = settings["fsdp_config"]
     if isinstance(config.value, dict):
-        draft_fsdp_config(config.value, config, draft)
+        named = {key: Given(value, key, config.place, config.rank) for key, value in config.value.items()}
+        draft_fsdp_config(named, draft)
     elif not is_off(config.value):
         draft.note("left out", f"fsdp_config={config.value}: give the file's content as an argument", config)
 
@@ -171,20 +181,19 @@ _FSDP_KEYS = {
 }
 
 
-def draft_fsdp_config(config: dict[str, Any], given: Given, draft: Draft) -> None:
-    """The Trainer's `fsdp_config`, whose keys are spelt with and without `fsdp_`."""
-    for spelt, value in config.items():
-        key = spelt.removeprefix("fsdp_")
-        named = Given(value, spelt, given.place, given.rank)
+def draft_fsdp_config(config: Settings, draft: Draft) -> None:
+    """The rest of FSDP's settings, whose names come with and without `fsdp_`."""
+    for spelt, named in config.items():
+        key, value = spelt.removeprefix("fsdp_"), named.value
         if key == "reshard_after_forward" and isinstance(value, bool):
             draft.put("zero_optimization.stage", named.to(3 if value else 2))
         elif key == "offload_params" and value is True:
             draft_sharding(["full_shard", "offload"], named, draft)
         elif key in _FSDP_KEYS:
             if not is_off(value) and value not in (0, [0]) and key != "version":
-                draft.note("left out", f"{spelt}={value}: {_FSDP_KEYS[key]}", named)
+                draft.note("left out", f"{named.told}: {_FSDP_KEYS[key]}", named)
         elif not is_off(value):
-            draft.note("unknown", f"{spelt}={value}: {suggest(key, list(_FSDP_KEYS)) or 'no such key'}", named)
+            draft.note("unknown", f"{named.told}: {suggest(key, list(_FSDP_KEYS)) or 'no such key'}", named)
 
 
 def _draft_device(settings: Settings, draft: Draft) -> None:
@@ -195,7 +204,7 @@ def _draft_device(settings: Settings, draft: Draft) -> None:
     if backend.value in ("nccl", "gloo"):
         draft.put("launch.backend", backend)
     elif not is_off(backend.value):
-        draft.note("left out", f"{backend.name}={backend.value}: nccl and gloo are the backends here", backend)
+        draft.note("left out", f"{backend.told}: nccl and gloo are the backends here", backend)
 
 
 def _draft_resume(settings: Settings, draft: Draft) -> None:
@@ -204,7 +213,7 @@ def _draft_resume(settings: Settings, draft: Draft) -> None:
         draft.put("checkpoint.resume", resume.to("required"))
     elif not is_off(resume.value):
         text = "a Trainer's checkpoint is not read; take its weights as the pretrained model"
-        draft.note("left out", f"{resume.name}={resume.value}: {text}", resume)
+        draft.note("left out", f"{resume.told}: {text}", resume)
     elif overwrite.value is True:
         draft.put("checkpoint.resume", overwrite.to("never"))
         draft.note("changed", "checkpoint.resume=never starts anew, but refuses a folder with checkpoints", overwrite)
@@ -247,15 +256,15 @@ def _name_evaluation(settings: Settings) -> Given:
 def _draft_every(path: str, strategy: Given, steps: Given, total: int | None, draft: Draft) -> None:
     kind = str(strategy.value).rpartition(".")[2].lower()
     if kind == "steps":
-        share = float(steps.value) < 1
+        share = steps.number() < 1
         if share and total is None:
             draft.note(
                 "fill in",
-                f"{path}: {steps.name}={steps.value} is a share of all steps, whose number is not known",
+                f"{path}: {steps.told} is a share of all steps, whose number is not known",
                 steps,
             )
             return
-        draft.put(path, steps.to(max(1, math.ceil(float(steps.value) * (total or 1))) if share else int(steps.value)))
+        draft.put(path, steps.to(max(1, math.ceil(steps.number() * (total or 1))) if share else int(steps.number())))
     elif kind in ("epoch", "best"):
         draft.note(
             "fill in", f"{path}: {strategy.name}={kind} is counted in steps here: those of an epoch, say", strategy
