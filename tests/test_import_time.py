@@ -54,6 +54,8 @@ def list_imported(folder: Path, *arguments: str) -> tuple[int, set[str]]:
         (["validate", "ds.json"], 0),
         (["validate", "bad.json"], 2),
         (["validate", "--help"], 0),
+        (["import", "ds.json"], 0),
+        (["import", "--help"], 0),
         (["--help"], 0),
         (["--version"], 0),
     ],

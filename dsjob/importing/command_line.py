@@ -249,7 +249,7 @@ def parse_value(text: str) -> Any:
         return text.lower() == "true"
     if text in ("None", "null"):
         return None
-    if _NUMBER.fullmatch(text):
+    if _NUMBER.fullmatch(text) and not re.match(r"0\d", text):
         return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
     if text[:1] in "{[":
         try:

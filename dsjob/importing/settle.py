@@ -33,7 +33,7 @@ def settle(draft: Draft, trainer: bool) -> Imported:
         winner = _choose(path, found, trainer, draft)
         if winner is not None:
             winners[path] = winner
-    winners = {path: given.to(_own_number(path, given.value)) for path, given in winners.items()}
+    winners = {path: given.to(_own_number(path, given.value, draft)) for path, given in winners.items()}
     _settle_precision(winners, draft)
     _settle_batch(winners, draft)
     document: dict[str, Any] = {}
@@ -48,7 +48,8 @@ def settle(draft: Draft, trainer: bool) -> Imported:
 
 def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Given | None:
     """The value that counts at a path; None where it is better left to dsjob's default."""
-    auto = next((given for given in found if given.value == "auto"), None)
+    autos = [given for given in found if given.value == "auto"]
+    auto = next((given for given in autos if _counts(path, given, None, trainer, draft)), None)
     fixed = [given for given in found if given.value != "auto" and _counts(path, given, auto, trainer, draft)]
     if not fixed:
         return _keep_auto(path, auto, draft) if auto else None
@@ -60,7 +61,7 @@ def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Give
             draft.note("conflict", f"{dotted}: {winner} wins over {given}: {why}")
     if auto is not None and auto.rank > Rank.DEFAULT:
         draft.note("auto", f"{dotted}: auto stands for {show(winner.value)} ({_origin(winner)})", auto)
-    elif winner.rank == Rank.DEFAULT and winner.value == _schema_at(path).get("default"):
+    elif winner.rank == Rank.DEFAULT and winner.value == _schema_at(path, draft).get("default"):
         return None
     return winner
 
@@ -86,23 +87,26 @@ def _is_said(given: Given) -> bool:
 
 
 def _keep_auto(path: Path, auto: Given, draft: Draft) -> Given | None:
-    if path in draft.unfilled or _schema_at(path).get("x-auto"):
+    if path in draft.unfilled or _schema_at(path, draft).get("x-auto"):
         return auto if path[:1] != ("trainer",) else None  # the triad is completed without being told to
     if auto.rank > Rank.DEFAULT:
         draft.note("left out", f"{auto.name}=auto: nothing says what it stands for; dsjob's default counts", auto)
     return None
 
 
-def _schema_at(path: Path) -> contract.Schema:
+def _schema_at(path: Path, draft: Draft) -> contract.Schema:
     node: contract.Schema | None = contract.job_schema()
     for key in path:
-        node = contract.child(node, str(key)) if node is not None else None
+        kind = draft.values.get((path[0], "type")) if key == "params" else None  # which arguments there are
+        node = (
+            contract.child(node, str(key), {"type": pick(kind).value} if kind else None) if node is not None else None
+        )
     return node or {}
 
 
-def _own_number(path: Path, value: Any) -> Any:
+def _own_number(path: Path, value: Any, draft: Draft) -> Any:
     """5e8 is an integer where one is asked."""
-    whole = isinstance(value, float) and value.is_integer() and _schema_at(path).get("type") == "integer"
+    whole = isinstance(value, float) and value.is_integer() and _schema_at(path, draft).get("type") == "integer"
     return int(value) if whole else value
 
 

@@ -119,7 +119,7 @@ def _draft_precision(settings: Settings, draft: Draft) -> None:
         draft.put("amp.enabled", apex.to(True))
         spelt = str(level.value or "O1").replace("0", "O", 1) if str(level.value).startswith("0") else level.value
         draft.put("amp.opt_level", level.to(spelt))
-        draft.put("fp16.enabled", fp16.to(False))
+        draft.put("fp16.enabled", fp16.as_default(False))
     else:
         draft.put("fp16.enabled", fp16)
         if apex is not None:
