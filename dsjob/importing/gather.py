@@ -14,7 +14,7 @@ from dsjob.importing import accelerate, sources
 from dsjob.importing.arguments_table import SCRIPT_ARGUMENTS, TRAINER_ONLY
 from dsjob.importing.command_line import Command
 from dsjob.importing.deepspeed import draft_deepspeed
-from dsjob.importing.given import PRECEDENCE, Draft, Given, Rank, Settings, is_off
+from dsjob.importing.given import PRECEDENCE, Draft, Given, Rank, Settings, differs, is_off
 from dsjob.importing.settle import Imported, settle
 from dsjob.importing.sources import Source
 from dsjob.importing.task import draft_task
@@ -188,7 +188,7 @@ def _draft_without_trainer(settings: Settings, draft: Draft) -> None:
 def _draft_script(script: Given | None, settings: Settings, draft: Draft) -> None:
     for name, given in settings.items():
         row = SCRIPT_ARGUMENTS[name]
-        if not row.keys and not is_off(given.value) and given.value != row.default:
+        if not row.keys and differs(given.value, row.default):
             draft.note("left out", f"{given.told}: {row.about}", given)
     draft_task(script, settings, draft)
 

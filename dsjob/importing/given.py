@@ -122,6 +122,11 @@ def is_off(value: Any) -> bool:
     return value in (None, False, "", "no", "none", "None", "NO", "False", "false") or value == [] or value == {}
 
 
+def differs(value: Any, default: Any) -> bool:
+    """Whether a value says something else than the default, however that is spelt."""
+    return bool(value != default) and not (is_off(value) and is_off(default))
+
+
 def leaves(value: dict[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Paths and values of all that is no object."""
     for key, item in value.items():

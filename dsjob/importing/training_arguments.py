@@ -12,7 +12,7 @@ from typing import Any
 
 from dsjob.check import suggest
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
-from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, is_off
+from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off
 from dsjob.importing.methods import draft_optimizer, draft_schedule
 
 _TABLE = {**ARGUMENTS, **SCRIPT_ARGUMENTS}
@@ -53,9 +53,7 @@ def fill_settings(given: Settings) -> Settings:
     for name, row in ARGUMENTS.items():
         default = Given(row.default, f"--{name}", "the Trainer's default", Rank.DEFAULT)
         found = _read_switch(given[name], row.default) if name in given else default
-        if found.rank == Rank.ARGUMENTS and (
-            found.value == row.default or (is_off(found.value) and is_off(row.default))
-        ):
+        if found.rank == Rank.ARGUMENTS and not differs(found.value, row.default):
             found = Given(found.value, found.name, found.place, Rank.DEFAULT)  # a dump holds every argument
         filled[name] = found
     return filled
@@ -80,13 +78,7 @@ def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, 
         given = settings[name]
         if row.carried and given.value is not None:
             draft.put(row.keys[0], given)
-        elif (
-            not row.keys
-            and row.about
-            and given.rank > Rank.DEFAULT
-            and not is_off(given.value)
-            and given.value != row.default
-        ):
+        elif not row.keys and row.about and given.rank > Rank.DEFAULT and differs(given.value, row.default):
             draft.note("left out", f"{given.told}: {row.about}", given)
     total = _draft_length(settings, ranks, samples, draft)
     for part in (_draft_precision, _draft_spread, _draft_device, _draft_resume, _draft_name, draft_optimizer):

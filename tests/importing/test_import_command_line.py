@@ -170,7 +170,7 @@ TASKS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (
         (
             "python run_summarization.py --model_name_or_path t5-small --train_file a.csv --validation_file b.jsonl "
-            "--text_column text --summary_column summary --max_train_samples 9 --max_val_samples 3 --max_target_length 60"
+            "--text_column text --summary_column summary --max_train_samples 9 --max_val_samples 3 --max_target_len 6"
         ),
         {
             "model": {"_target_": "dsjob.recipes.t5.build", "pretrained": "t5-small"},
@@ -180,7 +180,7 @@ TASKS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
                 "path": "a.csv",
                 "tokenizer": "t5-small",
                 "max_source": 1024,
-                "max_target": 60,
+                "max_target": 6,
                 "max_samples": 9,
                 "source": "text",
                 "target": "summary",
