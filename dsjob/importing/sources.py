@@ -122,7 +122,7 @@ def _is_argument(key: str, value: Any) -> bool:
 
 
 def _is_accelerate(key: str, value: Any) -> bool:
-    return key in accelerate.KEYS
+    return key in accelerate.KEYS and key not in accelerate.PATHS  # those stand in its sections
 
 
 _TESTS: dict[str, Callable[[str, Any], bool]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, is_off
 
-_T5 = re.compile(r"(?:google-t5/|google/)?(?:flan-)?t5-(?!.*gguf)[\w.-]+")
+_T5 = re.compile(r"(?:.*/)?(?:flan-)?t5-[\w.-]+/?")  # not mt5 and byt5, which are other classes
 _PAIR_FILES = (".jsonl", ".csv")
 # What a script is called, and the class of transformers that its models are of.
 _CLASSES = (

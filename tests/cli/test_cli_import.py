@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jobs import dsjob
 
 from dsjob.cli import main
 from dsjob.document import parse
@@ -49,6 +50,48 @@ def test_a_job_that_was_filled_in_validates(folder: Path, capsys: pytest.Capture
     document = parse((folder / "job.yaml").read_text(), "job.yaml").value
     assert document["output"]["dir"] == "a b"
     assert document["optimizer"]["params"]["lr"] == 3e-5
+
+
+CODE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        return {"loss": nn.functional.mse_loss(self.line(x), y)}
+
+def build_model(pretrained):
+    return Net()
+
+def build_train_data(path, max_samples=None):
+    x = torch.randn(max_samples, 4, generator=torch.Generator().manual_seed(0))
+    return [{"x": one, "y": one.sum(0, keepdim=True)} for one in x]
+"""
+
+
+@pytest.mark.slow
+def test_a_launch_command_becomes_a_job_that_trains(folder: Path) -> None:
+    """The placeholders name a module that the user writes: with it in place the document runs as it is."""
+    (folder / "run.sh").write_text(
+        "#!/bin/bash\nSAMPLES=64\n"
+        "torchrun --nproc_per_node=2 finetune.py --model_name_or_path my/net --train_file mine.bin --no_cuda \\\n"
+        "  --output_dir out --max_train_samples $SAMPLES --per_device_train_batch_size 4 --num_train_epochs 2 \\\n"
+        "  --learning_rate 0.05 --lr_scheduler_type linear --warmup_ratio 0.1 --fsdp 'full_shard auto_wrap' --bf16\n"
+    )
+    (folder / "my_module.py").write_text(CODE)
+    done = dsjob("import", "run.sh", "-o", "job.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    done = dsjob("run", "job.yaml", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((folder / "out" / "result.json").read_text())
+    assert result["step"] == 16  # 64 samples, twice, 8 a step
+    resolved = json.loads((folder / "out" / "resolved.json").read_text())
+    assert resolved["scheduler"]["params"]["total_num_steps"] == 16
+    assert resolved["zero_optimization"]["stage"] == 3
 
 
 def test_a_file_is_replaced_only_when_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,6 +203,7 @@ def test_a_deepspeed_config_inside_the_arguments(tmp_path: Path) -> None:
     ("name", "content", "kind"),
     [
         ("a.json", '{"train_batch_size": 8, "gradient_accumulation_steps": 2}', "deepspeed"),
+        ("a.json", '{"gradient_clipping": 1.0,}', "deepspeed"),
         ("a.json", '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}', "deepspeed"),
         ("a.json", '{"output_dir": "o", "fp16": true, "gradient_accumulation_steps": 2}', "arguments"),
         ("a.yaml", "output_dir: o\nlearning_rate: 1e-4\ngradient_accumulation_steps: 2\n", "arguments"),
