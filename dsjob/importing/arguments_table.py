@@ -53,6 +53,18 @@ _RECOMPUTE = "checkpoint inside the model: a factory of your own calls its gradi
 _RESULTS = "results will differ: "
 _CONSOLE = "what the console shows is dsjob's own"
 
+# What a dump writes for arguments that nobody gave.
+_ACCELERATOR = {
+    "split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True,
+    "non_blocking": False, "gradient_accumulation_kwargs": None,
+}  # fmt: skip
+# Defaults of earlier versions, which their dumps hold.
+FORMER_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "optim": ("adamw_hf", "adamw_torch"),
+    "include_num_input_tokens_seen": (False,),
+    "report_to": ("all", []),
+}
+
 ARGUMENTS: dict[str, Argument] = {
     # how long and in what portions
     "per_device_train_batch_size": _as("trainer.micro_batch", 8),
@@ -115,7 +127,7 @@ ARGUMENTS: dict[str, Argument] = {
     "fsdp_min_num_params": _out("blocks are found, not declared", 0),
     "fsdp_transformer_layer_cls_to_wrap": _out("blocks are found, not declared"),
     "parallelism_config": _out(_RESULTS + "tensor, context and pipeline parallelism are not carried"),
-    "accelerator_config": _out("dsjob splits batches itself"),
+    "accelerator_config": _out("dsjob splits batches itself", _ACCELERATOR),
     "local_rank": _out("", -1),
     "no_cuda": _in("device", "launch.device", False),
     "use_cpu": _in("device", "launch.device", False),
@@ -205,10 +217,10 @@ ARGUMENTS: dict[str, Argument] = {
     "push_to_hub": _out(_HUB, False),
     "push_to_hub_model_id": _out(_HUB),
     "push_to_hub_organization": _out(_HUB),
-    "push_to_hub_token": _out(_HUB),
+    "push_to_hub_token": _out(_HUB, "<PUSH_TO_HUB_TOKEN>"),
     "hub_model_id": _out(_HUB),
     "hub_strategy": _out(_HUB, "every_save"),
-    "hub_token": _out(_HUB),
+    "hub_token": _out(_HUB, "<HUB_TOKEN>"),
     "hub_private_repo": _out(_HUB),
     "hub_always_push": _out(_HUB, False),
     "hub_revision": _out(_HUB),

@@ -119,7 +119,9 @@ def show(value: Any) -> str:
 
 def is_off(value: Any) -> bool:
     """Whether a value asks for nothing, in any of the spellings of switches."""
-    return value in (None, False, "", "no", "none", "None", "NO", "False", "false") or value == [] or value == {}
+    if isinstance(value, dict):
+        return all(is_off(item) for item in value.values())
+    return value in (None, False, "", "no", "none", "None", "NO", "False", "false") or value == []
 
 
 def differs(value: Any, default: Any) -> bool:

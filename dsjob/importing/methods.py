@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from dsjob.importing.command_line import parse_value
 from dsjob.importing.given import PRECEDENCE, UNKNOWN, Draft, Given, Rank, Settings, is_off
 
 _ADAM = re.compile(r"adamw?$", re.IGNORECASE)
@@ -86,8 +87,6 @@ def draft_optimizer(settings: Settings, draft: Draft) -> None:
 
 
 def _draft_optim_args(given: Given | None, params: str, draft: Draft) -> None:
-    from dsjob.importing.command_line import parse_value
-
     if given is None or is_off(given.value):
         return
     for pair in str(given.value).replace(" ", "").split(","):
@@ -97,11 +96,12 @@ def _draft_optim_args(given: Given | None, params: str, draft: Draft) -> None:
 
 def _drop_other_params(section: str, from_file: Given | None, kind: str, draft: Draft) -> None:
     """Arguments that a file gives for another type are of no use to this one."""
-    if from_file is None or str(from_file.value).lower() == kind.lower():
+    before = str(from_file.value) if from_file is not None else kind
+    if before.lower() == kind.lower() or (_ADAM.fullmatch(before) and _ADAM.fullmatch(kind)):
         return
     for path in [path for path in draft.values if path[:2] == (section, "params")]:
         for given in draft.values.pop(path):
-            draft.note("left out", f"{given.name} belongs to {from_file.value}, which {kind} replaces", given)
+            draft.note("left out", f"{given.name} belongs to {before}, which {kind} replaces", given)
 
 
 def _replace_section(section: str, from_file: Given | None, kind: str, draft: Draft) -> None:
@@ -114,10 +114,7 @@ def _replace_section(section: str, from_file: Given | None, kind: str, draft: Dr
 
 def draft_schedule(settings: Settings, total: int | None, draft: Draft) -> None:
     """Puts the schedule into the draft; `total`: optimizer steps of the run, where they are known."""
-    named = settings["lr_scheduler_type"]
-    name = str(named.value).rpartition(".")[2].lower()
-    options = settings["lr_scheduler_kwargs"].value
-    options = dict(options) if isinstance(options, dict) else {}
+    named, kwargs = settings["lr_scheduler_type"], settings["lr_scheduler_kwargs"]
     warmup = _count_warmup(settings, total)
     from_file = draft.best("scheduler.type")
     if from_file is not None and named.rank == Rank.DEFAULT:
@@ -126,56 +123,56 @@ def draft_schedule(settings: Settings, total: int | None, draft: Draft) -> None:
     if from_file is not None:
         text = f"the Trainer itself keeps to {from_file.told}: leave out {named.name} to have that"
         draft.note("changed", text, named)
+    options = dict(kwargs.value) if isinstance(kwargs.value, dict) else {}
+    name = str(named.value).rpartition(".")[2].lower()
+    if name == "cosine_with_restarts" and options in ({}, {"num_cycles": 1}):
+        name, options = "cosine", {}  # one cycle is the plain cosine
     kind = SCHEDULES.get(name)
-    if name == "constant" and warmup.value and warmup.rank > Rank.DEFAULT:
-        draft.note("left out", f"{warmup.name}: the schedule constant has no warm-up, constant_with_warmup has", warmup)
     if not kind:
-        if kind is None:
-            draft.note("left out", f"{named.name} {named.value} {_WITHOUT}", named)
-        if from_file is not None:
-            _replace_section("scheduler", from_file, "a constant rate", draft)
-        return
-    if name == "cosine_with_restarts" and options.get("num_cycles", 1) == 1 and not set(options) - {"num_cycles"}:
-        kind, options = _WARMUP_COSINE, {}  # one cycle is the plain cosine
-    if "." in kind:
+        _draft_constant(kind is not None, named, warmup, draft)
+        _replace_section("scheduler", from_file, "a constant rate", draft)
+    elif "." in kind:
         _replace_section("scheduler", from_file, kind, draft)
         _draft_target(kind, named, options, warmup, total, draft)
-        return
-    draft.put("scheduler.type", named.to(kind))
-    _drop_other_params("scheduler", from_file, kind, draft)
-    _BUILDERS[kind](settings, named, options, draft)
-    _draft_warmup(warmup, draft)
+    else:
+        draft.put("scheduler.type", named.to(kind))
+        _drop_other_params("scheduler", from_file, kind, draft)
+        _draft_params(kind, settings, options, draft)
+        _draft_warmup(warmup, draft)
+        if kind != "WarmupLR":
+            _draft_total(total, named, draft)
+
+
+def _draft_constant(known: bool, named: Given, warmup: Given, draft: Draft) -> None:
+    if not known:
+        draft.note("left out", f"{named.name} {named.value} {_WITHOUT}", named)
+    if warmup.value and warmup.rank > Rank.DEFAULT:
+        draft.note("left out", f"{warmup.name}: a constant rate has no warm-up, constant_with_warmup has", warmup)
+
+
+def _draft_params(kind: str, settings: Settings, options: dict[str, Any], draft: Draft) -> None:
+    """The arguments of one of DeepSpeed's schedules, but for its steps."""
+    named, kwargs = settings["lr_scheduler_type"], settings["lr_scheduler_kwargs"]
     draft.put("scheduler.params.warmup_type", named.to("linear"))
-    if kind != "WarmupLR":
-        _draft_total(total, named, draft)
-    known = {"min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"} if kind == _WARMUP_COSINE else set()
-    for option in sorted(set(options) - known):
-        draft.note(
-            "left out", f"lr_scheduler_kwargs.{option} has no counterpart in {kind}", settings["lr_scheduler_kwargs"]
-        )
+    if kind == _WARMUP_COSINE:
+        _draft_cosine(settings, options, draft)
+    else:
+        draft.put("scheduler.params.warmup_max_lr", settings["learning_rate"])
+    for option, value in options.items():
+        draft.note("left out", f"lr_scheduler_kwargs.{option}={value} has no counterpart in {kind}", kwargs)
 
 
-def _build_decay(settings: Settings, named: Given, options: Mapping[str, Any], draft: Draft) -> None:
-    draft.put("scheduler.params.warmup_max_lr", settings["learning_rate"])
-
-
-def _build_cosine(settings: Settings, named: Given, options: Mapping[str, Any], draft: Draft) -> None:
-    kwargs = settings["lr_scheduler_kwargs"]
-    ratio = options.get("min_lr_rate")
-    if ratio is None and "min_lr" in options:
-        ratio = float(options["min_lr"]) / settings["learning_rate"].number()
-    draft.put("scheduler.params.cos_min_ratio", (kwargs if ratio is not None else named).to(ratio or 0.0))
-    if "warmup_lr_rate" in options and options["warmup_lr_rate"] is not None:
-        draft.put("scheduler.params.warmup_min_ratio", kwargs.to(options["warmup_lr_rate"]))
-    if options.get("num_cycles", 0.5) != 0.5:
-        draft.note("left out", f"num_cycles={options['num_cycles']}: WarmupCosineLR has half a cycle", kwargs)
-
-
-_BUILDERS: dict[str, Callable[[Settings, Given, Mapping[str, Any], Draft], None]] = {
-    _WARMUP_DECAY: _build_decay,
-    "WarmupLR": _build_decay,
-    _WARMUP_COSINE: _build_cosine,
-}
+def _draft_cosine(settings: Settings, options: dict[str, Any], draft: Draft) -> None:
+    """Takes what it reads out of `options`."""
+    kwargs, rate = settings["lr_scheduler_kwargs"], settings["learning_rate"]
+    ratio, lowest, start = (options.pop(name, None) for name in ("min_lr_rate", "min_lr", "warmup_lr_rate"))
+    if ratio is None and lowest is not None:
+        ratio = kwargs.to(lowest).number() / (rate.number() or 1)
+    draft.put("scheduler.params.cos_min_ratio", kwargs.to(0.0 if ratio is None else ratio))
+    if start is not None:
+        draft.put("scheduler.params.warmup_min_ratio", kwargs.to(start))
+    if options.get("num_cycles") == 0.5:
+        del options["num_cycles"]
 
 
 def _draft_target(

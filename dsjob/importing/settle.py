@@ -55,8 +55,8 @@ def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Give
         return _keep_auto(path, auto, draft) if auto else None
     winner = pick(fixed)
     dotted = ".".join(map(str, path))
-    for given in fixed:
-        if given.value != winner.value and _is_said(given):
+    for given in found:
+        if given.value not in ("auto", winner.value) and _is_said(given):
             why = PRECEDENCE if given.rank > Rank.DEFAULT else "the other is the Trainer's default"
             draft.note("conflict", f"{dotted}: {winner} wins over {given}: {why}")
     if auto is not None and auto.rank > Rank.DEFAULT:
@@ -70,9 +70,8 @@ def _counts(path: Path, given: Given, auto: Given | None, trainer: bool, draft: 
     if given.rank > Rank.DEFAULT or auto is not None:
         return True
     # A section that a file has is complete: the Trainer adds nothing to it that nobody gave.
-    from_file = path[0] in ("optimizer", "scheduler") and draft.best(f"{path[0]}.type") is not None
-    complete = from_file and draft.best(f"{path[0]}.type").rank < Rank.ARGUMENTS  # type: ignore[union-attr]
-    return trainer and not complete
+    kind = draft.best(f"{path[0]}.type") if path[0] in ("optimizer", "scheduler") else None
+    return trainer and (kind is None or kind.rank >= Rank.ARGUMENTS)
 
 
 def _origin(winner: Given) -> str:

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from dsjob.check import suggest
-from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
+from dsjob.importing.arguments_table import ARGUMENTS, FORMER_DEFAULTS, SCRIPT_ARGUMENTS
 from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off
 from dsjob.importing.methods import draft_optimizer, draft_schedule
 
@@ -53,7 +53,8 @@ def fill_settings(given: Settings) -> Settings:
     for name, row in ARGUMENTS.items():
         default = Given(row.default, f"--{name}", "the Trainer's default", Rank.DEFAULT)
         found = _read_switch(given[name], row.default) if name in given else default
-        if found.rank == Rank.ARGUMENTS and not differs(found.value, row.default):
+        former = found.value in FORMER_DEFAULTS.get(name, ())
+        if found.rank == Rank.ARGUMENTS and (former or not differs(found.value, row.default)):
             found = Given(found.value, found.name, found.place, Rank.DEFAULT)  # a dump holds every argument
         filled[name] = found
     return filled

@@ -301,11 +301,11 @@ def test_cadences_by_epoch_are_to_be_filled_in() -> None:
 
 def test_a_dump_of_all_arguments_tells_only_what_was_set(tmp_path: Path) -> None:
     dump = {name: row.default for name, row in ARGUMENTS.items()}
-    dump.update(output_dir="out", max_steps=50, bf16=True, hub_token="<HUB_TOKEN>", report_to=["tensorboard"])
+    dump.update(output_dir="out", max_steps=50, bf16=True, hub_token="hf_abc", report_to=["tensorboard"])
     imported = import_texts(tmp_path, {"args.json": dump})
     left_out = messages(imported, "left out").splitlines()
     assert len(left_out) == 2
-    assert "<HUB_TOKEN>" not in messages(imported, "left out")
+    assert "hf_abc" not in messages(imported, "left out")
     assert imported.document["bf16"] == {"enabled": True}
     resolve_imported(imported)
 
@@ -350,3 +350,44 @@ def test_gradient_checkpointing_and_the_like_say_what_to_do() -> None:
     assert "gradient_checkpointing_enable()" in notes
     assert "--tf32=true" in notes
     assert "results will differ" in notes
+
+
+def test_a_dump_of_transformers_4_does_not_override_a_deepspeed_file(tmp_path: Path) -> None:
+    """Its defaults were others, and some arguments are written out that nobody gave."""
+    dump = {
+        "output_dir": "out",
+        "optim": "adamw_torch",
+        "lr_scheduler_type": "linear",
+        "learning_rate": 5e-05,
+        "bf16": False,
+        "num_train_epochs": 3.0,
+        "max_steps": -1,
+        "fsdp": [],
+        "fsdp_config": {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False},
+        "accelerator_config": {
+            "split_batches": False,
+            "dispatch_batches": None,
+            "even_batches": True,
+            "use_seedable_sampler": True,
+            "non_blocking": False,
+            "gradient_accumulation_kwargs": None,
+        },
+        "hub_token": "<HUB_TOKEN>",
+        "push_to_hub_token": "<PUSH_TO_HUB_TOKEN>",
+        "include_num_input_tokens_seen": False,
+        "local_rank": 0,
+        "past_index": -1,
+        "deepspeed": None,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    }
+    imported = import_texts(tmp_path, {"args.json": dump, "ds.json": config})
+    for section in ("bf16", "optimizer", "scheduler"):
+        assert imported.document[section] == config[section]
+    assert messages(imported, "left out") == ""
+    assert imported.document["trainer"]["max_epochs"] == 3
+    assert "optimizer.params.lr=0.1 (" in messages(imported, "conflict")
