@@ -17,7 +17,7 @@ from dsjob.importing.given import Given, Rank, Settings
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _REDIRECTION = re.compile(r"(?:\d|&)?[<>]+(?:&\d|\s*[^\s;&|]+)?")
-_PLAIN = re.compile(r"[^\s;&|<>'\"\\]+")
+_PLAIN = re.compile(r"(?:[^\s;&|<>'\"\\`$]|\$(?!\())+")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _TORCH = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
@@ -120,6 +120,8 @@ class _Shell:
             char = self.text[self.at]
             if char in "'\"":
                 parts.append(self.quoted(char))
+            elif self.text.startswith("$(", self.at) or char == "`":
+                parts.append(self.substitution())
             elif char == "\\":
                 parts.append("" if self.text.startswith("\\\n", self.at) else self.text[self.at + 1 : self.at + 2])
                 self.at += 2
@@ -129,6 +131,18 @@ class _Shell:
                 parts.append(self.expand(plain[0]))
                 self.at = plain.end()
         return Word("".join(parts), self.place(start))
+
+    def substitution(self) -> str:
+        """The text of `$(...)` or of what stands between backquotes, as it is: nothing is executed."""
+        start, depth = self.at, 0
+        end = self.text.find("`", start + 1)
+        if self.text[start] == "$":
+            for end in range(start + 1, len(self.text)):
+                depth += {"(": 1, ")": -1}.get(self.text[end], 0)
+                if not depth:
+                    break
+        self.at = len(self.text) if end < 0 else end + 1
+        return self.text[start : self.at]
 
     def quoted(self, quote: str) -> str:
         end = self.at + 1
@@ -145,7 +159,8 @@ class _Shell:
         return inside if quote == "'" else self.expand(re.sub(r"\\([\"\\$`\n])", r"\1", inside))
 
     def expand(self, text: str) -> str:
-        return _VARIABLE.sub(lambda match: self.variables.get(match[1] or match[2], match[0]), text)
+        """With the variables that the text has set; others as `$NAME`, since a document reads `${...}` itself."""
+        return _VARIABLE.sub(lambda match: self.variables.get(match[1] or match[2], f"${match[1] or match[2]}"), text)
 
 
 def read_command(words: Sequence[Word]) -> Command | None:

@@ -91,11 +91,10 @@ def _join(settings: Settings, more: Iterable[tuple[str, Given]], draft: Draft) -
 def _take_command(command: Command, gathered: Gathered, home: str) -> None:
     draft = gathered.draft
     gathered.script, gathered.launched = command.script, True
-    for word in command.before:
-        draft.note(
-            "left out", f"{word.text}: start dsjob with it where you need it", Given(None, "", word.place, Rank.DEFAULT)
-        )
-        break
+    if command.before:
+        first = command.before[0]
+        origin = Given(None, "", first.place, Rank.DEFAULT)
+        draft.note("left out", f"{first.text}: start dsjob with it where you need it", origin)
     for name, given in command.environment.items():
         draft.note("left out", f"{name}: set it for dsjob too", given)
     for word in command.files:
@@ -114,6 +113,9 @@ def _take_command(command: Command, gathered: Gathered, home: str) -> None:
         _draft_launcher(command, draft)
     gathered.trainer = gathered.trainer or any(name in TRAINER_ONLY for name, _ in command.options)
     _join(gathered.arguments, command.options, draft)
+    for _, given in command.options:
+        if isinstance(given.value, str) and re.search(r"\$\w|\$\(|`", given.value):
+            draft.note("fill in", f"{given.told}: the shell knows what that is", given)
 
 
 def _take_named(path: str, gathered: Gathered, kind: sources.SourceKind | None = None) -> None:

@@ -40,7 +40,7 @@ def draft_task(script: Given | None, settings: Settings, draft: Draft) -> None:
         draft.put("data.collate._target_", collate.to("dsjob.recipes.t5.collate"))
         draft.put("data.collate._partial_", collate.to(True))
     else:
-        _draft_other_data(settings, draft)
+        _draft_other_data(t5, settings, draft)
     _note_columns(pairs, settings, draft)
 
 
@@ -99,7 +99,7 @@ def _draft_pairs(part: str, file: str, limit: str, settings: Settings, draft: Dr
         draft.put(f"data.{part}.{key}", given)
 
 
-def _draft_other_data(settings: Settings, draft: Draft) -> None:
+def _draft_other_data(t5: bool, settings: Settings, draft: Draft) -> None:
     for part, file, limit in (
         ("train", "train_file", "max_train_samples"),
         ("eval", "validation_file", _eval_limit(settings)),
@@ -116,12 +116,14 @@ def _draft_other_data(settings: Settings, draft: Draft) -> None:
             if given is not None and not is_off(given.value):
                 draft.put(f"data.{part}.{key}", given)
         draft.note(
-            "fill in", f"data.{part}: {target} stands for the dataset, tokens and all{_hint(path, settings)}", origin
+            "fill in",
+            f"data.{part}: {target} stands for the dataset, tokens and all{_hint(t5, path, settings)}",
+            origin,
         )
 
 
-def _hint(path: Given | None, settings: Settings) -> str:
-    if path is not None and str(path.value).endswith(".json"):
+def _hint(t5: bool, path: Given | None, settings: Settings) -> str:
+    if t5 and path is not None and str(path.value).endswith(".json"):
         return "; one JSON object a line is .jsonl here, which the T5 recipe reads (dsjob.recipes.t5.build_dataset)"
     return "; nothing is downloaded" if "dataset_name" in settings else ""
 

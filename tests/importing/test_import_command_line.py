@@ -31,6 +31,9 @@ def words(text: str, variables: dict[str, str] | None = None) -> list[list[str]]
         ("a --x='{\"k\": 1}'", [["a", '--x={"k": 1}']]),
         ('a "say \\"b\\""', [["a", 'say "b"']]),
         ("a $X ${X}y '$X' \"$X\" $Z", [["a", "1", "1y", "$X", "1", "$Z"]]),
+        ("a ${Z} $(nvidia-smi -L | wc -l) b", [["a", "$Z", "$(nvidia-smi -L | wc -l)", "b"]]),
+        ("a --n=`nproc --all` b", [["a", "--n=`nproc --all`", "b"]]),
+        ("a $(never closed", [["a", "$(never closed"]]),
         ("", []),
         ("# nothing", []),
     ],
@@ -110,6 +113,14 @@ torchrun --nproc_per_node=$N train.py \\
     assert imported.document["optimizer"]["params"]["lr"] == 3e-5
     assert imported.document["output"]["dir"] == "runs/a/x"
     assert imported.document["launch"]["nproc"] == 4
+
+
+def test_what_only_the_shell_knows_is_to_be_filled_in(tmp_path: Path) -> None:
+    text = "torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) train.py --output_dir ${OUT}/x --max_steps 5\n"
+    imported = import_texts(tmp_path, {"run.sh": text})
+    assert imported.document["output"]["dir"] == "$OUT/x"
+    assert "run.sh:1:61: --output_dir=$OUT/x" in messages(imported, "fill in")
+    assert "launch.nproc" in messages(imported, "fill in")
 
 
 def test_several_nodes_are_left_to_torchrun() -> None:
