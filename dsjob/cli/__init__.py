@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from keyword import iskeyword
 
 from dsjob.errors import DocumentError, DsjobError, UsageError
 
@@ -29,7 +30,7 @@ dsjob: train from a job document
   --version
 """
 
-_COMMANDS = {"run": "run", "validate": "validate", "show": "show", "import": "import_", "convert": "convert"}
+_COMMANDS = ("run", "validate", "show", "import", "convert")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +77,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
     else:
         command, rest = "run", arguments
         _require_runnable(first)
-    module = import_module(f"dsjob.cli.{_COMMANDS[command]}")
+    module = import_module(f"dsjob.cli.{command}{'_' if iskeyword(command) else ''}")
     code: int = module.main(rest, debug)
     return code
 
@@ -98,7 +99,7 @@ def _require_runnable(first: str) -> None:
     from dsjob.check import suggest
 
     raise UsageError(
-        f"no command or file is called {first!r}", hint=suggest(first, list(_COMMANDS)) or "dsjob --help lists them"
+        f"no command or file is called {first!r}", hint=suggest(first, _COMMANDS) or "dsjob --help lists them"
     )
 
 
