@@ -58,6 +58,9 @@ def read_source(url: str, kind: SourceKind | None = None) -> Source:
 
     Raises UsageError where it cannot be read or recognised, DocumentError with the place of a syntax error.
     """
+    if url.endswith(".py"):
+        hint = "give the command that starts it: dsjob import -- python train.py ..."
+        raise UsageError(f"{url} is a program, which is not read", hint=hint)
     try:
         text = storage.read_text(url)
     except StorageError as error:

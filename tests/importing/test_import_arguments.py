@@ -195,8 +195,10 @@ COMMANDS: list[tuple[str, dict[str, Any]]] = [
         {"scheduler.params.cos_min_ratio": pytest.approx(0.1)},
     ),
     (
-        "--lr_scheduler_type cosine_warmup_with_min_lr "
-        """--lr_scheduler_kwargs '{"min_lr_rate": 0.2, "warmup_lr_rate": 0.5}'""",
+        (
+            "--lr_scheduler_type cosine_warmup_with_min_lr "
+            """--lr_scheduler_kwargs '{"min_lr_rate": 0.2, "warmup_lr_rate": 0.5}'"""
+        ),
         {"scheduler.params.cos_min_ratio": 0.2, "scheduler.params.warmup_min_ratio": 0.5},
     ),
     ("--lr_scheduler_type cosine_with_restarts", {"scheduler.type": "WarmupCosineLR"}),

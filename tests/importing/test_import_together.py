@@ -231,6 +231,7 @@ def test_what_a_file_is(tmp_path: Path, name: str, content: str, kind: str | Non
         ("a.json", '{"a": 1, "b": 2}', "cannot tell what"),
         ("a.json", '{"gradient_accumulation_steps": 2}', "could be those of a DeepSpeed config or Trainer arguments"),
         ("a.json", '{"model": {"_target_": "a.b"}, "data": {}}', "is a job document already"),
+        ("train.py", "import torch\n", "is a program"),
         ("a.txt", "python\n", "cannot tell|must be one object"),
     ],
 )
