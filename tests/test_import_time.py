@@ -59,6 +59,8 @@ def list_imported(folder: Path, *arguments: str) -> tuple[int, set[str]]:
         (["schema", "optimizer.params"], 0),
         (["schema", "trainer", "--format", "json"], 0),
         (["schema", "trainr"], 2),
+        (["import", "ds.json"], 0),
+        (["import", "--help"], 0),
         (["--help"], 0),
         (["--version"], 0),
     ],

@@ -35,6 +35,7 @@ LAYERS: dict[int, set[str]] = {
         "legacy",
         "views",
         "reference",
+        "importing",
     },
     2: {"mesh", "precision", "optim", "data", "seeding"},
     3: {"parallel", "checkpoint"},

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 from dsjob.errors import DocumentError, DsjobError, UsageError
@@ -23,6 +24,7 @@ dsjob: train from a job document
   dsjob validate FILE...                 check documents, all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
   dsjob schema [PATH]                    print what a key takes and means, or the JSON Schema for editors
+  dsjob import FILE... [-- COMMAND ...]  make a job document of a DeepSpeed config, Trainer arguments, accelerate
   dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
 
   dsjob COMMAND --help                   more about a command
@@ -31,7 +33,7 @@ dsjob: train from a job document
   --version
 """
 
-_COMMANDS = ("run", "validate", "show", "schema", "convert")
+_COMMANDS = ("run", "validate", "show", "schema", "import", "convert")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +91,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
     else:
         command, rest = "run", arguments
         _require_runnable(first)
-    module = import_module(f"dsjob.cli.{command}")
+    module = import_module(f"dsjob.cli.{command}{'_' if iskeyword(command) else ''}")
     code: int = module.main(rest, debug)
     return code
 

@@ -1,0 +1,110 @@
+"""`dsjob import`: a job document of DeepSpeed configs, Trainer arguments, launch commands and accelerate files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+
+from dsjob import storage
+from dsjob.errors import UsageError
+from dsjob.importing.command_line import Command, Word, read_command
+from dsjob.importing.gather import import_sources
+from dsjob.importing.given import KINDS, MODULE, Note
+from dsjob.importing.settle import Imported
+from dsjob.importing.sources import SOURCE_KINDS, read_source
+
+_HEADS = {
+    "fill in": "to fill in",
+    "conflict": "conflicts that were settled",
+    "not supported": "carried, but not supported by dsjob yet",
+    "unknown": "not known, and left out",
+    "left out": "left out",
+    "changed": "carried in other words",
+    "auto": 'what "auto" stood for',
+}
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Prints or writes the document; notes are comments at its top, or go to standard error beside JSON."""
+    args, words = _parse(arguments)
+    found = [read_source(url, args.kind) for url in args.files]
+    command = _read_words(words)
+    if not found and command is None:
+        raise UsageError("nothing to import", hint="dsjob import FILE..., or dsjob import -- deepspeed train.py ...")
+    imported = import_sources(found, command)
+    text = _as_json(imported) if args.format == "json" else _as_yaml(imported)
+    if args.format == "json":
+        print(*_list_notes(imported.notes), sep="\n", file=sys.stderr)  # noqa: T201
+    if args.output is None:
+        sys.stdout.write(text)
+        return 0
+    _write(args.output, text, args.force)
+    open_ends = sum(note.kind == "fill in" for note in imported.notes)
+    told = f"{len(imported.notes)} notes, {open_ends} of them to fill in"
+    print(f"{args.output}: {told}; then dsjob validate {args.output}", file=sys.stderr)  # noqa: T201
+    return 0
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="dsjob import",
+        usage="dsjob import [options] FILE... [-- COMMAND ...]",
+        description="Make a job document of what you have. Where sources differ, the command line wins over Trainer "
+        "arguments, these over accelerate, and all over a DeepSpeed config.",
+    )
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="DeepSpeed config, Trainer arguments as JSON, text with the launch "
+        "command, or accelerate file; a path or URL"
+    )  # fmt: skip
+    parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the document there")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there already")
+    parser.add_argument("--kind", choices=SOURCE_KINDS, help="what a FILE is whose content leaves it open")
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    return parser.parse_intermixed_args(arguments[:cut]), arguments[cut + 1 :]
+
+
+def _read_words(words: list[str]) -> Command | None:
+    if not words:
+        return None
+    command = read_command([Word(word, "command line") for word in words])
+    if command is None:
+        hint = "it starts with deepspeed, torchrun, accelerate launch or python"
+        raise UsageError(f"{' '.join(words)[:60]} is no launch command", hint=hint)
+    return command
+
+
+def _list_notes(notes: tuple[Note, ...]) -> list[str]:
+    """The notes under a heading for each kind."""
+    lines = []
+    for kind in KINDS:
+        of_kind = [note for note in notes if note.kind == kind]
+        if of_kind:
+            lines.append(f"{_HEADS[kind]}:")
+            lines += [f"  {note.place}: {note.message}" if note.place else f"  {note.message}" for note in of_kind]
+    return lines
+
+
+def _as_yaml(imported: Imported) -> str:
+    from dsjob.cli.output import to_yaml
+
+    text = to_yaml(imported.document)
+    marked = re.sub(rf"(_target_: {MODULE}\.\w+)$", r"\1  # placeholder", text, flags=re.MULTILINE)
+    notes = [f"# {line}".replace("\n", " ") for line in _list_notes(imported.notes)]
+    return "\n".join(["# Made by dsjob import.", *notes, "", marked])
+
+
+def _as_json(imported: Imported) -> str:
+    return json.dumps(imported.document, indent=2, ensure_ascii=False) + "\n"
+
+
+def _write(url: str, text: str, force: bool) -> None:
+    if force:
+        storage.write_bytes(url, text.encode())
+        return
+    try:
+        storage.create_bytes(url, text.encode())
+    except FileExistsError:
+        raise UsageError(f"{url} exists already", hint="--force replaces it") from None

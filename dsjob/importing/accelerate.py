@@ -1,0 +1,176 @@
+"""accelerate's files and the options of `accelerate launch`, as values of the job document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dsjob.check import Path, suggest
+from dsjob.importing.given import Draft, Given, Rank, Settings, is_off
+from dsjob.importing.training_arguments import draft_fsdp_config, draft_sharding
+
+_ZERO = "zero_optimization"
+_NODES = "start dsjob with torchrun on each machine, which sets it"
+_COMPILE = "compile inside the model's factory"
+# Keys that are carried as they are, in the file's spelling; those of its sections without the section.
+PATHS = {
+    "gradient_accumulation_steps": "trainer.grad_accum",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": f"{_ZERO}.stage",
+    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
+    "offload_param_device": f"{_ZERO}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+}
+# Keys that functions here read.
+READ = {
+    "num_processes": "launch.nproc",
+    "num_machines": "launch.nproc",
+    "mixed_precision": "fp16.enabled bf16.enabled",
+    "use_cpu": "launch.device",
+    "cpu": "launch.device",
+    "distributed_type": "launch.device",
+    "gpu_ids": "launch.nproc",
+    "deepspeed_config": _ZERO,
+    "deepspeed_config_file": "",
+    "fsdp_config": f"{_ZERO}.stage",
+    "dynamo_config": "",
+}
+# Keys that are not carried: why, and the values that need no note.
+LEFT_OUT: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "compute_environment": ("a job runs where it is started", ("LOCAL_MACHINE",)),
+    "machine_rank": (_NODES, (0,)),
+    "main_process_ip": (_NODES, ()),
+    "main_process_port": (_NODES, ()),
+    "rdzv_backend": (_NODES, ("static", "c10d")),
+    "same_network": (_NODES, (True,)),
+    "main_training_function": ("the job document says what to run", ("main",)),
+    "downcast_bf16": ("no TPUs", ("no",)),
+    "debug": ("dsjob --debug shows tracebacks", ()),
+    "enable_cpu_affinity": ("bind ranks with numactl", ()),
+    "num_cpu_threads_per_process": ("set OMP_NUM_THREADS", ()),
+    "zero3_init_flag": ("dsjob decides how the model is made", ()),
+    "deepspeed_hostfile": (_NODES, ()),
+    "deepspeed_multinode_launcher": (_NODES, ("standard",)),
+    "deepspeed_inclusion_filter": ("set CUDA_VISIBLE_DEVICES", ()),
+    "deepspeed_exclusion_filter": ("set CUDA_VISIBLE_DEVICES", ()),
+    "deepspeed_moe_layer_cls_names": ("blocks are found, not declared", ()),
+    "dynamo_backend": (_COMPILE, ("NO", "no")),
+    "dynamo_mode": (_COMPILE, ("default",)),
+    "dynamo_use_dynamic": (_COMPILE, ()),
+    "dynamo_use_fullgraph": (_COMPILE, ()),
+    "dynamo_use_regional_compilation": (_COMPILE, ()),
+    "megatron_lm_config": ("tensor and pipeline parallelism are not carried", ()),
+    "parallelism_config": ("tensor and context parallelism are not carried", ()),
+    "fp8_config": ("no 8-bit floats: bf16.enabled=true", ()),
+    "ipex_config": ("no such backend", ()),
+    "mpirun_config": (_NODES, ()),
+    "tpu_env": ("no TPUs", ()),
+    "tpu_use_cluster": ("no TPUs", ()),
+    "tpu_use_sudo": ("no TPUs", ()),
+    "tpu_name": ("no TPUs", ()),
+    "tpu_zone": ("no TPUs", ()),
+    "command_file": ("a job runs where it is started", ()),
+    "commands": ("a job runs where it is started", ()),
+    "module": ("the job document says what to run", (True,)),
+    "no_python": ("the job document says what to run", (True,)),
+    "quiet": ("what the console shows is dsjob's own", (True,)),
+    "max_restarts": ("start the job again: it goes on", ()),
+}  # fmt: skip
+_SWITCHES = ("multi_gpu", "use_deepspeed", "use_fsdp")  # of the command; what they switch on has options of its own
+KEYS = frozenset({*PATHS, *READ, *LEFT_OUT})
+
+
+def read_settings(content: dict[str, Any], locate: Callable[[Path], str]) -> Settings:
+    """A file's keys as settings: those of its sections by their own names."""
+    settings: Settings = {}
+    for key, value in content.items():
+        if key in ("deepspeed_config", "dynamo_config", "fsdp_config") and isinstance(value, dict):
+            for name, item in value.items():
+                settings[name] = Given(item, name, locate((key, name)), Rank.ACCELERATE)
+        else:
+            settings[key] = Given(value, key, locate((key,)), Rank.ACCELERATE)
+    return settings
+
+
+def draft_accelerate(settings: Settings, draft: Draft) -> None:
+    """Puts what accelerate's settings say into the draft; the names of other files are left to the caller."""
+    for name, given in settings.items():
+        if name in PATHS:
+            if given.value is not None and not (name.startswith("offload") and given.value == "none"):
+                draft.put(PATHS[name], given)
+        elif name in LEFT_OUT:
+            about, silent = LEFT_OUT[name]
+            if not is_off(given.value) and given.value not in silent:
+                draft.note("left out", f"{given.told}: {about}", given)
+        elif not name.startswith("fsdp_") and name not in READ and name not in (*_SWITCHES, "config_file"):
+            hint = suggest(name, sorted(KEYS)) or "no such key of accelerate is known"
+            draft.note("unknown", f"{given.told}: {hint}", given)
+    _draft_processes(settings, draft)
+    _draft_precision(settings.get("mixed_precision"), draft)
+    fsdp = {name: given for name, given in settings.items() if name.startswith("fsdp_") and name != "fsdp_config"}
+    if fsdp:
+        _draft_fsdp(fsdp, draft)
+
+
+def _draft_processes(settings: Settings, draft: Draft) -> None:
+    processes, machines = settings.get("num_processes"), settings.get("num_machines")
+    nodes = int(machines.number()) if machines is not None and not is_off(machines.value) else 1
+    if processes is not None and not is_off(processes.value):
+        draft.put("launch.nproc", processes.to(max(1, int(processes.number()) // nodes)))
+    if machines is not None and nodes > 1:
+        text = (
+            f"{machines.name}={nodes}: start dsjob with torchrun on each machine; launch.nproc is one machine's ranks"
+        )
+        draft.note("left out", text, machines)
+    gpus = settings.get("gpu_ids")
+    if gpus is not None and not is_off(gpus.value) and gpus.value != "all":
+        draft.note("left out", f"{gpus.told}: set CUDA_VISIBLE_DEVICES={gpus.value}", gpus)
+    for name in ("use_cpu", "cpu"):
+        if name in settings and settings[name].value is True:
+            draft.put("launch.device", settings[name].to("cpu"))
+    kind = settings.get("distributed_type")
+    if kind is None:
+        return
+    if kind.value == "MULTI_CPU":
+        draft.put("launch.device", kind.to("cpu"))
+    elif kind.value not in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "no", False, None):
+        draft.note("left out", f"distributed_type={kind.value}: CPU and CUDA are the devices here", kind)
+
+
+def _draft_precision(given: Given | None, draft: Draft) -> None:
+    if given is None or is_off(given.value):
+        return
+    if given.value == "fp8":
+        draft.note("left out", "mixed_precision=fp8: no 8-bit floats; bf16.enabled=true instead", given)
+        return
+    for name in ("fp16", "bf16"):
+        if given.value == name:
+            draft.put(f"{name}.enabled", given.to(True))
+    if given.value not in ("fp16", "bf16"):
+        draft.note(
+            "unknown", f"mixed_precision={given.value}: {suggest(str(given.value), ['fp16', 'bf16', 'no'])}", given
+        )
+
+
+_STRATEGIES = {1: "full_shard", 2: "shard_grad_op", 3: "no_shard", 4: "hybrid_shard", 5: "hybrid_shard_zero2"}
+
+
+def _draft_fsdp(config: Settings, draft: Draft) -> None:
+    rest = dict(config)
+    strategy, offload = rest.pop("fsdp_sharding_strategy", None), rest.pop("fsdp_offload_params", None)
+    reshard = rest.get("fsdp_reshard_after_forward")
+    if reshard is not None and isinstance(reshard.value, str):  # FSDP1's words are also written here
+        strategy = rest.pop("fsdp_reshard_after_forward")
+    if strategy is not None:
+        number = strategy.value if isinstance(strategy.value, int) else 0
+        draft_sharding([str(_STRATEGIES.get(number, strategy.value)).lower()], strategy, draft)
+    elif reshard is None:
+        draft_sharding(["full_shard"], next(iter(config.values())), draft)
+    draft_fsdp_config(rest, draft)
+    if offload is not None and offload.value is True:
+        stage = draft.best("zero_optimization.stage")
+        draft.put(f"{_ZERO}.offload_optimizer.device", offload.to("cpu"))
+        if stage is None or stage.value == 3:
+            draft.put(f"{_ZERO}.offload_param.device", offload.to("cpu"))

@@ -1,0 +1,79 @@
+"""DeepSpeed configs: each value goes to where the job document has it, in today's spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dsjob import dsconfig
+from dsjob import schema as contract
+from dsjob.check import Path
+from dsjob.importing.given import Draft, Given, Rank, leaves, nest
+
+_ZERO = "zero_optimization"
+# Sizes that the Trainer derives from the model's hidden size where they are "auto", which was spelt 0 in 2021.
+_FROM_HIDDEN_SIZE = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+_OFFLOAD = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+_PIN = "cpu_offload_use_pin_memory"
+# Keys that DeepSpeed refuses or no longer reads, and what says the same.
+MOVED: dict[Path, Path] = {
+    ("optimizer", "params", "max_grad_norm"): ("gradient_clipping",),
+    ("fp16", "clip"): ("gradient_clipping",),
+}
+
+
+def draft_deepspeed(config: dict[str, Any], locate: Callable[[Path], str], draft: Draft) -> None:
+    """Puts what a config says into the draft; `locate` says where it has the value at a path."""
+    for path, value in leaves(contract.prune(config, contract.deepspeed_schema())):
+        given = Given(value, ".".join(map(str, path)), locate(path), Rank.DEEPSPEED)
+        for target, carried in _modernise(path, given, config, draft):
+            draft.put(_place(target, carried.value), carried)
+
+
+def _modernise(path: Path, given: Given, config: dict[str, Any], draft: Draft) -> list[tuple[Path, Given]]:
+    """What a value is called today: mostly itself; nothing, or two values, for some old switches."""
+    if path[0] == "bfloat16":
+        path = ("bf16", *path[1:])
+        draft.note("changed", "the section bfloat16 is now spelt bf16", given)
+    if path == (_ZERO,) and isinstance(given.value, bool):
+        draft.note("changed", f"{given.name} as a switch means stage {int(given.value)}", given)
+        return [((_ZERO, "stage"), given.to(int(given.value)))]
+    if path in MOVED:
+        draft.note("changed", f"{given.name} is now {'.'.join(map(str, MOVED[path]))}", given)
+        return [(MOVED[path], given)]
+    if path[0] == _ZERO and len(path) == 2:
+        return _modernise_zero(str(path[1]), given, config[_ZERO], draft)
+    return [(path, given)]
+
+
+def _modernise_zero(key: str, given: Given, section: dict[str, Any], draft: Draft) -> list[tuple[Path, Given]]:
+    if key in _OFFLOAD:
+        if given.value is not True:
+            return []
+        draft.note("changed", f"{key} is now {_OFFLOAD[key]}.device=cpu", given)
+        return [((_ZERO, _OFFLOAD[key], "device"), given.to("cpu"))]
+    if key == _PIN:
+        homes = {home for old, home in _OFFLOAD.items() if section.get(old) is True}
+        draft.note("changed", f"{key} is now pin_memory of each offload section", given)
+        return [((_ZERO, home, "pin_memory"), given) for home in sorted(homes)]
+    below = contract.child(contract.deepspeed_schema()["properties"][_ZERO], key) or {}
+    name = below.get("x-alias-of", key)
+    if name != key:
+        draft.note("changed", f"{key} is now {name}", given)
+    if name in _FROM_HIDDEN_SIZE and given.value == 0:
+        draft.note("changed", f"{name}=0 meant: from the model's hidden size; now spelt auto", given)
+        given = given.to("auto")
+    return [((_ZERO, name), given)]
+
+
+def _place(path: Path, value: Any) -> Path:
+    """Where a job document has what a config has at `path`: in its `deepspeed` section where it has no other place."""
+    job = dsconfig.to_job(nest(path, value))
+    if job:
+        return next(leaves(job))[0]
+    ours = path[0] in contract.job_schema()["properties"] and path[0] != "checkpoint"  # dsjob's own has other keys
+    return path if ours else ("deepspeed", *path)

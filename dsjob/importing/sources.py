@@ -1,0 +1,143 @@
+"""Reading what `dsjob import` is given, and recognising what it is by its content."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from dsjob import document as documents
+from dsjob import schema as contract
+from dsjob import storage
+from dsjob.check import Path
+from dsjob.document import Document
+from dsjob.errors import StorageError, UsageError
+from dsjob.importing import accelerate
+from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
+from dsjob.importing.command_line import Command, find_commands
+
+SourceKind = Literal["deepspeed", "arguments", "command", "accelerate"]
+SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
+_WORDS = {
+    "deepspeed": "a DeepSpeed config",
+    "arguments": "Trainer arguments",
+    "command": "a launch command",
+    "accelerate": "an accelerate file",
+}
+_SUFFIXES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
+_LAUNCHES = re.compile(
+    r"^[^#\n]*\b(?:deepspeed|torchrun|accelerate\s+launch|python[\d.]*)\s+\S|^[^#\n{]*\s--\w", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file and what it is: a `document`, or the launch command in it."""
+
+    kind: SourceKind
+    name: str
+    document: Document | None = None
+    command: Command | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The object in the file."""
+        return self.document.value if self.document else {}
+
+    def locate(self, path: Path) -> str:
+        """`file:line:column` of the key at a path."""
+        assert self.document is not None
+        mark = self.document.mark(path)
+        return f"{self.name}:{mark.line}:{mark.column}"
+
+
+def read_source(url: str, kind: SourceKind | None = None) -> Source:
+    """A file, read and recognised; `kind` decides where the content leaves it open.
+
+    Raises UsageError where it cannot be read or recognised, DocumentError with the place of a syntax error.
+    """
+    if url.endswith(".py"):
+        hint = "give the command that starts it: dsjob import -- python train.py ..."
+        raise UsageError(f"{url} is a program, which is not read", hint=hint)
+    try:
+        text = storage.read_text(url)
+    except StorageError as error:
+        raise UsageError(error.message, hint=error.hint) from error
+    text = text.replace("\r\n", "\n")
+    if not text.strip():
+        raise UsageError(f"nothing to import: {url} is empty")
+    plain = not url.lower().endswith(_SUFFIXES) and not text.lstrip().startswith("{")
+    if kind == "command" or (plain and kind is None and _LAUNCHES.search(text)):
+        return Source("command", url, command=_read_command(text, url))
+    document = documents.parse(text, url)
+    return Source(_recognise(document, url, kind), url, document)
+
+
+def _read_command(text: str, url: str) -> Command:
+    found = find_commands(text, url)
+    if not found:
+        raise UsageError(
+            f"nothing to import: {url} holds no launch command",
+            hint="one starts with deepspeed, torchrun, accelerate launch or python",
+        )
+    if len(found) > 1:
+        scripts = ", ".join(str(command.script.value) if command.script else "?" for command in found)
+        raise UsageError(
+            f"{url} holds {len(found)} launch commands ({scripts}): one job at a time",
+            hint="put the one that you want in a file of its own, or after --",
+        )
+    return found[0]
+
+
+def _recognise(document: Document, url: str, asked: SourceKind | None) -> SourceKind:
+    content = document.value
+    if not content:
+        raise UsageError(f"nothing to import: {url} is an empty object")
+    if {"model", "data"} <= set(content) and isinstance(content.get("trainer", {}), dict):
+        raise UsageError(f"{url} is a job document already", hint=f"dsjob validate {url}")
+    scores = {kind: sum(test(key, value) for key, value in content.items()) for kind, test in _TESTS.items()}
+    best = max(scores.values())
+    found = [kind for kind, score in scores.items() if score == best]
+    if best and len(found) == 1 and (asked is None or asked == found[0]):
+        return cast(SourceKind, found[0])
+    if asked is not None:
+        return asked
+    keys = ", ".join(list(content)[:5])
+    could = " or ".join(_WORDS[kind] for kind in (found if best else _TESTS))
+    raise UsageError(
+        f"cannot tell what {url} is: its keys ({keys}) could be those of {could}",
+        hint=f"say what it is: --kind {'|'.join(SOURCE_KINDS)}",
+    )
+
+
+def _is_deepspeed(key: str, value: Any) -> bool:
+    below = contract.deepspeed_schema()["properties"].get(key)
+    if below is None:
+        return key == "bfloat16"
+    section = below.get("type") == "object"
+    return isinstance(value, dict) == section or value is True
+
+
+def _is_argument(key: str, value: Any) -> bool:
+    return (key in ARGUMENTS or key in SCRIPT_ARGUMENTS) and (not isinstance(value, dict) or "config" in key)
+
+
+def _is_accelerate(key: str, value: Any) -> bool:
+    return key in accelerate.KEYS and key not in accelerate.PATHS  # those stand in its sections
+
+
+_TESTS: dict[str, Callable[[str, Any], bool]] = {
+    "deepspeed": _is_deepspeed,
+    "arguments": _is_argument,
+    "accelerate": _is_accelerate,
+}
+
+
+def find_beside(name: str, home: str) -> str | None:
+    """The file that another one names: in the current folder, or beside the other; None where it is in neither."""
+    if "://" in name or os.path.isabs(name):
+        return name if "://" in name or os.path.isfile(name) else None
+    beside = os.path.join(os.path.dirname(home), name) if "://" not in home else name
+    return next((path for path in (name, beside) if os.path.isfile(path)), None)

@@ -1,0 +1,273 @@
+"""The Trainer's arguments, from a file or a command, as values of the job document.
+
+Arguments that nobody gave count with the Trainer's defaults, at the lowest rank. `arguments_table` says what goes
+where; the functions here read rows that belong together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from dsjob.check import suggest
+from dsjob.importing.arguments_table import ARGUMENTS, FORMER_DEFAULTS, SCRIPT_ARGUMENTS
+from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off
+from dsjob.importing.methods import draft_optimizer, draft_schedule
+
+_TABLE = {**ARGUMENTS, **SCRIPT_ARGUMENTS}
+_TRUE, _FALSE = {"yes", "true", "t", "y", "1"}, {"no", "false", "f", "n", "0"}
+_STAGES = {
+    "simple": 2, "zero_dp_2": 2, "zero_dp_3": 3,
+    "full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2,
+}  # fmt: skip
+
+
+def sort_arguments(found: Settings, draft: Draft) -> tuple[Settings, Settings]:
+    """Splits arguments into those of the Trainer and those of the script; the unknown are noted with a suggestion."""
+    trainer: Settings = {}
+    script: Settings = {}
+    for name, given in found.items():
+        if name.startswith("no_") and name[3:] in ARGUMENTS and given.value is True:
+            name, given = name[3:], given.to(False)
+        known = name if name in _TABLE else _complete(name)
+        if known in ARGUMENTS:
+            trainer[known] = given
+        elif known in SCRIPT_ARGUMENTS:
+            script[known] = given
+        else:
+            hint = suggest(name, list(_TABLE))
+            draft.note("unknown", f"{given.told}: {hint or 'nothing in a job is called so'}", given)
+    return trainer, script
+
+
+def _complete(name: str) -> str | None:
+    """argparse takes the beginning of a name that leaves no doubt."""
+    longer = [known for known in _TABLE if known.startswith(name)] if len(name) > 4 else []
+    return longer[0] if len(longer) == 1 else None
+
+
+def fill_settings(given: Settings) -> Settings:
+    """Every argument of the Trainer: as given, or its default. A file's value that equals the default ranks as one."""
+    filled = {}
+    for name, row in ARGUMENTS.items():
+        default = Given(row.default, f"--{name}", "the Trainer's default", Rank.DEFAULT)
+        found = _read_switch(given[name], row.default) if name in given else default
+        former = found.value in FORMER_DEFAULTS.get(name, ())
+        if found.rank == Rank.ARGUMENTS and (former or not differs(found.value, row.default)):
+            found = Given(found.value, found.name, found.place, Rank.DEFAULT)  # a dump holds every argument
+        filled[name] = found
+    return filled
+
+
+def _read_switch(given: Given, default: Any) -> Given:
+    """Where a switch is asked, the words that the Trainer takes for true and false."""
+    if isinstance(default, bool) and not isinstance(given.value, bool) and given.value is not None:
+        word = str(given.value).lower()
+        if word not in _TRUE | _FALSE:
+            raise given.wrong("must be true or false")
+        return given.to(word in _TRUE)
+    return given
+
+
+def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> None:
+    """Puts what the arguments say into the draft.
+
+    `settings`: from `fill_settings`. `ranks`: processes, and `samples`: of the training set, where known.
+    """
+    for name, row in ARGUMENTS.items():
+        given = settings[name]
+        if row.carried and given.value is not None:
+            draft.put(row.keys[0], given)
+        elif not row.keys and row.about and given.rank > Rank.DEFAULT and differs(given.value, row.default):
+            draft.note("left out", f"{given.told}: {row.about}", given)
+    total = _draft_length(settings, ranks, samples, draft)
+    for part in (_draft_precision, _draft_spread, _draft_device, _draft_resume, _draft_name, draft_optimizer):
+        part(settings, draft)
+    draft_schedule(settings, total, draft)
+    _draft_cadence(settings, total, draft)
+
+
+def _draft_length(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> int | None:
+    """Puts the end of training into the draft; returns the number of optimizer steps where it can be known."""
+    steps, epochs = settings["max_steps"], settings["num_train_epochs"]
+    if not is_off(steps.value) and int(steps.number()) > 0:
+        draft.put("trainer.max_steps", steps.to(int(steps.number())))
+        if epochs.rank > Rank.DEFAULT:
+            draft.note("left out", f"{epochs.told}: {steps.told} decides", epochs)
+        return int(steps.number())
+    draft.put("trainer.max_epochs", epochs)
+    if ranks is None or samples is None:
+        return None
+    micro, accum = settings["per_device_train_batch_size"].number(), settings["gradient_accumulation_steps"].number()
+    return max(1, math.ceil(samples * epochs.number() / (micro * accum * ranks)))
+
+
+def _draft_precision(settings: Settings, draft: Draft) -> None:
+    fp16, level = settings["fp16"], settings["fp16_opt_level"]
+    backends = [settings[name] for name in ("half_precision_backend", "fp16_backend")]
+    apex = next((given for given in backends if given.value == "apex"), None)
+    draft.put("bf16.enabled", settings["bf16"])
+    if apex is not None and fp16.value:
+        draft.put("amp.enabled", apex.to(True))
+        spelt = str(level.value or "O1").replace("0", "O", 1) if str(level.value).startswith("0") else level.value
+        draft.put("amp.opt_level", level.to(spelt))
+        draft.put("fp16.enabled", fp16.as_default(False))
+    else:
+        draft.put("fp16.enabled", fp16)
+        if apex is not None:
+            draft.note("left out", f"{apex.name}=apex: without --fp16 it does nothing", apex)
+
+
+def _draft_spread(settings: Settings, draft: Draft) -> None:
+    for name in ("sharded_ddp", "fsdp"):
+        given = settings[name]
+        if is_off(given.value):
+            continue
+        value = "full_shard" if given.value is True else given.value
+        words = value if isinstance(value, list) else str(value).replace(",", " ").split()
+        draft_sharding([str(word).lower() for word in words], given, draft)
+    config = settings["fsdp_config"]
+    if isinstance(config.value, dict):
+        named = {key: Given(value, key, config.place, config.rank) for key, value in config.value.items()}
+        draft_fsdp_config(named, draft)
+    elif not is_off(config.value):
+        draft.note("left out", f"fsdp_config={config.value}: give the file's content as an argument", config)
+
+
+def draft_sharding(words: list[str], given: Given, draft: Draft) -> None:
+    """FairScale's and FSDP's words as a ZeRO stage and offloading."""
+    stage = next((_STAGES[word] for word in words if word in _STAGES), 3)
+    draft.put("zero_optimization.stage", given.to(stage))
+    for word in words:
+        if word in ("offload", "cpu_offload"):
+            draft.put("zero_optimization.offload_optimizer.device", given.to("cpu"))
+            if stage == 3:
+                draft.put("zero_optimization.offload_param.device", given.to("cpu"))
+        elif word == "auto_wrap":
+            draft.note("changed", f"{given.name} auto_wrap: blocks are found, not declared", given)
+        elif "hybrid" in word:
+            draft.note("changed", f"{given.name} {word}: sharded over all ranks, not within each node", given)
+        elif word not in _STAGES:
+            draft.note("unknown", f"{given.name} {word}: {suggest(word, [*_STAGES, 'offload', 'auto_wrap'])}", given)
+
+
+_FSDP_KEYS = {
+    "transformer_layer_cls_to_wrap": "blocks are found, not declared",
+    "transformer_cls_names_to_wrap": "blocks are found, not declared",
+    "auto_wrap_policy": "blocks are found, not declared",
+    "min_num_params": "blocks are found, not declared",
+    "backward_prefetch": "FSDP2 prefetches the next block by itself",
+    "backward_prefetch_policy": "FSDP2 prefetches the next block by itself",
+    "forward_prefetch": "FSDP2 prefetches the next block by itself",
+    "limit_all_gathers": "FSDP2 needs no limit",
+    "use_orig_params": "FSDP2 always does",
+    "sync_module_states": "rank 0's values are always sent to all",
+    "cpu_ram_efficient_loading": "dsjob decides how the model is made",
+    "state_dict_type": "checkpoints load at any number of ranks and any stage",
+    "activation_checkpointing": "checkpoint inside the model",
+    "version": "dsjob is built on FSDP2",
+    "xla": "no TPUs",
+    "xla_fsdp_v2": "no TPUs",
+    "xla_fsdp_grad_ckpt": "no TPUs",
+    "xla_fsdp_settings": "no TPUs",
+}
+
+
+def draft_fsdp_config(config: Settings, draft: Draft) -> None:
+    """The rest of FSDP's settings, whose names come with and without `fsdp_`."""
+    for spelt, named in config.items():
+        key, value = spelt.removeprefix("fsdp_"), named.value
+        if key == "reshard_after_forward" and isinstance(value, bool):
+            draft.put("zero_optimization.stage", named.to(3 if value else 2))
+        elif key == "offload_params" and value is True:
+            draft_sharding(["full_shard", "offload"], named, draft)
+        elif key in _FSDP_KEYS:
+            if not is_off(value) and value not in (0, [0]) and key != "version":
+                draft.note("left out", f"{named.told}: {_FSDP_KEYS[key]}", named)
+        elif not is_off(value):
+            draft.note("unknown", f"{named.told}: {suggest(key, list(_FSDP_KEYS)) or 'no such key'}", named)
+
+
+def _draft_device(settings: Settings, draft: Draft) -> None:
+    for name in ("no_cuda", "use_cpu"):
+        if settings[name].value is True:
+            draft.put("launch.device", settings[name].to("cpu"))
+    backend = settings["ddp_backend"]
+    if backend.value in ("nccl", "gloo"):
+        draft.put("launch.backend", backend)
+    elif not is_off(backend.value):
+        draft.note("left out", f"{backend.told}: nccl and gloo are the backends here", backend)
+
+
+def _draft_resume(settings: Settings, draft: Draft) -> None:
+    overwrite, resume = settings["overwrite_output_dir"], settings["resume_from_checkpoint"]
+    if resume.value is True:
+        draft.put("checkpoint.resume", resume.to("required"))
+    elif not is_off(resume.value):
+        text = "a Trainer's checkpoint is not read; take its weights as the pretrained model"
+        draft.note("left out", f"{resume.told}: {text}", resume)
+    elif overwrite.value is True:
+        draft.put("checkpoint.resume", overwrite.to("never"))
+        draft.note("changed", "checkpoint.resume=never starts anew, but refuses a folder with checkpoints", overwrite)
+
+
+def _draft_name(settings: Settings, draft: Draft) -> None:
+    run = settings["run_name"]
+    if not is_off(run.value) and run.value != settings["output_dir"].value:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(run.value)).strip("-._")
+        draft.put("name", run.to(name or "job"))
+
+
+def _draft_cadence(settings: Settings, total: int | None, draft: Draft) -> None:
+    """How often to log, evaluate and save. "epoch" has no counterpart in steps while their number is not known."""
+    log = settings["logging_steps"]
+    _draft_every("trainer.log_every", settings["logging_strategy"], log, total, draft)
+    strategy = _name_evaluation(settings)
+    if not is_off(strategy.value):
+        every = settings["eval_steps"] if not is_off(settings["eval_steps"].value) else log
+        _draft_every("trainer.eval_every", strategy, every, total, draft)
+    if settings["eval_on_start"].value is True:
+        draft.put("trainer.eval_at_start", settings["eval_on_start"])
+    asked = [given for given in (strategy, settings["do_eval"], settings["eval_on_start"]) if not is_off(given.value)]
+    if asked:
+        draft.put("data.eval._target_", asked[0].as_default(f"{MODULE}.build_eval_data"))
+    _draft_every("checkpoint.every", settings["save_strategy"], settings["save_steps"], total, draft)
+    limit = settings["save_total_limit"]
+    draft.put("checkpoint.keep", limit.to(limit.value or 0))
+
+
+def _name_evaluation(settings: Settings) -> Given:
+    """The evaluation strategy under any of its names."""
+    for name in ("eval_strategy", "evaluation_strategy"):
+        if not is_off(settings[name].value):
+            return settings[name]
+    old = settings["evaluate_during_training"]
+    return old.to("steps") if old.value is True else settings["eval_strategy"]
+
+
+def _draft_every(path: str, strategy: Given, steps: Given, total: int | None, draft: Draft) -> None:
+    kind = str(strategy.value).rpartition(".")[2].lower()
+    if kind == "steps":
+        share = steps.number() < 1
+        if share and total is None:
+            draft.note(
+                "fill in",
+                f"{path}: {steps.told} is a share of all steps, whose number is not known",
+                steps,
+            )
+            return
+        draft.put(path, steps.to(max(1, math.ceil(steps.number() * (total or 1))) if share else int(steps.number())))
+    elif kind in ("epoch", "best"):
+        draft.note(
+            "fill in", f"{path}: {strategy.name}={kind} is counted in steps here: those of an epoch, say", strategy
+        )
+    elif kind == "no" and strategy.rank > Rank.DEFAULT and path != "trainer.eval_every":
+        _draft_never(path, strategy, draft)
+
+
+def _draft_never(path: str, strategy: Given, draft: Draft) -> None:
+    if path == "checkpoint.every":
+        draft.put(path, strategy.to(0))
+    else:
+        draft.note("left out", f"{strategy.name}=no: {path} is at least 1", strategy)

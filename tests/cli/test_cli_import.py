@@ -1,0 +1,126 @@
+"""`dsjob import` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import dsjob
+
+from dsjob.cli import main
+from dsjob.document import parse
+
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 2, "overlap_com": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a DeepSpeed config, which is the current one."""
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED, indent=1))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_yaml_with_its_notes_at_the_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "ds.json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert '#   ds.json:5:3: zero_optimization.overlap_com=true: did you mean "overlap_comm"?' in shown.out
+    assert "_target_: my_module.build_model  # placeholder" in shown.out
+    assert parse(shown.out, "job.yaml").value["optimizer"] == DEEPSPEED["optimizer"]
+
+
+def test_json_with_its_notes_beside_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "ds.json", "--format", "json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["zero_optimization"] == {"stage": 2}
+    assert "did you mean" in shown.err
+
+
+def test_a_job_that_was_filled_in_validates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--", "deepspeed", "--num_gpus", "2", "train.py", "--learning_rate", "3e-5", "--output_dir", "a b"]
+    assert main(["import", "ds.json", "-o", "job.yaml", *command, "--max_steps", "10"]) == 0
+    assert "job.yaml: " in capsys.readouterr().err
+    assert main(["validate", "job.yaml"]) == 0
+    document = parse((folder / "job.yaml").read_text(), "job.yaml").value
+    assert document["output"]["dir"] == "a b"
+    assert document["optimizer"]["params"]["lr"] == 3e-5
+
+
+CODE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        return {"loss": nn.functional.mse_loss(self.line(x), y)}
+
+def build_model(pretrained):
+    return Net()
+
+def build_train_data(path, max_samples=None):
+    x = torch.randn(max_samples, 4, generator=torch.Generator().manual_seed(0))
+    return [{"x": one, "y": one.sum(0, keepdim=True)} for one in x]
+"""
+
+
+@pytest.mark.slow
+def test_a_launch_command_becomes_a_job_that_trains(folder: Path) -> None:
+    """The placeholders name a module that the user writes: with it in place the document runs as it is."""
+    (folder / "run.sh").write_text(
+        "#!/bin/bash\nSAMPLES=64\n"
+        "torchrun --nproc_per_node=2 finetune.py --model_name_or_path my/net --train_file mine.bin --no_cuda \\\n"
+        "  --output_dir out --max_train_samples $SAMPLES --per_device_train_batch_size 4 --num_train_epochs 2 \\\n"
+        "  --learning_rate 0.05 --lr_scheduler_type linear --warmup_ratio 0.1 --fsdp 'full_shard auto_wrap' --bf16\n"
+    )
+    (folder / "my_module.py").write_text(CODE)
+    done = dsjob("import", "run.sh", "-o", "job.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    done = dsjob("run", "job.yaml", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((folder / "out" / "result.json").read_text())
+    assert result["step"] == 16  # 64 samples, twice, 8 a step
+    resolved = json.loads((folder / "out" / "resolved.json").read_text())
+    assert resolved["scheduler"]["params"]["total_num_steps"] == 16
+    assert resolved["zero_optimization"]["stage"] == 3
+
+
+def test_a_file_is_replaced_only_when_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "job.yaml").write_text("mine")
+    assert main(["import", "ds.json", "-o", "job.yaml"]) == 2
+    assert (folder / "job.yaml").read_text() == "mine"
+    assert "job.yaml exists already" in capsys.readouterr().err
+    assert main(["import", "ds.json", "-o", "job.yaml", "--force"]) == 0
+    assert (folder / "job.yaml").read_text().startswith("# Made by dsjob import.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "nothing to import"),
+        (["no.json"], "no such file"),
+        (["--", "ls", "-l"], "ls -l is no launch command"),
+        (["ds.json", "-o", "no/where/job.yaml"], "no such file or folder"),
+        (["bad.json"], "bad.json:1:7: error[syntax]: expected a value"),
+        (["odd.json"], "--kind deepspeed|arguments|command|accelerate"),
+    ],
+)
+def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    (folder / "bad.json").write_text('{"a": ,}')
+    (folder / "odd.json").write_text('{"a": 1}')
+    assert main(["import", *arguments]) in (1, 2)
+    assert words in capsys.readouterr().err
+
+
+def test_a_mistyped_command_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["imprt", "ds.json"]) == 2
+    assert 'did you mean "import"?' in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""DeepSpeed configs as people have them: every value in its place, and the engine is asked for the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from imports import get, import_texts, messages, resolve_imported
+from job_documents import nowhere
+
+from dsjob.errors import ConfigError, DocumentError
+from dsjob.resolve import resolve_config
+from dsjob.spec import EngineSpec, view
+
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}
+# name -> (config, ranks)
+PLAIN: dict[str, tuple[dict[str, Any], int]] = {
+    "smallest": ({"train_batch_size": 8, "optimizer": {"type": "Adam"}}, 1),
+    "triad": (
+        {
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 8,
+            "optimizer": ADAMW,
+        },
+        2,
+    ),
+    "bf16 stage 2": (
+        {
+            "train_micro_batch_size_per_gpu": 16,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2, "allgather_bucket_size": 5e8, "overlap_comm": True},
+            "optimizer": ADAMW,
+            "scheduler": WARMUP,
+            "gradient_clipping": 0.3,
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+        },
+        4,
+    ),
+    "stage 3": (
+        {
+            "train_batch_size": 32,
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": 1e14,
+                "reduce_bucket_size": 1e6,
+                "stage3_prefetch_bucket_size": 0.94e6,
+                "stage3_param_persistence_threshold": 1e4,
+                "stage3_gather_fp16_weights_on_model_save": True,
+            },
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            "communication_data_type": "fp32",
+        },
+        8,
+    ),
+    "one cycle": (
+        {
+            "train_batch_size": 4,
+            "optimizer": ADAMW,
+            "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}},
+        },
+        1,
+    ),
+    "decay with its total": (
+        {
+            "train_batch_size": 4,
+            "optimizer": ADAMW,
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000, "warmup_num_steps": 10}},
+        },
+        1,
+    ),
+    "torch's own": (
+        {
+            "train_batch_size": 4,
+            "optimizer": {"type": "RAdam", "params": {"lr": 0.01}},
+            "scheduler": {"type": "StepLR", "params": {"step_size": 30, "gamma": 0.1}},
+            "prescale_gradients": True,
+            "tensorboard": {"enabled": True, "output_path": "logs"},
+        },
+        1,
+    ),
+    "clipping off": ({"train_batch_size": 2, "gradient_clipping": 0, "optimizer": ADAMW, "zero_optimization": {}}, 2),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_imported_config_asks_the_engine_for_the_same(tmp_path: Path, name: str) -> None:
+    config, ranks = PLAIN[name]
+    wanted, _ = resolve_config(config, world_size=ranks, locate=nowhere)
+    got = view(EngineSpec, resolve_imported(import_texts(tmp_path, {"ds.json": config}), world_size=ranks))
+    assert replace(got, trainer=replace(got.trainer, max_steps=None)) == wanted
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_key_of_a_config_is_in_the_job(tmp_path: Path, name: str) -> None:
+    imported = import_texts(tmp_path, {"ds.json": PLAIN[name][0]})
+    assert messages(imported, "unknown") == messages(imported, "left out") == messages(imported, "conflict") == ""
+
+
+def test_what_a_job_has_no_section_for_goes_to_deepspeed(tmp_path: Path) -> None:
+    document = import_texts(tmp_path, {"ds.json": PLAIN["torch's own"][0]}).document
+    assert document["deepspeed"] == {
+        "prescale_gradients": True,
+        "tensorboard": {"enabled": True, "output_path": "logs"},
+    }
+
+
+def test_the_ranks_of_a_whole_triad_are_found(tmp_path: Path) -> None:
+    imported = import_texts(tmp_path, {"ds.json": PLAIN["triad"][0]})
+    assert imported.document["launch"] == {"nproc": 2}
+    assert "64 = 4 x 8 x 2 ranks" in messages(imported, "changed")
+
+
+# old spelling -> values at paths, and words of a note
+LEGACY: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"zero_optimization": True}, {"zero_optimization.stage": 1}, "stage 1"),
+    ({"bfloat16": {"enabled": True}}, {"bf16.enabled": True, "bfloat16": None}, "bf16"),
+    (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+        {"zero_optimization.offload_optimizer": {"device": "cpu"}, "zero_optimization.cpu_offload": None},
+        "offload_optimizer.device=cpu",
+    ),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "cpu_offload": True,
+                "cpu_offload_params": True,
+                "cpu_offload_use_pin_memory": True,
+            }
+        },
+        {
+            "zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "zero_optimization.offload_param": {"device": "cpu", "pin_memory": True},
+        },
+        "pin_memory of each offload section",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "cpu_offload_param": True, "cpu_offload": False}},
+        {"zero_optimization.offload_param.device": "cpu", "zero_optimization.offload_optimizer": None},
+        "offload_param.device=cpu",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},
+        {"zero_optimization.stage3_gather_16bit_weights_on_model_save": True},
+        "stage3_gather_16bit_weights_on_model_save",
+    ),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": 0,
+                "stage3_prefetch_bucket_size": 0,
+                "stage3_param_persistence_threshold": "auto",
+            }
+        },
+        {
+            "zero_optimization.reduce_bucket_size": "auto",
+            "zero_optimization.stage3_prefetch_bucket_size": "auto",
+            "zero_optimization.stage3_param_persistence_threshold": "auto",
+        },
+        "hidden size",
+    ),
+    (
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 0.5}}},
+        {"gradient_clipping": 0.5, "optimizer.params": {"lr": 1e-3}},
+        "gradient_clipping",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "max_live_parameters": 1e8}},
+        {"zero_optimization.stage3_max_live_parameters": 1e8},
+        "stage3_max",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "wanted", "words"), LEGACY)
+def test_legacy_spellings(tmp_path: Path, config: dict[str, Any], wanted: dict[str, Any], words: str) -> None:
+    imported = import_texts(tmp_path, {"ds.json": {"train_batch_size": 4, **config}})
+    assert {path: get(imported.document, path) for path in wanted} == wanted
+    assert words in messages(imported, "changed")
+    resolve_imported(imported)
+
+
+def test_auto_without_a_trainer_is_the_trainers_default_and_is_told(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": "auto",
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
+        },
+    }
+    imported = import_texts(tmp_path, {"ds.json": config})
+    document = imported.document
+    assert document["trainer"] == {"micro_batch": 8, "grad_accum": 1}
+    assert document["optimizer"]["params"] == {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    assert document["scheduler"]["params"]["warmup_max_lr"] == 5e-5
+    assert document["scheduler"]["params"]["warmup_num_steps"] == 1
+    assert document["scheduler"]["params"]["total_num_steps"] == "auto"
+    assert "optimizer.params.lr: auto stands for 5e-05 (--learning_rate, the Trainer's default)" in messages(
+        imported, "auto"
+    )
+    assert "total_num_steps" in messages(imported, "fill in")
+    resolve_imported(imported)
+
+
+def test_mistyped_keys_are_noted_with_a_suggestion_and_their_place(tmp_path: Path) -> None:
+    text = """{
+ "train_batch_size": 8,
+ "zero_optimization": {"stage": 2,
+   "overlap_com": true},
+ "gradient_cliping": 1.0
+}"""
+    imported = import_texts(tmp_path, {"ds.json": text})
+    unknown = messages(imported, "unknown")
+    assert 'ds.json:4:4: zero_optimization.overlap_com=true: did you mean "overlap_comm"?' in unknown
+    assert 'ds.json:5:2: gradient_cliping=1.0: did you mean "gradient_clipping"?' in unknown
+    assert imported.document["zero_optimization"] == {"stage": 2}
+    resolve_imported(imported)
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "words"),
+    [
+        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage", "must be one of 0, 1, 2, 3"),
+        ({"gradient_accumulation_steps": "8"}, "trainer.grad_accum", "without the quotes"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": "3e-5"}}},
+            "optimizer.params.lr",
+            "write 3e-05 without the quotes",
+        ),
+    ],
+)
+def test_wrong_values_are_refused_with_their_place(
+    tmp_path: Path, config: dict[str, Any], path: str, words: str
+) -> None:
+    with pytest.raises(DocumentError) as caught:
+        import_texts(tmp_path, {"ds.json": {"train_batch_size": 8, **config}})
+    problem = caught.value.problems[0]
+    assert problem.dotted == path
+    assert problem.line > 1
+    assert words in str(problem)
+
+
+def test_what_dsjob_does_not_support_is_carried_and_told(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": 8,
+        "optimizer": ADAMW,
+        "amp": {"enabled": True, "opt_level": "O1"},
+        "pipeline": {"stages": 2},
+    }
+    with pytest.raises(ConfigError):
+        resolve_config(config, world_size=1, locate=nowhere)
+    imported = import_texts(tmp_path, {"ds.json": config})
+    assert imported.document["amp"] == {"enabled": True, "opt_level": "O1"}
+    assert imported.document["pipeline"] == {"stages": 2}
+    assert "ds.json:" in messages(imported, "not supported")
+    resolve_imported(imported)
+
+
+def test_comments_and_trailing_commas_are_welcome(tmp_path: Path) -> None:
+    text = '{ // of 2021\n  "train_batch_size": 8, # all ranks\n  "fp16": {"enabled": false, "loss_scale": 0,},\n}'
+    assert import_texts(tmp_path, {"ds.hjson": text}).document["trainer"] == {"train_batch": 8}

@@ -1,0 +1,258 @@
+"""Several sources at once: who wins, what is told, and which files name which others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from imports import get, import_texts, messages, resolve_imported
+
+from dsjob.errors import DocumentError, UsageError
+from dsjob.importing.sources import read_source
+
+AUTO: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+        },
+    },
+}
+FIXED: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.8, 0.999]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 500}},
+}
+COMMAND = (
+    "deepspeed --num_gpus=2 train.py --deepspeed ds.json --output_dir out --per_device_train_batch_size 4 "
+    "--gradient_accumulation_steps 2 --learning_rate 3e-5 --adam_beta2 0.98 --weight_decay 0.01 --warmup_steps 50 "
+    "--max_steps 1000 --bf16 --max_grad_norm 0.7"
+)
+
+
+def test_auto_is_what_the_command_says(tmp_path: Path) -> None:
+    imported = import_texts(tmp_path, {"ds.json": AUTO}, COMMAND)
+    wanted = {
+        "trainer": {"micro_batch": 4, "grad_accum": 2, "max_steps": 1000, "log_every": 500},
+        "gradient_clipping": 0.7,
+        "bf16.enabled": True,
+        "fp16.enabled": False,
+        "optimizer.params": {"lr": 3e-5, "betas": [0.9, 0.98], "eps": 1e-8, "weight_decay": 0.01},
+        "scheduler.params": {
+            "total_num_steps": 1000,
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 3e-5,
+            "warmup_num_steps": 50,
+        },
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+        "launch.nproc": 2,
+    }
+    assert {path: get(imported.document, path) for path in wanted} == wanted
+    assert messages(imported, "conflict") == ""
+    assert "optimizer.params.lr: auto stands for 3e-05 (--learning_rate, command line)" in messages(imported, "auto")
+    assert resolve_imported(imported)["trainer"]["train_batch"] == 16
+
+
+def test_the_command_wins_over_a_deepspeed_file_and_both_are_named(tmp_path: Path) -> None:
+    imported = import_texts(tmp_path, {"ds.json": FIXED}, COMMAND)
+    conflicts = messages(imported, "conflict")
+    assert (
+        "optimizer.params.lr: --learning_rate=3e-05 (command line) wins over optimizer.params.lr=0.0001 (" in conflicts
+    )
+    assert "ds.json:9:4)" in conflicts
+    assert "trainer.micro_batch: --per_device_train_batch_size=4 (command line) wins over" in conflicts
+    assert "command line > Trainer arguments > accelerate > DeepSpeed" in conflicts
+    assert imported.document["optimizer"]["params"]["lr"] == 3e-5
+    assert imported.document["optimizer"]["params"]["betas"] == [0.9, 0.98]
+    assert imported.document["scheduler"]["type"] == "WarmupLR"  # nobody chose another
+    assert imported.document["scheduler"]["params"] == {"warmup_max_lr": 3e-5, "warmup_num_steps": 50}
+    resolve_imported(imported)
+
+
+def test_a_file_keeps_what_nobody_else_says(tmp_path: Path) -> None:
+    command = "python train.py --deepspeed ds.json --output_dir out --max_steps 10"
+    imported = import_texts(tmp_path, {"ds.json": FIXED}, command)
+    for section in ("optimizer", "scheduler", "bf16"):
+        assert imported.document[section] == FIXED[section]
+    assert imported.document["trainer"]["micro_batch"] == 2
+    assert messages(imported, "conflict") == ""
+
+
+def test_four_sources_in_their_order(tmp_path: Path) -> None:
+    files = {
+        "ds.json": {
+            "gradient_clipping": 0.1,
+            "gradient_accumulation_steps": 1,
+            "steps_per_print": 7,
+            "bf16": {"enabled": True},
+        },
+        "acc.yaml": """distributed_type: DEEPSPEED
+num_processes: 2
+deepspeed_config:
+  gradient_clipping: 0.2
+  gradient_accumulation_steps: 2
+""",
+        "args.json": {"output_dir": "o", "max_grad_norm": 0.3, "max_steps": 9, "gradient_accumulation_steps": 3},
+    }
+    imported = import_texts(tmp_path, files, "python train.py --max_grad_norm 0.4")
+    document = imported.document
+    assert document["gradient_clipping"] == 0.4
+    assert document["trainer"]["grad_accum"] == 3
+    assert document["trainer"]["log_every"] == 7
+    assert document["launch"]["nproc"] == 2
+    assert document["bf16"] == {"enabled": True}
+    conflicts = messages(imported, "conflict")
+    for loser in ("0.1", "0.2", "0.3"):
+        assert loser in conflicts
+    resolve_imported(imported)
+
+
+def test_a_schedule_that_was_chosen_replaces_the_files(tmp_path: Path) -> None:
+    imported = import_texts(tmp_path, {"ds.json": FIXED}, f"{COMMAND} --lr_scheduler_type cosine")
+    assert imported.document["scheduler"]["type"] == "WarmupCosineLR"
+    assert "warmup_max_lr" not in imported.document["scheduler"]["params"]
+    assert "scheduler.type: --lr_scheduler_type=WarmupCosineLR" in messages(imported, "conflict")
+    assert "the Trainer itself keeps to scheduler.type=WarmupLR" in messages(imported, "changed")
+    resolve_imported(imported)
+
+
+def test_an_optimizer_that_was_chosen_replaces_the_files(tmp_path: Path) -> None:
+    imported = import_texts(tmp_path, {"ds.json": FIXED}, f"{COMMAND} --optim adafactor")
+    assert imported.document["optimizer"] == {
+        "_target_": "transformers.Adafactor",
+        "scale_parameter": False,
+        "relative_step": False,
+        "lr": 3e-5,
+        "weight_decay": 0.01,
+    }
+    assert "wins over optimizer.type=AdamW" in messages(imported, "conflict")
+    resolve_imported(imported)
+
+
+def test_an_apex_switch_and_a_bf16_file(tmp_path: Path) -> None:
+    imported = import_texts(tmp_path, {"ds.json": FIXED}, COMMAND.replace("--bf16", "--fp16"))
+    assert imported.document["fp16"]["enabled"] is True
+    assert imported.document["bf16"]["enabled"] is False
+    assert "precision: --fp16=true (command line) wins over bf16.enabled=true" in messages(imported, "conflict")
+
+
+def test_batch_sizes_that_do_not_multiply_out_are_settled(tmp_path: Path) -> None:
+    imported = import_texts(tmp_path, {"ds.json": {"train_batch_size": 64}}, COMMAND)
+    assert imported.document["trainer"]["micro_batch"] == 4
+    assert "train_batch" not in imported.document["trainer"]
+    assert "win over train_batch_size=64" in messages(imported, "conflict")
+    assert resolve_imported(imported)["trainer"]["train_batch"] == 16
+
+
+def test_a_batch_size_of_the_file_wins_over_a_default(tmp_path: Path) -> None:
+    command = "deepspeed --num_gpus 2 train.py --output_dir o --max_steps 5 --per_device_train_batch_size 4"
+    imported = import_texts(tmp_path, {"ds.json": {"train_batch_size": 64}}, command)
+    assert resolve_imported(imported)["trainer"]["grad_accum"] == 8
+
+
+def test_files_that_a_command_names_are_read_beside_it(tmp_path: Path) -> None:
+    files = {
+        "ds.json": {"zero_optimization": {"stage": 3}},
+        "args.json": {"output_dir": "o", "max_steps": 5, "deepspeed": "ds.json"},
+        "acc.yaml": "distributed_type: DEEPSPEED\nnum_processes: 3\nmachine_rank: 0\n",
+        "run.sh": "accelerate launch --config_file acc.yaml train.py args.json",
+    }
+    imported = import_texts(tmp_path, files, given=["run.sh"])
+    assert imported.document["zero_optimization"] == {"stage": 3}
+    assert imported.document["trainer"]["max_steps"] == 5
+    assert imported.document["launch"] == {"nproc": 3}
+    assert messages(imported, "unknown") == ""
+
+
+def test_a_file_that_is_given_and_named_is_read_once(tmp_path: Path) -> None:
+    command = "deepspeed --num_gpus 1 train.py --deepspeed some/where/ds.json --output_dir o --max_steps 1"
+    imported = import_texts(tmp_path, {"ds.json": {"zero_optimization": {"stage": 1}}}, command)
+    assert imported.document["zero_optimization"] == {"stage": 1}
+    assert "ds.json" not in messages(imported, "left out")
+
+
+def test_a_file_that_is_named_and_nowhere(tmp_path: Path) -> None:
+    imported = import_texts(tmp_path, {}, "deepspeed --num_gpus 1 train.py --deepspeed_config no.json --deepspeed")
+    assert "--deepspeed_config=no.json: there is no such file here; give it as another FILE" in messages(
+        imported, "left out"
+    )
+
+
+def test_a_deepspeed_config_inside_the_arguments(tmp_path: Path) -> None:
+    arguments = {"output_dir": "o", "max_steps": 5, "learning_rate": 2e-5, "deepspeed": AUTO}
+    imported = import_texts(tmp_path, {"args.json": arguments})
+    assert imported.document["zero_optimization"]["stage"] == 2
+    assert imported.document["optimizer"]["params"]["lr"] == 2e-5
+    resolve_imported(imported)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("a.json", '{"train_batch_size": 8, "gradient_accumulation_steps": 2}', "deepspeed"),
+        ("a.json", '{"gradient_clipping": 1.0,}', "deepspeed"),
+        ("a.json", '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}', "deepspeed"),
+        ("a.json", '{"output_dir": "o", "fp16": true, "gradient_accumulation_steps": 2}', "arguments"),
+        ("a.yaml", "output_dir: o\nlearning_rate: 1e-4\ngradient_accumulation_steps: 2\n", "arguments"),
+        ("a.yaml", "compute_environment: LOCAL_MACHINE\nmixed_precision: bf16\n", "accelerate"),
+        ("a.txt", "deepspeed train.py\n", "command"),
+        ("run", "#!/bin/sh\nset -e\ntorchrun --nproc_per_node 2 train.py --x y\n", "command"),
+        ("run", "{'a'", None),
+        ("conf", "distributed_type: FSDP\nnum_machines: 1\n", "accelerate"),
+    ],
+)
+def test_what_a_file_is(tmp_path: Path, name: str, content: str, kind: str | None) -> None:
+    (tmp_path / name).write_text(content)
+    if kind is None:
+        with pytest.raises(DocumentError):
+            read_source(str(tmp_path / name))
+    else:
+        assert read_source(str(tmp_path / name)).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", "", "is empty"),
+        ("a.json", "{}", "is an empty object"),
+        ("a.json", '{"a": 1, "b": 2}', "cannot tell what"),
+        ("a.json", '{"gradient_accumulation_steps": 2}', "could be those of a DeepSpeed config or Trainer arguments"),
+        ("a.json", '{"model": {"_target_": "a.b"}, "data": {}}', "is a job document already"),
+        ("train.py", "import torch\n", "is a program"),
+        ("a.txt", "python\n", "cannot tell|must be one object"),
+    ],
+)
+def test_files_that_are_nothing_to_import(tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises((UsageError, DocumentError), match=words):
+        read_source(str(tmp_path / name))
+
+
+def test_the_kind_can_be_told(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"gradient_accumulation_steps": 2}')
+    assert read_source(str(tmp_path / "a.json"), "arguments").kind == "arguments"
+    assert read_source(str(tmp_path / "a.json"), "deepspeed").kind == "deepspeed"
+
+
+def test_a_syntax_error_names_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{\n "a": }')
+    with pytest.raises(DocumentError, match=r"a\.json:2:7"):
+        read_source(str(tmp_path / "a.json"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        read_source(str(tmp_path / "nothing.json"))
