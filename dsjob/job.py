@@ -22,7 +22,7 @@ from dsjob.entry import build_engine
 from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
 from dsjob.mesh import World
 from dsjob.progress import Display, shorten, show_seconds
-from dsjob.spec import JobSpec, view
+from dsjob.spec import JobSpec, Trainer, view
 from dsjob.targets import call_target
 
 RESULT_NAME = "result.json"
@@ -93,7 +93,7 @@ def _prepare(
         spec=spec,
         engine=engine,
         loader=loader,
-        max_steps=_count_steps(spec, loader),
+        max_steps=count_steps(trainer, loader.samples_per_epoch),
         checkpointer=checkpointer,
         callbacks=[display, MetricsFile(os.path.join(run_dir, "metrics.jsonl")), *callbacks],
         say=display.say,
@@ -112,14 +112,15 @@ def _build_callback(name: str, target: Any) -> Callback:
     return built
 
 
-def _count_steps(spec: JobSpec, loader: TrainingLoader) -> int:
-    trainer, limits = spec.trainer, []
+def count_steps(trainer: Trainer, samples: int | None) -> int:
+    """Optimizer steps of a run over a dataset of `samples`, None for a stream. Raises DataError where that is open."""
+    limits = []
     if trainer.max_steps is not None:
         limits.append(trainer.max_steps)
     if trainer.max_epochs is not None:
-        if loader.samples_per_epoch is None:
+        if samples is None:
             raise DataError("trainer.max_epochs needs a dataset with a length", hint="give trainer.max_steps instead")
-        limits.append(math.ceil(trainer.max_epochs * loader.samples_per_epoch / trainer.train_batch))
+        limits.append(math.ceil(trainer.max_epochs * samples / trainer.train_batch))
     return min(limits)
 
 

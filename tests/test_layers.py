@@ -28,12 +28,13 @@ LAYERS: dict[int, set[str]] = {
         "compose",
         "storage",
         "targets",
+        "plan",
     },
     2: {"mesh", "precision", "optim", "data"},
     3: {"parallel", "checkpoint"},
     4: {"engine", "entry", "callbacks", "contract", "progress"},
     5: {"loop"},
-    6: {"job", "launch"},
+    6: {"job", "launch", "probe"},
     7: {"cli", "__main__"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

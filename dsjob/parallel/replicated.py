@@ -1,6 +1,6 @@
 """The whole model on each rank: ZeRO stage 0, and every stage when there is one rank alone."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: DDP compares those of a communication hook with its own classes.
 
 from typing import Any
 
