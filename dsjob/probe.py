@@ -75,12 +75,13 @@ def load_data(spec: JobSpec, world_size: int) -> TrainingLoader:
 class Activations:
     """Bytes that a forward pass leaves for the backward pass, its outputs included, parameters and batch left out.
 
-    `checkpointed`: the same if each block kept its inputs alone, with the largest block computed again; None where the
-    model has no blocks. `reason`: why there are no numbers.
+    `checkpointed`: the same if each block kept its inputs alone, and `recomputed` what the largest block saves when it
+    is computed again, which comes on top; None where the model has no blocks. `reason`: why there are no numbers.
     """
 
     whole: int | None = None
     checkpointed: int | None = None
+    recomputed: int | None = None
     reason: str = ""
 
 
@@ -110,7 +111,7 @@ def measure_activations(model: nn.Module, batch: Any, spec: JobSpec) -> Activati
     except Exception as error:
         told = str(error).strip().splitlines()
         return Activations(reason=f"{type(error).__name__}: {told[0] if told else ''}")
-    return Activations(whole=saved.count(), checkpointed=saved.count_checkpointed())
+    return Activations(saved.count(), *saved.count_checkpointed())
 
 
 def _make_fakes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -192,16 +193,16 @@ class _Saved:
         """Bytes of all that is kept."""
         return sum(self.sizes[address] for address in self.places)
 
-    def count_checkpointed(self) -> int | None:
+    def count_checkpointed(self) -> tuple[int | None, int | None]:
         """Bytes with each block's inputs in place of what it saves, and the most that one block saves."""
         if not self._blocks:
-            return None
+            return None, None
         kept = self.inputs | {address for address, places in self.places.items() if 0 in places}
         inside = dict.fromkeys(range(1, len(self._blocks) + 1), 0)
         for address, places in self.places.items():
             for number in places if address not in kept else ():
                 inside[number] += self.sizes[address]
-        return sum(self.sizes[address] for address in kept) + max(inside.values())
+        return sum(self.sizes[address] for address in kept), max(inside.values())
 
 
 def probe_optimizer(method: Method) -> OptimizerState:
