@@ -26,6 +26,7 @@ from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.schedules import ClosedForm
 from dsjob.parallel.wrap import find_blocks
 from dsjob.plan.model import Model, OptimizerState, Weight
+from dsjob.plan.report import Activations
 from dsjob.precision import Precision, cast_floats
 from dsjob.spec import JobSpec, Method, Target
 from dsjob.targets import call_target
@@ -71,23 +72,11 @@ def load_data(spec: JobSpec, world_size: int) -> TrainingLoader:
     )
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes that a forward pass leaves for the backward pass, its outputs included, parameters and batch left out.
-
-    `checkpointed`: the same if each block kept its inputs alone, and `recomputed` what the largest block saves when it
-    is computed again, which comes on top; None where the model has no blocks. `reason`: why there are no numbers.
-    """
-
-    whole: int | None = None
-    checkpointed: int | None = None
-    recomputed: int | None = None
-    reason: str = ""
-
-
 def measure_activations(model: nn.Module, batch: Any, spec: JobSpec) -> Activations:
     """What autograd would keep of `batch`, the micro batch of a rank: a forward pass on fake tensors, without memory.
 
+    The model's outputs are in it; parameters, their compute copies and the batch are not. `checkpointed` is what
+    remains if each block keeps its inputs alone, `recomputed` what the largest block saves when it is computed again.
     `model`: on the meta device, which it stays on. Attention and the like choose the kernels of a CPU.
     """
     try:

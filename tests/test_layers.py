@@ -50,7 +50,7 @@ HOMES: dict[str, set[str]] = {
     "torch.distributed.checkpoint": {"checkpoint"},
     "torch.distributed.launcher": {"launch"},
     "torch.distributed.elastic": {"launch"},
-    "rich": {"progress", "job", "cli.sweep"},
+    "rich": {"progress", "job", "cli.sweep", "cli.plan_text"},
     "yaml": {"document", "compose", "cli.output"},
     "numpy": {"checkpoint"},
 }

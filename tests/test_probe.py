@@ -23,8 +23,8 @@ from dsjob.mesh import join_world
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.parallel.wrap import find_blocks
 from dsjob.plan.model import OptimizerState
+from dsjob.plan.report import Activations
 from dsjob.probe import (
-    Activations,
     build_on_meta,
     load_data,
     measure_activations,

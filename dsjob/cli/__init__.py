@@ -20,6 +20,7 @@ dsjob: train from a job document
   dsjob -m ... key=a,b,c                 sweep: one run for each combination
   dsjob validate FILE...                 check documents, all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
+  dsjob plan FILE | +recipe=NAME         will it fit: memory, communication, checkpoints, steps
   dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
 
   dsjob COMMAND --help                   more about a command
@@ -28,7 +29,7 @@ dsjob: train from a job document
   --version
 """
 
-_COMMANDS = ("run", "validate", "show", "convert")
+_COMMANDS = ("run", "validate", "show", "plan", "convert")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from dsjob.spec import Method
+
 Offload = Literal["none", "optimizer", "param"]
 MASTER_SIZE = 4  # bytes of an element of the fp32 masters
 
@@ -110,3 +112,16 @@ class Layout:
 def count(weights: Iterable[Weight]) -> int:
     """Elements of whole parameters."""
     return sum(weight.elements for weight in weights)
+
+
+def assume_state(method: Method | None) -> tuple[OptimizerState, str]:
+    """What an optimizer keeps, by its name alone, and a remark where that is a guess; `probe.probe_optimizer` looks."""
+    name = (method.type or "").lower() if method else ""
+    params = method.params if method else {}
+    if method is None:
+        return OptimizerState(0), "no optimizer is named"
+    if name in ("adam", "adamw"):
+        return OptimizerState(3 if params.get("amsgrad") else 2, 4), ""
+    if name == "sgd":
+        return OptimizerState(1 if params.get("momentum") else 0), ""
+    return OptimizerState(2, 4), f"{method.label}'s state is taken to be as large as Adam's: two values a parameter"
