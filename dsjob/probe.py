@@ -100,7 +100,7 @@ def measure_activations(model: nn.Module, batch: Any, spec: JobSpec) -> Activati
     except Exception as error:
         told = str(error).strip().splitlines()
         return Activations(reason=f"{type(error).__name__}: {told[0] if told else ''}")
-    return Activations(saved.count(), *saved.count_checkpointed())
+    return Activations(saved.count(), *saved.count_checkpointed(), largest=max(saved.sizes.values(), default=0))
 
 
 def _make_fakes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsjob.compose import compose
-from dsjob.contract import call_model
+from dsjob.contract import call_model, find_loss
 from dsjob.entry import build_engine
 from dsjob.errors import TargetError, UsageError
 from dsjob.mesh import join_world
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.parallel.wrap import find_blocks
-from dsjob.plan.model import assume_state
+from dsjob.plan.fit import Job
+from dsjob.plan.model import Layout, assume_state
 from dsjob.plan.report import Activations
 from dsjob.probe import (
     build_on_meta,
@@ -77,6 +78,34 @@ def test_activations_are_within_20_percent_of_what_a_real_forward_pass_keeps(rec
     found = look(spec)
     assert found.reason == ""
     assert found.whole == pytest.approx(run_forward(spec), rel=0.2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_peak_is_within_20_percent_of_what_two_real_steps_reach(recipe: str, precision: str) -> None:
+    spec = read_recipe(recipe, f"precision={precision}")
+    assert spec.optimizer is not None
+    found, size = look(spec), 2 if precision == "bf16" else 4
+    job = Job(
+        size_model(build_on_meta(spec.model)),
+        Layout(0, 1, size, size),
+        probe_optimizer(spec.optimizer),
+        found.whole,
+        found.largest,
+    )
+    assert job.memory().peak == pytest.approx(reach_peak(spec), rel=0.2)
+
+
+def reach_peak(spec: JobSpec) -> int:
+    """The most bytes that torch's allocator has out at once during two steps of the job on one rank."""
+    loader = load_data(spec, 1)
+    batches = [batch for batch, _ in zip(loader, range(2), strict=False)]
+    with Ledger() as ledger:
+        engine = build_engine(call_target(spec.model), spec, join_world(device="cpu"))
+        for batch in batches:
+            engine.backward(find_loss(call_model(engine, batch), batch, None))
+            engine.step()
+    return ledger.peak
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "zero3_t5"])

@@ -116,7 +116,7 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         name=spec.name,
         source="a number of parameters" if args.params is not None else spec.model.path,
         precision="bf16" if spec.bf16.enabled else "fp32",
-        job=Job(model, layout, state, activations.whole),
+        job=Job(model, layout, state, activations.whole, activations.largest),
         activations=activations,
         communication=predict_communication(model, layout),
         checkpoint=predict_checkpoint(model, layout, state),

@@ -14,7 +14,6 @@ from dsjob.plan.memory import MOMENTS
 from dsjob.plan.model import count
 from dsjob.plan.plot import draw
 from dsjob.plan.report import Plan, show_bytes
-from dsjob.progress import shorten
 
 
 def print_plan(plan: Plan, rows: Sequence[Row]) -> None:
@@ -47,12 +46,12 @@ def _print_pairs(console: Console, title: str, pairs: Sequence[tuple[str, str]])
 def _describe_job(plan: Plan) -> list[tuple[str, str]]:
     model, layout = plan.job.model, plan.job.layout
     total, trained = count(model.weights), count(model.trainable)
-    frozen = f", {shorten(trained)} trained" if trained != total else ""
+    frozen = f", {trained:,} trained" if trained != total else ""
     blocks = f", {len(model.units().keys() - {0})} blocks" if model.blocks_known else ""
     samples = layout.micro_batch * layout.grad_accum * layout.world_size
     ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
     return [
-        ("model", f"{plan.source}, {shorten(total)} parameters{frozen}{blocks}"),
+        ("model", f"{plan.source}, {total:,} parameters{frozen}{blocks}"),
         ("layout", f"ZeRO stage {layout.stage}, {ranks}, {plan.precision}, offload {layout.offload}"),
         ("batch", f"{samples} = {layout.micro_batch} micro x {layout.grad_accum} accumulated x {ranks}"),
     ]

@@ -14,16 +14,26 @@ _MOST_RANKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All that the memory of a rank depends on. `activations`: bytes of the layout's micro batch, None if unknown."""
+    """All that the memory of a rank depends on.
+
+    `activations` and `largest_activation`: bytes of the layout's micro batch; None and 0 if unknown.
+    """
 
     model: Model
     layout: Layout
     state: OptimizerState
     activations: int | None = None
+    largest_activation: int = 0
 
     def memory(self) -> Memory:
         """The memory of rank 0."""
-        return predict_memory(self.model, self.layout, self.state, activations=self.activations)
+        return predict_memory(
+            self.model,
+            self.layout,
+            self.state,
+            activations=self.activations,
+            largest_activation=self.largest_activation,
+        )
 
     def change(self, **changes: int | str) -> Job:
         """The same job in another layout: as many samples a step, and activations in proportion to the micro batch."""
@@ -32,7 +42,8 @@ class Job:
         samples = old.micro_batch * old.grad_accum * old.world_size
         new = replace(new, grad_accum=max(1, math.ceil(samples / (new.micro_batch * new.world_size))))
         scaled = None if self.activations is None else self.activations * new.micro_batch // old.micro_batch
-        return replace(self, layout=new, activations=scaled)
+        largest = self.largest_activation * new.micro_batch // old.micro_batch
+        return replace(self, layout=new, activations=scaled, largest_activation=largest)
 
 
 @dataclass(frozen=True, slots=True)

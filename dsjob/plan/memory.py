@@ -75,11 +75,18 @@ class Memory:
 
 
 def predict_memory(
-    model: Model, layout: Layout, state: OptimizerState, *, activations: int | None = None, rank: int = 0
+    model: Model,
+    layout: Layout,
+    state: OptimizerState,
+    *,
+    activations: int | None = None,
+    largest_activation: int = 0,
+    rank: int = 0,
 ) -> Memory:
     """The memory of `rank`, of which rank 0 has the most.
 
     `activations`: bytes that a forward pass over a micro batch leaves for the backward pass; left out where None.
+    `largest_activation`: bytes of one of them; the backward pass holds its gradient while most are still there.
     """
     if layout.offload != "none":
         items = _offloaded(model, layout, state, rank)
@@ -91,6 +98,7 @@ def predict_memory(
         items.append(_always("model buffers", model.buffers))
     if activations is not None:
         items.append(Item("activations", activations, 0, 0, note=f"micro batch of {layout.micro_batch}"))
+        items.append(Item("activation gradient", largest_activation, 0, 0, note="of the largest activation"))
     return Memory(tuple(item for item in items if item.bytes))
 
 

@@ -13,11 +13,15 @@ from dsjob.plan.model import count
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of a micro batch: `whole`, or `checkpointed` with `recomputed` on top; None where that is not known."""
+    """Bytes of a micro batch: `whole`, or `checkpointed` with `recomputed` on top; None where that is not known.
+
+    `largest`: those of the largest one, which has a gradient of its size when the backward pass comes to it.
+    """
 
     whole: int | None = None
     checkpointed: int | None = None
     recomputed: int | None = None
+    largest: int = 0
     reason: str = ""
 
     @property
