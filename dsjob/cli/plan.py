@@ -180,7 +180,7 @@ def _look(spec: JobSpec, args: argparse.Namespace, world_size: int, notes: list[
         steps = count_steps(spec.trainer, samples)
         activations = probe.measure_activations(built, next(iter(loader)), spec)
     except (DataError, OSError) as error:
-        activations = Activations(reason=f"no data: {error}")
+        activations = Activations(reason=str(error).splitlines()[0])
     if activations.reason:
         notes.append(f"activations are not counted: {activations.reason}")
     rates = tuple(probe.trace_rates(spec, steps or 0, _PLOT_WIDTH))

@@ -82,7 +82,8 @@ def _print_memory(console: Console, plan: Plan) -> None:
 def _verdict(plan: Plan) -> str:
     if plan.limit is None:
         return f"peak {show_bytes(plan.memory.peak)}"
-    return ("fits into " if plan.fits else "does not fit into ") + show_bytes(plan.limit)
+    known = ", activations not counted" if plan.job.activations is None else ""
+    return ("fits into " if plan.fits else "does not fit into ") + show_bytes(plan.limit) + known
 
 
 def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
