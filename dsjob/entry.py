@@ -22,6 +22,7 @@ from dsjob.engine import Engine
 from dsjob.errors import ConfigError, Problem, UsageError
 from dsjob.mesh import World, join_world
 from dsjob.optim import build_optimizer, build_scheduler
+from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
 from dsjob.precision import Precision
 from dsjob.resolve import Locate, resolve_config
@@ -111,7 +112,7 @@ def build_engine(
     elif lr_scheduler is not None:
         scheduler = lr_scheduler  # type: ignore[assignment]
     elif spec.scheduler is not None and built is not None:
-        scheduler = build_scheduler(spec.scheduler, built)
+        scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built)
     return Engine(strategy, spec=spec, world=world, precision=precision, optimizer=built, lr_scheduler=scheduler)
 
 

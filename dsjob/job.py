@@ -23,7 +23,7 @@ from dsjob.optim.schedules import settle_length
 from dsjob.progress import Display, make_console, shorten, show_seconds
 from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
-from dsjob.spec import JobSpec, view
+from dsjob.spec import JobSpec, Trainer, view
 from dsjob.targets import build_callable, call_target
 
 
@@ -82,8 +82,9 @@ def _prepare(
         pin_memory=spec.data.pin_memory,
     )
     evaluation = call_target(spec.data.eval) if spec.data.eval else None
-    steps = _count_steps(spec, loader)
-    engine = build_engine(model, dataclasses.replace(spec, scheduler=settle_length(spec.scheduler, steps)), world)
+    steps = count_steps(trainer, loader.samples_per_epoch)
+    schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
+    engine = build_engine(model, dataclasses.replace(spec, scheduler=schedule), world)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
     checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
@@ -116,14 +117,15 @@ def _build_callback(name: str, target: Any) -> Callback:
     return built
 
 
-def _count_steps(spec: JobSpec, loader: TrainingLoader) -> int:
-    trainer, limits = spec.trainer, []
+def count_steps(trainer: Trainer, samples: int | None) -> int:
+    """Optimizer steps of a run over a dataset of `samples`, None for a stream. Raises DataError where that is open."""
+    limits = []
     if trainer.max_steps is not None:
         limits.append(trainer.max_steps)
     if trainer.max_epochs is not None:
-        if loader.samples_per_epoch is None:
+        if samples is None:
             raise DataError("trainer.max_epochs needs a dataset with a length", hint="give trainer.max_steps instead")
-        limits.append(math.ceil(trainer.max_epochs * loader.samples_per_epoch / trainer.train_batch))
+        limits.append(math.ceil(trainer.max_epochs * samples / trainer.train_batch))
     return min(limits)
 
 

@@ -84,6 +84,8 @@ def test_validating_json_does_without_yaml(folder: Path) -> None:
         (["show", "bad.json"], 2),
         (["--cfg", "job", "+recipe=quickstart"], 0),
         (["+recipe=quikstart"], 2),
+        (["plan", "--params", "70e9", "--world-size", "64", "zero_optimization.stage=3"], 0),
+        (["plan", "job.json", "--params", "7B", "--sweep-stages", "--format", "json"], 0),
         (["+recipe=quickstart", "trainer.mirco_batch=1"], 2),
     ],
 )
@@ -92,6 +94,12 @@ def test_composing_imports_no_torch(folder: Path, arguments: list[str], code: in
     assert got == code
     assert imported & SLOW == set()
     assert "hydra" in imported
+
+
+def test_the_help_of_plan_imports_neither_torch_nor_yaml(folder: Path) -> None:
+    got, imported = list_imported(folder, "plan", "--help")
+    assert got == 0
+    assert imported & SLOW == set()
 
 
 def test_the_help_of_convert_imports_no_torch(folder: Path) -> None:

@@ -36,12 +36,13 @@ LAYERS: dict[int, set[str]] = {
         "views",
         "reference",
         "importing",
+        "plan",
     },
     2: {"mesh", "precision", "optim", "data", "seeding"},
     3: {"parallel", "checkpoint"},
     4: {"engine", "entry", "callbacks", "contract", "progress"},
     5: {"loop"},
-    6: {"job", "launch"},
+    6: {"job", "launch", "probe"},
     7: {"cli", "__main__"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
@@ -57,7 +58,7 @@ HOMES: dict[str, set[str]] = {
     "torch.distributed.checkpoint": {"checkpoint"},
     "torch.distributed.launcher": {"launch"},
     "torch.distributed.elastic": {"launch"},
-    "rich": {"progress", "cli.sweep"},
+    "rich": {"progress", "cli.sweep", "cli.plan_text"},
     "yaml": {"document", "compose", "cli.output"},
     "numpy": {"checkpoint", "seeding"},
 }

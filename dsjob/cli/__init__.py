@@ -25,6 +25,7 @@ dsjob: train from a job document
   dsjob show FILE | +recipe=NAME         print the resolved document
   dsjob schema [PATH]                    print what a key takes and means, or the JSON Schema for editors
   dsjob import FILE... [-- COMMAND ...]  make a job document of a DeepSpeed config, Trainer arguments, accelerate
+  dsjob plan FILE | +recipe=NAME         will it fit: memory, communication, checkpoints, steps
   dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
 
   dsjob COMMAND --help                   more about a command
@@ -33,7 +34,7 @@ dsjob: train from a job document
   --version
 """
 
-_COMMANDS = ("run", "validate", "show", "schema", "import", "convert")
+_COMMANDS = ("run", "validate", "show", "plan", "schema", "import", "convert")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,9 +54,9 @@ class ClosedForm(LRScheduler):
             group["lr"] = rate
 
 
-def settle_length(method: Method | None, steps: int) -> Method | None:
-    """The schedule with the length of the run for a total_num_steps that is absent or "auto"."""
-    if method is None or method.type not in ("WarmupDecayLR", "WarmupCosineLR"):
+def settle_length(method: Method, steps: int | None) -> Method:
+    """The schedule with the length of the run, where it is known, for a total_num_steps that is absent or "auto"."""
+    if steps is None or method.type not in ("WarmupDecayLR", "WarmupCosineLR"):
         return method
     if method.params.get("total_num_steps", "auto") != "auto":
         return method

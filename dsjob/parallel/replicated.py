@@ -1,6 +1,6 @@
 """The whole model on each rank: ZeRO stage 0, and every stage when there is one rank alone."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: DDP compares those of a communication hook with its own classes.
 
 from typing import Any
 
@@ -78,7 +78,3 @@ def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
 
     future: Future[Tensor] = work.get_future().then(copy_back)
     return future
-
-
-# DDP compares annotations with these very classes; here they are strings.
-_reduce_in.__annotations__.update({"bucket": GradBucket, "return": Future[Tensor]})

@@ -322,3 +322,16 @@ def test_parameters_without_gradient_stay_as_they_are_at_every_stage() -> None:
             torch.testing.assert_close(weights["model.never.weight"], expected.detach(), rtol=0, atol=0)
             for name, tensor in found[0].items():
                 torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
+
+
+def train_reducing_in(world: World, dtype: str | None) -> list[list[float]]:
+    config = {"communication_data_type": dtype} if dtype else {}
+    return [train_engine(make_engine(stage, bf16=True, **config), 0, STEPS, ROWS) for stage in (0, 2)]
+
+
+@pytest.mark.slow
+def test_gradients_may_travel_in_a_dtype_of_their_own_at_every_stage() -> None:
+    plain, reduced = (run_ranks(train_reducing_in, 2, dtype) for dtype in (None, "fp32"))
+    for rank in range(2):
+        for stage in range(2):
+            assert reduced[rank][stage] == pytest.approx(plain[rank][stage], rel=4e-3)

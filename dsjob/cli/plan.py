@@ -1,0 +1,205 @@
+"""`dsjob plan`: what a job needs, from its document alone: memory, communication, checkpoints, steps, rates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from dsjob import compose as composition
+from dsjob import launch
+from dsjob.cli import parse_count
+from dsjob.cli.execute import import_folders
+from dsjob.cli.run import split_source
+from dsjob.errors import DataError, FitError, UsageError
+from dsjob.plan.communication import predict_checkpoint, predict_communication
+from dsjob.plan.fit import Job, find_remedies, sweep
+from dsjob.plan.model import Layout, Model, Offload, OptimizerState, assume_state
+from dsjob.plan.report import Activations, Course, Plan, show_bytes, to_json
+from dsjob.resolve import read_nproc, resolve_job
+from dsjob.spec import JobSpec, view
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "param")
+_PLOT_WIDTH = 61
+# With a number of parameters in place of the model, a document need not name what is not looked at.
+_UNNAMED: dict[str, Any] = {
+    "model": {"_target_": "not.named"},
+    "data": {"train": {"_target_": "not.named"}},
+    "optimizer": {"type": "AdamW"},
+}
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Plans, and prints text or JSON."""
+    args = _parse(arguments)
+    if args.require_fit and args.device_memory is None:
+        raise UsageError("--require-fit needs to know what has to suffice", hint="add --device-memory 80GiB")
+    file, overrides = split_source(args.source)
+    composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+    given = composed.document
+    world_size = args.world_size or launch.read_world_size() or read_nproc(given)
+    if args.params is not None:
+        trainer = {"max_steps": 1, **({} if "train_batch" in given.get("trainer", {}) else {"micro_batch": 1})}
+        given = {**_UNNAMED, **given, "trainer": {**trainer, **given.get("trainer", {})}}
+    document = resolve_job(given, world_size=world_size, locate=composed.locate).document
+    sys.path[:0] = import_folders(file)
+    plan = _make_plan(document, world_size, args)
+    rows = sweep(plan.job) if args.sweep_stages else []
+    if args.format == "json":
+        print(json.dumps(to_json(plan, rows), indent=2))  # noqa: T201
+    else:
+        from dsjob.cli.plan_text import print_plan
+
+        print_plan(plan, rows)
+    if args.require_fit and not plan.fits:
+        raise _explain(plan)
+    return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dsjob plan", description="What a job needs, from its document alone, before any GPU."
+    )
+    parser.add_argument(
+        "source", nargs="*", metavar="FILE|+recipe=NAME|key=value", help="what to plan, as for dsjob run"
+    )
+    parser.add_argument(
+        "--params", type=_parse_parameters, metavar="N", help="parameters (7e9, 7B, 350M) in place of the model"
+    )
+    parser.add_argument("--world-size", type=parse_count, metavar="N", help="ranks to plan for (launch.nproc)")
+    parser.add_argument("--device-memory", type=_parse_size, metavar="SIZE", help="memory of a device: 80GiB")
+    parser.add_argument("--offload", choices=_OFFLOADS, help="predict DeepSpeed's offloading (dsjob has not built it)")
+    parser.add_argument("--sweep-stages", action="store_true", help="a table of ZeRO stage x offload x micro batch")
+    parser.add_argument("--require-fit", action="store_true", help="exit with 3 where it does not fit")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _parse_parameters(text: str) -> int:
+    """7e9, 7B, 350M or 124000000 as a number."""
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper())
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: 7e9, 7B and 350M are")
+    return round(number)
+
+
+def _parse_size(text: str) -> int:
+    from dsjob.checkpoint.convert import parse_size
+
+    try:
+        size = parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.message) from error
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory to fit into: 80GiB is")
+    return size
+
+
+def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespace) -> Plan:
+    spec = view(JobSpec, document)
+    layout = _read_layout(spec, document, world_size, args.offload)
+    notes: list[str] = []
+    model, state, activations, course = (_count if args.params is not None else _look)(spec, args, world_size, notes)
+    if layout.offload != "none":
+        notes.append("offloading is a prediction after DeepSpeed's documentation: dsjob cannot do it yet")
+    if layout.stage and world_size == 1 and layout.offload == "none":
+        notes.append(f"stage {layout.stage} on one rank: nothing to shard")
+    return Plan(
+        name=spec.name,
+        source="a number of parameters" if args.params is not None else spec.model.path,
+        precision="bf16" if spec.bf16.enabled else "fp32",
+        job=Job(model, layout, state, activations.whole, activations.largest),
+        activations=activations,
+        communication=predict_communication(model, layout),
+        checkpoint=predict_checkpoint(model, layout, state),
+        keep=spec.checkpoint.keep,
+        course=course,
+        limit=args.device_memory,
+        notes=tuple(notes),
+    )
+
+
+def _read_layout(spec: JobSpec, document: dict[str, Any], world_size: int, offload: Offload | None) -> Layout:
+    compute = "bf16" if spec.bf16.enabled else "fp32"
+    zero = document["zero_optimization"]
+    if offload is None:
+        asked = [kind for kind in ("optimizer", "param") if _is_offloaded(zero.get(f"offload_{kind}"))]
+        offload = "param" if "param" in asked else "optimizer" if asked else "none"
+    layout = Layout(
+        stage=spec.zero_optimization.stage,
+        world_size=world_size,
+        compute=_BYTES[compute],
+        reduce=_BYTES[spec.communication_data_type or compute],
+        grad_accum=spec.trainer.grad_accum,
+        micro_batch=spec.trainer.micro_batch,
+        offload=offload,
+    )
+    if layout.offload_problem:
+        raise UsageError(
+            f"{layout.offload_problem}, not {layout.stage}",
+            hint=f"zero_optimization.stage={3 if layout.offload == 'param' else '1, 2 or 3'}",
+        )
+    return layout
+
+
+def _is_offloaded(section: Any) -> bool:
+    return isinstance(section, dict) and section.get("device", "none") != "none"
+
+
+_Looked = tuple[Model, OptimizerState, Activations, Course]
+
+
+def _count(spec: JobSpec, args: argparse.Namespace, world_size: int, notes: list[str]) -> _Looked:
+    """A model of which the number of parameters is known: nothing is imported."""
+    state, remark = assume_state(spec.optimizer)
+    notes += [remark] if remark else []
+    notes.append("left out, for lack of a model: activations, blocks and their buffers; and steps and rates")
+    return Model.of_count(args.params), state, Activations(reason="there is no model to look at"), Course()
+
+
+def _look(spec: JobSpec, args: argparse.Namespace, world_size: int, notes: list[str]) -> _Looked:
+    """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
+    from dsjob import probe
+    from dsjob.job import count_steps
+
+    built = probe.build_on_meta(spec.model)
+    model = probe.size_model(built)
+    state = probe.probe_optimizer(spec.optimizer) if spec.optimizer else OptimizerState(0)
+    steps, samples = spec.trainer.max_steps, None
+    try:
+        loader = probe.load_data(spec, world_size)
+        samples = loader.samples_per_epoch
+        steps = count_steps(spec.trainer, samples)
+        activations = probe.measure_activations(built, next(iter(loader)), spec)
+    except (DataError, OSError) as error:
+        activations = Activations(reason=str(error).splitlines()[0])
+    if activations.reason:
+        notes.append(f"activations are not counted: {activations.reason}")
+    rates = tuple(probe.trace_rates(spec, steps or 0, _PLOT_WIDTH))
+    per_epoch = -(-samples // spec.trainer.train_batch) if samples else None
+    return model, state, activations, Course(samples, per_epoch, steps, rates)
+
+
+def _explain(plan: Plan) -> FitError:
+    """What does not fit, which item is the biggest, and what would help."""
+    assert plan.limit is not None
+    memory = plan.memory
+    moment = memory.peak_moment
+    biggest = max((item for item in memory.items if item.place == "device"), key=lambda item: getattr(item, moment))
+    remedies = find_remedies(plan.job, plan.limit, plan.activations.with_checkpointing)
+    return FitError(
+        f"it does not fit: a rank needs {show_bytes(memory.peak)}, a device has {show_bytes(plan.limit)}; "
+        f"the biggest item is {biggest.name}, {show_bytes(getattr(biggest, moment))}",
+        hint=f"any of these would make it fit: {'; '.join(remedies)}"
+        if remedies
+        else "no smaller micro batch, higher stage or number of ranks up to 4,096 would make it fit: a smaller model, "
+        "or several of these together",
+    )

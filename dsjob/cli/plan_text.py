@@ -1,0 +1,126 @@
+"""A plan as text: tables of rich, plain where nobody watches a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsjob.plan.fit import Row
+from dsjob.plan.memory import MOMENTS
+from dsjob.plan.model import count
+from dsjob.plan.plot import draw
+from dsjob.plan.report import Plan, show_bytes
+
+
+def print_plan(plan: Plan, rows: Sequence[Row]) -> None:
+    """Prints everything that is known; `rows` of the sweep where it was asked for."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)  # nobody's lines end at 80 columns in a file
+    _print_pairs(console, f"dsjob plan {plan.name}", _describe_job(plan))
+    _print_memory(console, plan)
+    _print_pairs(console, "", _describe_rest(plan))
+    if plan.course.rates:
+        console.print(Text("learning rate", "bold"))
+        for line in draw(plan.course.rates):
+            console.print(f" {line}", markup=False, soft_wrap=True)
+    if rows:
+        _print_sweep(console, plan, rows)
+    for note in plan.notes:
+        console.print(Text.assemble(("note  ", "bold"), note), soft_wrap=True)
+
+
+def _print_pairs(console: Console, title: str, pairs: Sequence[tuple[str, str]]) -> None:
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, show_header=False, title_justify="left", pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+def _describe_job(plan: Plan) -> list[tuple[str, str]]:
+    model, layout = plan.job.model, plan.job.layout
+    total, trained = count(model.weights), count(model.trainable)
+    frozen = f", {trained:,} trained" if trained != total else ""
+    blocks = f", {len(model.units().keys() - {0})} blocks" if model.blocks_known else ""
+    samples = layout.micro_batch * layout.grad_accum * layout.world_size
+    ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
+    return [
+        ("model", f"{plan.source}, {total:,} parameters{frozen}{blocks}"),
+        ("layout", f"ZeRO stage {layout.stage}, {ranks}, {plan.precision}, offload {layout.offload}"),
+        ("batch", f"{samples} = {layout.micro_batch} micro x {layout.grad_accum} accumulated x {ranks}"),
+    ]
+
+
+def _print_memory(console: Console, plan: Plan) -> None:
+    memory = plan.memory
+    table = Table(title="memory of a rank", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table.add_column("", style="bold", no_wrap=True)
+    for name in MOMENTS:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", min_width=20)
+    for place in ("device", "host"):
+        for item in memory.items:
+            if item.place == place:
+                cells = [show_bytes(getattr(item, moment)) if getattr(item, moment) else "" for moment in MOMENTS]
+                remark = Text(", ".join(part for part in ("on the host" if place == "host" else "", item.note) if part))
+                table.add_row(item.name, *cells, remark)
+        if place == "device":
+            table.add_section()
+            table.add_row("device", *(show_bytes(memory.total(moment)) for moment in MOMENTS), _verdict(plan))
+            table.add_section()
+    if memory.host:
+        table.add_row("host", *(show_bytes(memory.total(moment, "host")) for moment in MOMENTS), "")
+    console.print(table)
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.limit is None:
+        return f"peak {show_bytes(plan.memory.peak)}"
+    known = ", activations not counted" if plan.job.activations is None else ""
+    return ("fits into " if plan.fits else "does not fit into ") + show_bytes(plan.limit) + known
+
+
+def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
+    saved, course, activations = plan.checkpoint, plan.course, plan.activations
+    pairs = [("model states", f"{show_bytes(plan.memory.states)} on a device as the optimizer steps")]
+    if activations.whole is not None:
+        text = f"{show_bytes(activations.whole)}"
+        if activations.with_checkpointing is not None:
+            text += f", or {show_bytes(activations.with_checkpointing)} with the blocks checkpointed (not built yet)"
+        pairs.append(("activations", text))
+    pairs.append(("host at start", f"{show_bytes(plan.building)} a rank: each builds the whole model"))
+    for transfer in plan.communication:
+        sent = f"{show_bytes(transfer.sent)} sent by each rank"
+        pairs.append((transfer.collective, f"{show_bytes(transfer.bytes)} of {transfer.what} a step; {sent}"))
+    kept = f", {show_bytes(saved.whole * plan.keep)} for the {plan.keep} that are kept" if plan.keep > 1 else ""
+    pairs.append(("checkpoint", f"{show_bytes(saved.whole)}{kept}; {show_bytes(saved.rank)} written by a rank"))
+    sizes = f"{show_bytes(saved.fp32)} as fp32, {show_bytes(saved.bf16)} as bf16"
+    pairs.append(("convert", f"{sizes}; streamed, so memory does not grow with the model"))
+    if course.steps_per_epoch is not None:
+        pairs.append(("epoch", f"{course.steps_per_epoch:,} steps over {course.samples:,} samples"))
+    if course.steps is not None:
+        pairs.append(("steps", f"{course.steps:,}"))
+    return pairs
+
+
+def _print_sweep(console: Console, plan: Plan, rows: Sequence[Row]) -> None:
+    """Peaks on the device by micro batch; with a limit, what does not fit is marked."""
+    table = Table(title="peak on a device by micro batch", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for column in ("stage", "offload", *rows[0].peaks, "host"):
+        table.add_column(str(column), justify="left" if column == "offload" else "right", no_wrap=True)
+    for row in rows:
+        peaks = [_mark(peak, plan.limit) for peak in row.peaks.values()]
+        table.add_row(str(row.stage), row.offload, *peaks, show_bytes(row.host) if row.host else "")
+    console.print(table)
+    if plan.limit is not None:
+        console.print(f"x: does not fit into {show_bytes(plan.limit)}; rows that offload are predictions")
+
+
+def _mark(peak: int, limit: int | None) -> str:
+    return show_bytes(peak) + (" x" if limit is not None and peak > limit else "" if limit is None else "  ")

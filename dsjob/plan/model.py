@@ -1,0 +1,127 @@
+"""A job as the arithmetic sees it: the sizes of its model, and how they are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from dsjob.spec import Method
+
+Offload = Literal["none", "optimizer", "param"]
+MASTER_SIZE = 4  # bytes of an element of the fp32 masters
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter: its shape, bytes an element as the model is built, and the unit it is sharded in.
+
+    `unit`: 0 for what is outside the repeated blocks, from 1 for the blocks (`parallel.wrap.find_blocks`).
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int = 4
+    trainable: bool = True
+    unit: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def shard(self, world_size: int, rank: int) -> int:
+        """Elements of a rank's shard: FSDP2 cuts the first dimension as torch.chunk does, so rank 0 has the most."""
+        rows, *rest = self.shape or (1,)
+        chunk = math.ceil(rows / world_size)
+        return max(0, min(chunk, rows - rank * chunk)) * math.prod(rest)
+
+    def padded(self, world_size: int) -> int:
+        """Elements that FSDP2 stores on every rank: all shards are as long as the first."""
+        return self.shard(world_size, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The parameters of a model (tied ones once), and the bytes of its buffers.
+
+    `blocks_known`: false where a number of parameters was given in place of a model.
+    """
+
+    weights: tuple[Weight, ...]
+    buffers: int = 0
+    blocks_known: bool = True
+
+    @classmethod
+    def of_count(cls, parameters: int) -> Model:
+        """A model of which nothing is known but the number of its parameters."""
+        return cls((Weight((parameters,)),), blocks_known=False)
+
+    @property
+    def trainable(self) -> tuple[Weight, ...]:
+        """The parameters that an optimizer steps."""
+        return tuple(weight for weight in self.weights if weight.trainable)
+
+    def units(self) -> dict[int, list[Weight]]:
+        """The parameters of each unit that is sharded as one."""
+        found: dict[int, list[Weight]] = {}
+        for weight in self.weights:
+            found.setdefault(weight.unit, []).append(weight)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer keeps: elements of state for each element, and bytes for each parameter beside them."""
+
+    copies: float
+    per_parameter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a job is spread. `compute` and `reduce`: bytes an element in which it computes and reduces gradients.
+
+    `offload`: `optimizer` keeps masters, their gradients and the optimizer's state on the host, `param` the
+    parameters too.
+    """
+
+    stage: int
+    world_size: int
+    compute: int = 4
+    reduce: int = 4
+    grad_accum: int = 1
+    micro_batch: int = 1
+    offload: Offload = "none"
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the whole model, as `parallel.build_strategy` decides."""
+        return self.stage == 0 or self.world_size == 1
+
+    @property
+    def offload_problem(self) -> str:
+        """Why DeepSpeed does not offload in this layout; empty where it does."""
+        if self.offload == "optimizer" and self.stage == 0:
+            return "offloading the optimizer needs stage 1 or higher"
+        if self.offload == "param" and self.stage != 3:
+            return "offloading parameters needs stage 3"
+        return ""
+
+
+def count(weights: Iterable[Weight]) -> int:
+    """Elements of whole parameters."""
+    return sum(weight.elements for weight in weights)
+
+
+def assume_state(method: Method | None) -> tuple[OptimizerState, str]:
+    """What an optimizer keeps, by its name alone, and a remark where that is a guess; `probe.probe_optimizer` looks."""
+    name = (method.type or "").lower() if method else ""
+    params = method.params if method else {}
+    if method is None:
+        return OptimizerState(0), "no optimizer is named"
+    if name in ("adam", "adamw"):
+        return OptimizerState(3 if params.get("amsgrad") else 2, 4), ""
+    if name == "sgd":
+        return OptimizerState(1 if params.get("momentum") else 0), ""
+    return OptimizerState(2, 4), f"{method.label}'s state is taken to be as large as Adam's: two values a parameter"

@@ -1,0 +1,240 @@
+"""What has to be looked at to plan a job: its model's shapes, what autograd keeps of a forward pass, what its optimizer
+keeps, its learning rates, its data. Nothing is trained, and no model is materialised.
+
+The arithmetic is `plan`'s; what is seen here is put in its words.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dsjob.contract import call_model, find_loss
+from dsjob.data import TrainingLoader
+from dsjob.errors import DsjobError, TargetError, UsageError
+from dsjob.mesh import World
+from dsjob.optim import build_optimizer, build_scheduler
+from dsjob.optim.schedules import ClosedForm, settle_length
+from dsjob.parallel.wrap import find_blocks
+from dsjob.plan.model import Model, OptimizerState, Weight
+from dsjob.plan.report import Activations
+from dsjob.precision import Precision, cast_floats
+from dsjob.spec import JobSpec, Method, Target
+from dsjob.targets import build_callable, call_target
+
+MOST_STEPS = 200_000  # of a schedule that has to be walked through step by step
+
+
+def build_on_meta(target: Target) -> nn.Module:
+    """The model with shapes but without memory. Raises UsageError where its factory needs real tensors."""
+    try:
+        with torch.device("meta"):
+            model = call_target(target)
+    except DsjobError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{target.path} cannot be built on torch's meta device, without memory: {type(error).__name__}: {error}",
+            hint="give the number of parameters in its place: --params 7B",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: {target.path} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def size_model(model: nn.Module) -> Model:
+    """The parameters of a model, each with the block that it is sharded in, and the bytes of its buffers."""
+    blocks = {id(p): number for number, block in enumerate(find_blocks(model), 1) for p in block.parameters()}
+    weights = tuple(
+        Weight(tuple(p.shape), p.itemsize, p.requires_grad, blocks.get(id(p), 0)) for p in model.parameters()
+    )
+    return Model(weights, buffers=sum(buffer.nbytes for buffer in model.buffers()))
+
+
+def load_data(spec: JobSpec, world_size: int) -> TrainingLoader:
+    """The training data as rank 0 of the job reads it. Raises DataError where it is missing or empty."""
+    return TrainingLoader(
+        call_target(spec.data.train),
+        micro_batch=spec.trainer.micro_batch,
+        world=World(rank=0, local_rank=0, world_size=world_size, device=torch.device("cpu")),
+        seed=spec.trainer.seed,
+        shuffle=spec.data.shuffle,
+        collate=build_callable(spec.data.collate, "data.collate") if spec.data.collate else None,
+    )
+
+
+def measure_activations(model: nn.Module, batch: Any, spec: JobSpec) -> Activations:
+    """What autograd would keep of `batch`, the micro batch of a rank: a forward pass on fake tensors, without memory.
+
+    The model's outputs are in it; parameters, their compute copies and the batch are not. `checkpointed` is what
+    remains if each block keeps its inputs alone, `recomputed` what the largest block saves when it is computed again.
+    `model`: on the meta device, which it stays on. Attention and the like choose the kernels of a CPU.
+    """
+    try:
+        function = build_callable(spec.loss, "loss") if spec.loss else None
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            warnings.simplefilter("ignore")
+            dtype = Precision.of(spec).compute
+            batch = tree_map_only(Tensor, mode.from_tensor, batch)
+            tensors = dict(_make_fakes(model, dtype))
+            saved = _Saved(model, [*tensors.values(), *tree_leaves(batch)])
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if dtype != torch.float32:
+                    args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+                return torch.func.functional_call(model, tensors, args, kwargs)
+
+            with saved.watch():
+                outputs = call_model(call, batch)
+                find_loss(outputs, batch, function)
+            saved.add(leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor))
+    except Exception as error:
+        told = str(error).strip().splitlines()
+        return Activations(reason=f"{type(error).__name__}: {told[0] if told else ''}")
+    return Activations(saved.count(), *saved.count_checkpointed(), largest=max(saved.sizes.values(), default=0))
+
+
+def _make_fakes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Fake CPU tensors in place of a model's parameters, in the dtype that it computes in, and of its buffers."""
+    for name, parameter in model.named_parameters():
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        yield name, torch.empty(parameter.shape, dtype=kind).requires_grad_(parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        yield name, torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _leaves(outputs: Any) -> list[Any]:
+    """What is in a model's outputs; those of transformers are mappings that torch does not know."""
+    return tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
+
+
+@dataclass
+class _Saved:
+    """Storages that autograd keeps: their bytes by address, and in which block they were saved (0: in none)."""
+
+    model: nn.Module
+    known: Iterable[Any]
+    sizes: dict[int, int] = field(default_factory=dict)
+    places: dict[int, set[int]] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    _alive: list[Any] = field(default_factory=list)  # an address may be given out again once its storage is gone
+    _block: int = 0
+
+    def __post_init__(self) -> None:
+        self._skipped = {t.untyped_storage()._cdata for t in self.known if isinstance(t, Tensor)}
+        self._blocks = find_blocks(self.model)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """While entered, all that autograd saves is noted."""
+        handles = []
+        for number, block in enumerate(self._blocks, 1):
+            handles.append(block.register_forward_pre_hook(self._make_entry(number), with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leave))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _make_entry(self, number: int) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._block = number
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.inputs |= {address for leaf in given if (address := self._note(leaf)) is not None}
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._block = 0
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        self.add([tensor])
+        return tensor
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Notes tensors as kept."""
+        for tensor in tensors:
+            address = self._note(tensor)
+            if address is not None:
+                self.places.setdefault(address, set()).add(self._block)
+
+    def _note(self, tensor: Tensor) -> int | None:
+        storage = tensor.untyped_storage()
+        address: int = storage._cdata
+        if address in self._skipped:
+            return None
+        self._alive.append(tensor)
+        self.sizes[address] = storage.nbytes()
+        return address
+
+    def count(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(self.sizes[address] for address in self.places)
+
+    def count_checkpointed(self) -> tuple[int | None, int | None]:
+        """Bytes with each block's inputs in place of what it saves, and the most that one block saves."""
+        if not self._blocks:
+            return None, None
+        kept = self.inputs | {address for address, places in self.places.items() if 0 in places}
+        inside = dict.fromkeys(range(1, len(self._blocks) + 1), 0)
+        for address, places in self.places.items():
+            for number in places if address not in kept else ():
+                inside[number] += self.sizes[address]
+        return sum(self.sizes[address] for address in kept), max(inside.values())
+
+
+def probe_optimizer(method: Method) -> OptimizerState:
+    """What an optimizer keeps of a parameter: seen after one step over a tiny one. Raises TargetError if it fails."""
+    parameter = nn.Parameter(torch.ones(7, 5))
+    optimizer = build_optimizer(method, [parameter])
+    parameter.grad = torch.ones(7, 5)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise TargetError(
+            f"optimizer {method.label}: its first step failed: {type(error).__name__}: {error}"
+        ) from error
+    kept = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+    alike = [tensor for tensor in kept if tensor.shape == parameter.shape]
+    return OptimizerState(
+        copies=sum(tensor.itemsize for tensor in alike) / parameter.itemsize,
+        per_parameter=sum(tensor.nbytes for tensor in kept if tensor.shape != parameter.shape),
+    )
+
+
+def trace_rates(spec: JobSpec, steps: int, points: int) -> list[tuple[int, float]]:
+    """The learning rate of the first group at about `points` steps from the first to the last, from the real schedule.
+
+    Empty where the rates depend on losses, or where a schedule would have to be walked through for too many steps.
+    """
+    if spec.optimizer is None or steps < 1:
+        return []
+    optimizer = build_optimizer(spec.optimizer, [nn.Parameter(torch.zeros(1))])
+    wanted = sorted({round(i * (steps - 1) / max(points - 1, 1)) for i in range(points)})
+    if spec.scheduler is None:
+        return [(step, float(optimizer.param_groups[0]["lr"])) for step in wanted]
+    scheduler = build_scheduler(settle_length(spec.scheduler, steps), optimizer)
+    jumps = isinstance(scheduler, ClosedForm)
+    if isinstance(scheduler, ReduceLROnPlateau) or (steps > MOST_STEPS and not jumps):
+        return []
+    optimizer.step()  # without gradients it does nothing but tell the schedule that it may step
+    rates, now = [], 0
+    for step in wanted:
+        if jumps:
+            scheduler.load_state_dict({"last_epoch": step})
+        for _ in range(0 if jumps else step - now):
+            scheduler.step()
+        now = step
+        rates.append((step, float(optimizer.param_groups[0]["lr"])))
+    return rates

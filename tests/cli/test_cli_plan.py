@@ -1,0 +1,190 @@
+"""`dsjob plan`: what it prints, what it exits with, and what it says where it cannot know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_documents import make_job, write_json
+
+from dsjob.cli import main
+from dsjob.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `dsjob plan` and gives back its exit code, what it printed, and what it complained about."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = main(["plan", *arguments])
+        except SystemExit as error:  # argparse's
+            code = int(str(error.code))
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def data(plan: Any) -> Any:
+    """The plan as data."""
+
+    def run(*arguments: str) -> Any:
+        code, out, err = plan(*arguments, "--format", "json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+def test_a_recipe_is_planned_as_text(plan: Any) -> None:
+    code, out, err = plan("+recipe=zero2_gpt", "--device-memory", "1GiB", "--sweep-stages")
+    assert (code, err) == (0, "")
+    whole = "842,496 parameters", "optimizer state", "activations", "fits into 1 GiB", "all-gather", "reduce-scatter"
+    whole += "checkpoint", "convert", "steps over", "learning rate", "peak on a device by micro batch"
+    assert [part for part in whole if part not in out] == []
+    assert "\x1b" not in out
+
+
+def test_json_holds_the_same_plan(data: Any) -> None:
+    found = data("+recipe=zero2_gpt", "--device-memory", "1GiB", "--sweep-stages")
+    assert found["model"] == {
+        "source": "dsjob.recipes.gpt.build",
+        "parameters": 842496,
+        "trainable": 842496,
+        "blocks": 4,
+    }
+    assert found["layout"]["stage"] == 2
+    assert found["layout"]["world_size"] == 2
+    assert found["memory"]["model_states"] == pytest.approx(16 * 842496 / 2, rel=0.01)
+    assert found["memory"]["peak"] == max(found["memory"]["total"].values())
+    assert found["fits"] is True
+    assert found["course"]["steps"] == 400
+    assert found["course"]["rates"][0] == [0, 0.0]
+    assert found["activations"]["with_checkpointing"] < found["activations"]["whole"]
+    assert [row["stage"] for row in found["sweep"]] == [0, 1, 1, 2, 2, 3, 3, 3]
+
+
+def test_the_world_size_of_the_command_line_counts(data: Any) -> None:
+    few, many = (data("+recipe=zero3_t5", "--world-size", str(size)) for size in (2, 8))
+    assert few["memory"]["model_states"] == pytest.approx(4 * many["memory"]["model_states"], rel=0.05)
+
+
+def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(plan: Any) -> None:
+    arguments = ("+recipe=quickstart", "--device-memory", "30MiB")
+    assert plan(*arguments)[0] == 0
+    code, out, err = plan(*arguments, "--require-fit")
+    assert code == 3
+    assert "does not fit into 30 MiB" in out
+    assert "the biggest item is activations, 70.3 MiB" in err
+    assert "trainer.micro_batch=2" in err
+    assert plan("+recipe=quickstart", "trainer.micro_batch=2", "--device-memory", "30MiB", "--require-fit")[0] == 0
+
+
+def test_requiring_a_fit_needs_a_memory_to_fit_into(plan: Any) -> None:
+    code, _, err = plan("+recipe=quickstart", "--require-fit")
+    assert code == 2
+    assert "--device-memory" in err
+
+
+@pytest.mark.parametrize(("text", "count"), [("7e9", 7e9), ("7B", 7e9), ("350m", 350e6), ("124000000", 124e6)])
+def test_a_number_of_parameters_stands_for_a_model(data: Any, text: str, count: float) -> None:
+    found = data("--params", text, "--world-size", "8", "zero_optimization.stage=3", "bf16.enabled=true")
+    assert found["model"]["parameters"] == count
+    assert found["memory"]["model_states"] == pytest.approx(16 * count / 8, rel=1e-6)
+    assert found["activations"]["whole"] is None
+    assert any("activations" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--params", "many"),
+        ("--params", "-1"),
+        ("--params", "nan"),
+        ("--device-memory", "big"),
+        ("--device-memory", "0"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(plan: Any, arguments: tuple[str, str]) -> None:
+    code, _, err = plan("+recipe=quickstart", *arguments)
+    assert code == 2
+    assert arguments[0] in err
+    assert arguments[1] in err
+
+
+@pytest.mark.parametrize(
+    ("offload", "stage", "allowed"),
+    [("optimizer", 2, True), ("param", 3, True), ("optimizer", 0, False), ("param", 2, False)],
+)
+def test_offloading_is_predicted_and_said_to_be_a_prediction(
+    plan: Any, data: Any, offload: str, stage: int, allowed: bool
+) -> None:
+    arguments = ("+recipe=zero2_gpt", f"zero_optimization.stage={stage}", "--offload", offload)
+    if allowed:
+        found = data(*arguments)
+        assert found["memory"]["host"] >= 16 * 842496 / 2
+        assert any("prediction" in note for note in found["notes"])
+    else:
+        code, _, err = plan(*arguments)
+        assert code == 2
+        assert "needs stage" in err
+
+
+def test_a_missing_dataset_leaves_out_what_it_would_tell(plan: Any) -> None:
+    code, out, err = plan("+recipe=quickstart", "+data.train.path=nowhere.txt")
+    assert (code, err) == (0, "")
+    assert "optimizer state" in out
+    assert "nowhere.txt" in out
+    assert "activations are not counted" in out
+    assert "steps over" not in out
+
+
+def test_a_model_and_data_beside_the_document_are_found(tmp_path: Path, data: Any, monkeypatch: Any) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "plan_beside.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x).square().mean()\n"
+        "class Data(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        return iter(torch.ones(100, 8))\n"
+    )
+    job = make_job(
+        model={"_target_": "plan_beside.Net", "in_features": 8, "out_features": 8},
+        data={"train": {"_target_": "plan_beside.Data"}},
+    )
+    found = data(str(write_json(folder / "job.json", job)))
+    assert found["model"]["parameters"] == 72
+    assert found["course"]["samples"] is None
+    assert found["course"]["steps"] == 10
+    assert found["activations"]["whole"] > 0
+
+
+def test_a_factory_that_cannot_be_built_without_memory_is_pointed_to_params(tmp_path: Path, plan: Any) -> None:
+    (tmp_path / "plan_eager.py").write_text("import torch\ndef build():\n    return torch.ones(1).to('meta').item()\n")
+    path = str(write_json(tmp_path / "job.json", make_job(model={"_target_": "plan_eager.build"})))
+    code, _, err = plan(path)
+    assert code == UsageError.exit_code
+    assert "plan_eager.build" in err
+    assert "--params" in err
+
+
+def test_mistakes_in_the_document_are_told_as_everywhere(plan: Any) -> None:
+    code, _, err = plan("+recipe=quickstart", "trainer.max_steps=-1")
+    assert code == 2
+    assert "trainer.max_steps" in err
