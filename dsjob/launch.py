@@ -18,14 +18,15 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dsjob import storage
 from dsjob.errors import DsjobError, Interrupted, LaunchError
+from dsjob.trust import Trust
 
 RESOLVED_NAME = "resolved.json"
-PATHS_VARIABLE = "DSJOB_IMPORT_FROM"  # folders whose modules a document may name
+_TRUST_VARIABLE = "DSJOB_TRUST"  # for ranks alone: what the launcher was granted, never read by a command
 _ERRORS_VARIABLE = "DSJOB_ERRORS"
 _DEBUG_VARIABLE = "DSJOB_DEBUG"
 
@@ -82,20 +83,20 @@ def make_run_dir(pattern: str, name: str) -> str:
     return chosen
 
 
-def start(document: Mapping[str, Any], run_dir: str, *, import_from: list[str], debug: bool) -> dict[str, Any]:
+def start(document: Mapping[str, Any], run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:
     """Runs a resolved job to its end, in this process or in ranks of its own; what `result.json` says of it."""
     resolved = os.path.join(run_dir, RESOLVED_NAME)
     storage.write_bytes(resolved, json.dumps(document, indent=2).encode() + b"\n")
     result = os.path.join(run_dir, "result.json")
     storage.delete(result)
     if document["launch"]["nproc"] == 1:
-        _run_here(document, run_dir, import_from)
+        _run_here(document, run_dir, trust)
     else:
-        _start_ranks(document, resolved, run_dir, import_from, debug)
+        _start_ranks(document, resolved, run_dir, trust, debug)
     return {**json.loads(storage.read_text(result)), "run_dir": run_dir}
 
 
-def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, Any]:
+def join(document: Mapping[str, Any], *, trust: Trust) -> dict[str, Any]:
     """Runs a resolved job as one of the ranks that somebody else has started; rank 0's document counts.
 
     Returns what `result.json` says on rank 0, nothing on the others.
@@ -105,7 +106,7 @@ def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, An
     from dsjob.job import run_job
     from dsjob.mesh import join_world, leave_world
 
-    _add_import_folders(import_from)
+    _add_import_folders(trust.folders)
     options = document["launch"]
     world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
     shared: list[Any] = [None, None]
@@ -116,7 +117,7 @@ def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, An
     if world.world_size > 1:
         dist.broadcast_object_list(shared, src=0)
     try:
-        run_job(json.loads(shared[0]), shared[1], world)
+        run_job(json.loads(shared[0]), shared[1], world, trust)
     finally:
         leave_world()
     if world.rank != 0:
@@ -124,22 +125,22 @@ def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, An
     return {**json.loads(storage.read_text(os.path.join(shared[1], "result.json"))), "run_dir": shared[1]}
 
 
-def _run_here(document: Mapping[str, Any], run_dir: str, import_from: list[str]) -> None:
+def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     from dsjob.job import run_job
     from dsjob.mesh import join_world
 
     def stop(number: int, _: Any) -> None:
         raise Interrupted(number)
 
-    _add_import_folders(import_from)
+    _add_import_folders(trust.folders)
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        run_job(document, run_dir, join_world(device=document["launch"]["device"]))
+        run_job(document, run_dir, join_world(device=document["launch"]["device"]), trust)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start_ranks(document: Mapping[str, Any], resolved: str, run_dir: str, import_from: list[str], debug: bool) -> None:
+def _start_ranks(document: Mapping[str, Any], resolved: str, run_dir: str, trust: Trust, debug: bool) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -169,7 +170,7 @@ def _start_ranks(document: Mapping[str, Any], resolved: str, run_dir: str, impor
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         _ERRORS_VARIABLE: private,
         _DEBUG_VARIABLE: "1" if debug else "",
-        PATHS_VARIABLE: os.pathsep.join(import_from),
+        _TRUST_VARIABLE: trust.to_text(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
     }
     if "lo" in (name for _, name in socket.if_nameindex()):
@@ -218,7 +219,7 @@ def _explain(private: str, codes: Mapping[int, int], logs: str) -> DsjobError:
     return LaunchError(f"ranks ended with exit codes {dict(codes)}", hint=f"their output is in {logs}")
 
 
-def _add_import_folders(folders: list[str]) -> None:
+def _add_import_folders(folders: Sequence[str]) -> None:
     """Makes the user's own modules importable, after everything that is installed."""
     for folder in folders:
         if folder not in sys.path:
@@ -245,13 +246,14 @@ def _run_rank(resolved: str, run_dir: str) -> int:
     from dsjob.job import run_job
     from dsjob.mesh import join_world, leave_world
 
-    _add_import_folders([folder for folder in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if folder])
+    trust = Trust.from_text(os.environ[_TRUST_VARIABLE])
+    _add_import_folders(trust.folders)
     rank = int(os.environ["RANK"])
     try:
         document = json.loads(storage.read_text(resolved))
         options = document["launch"]
         world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
-        run_job(document, run_dir, world)
+        run_job(document, run_dir, world, trust)
         leave_world()
     except Exception as error:
         known = isinstance(error, DsjobError)

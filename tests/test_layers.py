@@ -28,6 +28,8 @@ LAYERS: dict[int, set[str]] = {
         "compose",
         "storage",
         "targets",
+        "trust",
+        "hub",
     },
     2: {"mesh", "precision", "optim", "data"},
     3: {"parallel", "checkpoint"},

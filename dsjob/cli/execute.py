@@ -9,35 +9,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsjob import launch, storage
-from dsjob.document import Document
-from dsjob.errors import Interrupted, Problem
+from dsjob.cli.trusted import list_untrusted
+from dsjob.errors import DocumentError, Interrupted, Problem
 from dsjob.origins import Composed
 from dsjob.resolve import read_nproc, resolve_job
+from dsjob.trust import Trust
 
 _RESULT_NAME = "result.json"
 
 
-def import_folders(file: Document | None) -> list[str]:
-    """Where modules that a document names may lie: the current folder, and the job file's own."""
-    folders = [os.getcwd()]
-    if file is not None and "://" not in file.source:
-        folders.append(os.path.dirname(os.path.abspath(file.source)))
-    return list(dict.fromkeys(folders))
+def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
+    """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent.
 
-
-def run_composed(composed: Composed, folders: list[str], debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
-    """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent."""
+    Raises DocumentError for what the document names and `trust` does not grant, before anything of it is imported.
+    """
     joined = launch.read_world_size()
     world_size = joined or read_nproc(composed.document)
     document, warnings = resolve_job(composed.document, world_size=world_size, locate=composed.locate)
+    problems = list_untrusted(composed, document, trust)
+    if problems:
+        raise DocumentError(problems)
     if not joined or os.environ.get("RANK") == "0":
         _print_warnings(warnings)
     if joined:
-        return launch.join(document, import_from=folders)
+        return launch.join(document, trust=trust)
     run_dir = run_dir or launch.make_run_dir(document["output"]["dir"], document["name"])
     before = _list_commits(run_dir)
     try:
-        return launch.start(document, run_dir, import_from=folders, debug=debug)
+        return launch.start(document, run_dir, trust=trust, debug=debug)
     except (Exception, KeyboardInterrupt) as error:
         stopped = isinstance(error, (Interrupted, KeyboardInterrupt)) and before
         if stopped or _list_commits(run_dir) != before:

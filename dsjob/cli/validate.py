@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 from dsjob import resolve
 from dsjob.cli import parse_count
+from dsjob.cli.trusted import grant, list_untrusted
 from dsjob.document import Document
 from dsjob.errors import DocumentError, DsjobError, Problem
 from dsjob.origins import Composed, is_deepspeed, read_document, settle
+from dsjob.trust import require_job_file
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -38,9 +41,13 @@ def validate(url: str, world_size: int | None) -> list[Problem]:
         document = read_document(url)
         if is_deepspeed(document.value):
             return _check_deepspeed(document, world_size or 1)
+        require_job_file(document)
         composed = _compose(document)
         ranks = world_size or resolve.read_nproc(composed.document)
-        return resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate)[1]
+        resolved, problems = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate)
+        return problems + [
+            replace(found, severity="warning") for found in list_untrusted(composed, resolved, grant(document))
+        ]
     except DocumentError as error:
         return list(error.problems)
     except DsjobError as error:
