@@ -189,6 +189,8 @@ def _installations() -> tuple[str, ...]:
 
 def _is_own(folder: str) -> bool:
     real = os.path.realpath(folder)
+    if {"site-packages", "dist-packages"} & set(real.split(os.sep)):
+        return False
     return not any(real == place or real.startswith(place + os.sep) for place in _installations())
 
 
