@@ -124,7 +124,8 @@ def explain_distrust(path: str, trust: Trust) -> str:
         return ""
     place = locate_local(spec, trust.folders)
     if place:
-        return "" if trust.local else f"the document comes from elsewhere, and {top} lies in {place}"
+        elsewhere = "the document comes from elsewhere (a URL, a checkpoint, another user's run)"
+        return "" if trust.local else f"{elsewhere}, and {top} lies in {place}"
     if is_listed(path):
         return ""
     if top in sys.stdlib_module_names:

@@ -58,7 +58,7 @@ def comes_from_elsewhere(source: str) -> bool:
     folder = os.path.dirname(path)
     if re.fullmatch(r".+-a\d{4,}", os.path.basename(folder)):
         return True
-    if any(os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", "state.json")):
+    if all(os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", "state.json")):
         return True
     return os.path.basename(path) == "resolved.json" and os.path.exists(path) and os.stat(path).st_uid != os.geteuid()
 
