@@ -162,6 +162,8 @@ def locate_local(spec: ModuleSpec, folders: Sequence[str]) -> str:
     It must lie where its dotted name says, and be no link to another place. A folder of installed packages is nobody's
     own, and one inside a job's folder (.venv) does not make its modules local.
     """
+    if spec.name.split(".")[0] == __package__:
+        return ""  # dsjob itself, where one stands in a clone of it: its list says what may be named
     if spec.origin is None and spec.submodule_search_locations is not None:  # a folder without __init__.py
         places = [os.path.realpath(place) for place in spec.submodule_search_locations]
         return next((f for f in folders if _is_own(f) and _expect(f, spec.name) in places), "")

@@ -188,6 +188,15 @@ def test_a_folder_of_installed_packages_is_nobodys_own() -> None:
         assert explain_distrust(path, Trust(folders=folders))
 
 
+def test_a_clone_of_dsjob_makes_no_more_of_it_nameable(monkeypatch: pytest.MonkeyPatch) -> None:
+    clone = Path(dsjob.__file__).parent.parent
+    monkeypatch.chdir(clone)
+    assert explain_distrust("dsjob.storage.write_bytes", here())
+    assert explain_distrust("dsjob.recipes.gpt.build", here(local=False)) == ""
+    with pytest.raises(TargetError, match=r"dsjob\.callbacks"):
+        find_target("dsjob.recipes.text.Callback", here())
+
+
 def test_an_environment_inside_the_folder_is_not_local(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = folder / ".venv" / "site-packages"
     site.mkdir(parents=True)
