@@ -10,7 +10,7 @@ import argparse
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -32,6 +32,7 @@ from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.origins import Composed, settle
 from dsjob.resolve import place_problems
+from dsjob.trust import require_job_file
 
 CONFIG_NAME = "config"
 _FILE_GROUP = "job_file"
@@ -71,6 +72,7 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
     store = ConfigStore.instance()
     store.store(name="base", node=tree)
     if file is not None:
+        require_job_file(file)
         # Hydra merges a group chosen on the command line before the file, whose section would then win.
         node = copy.deepcopy(file.value)
         for name in {override.split("=")[0].lstrip("~") for override in overrides} & _GROUPS.keys():
@@ -89,9 +91,13 @@ def _delete(value: Any, path: Path) -> None:
         value.pop(path[-1], None)
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line as Hydra understands it: its flags, and `overrides` (files among them). Raises UsageError."""
+def parse_arguments(
+    arguments: Sequence[str], add_arguments: Callable[[argparse.ArgumentParser], None]
+) -> argparse.Namespace:
+    """The command line as Hydra understands it: its flags, those that `add_arguments` adds, and `overrides` (with
+    the files). Raises UsageError."""
     parser = get_args_parser()
+    add_arguments(parser)
     parser.error = _refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args(list(arguments))
 

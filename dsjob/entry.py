@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,7 @@ from dsjob.parallel import build_strategy
 from dsjob.precision import Precision
 from dsjob.resolve import Locate, resolve_config
 from dsjob.spec import EngineSpec
+from dsjob.trust import Trust
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -46,13 +47,15 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | Mapping[str, Any] | None = None,
     config_params: str | Mapping[str, Any] | None = None,
+    trust: Sequence[str] = (),
 ) -> tuple[Engine, Optimizer | None, Epochs | None, LRScheduler | None]:
     """An engine around `model`, as `deepspeed.initialize`; returns (engine, optimizer, dataloader, lr_scheduler).
 
     `config`: a DeepSpeed config as a dict or the path of a JSON file; `args.deepspeed_config` where absent. `optimizer`
     and `lr_scheduler`: objects, or callables of the parameters and the optimizer; the config's where absent.
     `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent. The dataloader
-    gives this rank's micro batches of one epoch each time it is iterated over.
+    gives this rank's micro batches of one epoch each time it is iterated over. `trust`: prefixes of what a `_target_`
+    in the config may name beside `dsjob.trust.LISTED` and modules in the current folder and the config file's.
 
     Raises ConfigError for a config that is wrong, with all its problems.
     """
@@ -60,13 +63,19 @@ def initialize(
         raise UsageError("dsjob.initialize needs a model")
     if mpu is not None:
         raise UsageError("model-parallel units (mpu) are not supported", hint="use the ZeRO stages to spread the model")
-    given, locate = _read_config(args, config if config is not None else config_params)
+    given, folders, locate = _read_config(args, config if config is not None else config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = join_world()
     spec, _ = resolve_config(given, world_size=world.world_size, locate=locate)
     engine = build_engine(
-        model, spec, world, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler
+        model,
+        spec,
+        world,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        trust=Trust(prefixes=tuple(trust), folders=folders),
     )
     if training_data is not None:
         loader = TrainingLoader(
@@ -89,6 +98,7 @@ def build_engine(
     optimizer: Optimizer | MakeOptimizer | None = None,
     model_parameters: Parameters | None = None,
     lr_scheduler: LRScheduler | MakeScheduler | None = None,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
 ) -> Engine:
     """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule."""
     precision = Precision.of(spec)
@@ -103,7 +113,7 @@ def build_engine(
     elif optimizer is not None:
         built = optimizer(over)
     elif spec.optimizer is not None:
-        built = build_optimizer(spec.optimizer, over)
+        built = build_optimizer(spec.optimizer, over, trust)
     scheduler: LRScheduler | None = None
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         if built is None:
@@ -112,7 +122,7 @@ def build_engine(
     elif lr_scheduler is not None:
         scheduler = lr_scheduler  # type: ignore[assignment]
     elif spec.scheduler is not None and built is not None:
-        scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built)
+        scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built, trust)
     return Engine(strategy, spec=spec, world=world, precision=precision, optimizer=built, lr_scheduler=scheduler)
 
 
@@ -147,7 +157,8 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
     return optimizer
 
 
-def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], Locate]:
+def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
+    """The config, the folders whose modules it may name, and the places of its values."""
     from_args = getattr(args, "deepspeed_config", None)
     if config is not None and from_args is not None:
         raise UsageError("the config is given twice: as an argument, and as args.deepspeed_config")
@@ -155,9 +166,15 @@ def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dic
     if config is None:
         raise UsageError("dsjob.initialize needs a config", hint='config={"train_batch_size": 8, "optimizer": {...}}')
     if isinstance(config, Mapping):
-        return dict(config), lambda path: ("config", 0, 0)
-    document = documents.parse(storage.read_text(os.fspath(config)), os.fspath(config))
-    return document.value, lambda path: (document.source, document.mark(path).line, document.mark(path).column)
+        return dict(config), (os.getcwd(),), lambda path: ("config", 0, 0)
+    source = os.fspath(config)
+    document = documents.parse(storage.read_text(source), source)
+    beside = () if "://" in source else (os.path.dirname(os.path.abspath(source)),)
+    return (
+        document.value,
+        (os.getcwd(), *beside),
+        lambda path: (document.source, document.mark(path).line, document.mark(path).column),
+    )
 
 
 def init_distributed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -25,6 +26,7 @@ from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_re
 from dsjob.seeding import seed_rng
 from dsjob.spec import JobSpec, Trainer, view
 from dsjob.targets import build_callable, call_target
+from dsjob.trust import Trust
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Result:
     checkpoint: str | None
 
 
-def run_job(document: Mapping[str, Any], run_dir: str, world: World) -> Result:
-    """Runs a resolved job document on this rank. `run_dir`: the run's folder, which exists.
+def run_job(document: Mapping[str, Any], run_dir: str, world: World, trust: Trust) -> Result:
+    """Runs a resolved job document on this rank. `run_dir`: the run's folder, which exists; `trust`: see `trust`.
 
     Raises DsjobError for whatever the user can mend; what the user's own code raises passes through.
     """
@@ -46,7 +48,7 @@ def run_job(document: Mapping[str, Any], run_dir: str, world: World) -> Result:
     display = Display(console, shown=world.rank == 0)
     started = time.monotonic()
     try:
-        run, loaded = _prepare(spec, document, run_dir, world, display)
+        run, loaded = _prepare(spec, document, run_dir, world, display, trust)
         _describe(run, run_dir, loaded, display)
         if run.step >= run.max_steps:
             return _say_complete(run, run_dir, display)
@@ -63,16 +65,16 @@ def run_job(document: Mapping[str, Any], run_dir: str, world: World) -> Result:
 
 
 def _prepare(
-    spec: JobSpec, document: Mapping[str, Any], run_dir: str, world: World, display: Display
+    spec: JobSpec, document: Mapping[str, Any], run_dir: str, world: World, display: Display, trust: Trust
 ) -> tuple[loop.Run, Loaded | None]:
-    trainer = spec.trainer
+    trainer, build = spec.trainer, functools.partial(call_target, trust=trust)
     seed_rng(trainer.seed)  # the same on every rank: the model has to begin the same
-    model = call_target(spec.model)
+    model = build(spec.model)
     if not isinstance(model, nn.Module):
         raise ContractError(f"model: {spec.model.path} returned {type(model).__name__}, not a torch.nn.Module")
-    collate = build_callable(spec.data.collate, "data.collate") if spec.data.collate else None
+    collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
     loader = TrainingLoader(
-        call_target(spec.data.train),
+        build(spec.data.train),
         micro_batch=trainer.micro_batch,
         world=world,
         seed=trainer.seed,
@@ -81,14 +83,14 @@ def _prepare(
         num_workers=spec.data.num_workers,
         pin_memory=spec.data.pin_memory,
     )
-    evaluation = call_target(spec.data.eval) if spec.data.eval else None
+    evaluation = build(spec.data.eval) if spec.data.eval else None
     steps = count_steps(trainer, loader.samples_per_epoch)
     schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
-    engine = build_engine(model, dataclasses.replace(spec, scheduler=schedule), world)
+    engine = build_engine(model, dataclasses.replace(spec, scheduler=schedule), world, trust=trust)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
     checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
-    callbacks = [_build_callback(name, target) for name, target in spec.callbacks.items()]
+    callbacks = [_build_callback(name, target, trust) for name, target in spec.callbacks.items()]
     run = loop.Run(
         spec=spec,
         engine=engine,
@@ -102,16 +104,16 @@ def _prepare(
             *callbacks,
         ],
         say=display.say,
-        loss=build_callable(spec.loss, "loss") if spec.loss else None,
+        loss=build_callable(spec.loss, "loss", trust) if spec.loss else None,
         evaluation=evaluation,
         collate=collate,
-        metrics={name: build_callable(target, f"metrics.{name}") for name, target in spec.metrics.items()},
+        metrics={name: build_callable(target, f"metrics.{name}", trust) for name, target in spec.metrics.items()},
     )
     return run, _resume(run)
 
 
-def _build_callback(name: str, target: Any) -> Callback:
-    built = call_target(target)
+def _build_callback(name: str, target: Any, trust: Trust) -> Callback:
+    built = call_target(target, trust=trust)
     if not isinstance(built, Callback):
         raise ContractError(f"callbacks.{name}: {target.path} returned {type(built).__name__}, not a dsjob Callback")
     return built

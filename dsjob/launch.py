@@ -18,14 +18,15 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dsjob import storage
 from dsjob.errors import DsjobError, Interrupted, LaunchError
 from dsjob.run_folder import RESOLVED_NAME, make_run_dir, read_result, write_resolved
+from dsjob.trust import Trust
 
-PATHS_VARIABLE = "DSJOB_IMPORT_FROM"  # folders whose modules a document may name
+_TRUST_VARIABLE = "DSJOB_TRUST"  # for ranks alone: what the launcher was granted, never read by a command
 _ERRORS_VARIABLE = "DSJOB_ERRORS"
 _DEBUG_VARIABLE = "DSJOB_DEBUG"
 
@@ -72,18 +73,18 @@ def _adopt_slurm() -> None:
     env.setdefault("MASTER_PORT", str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
 
 
-def start(document: Mapping[str, Any], run_dir: str, *, import_from: list[str], debug: bool) -> dict[str, Any]:
+def start(document: Mapping[str, Any], run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:
     """Runs a resolved job to its end, in this process or in ranks of its own; what `result.json` says of it."""
     if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
         write_resolved(run_dir, document)  # where an earlier run has left one, it stays until this one gets going
     if document["launch"]["nproc"] == 1:
-        _run_here(document, run_dir, import_from)
+        _run_here(document, run_dir, trust)
     else:
-        _start_ranks(document, run_dir, import_from, debug)
+        _start_ranks(document, run_dir, trust, debug)
     return {**read_result(run_dir), "run_dir": run_dir}
 
 
-def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, Any]:
+def join(document: Mapping[str, Any], *, trust: Trust) -> dict[str, Any]:
     """Runs a resolved job as one of the ranks that somebody else has started; rank 0's document counts.
 
     Returns what `result.json` says on rank 0, nothing on the others.
@@ -93,7 +94,7 @@ def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, An
     from dsjob.job import run_job
     from dsjob.mesh import join_world, leave_world
 
-    _add_import_folders(import_from)
+    _add_import_folders(trust.folders)
     options = document["launch"]
     world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
     shared: list[Any] = [None, None, None]
@@ -106,28 +107,28 @@ def join(document: Mapping[str, Any], *, import_from: list[str]) -> dict[str, An
         dist.broadcast_object_list(shared, src=0)
     if shared[2] is not None:
         raise shared[2]
-    run_job(json.loads(shared[0]), shared[1], world)
+    run_job(json.loads(shared[0]), shared[1], world, trust)
     leave_world()  # not after a failure: it would wait for ranks that are in a collective
     return {**read_result(shared[1]), "run_dir": shared[1]} if world.rank == 0 else {}
 
 
-def _run_here(document: Mapping[str, Any], run_dir: str, import_from: list[str]) -> None:
+def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     from dsjob.job import run_job
     from dsjob.mesh import join_world
 
     def stop(number: int, _: Any) -> None:
         raise Interrupted(number)
 
-    _add_import_folders(import_from)
+    _add_import_folders(trust.folders)
     before = signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        run_job(document, run_dir, join_world(device=document["launch"]["device"]))
+        run_job(document, run_dir, join_world(device=document["launch"]["device"]), trust)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start_ranks(document: Mapping[str, Any], run_dir: str, import_from: list[str], debug: bool) -> None:
+def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -161,7 +162,7 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, import_from: list[st
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         _ERRORS_VARIABLE: private,
         _DEBUG_VARIABLE: "1" if debug else "",
-        PATHS_VARIABLE: os.pathsep.join(import_from),
+        _TRUST_VARIABLE: trust.to_text(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
     }
     if "lo" in (name for _, name in socket.if_nameindex()):
@@ -210,7 +211,7 @@ def _explain(private: str, codes: Mapping[int, int], logs: str) -> DsjobError:
     return LaunchError(f"ranks ended with exit codes {dict(codes)}", hint=f"their output is in {logs}")
 
 
-def _add_import_folders(folders: list[str]) -> None:
+def _add_import_folders(folders: Sequence[str]) -> None:
     """Makes the user's own modules importable, after everything that is installed."""
     for folder in folders:
         if folder not in sys.path:
@@ -237,13 +238,14 @@ def _run_rank(resolved: str, run_dir: str) -> int:
     from dsjob.job import run_job
     from dsjob.mesh import join_world, leave_world
 
-    _add_import_folders([folder for folder in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if folder])
+    trust = Trust.from_text(os.environ[_TRUST_VARIABLE])
+    _add_import_folders(trust.folders)
     rank = int(os.environ["RANK"])
     try:
         document = json.loads(storage.read_text(resolved))
         options = document["launch"]
         world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
-        run_job(document, run_dir, world)
+        run_job(document, run_dir, world, trust)
         leave_world()
     except Exception as error:
         known = isinstance(error, DsjobError)

@@ -30,15 +30,16 @@ from dsjob.plan.report import Activations
 from dsjob.precision import Precision, cast_floats
 from dsjob.spec import JobSpec, Method, Target
 from dsjob.targets import build_callable, call_target
+from dsjob.trust import Trust
 
 MOST_STEPS = 200_000  # of a schedule that has to be walked through step by step
 
 
-def build_on_meta(target: Target) -> nn.Module:
+def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa: B008 (frozen)
     """The model with shapes but without memory. Raises UsageError where its factory needs real tensors."""
     try:
         with torch.device("meta"):
-            model = call_target(target)
+            model = call_target(target, trust=trust)
     except DsjobError:
         raise
     except Exception as error:
@@ -60,19 +61,24 @@ def size_model(model: nn.Module) -> Model:
     return Model(weights, buffers=sum(buffer.nbytes for buffer in model.buffers()))
 
 
-def load_data(spec: JobSpec, world_size: int) -> TrainingLoader:
+def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> TrainingLoader:  # noqa: B008 (frozen)
     """The training data as rank 0 of the job reads it. Raises DataError where it is missing or empty."""
     return TrainingLoader(
-        call_target(spec.data.train),
+        call_target(spec.data.train, trust=trust),
         micro_batch=spec.trainer.micro_batch,
         world=World(rank=0, local_rank=0, world_size=world_size, device=torch.device("cpu")),
         seed=spec.trainer.seed,
         shuffle=spec.data.shuffle,
-        collate=build_callable(spec.data.collate, "data.collate") if spec.data.collate else None,
+        collate=build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None,
     )
 
 
-def measure_activations(model: nn.Module, batch: Any, spec: JobSpec) -> Activations:
+def measure_activations(
+    model: nn.Module,
+    batch: Any,
+    spec: JobSpec,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+) -> Activations:
     """What autograd would keep of `batch`, the micro batch of a rank: a forward pass on fake tensors, without memory.
 
     The model's outputs are in it; parameters, their compute copies and the batch are not. `checkpointed` is what
@@ -80,7 +86,7 @@ def measure_activations(model: nn.Module, batch: Any, spec: JobSpec) -> Activati
     `model`: on the meta device, which it stays on. Attention and the like choose the kernels of a CPU.
     """
     try:
-        function = build_callable(spec.loss, "loss") if spec.loss else None
+        function = build_callable(spec.loss, "loss", trust) if spec.loss else None
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             warnings.simplefilter("ignore")
             dtype = Precision.of(spec).compute
@@ -194,10 +200,10 @@ class _Saved:
         return sum(self.sizes[address] for address in kept), max(inside.values())
 
 
-def probe_optimizer(method: Method) -> OptimizerState:
+def probe_optimizer(method: Method, trust: Trust = Trust()) -> OptimizerState:  # noqa: B008 (frozen)
     """What an optimizer keeps of a parameter: seen after one step over a tiny one. Raises TargetError if it fails."""
     parameter = nn.Parameter(torch.ones(7, 5))
-    optimizer = build_optimizer(method, [parameter])
+    optimizer = build_optimizer(method, [parameter], trust)
     parameter.grad = torch.ones(7, 5)
     try:
         optimizer.step()
@@ -213,18 +219,23 @@ def probe_optimizer(method: Method) -> OptimizerState:
     )
 
 
-def trace_rates(spec: JobSpec, steps: int, points: int) -> list[tuple[int, float]]:
+def trace_rates(
+    spec: JobSpec,
+    steps: int,
+    points: int,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+) -> list[tuple[int, float]]:
     """The learning rate of the first group at about `points` steps from the first to the last, from the real schedule.
 
     Empty where the rates depend on losses, or where a schedule would have to be walked through for too many steps.
     """
     if spec.optimizer is None or steps < 1:
         return []
-    optimizer = build_optimizer(spec.optimizer, [nn.Parameter(torch.zeros(1))])
+    optimizer = build_optimizer(spec.optimizer, [nn.Parameter(torch.zeros(1))], trust)
     wanted = sorted({round(i * (steps - 1) / max(points - 1, 1)) for i in range(points)})
     if spec.scheduler is None:
         return [(step, float(optimizer.param_groups[0]["lr"])) for step in wanted]
-    scheduler = build_scheduler(settle_length(spec.scheduler, steps), optimizer)
+    scheduler = build_scheduler(settle_length(spec.scheduler, steps), optimizer, trust)
     jumps = isinstance(scheduler, ClosedForm)
     if isinstance(scheduler, ReduceLROnPlateau) or (steps > MOST_STEPS and not jumps):
         return []

@@ -46,7 +46,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(size: str = "tiny", pretrained: str | None = None, vocab_size: int | None = None) -> nn.Module:
+def build(
+    size: str = "tiny",
+    pretrained: str | None = None,
+    vocab_size: int | None = None,
+    revision: str | None = None,
+) -> nn.Module:
     """A `transformers.T5ForConditionalGeneration`, in fp32.
 
     It keeps no cache of past keys: that is for generation, and goes wrong where activations are computed twice.
@@ -55,6 +60,7 @@ def build(size: str = "tiny", pretrained: str | None = None, vocab_size: int | N
         size: one of `SIZES`, with new weights; not read when `pretrained` is given.
         pretrained: a name on the hub, or a folder, to take configuration and weights from.
         vocab_size: of new weights: 384 for `tiny` (the byte tokenizer's) and 32128 for the published sizes.
+        revision: the commit on the hub, 40 hex digits, to take `pretrained` from.
 
     Raises:
         ValueError: unknown size, or `vocab_size` together with `pretrained`.
@@ -68,7 +74,7 @@ def build(size: str = "tiny", pretrained: str | None = None, vocab_size: int | N
             raise ValueError("vocab_size is for new weights; pretrained ones bring their own vocabulary")
         try:
             loaded: nn.Module = transformers.T5ForConditionalGeneration.from_pretrained(
-                pretrained, dtype=torch.float32, use_cache=False
+                pretrained, revision=revision or "main", dtype=torch.float32, use_cache=False
             )
         except (OSError, ValueError) as error:
             raise TargetError(f"cannot load pretrained={pretrained!r}: {error}", hint=HUB_HINT) from error
@@ -92,6 +98,7 @@ def build_dataset(
     source: str = "source",
     target: str = "target",
     seed: int = 0,
+    revision: str | None = None,
 ) -> Dataset[dict[str, Tensor]]:
     """Examples for T5: `input_ids`, int64 [at most `max_source`], and `labels`, int64 [at most `max_target`].
 
@@ -105,6 +112,7 @@ def build_dataset(
         source: the key or column of the sources in `path`.
         target: the key or column of the targets in `path`.
         seed: of the spans that are left out.
+        revision: the commit on the hub, 40 hex digits, to take `tokenizer` from.
 
     Raises:
         DataError: a file, a line, a column, the split or a limit is wrong, or nothing is left.
@@ -114,7 +122,7 @@ def build_dataset(
             raise DataError(f"{name} is {limit}; it must be at least {SHORTEST}")
     if max_samples is not None and max_samples < 1:
         raise DataError(f"max_samples is {max_samples}; it must be at least 1")
-    tokens = ByteTokenizer() if tokenizer is None else PretrainedTokenizer(tokenizer)
+    tokens = ByteTokenizer() if tokenizer is None else PretrainedTokenizer(tokenizer, revision)
     if path is None:
         return CorruptedSpans(split, tokens, max_source, max_target, max_samples, seed)
     pairs = read_pairs(path, split=split, source=source, target=target, max_samples=max_samples)

@@ -46,7 +46,7 @@ class ByteTokenizer:
 
 
 class PretrainedTokenizer:
-    """The tokenizer of a pretrained T5, from the hub or a folder.
+    """The tokenizer of a pretrained T5, from the hub (there at a commit, `revision`) or a folder.
 
     Raises:
         DataError: it cannot be loaded.
@@ -55,10 +55,10 @@ class PretrainedTokenizer:
 
     bytes_per_token = 3
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, revision: str | None = None) -> None:
         transformers = import_transformers()
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision or "main")
         except (OSError, ValueError) as error:
             raise DataError(f"cannot load tokenizer={name!r}: {error}", hint=HUB_HINT) from error
         self.eos: int = self._tokenizer.eos_token_id

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from job_documents import compose_file, make_job, resolve_composed, write_json
 
+from dsjob.cli.trusted import add_arguments
 from dsjob.compose import compose, list_overrides, parse_arguments
 from dsjob.errors import DocumentError, DsjobError, UsageError
 from dsjob.origins import read_document
@@ -336,14 +337,16 @@ def test_a_config_of_the_users_own_that_is_no_yaml_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize("arguments", [["--nope"], ["--cfg", "nope"], ["--config-dir"]])
 def test_unknown_flags_are_a_usage_error_and_do_not_exit(arguments: list[str]) -> None:
     with pytest.raises(UsageError, match="argument") as caught:
-        parse_arguments(arguments)
+        parse_arguments(arguments, add_arguments)
     assert "--help" in caught.value.hint
 
 
 def test_flags_and_overrides_may_come_in_any_order() -> None:
-    args = parse_arguments(["job.json", "--cfg", "job", "a=1", "-cd", "mine", "b=2"])
+    given = ["job.json", "--cfg", "job", "a=1", "-cd", "mine", "b=2", "--trust", "a", "--unpinned", "--trust=b.c"]
+    args = parse_arguments(given, add_arguments)
     assert args.overrides == ["job.json", "a=1", "b=2"]
     assert (args.cfg, args.config_dir) == ("job", "mine")
+    assert (args.trust, args.trust_remote_code, args.unpinned) == (["a", "b.c"], False, True)
 
 
 def test_the_job_file_comes_in_as_the_last_group(job_file: Path) -> None:

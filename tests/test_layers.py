@@ -37,6 +37,8 @@ LAYERS: dict[int, set[str]] = {
         "reference",
         "importing",
         "plan",
+        "trust",
+        "hub",
     },
     2: {"mesh", "precision", "optim", "data", "seeding"},
     3: {"parallel", "checkpoint"},

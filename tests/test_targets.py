@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from dsjob import targets
 from dsjob.errors import DataError, TargetError
 from dsjob.spec import Target, make_target
-from dsjob.targets import call_target, describe_call_error, find_target
+from dsjob.targets import describe_call_error
+from dsjob.trust import Trust
 
 MODULE = """
 from dataclasses import dataclass
@@ -46,6 +48,19 @@ def keep(only, /):
 def nothing():
     return None
 """
+
+
+def grant() -> Trust:
+    """Trust in the folder of modules, which `modules` puts first, and in two modules of the standard library."""
+    return Trust(folders=(sys.path[0],), prefixes=("math", "builtins"))
+
+
+def call_target(target: Target, *positional: Any) -> Any:
+    return targets.call_target(target, *positional, trust=grant())
+
+
+def find_target(path: str) -> Any:
+    return targets.find_target(path, grant())
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,8 @@ dsjob: train from a job document
 
   dsjob COMMAND --help                   more about a command
   --cfg job|hydra|all, --info, --config-dir DIR, --hydra-help, -sc install=bash: as in every Hydra program
+  --trust PREFIX                         let the document name code beyond dsjob's list and its own folder
+  --trust-remote-code, --unpinned        allow code from a hub; names on a hub without a revision
   --debug                                show tracebacks
   --version
 """

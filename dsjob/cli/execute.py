@@ -8,26 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsjob import launch
-from dsjob.document import Document
-from dsjob.errors import Interrupted, Problem
+from dsjob.cli.trusted import list_untrusted
+from dsjob.errors import DocumentError, Interrupted, Problem
 from dsjob.origins import Composed
 from dsjob.resolve import read_nproc, resolve_job
 from dsjob.run_folder import list_commits, make_run_dir
+from dsjob.trust import Trust
 
 
-def import_folders(file: Document | None) -> list[str]:
-    """Where modules that a document names may lie: the current folder, and the job file's own."""
-    folders = [os.getcwd()]
-    if file is not None and "://" not in file.source:
-        made_from = file.value.get("resolved", {}) if isinstance(file.value, dict) else {}
-        for source in (file.source, made_from.get("file") if isinstance(made_from, dict) else None):
-            if isinstance(source, str):
-                folders.append(os.path.dirname(os.path.abspath(source)))
-    return list(dict.fromkeys(folders))
+def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
+    """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent.
 
-
-def run_composed(composed: Composed, folders: list[str], debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
-    """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent."""
+    Raises DocumentError for what the document names and `trust` does not grant, before anything of it is imported.
+    """
     joined = launch.read_world_size()
     world_size = joined or read_nproc(composed.document)
     resolved = resolve_job(
@@ -39,14 +32,17 @@ def run_composed(composed: Composed, folders: list[str], debug: bool, *, run_dir
     document, warnings = resolved.document, resolved.warnings
     if composed.file is not None and "://" not in composed.file.source:
         document["resolved"].setdefault("file", os.path.abspath(composed.file.source))
+    problems = list_untrusted(composed, document, trust)
+    if problems:
+        raise DocumentError(problems)
     if not joined or os.environ.get("RANK") == "0":
         _print_warnings(warnings)
     if joined:
-        return launch.join(document, import_from=folders)
+        return launch.join(document, trust=trust)
     run_dir = run_dir or make_run_dir(document["output"]["dir"], document["name"])
     before = list_commits(run_dir, document)
     try:
-        return launch.start(document, run_dir, import_from=folders, debug=debug)
+        return launch.start(document, run_dir, trust=trust, debug=debug)
     except (Exception, KeyboardInterrupt) as error:
         stopped = isinstance(error, (Interrupted, KeyboardInterrupt)) and before
         if stopped or list_commits(run_dir, document) != before:

@@ -10,15 +10,16 @@ from typing import Any
 from dsjob import compose as composition
 from dsjob import launch
 from dsjob.cli import parse_count
-from dsjob.cli.execute import import_folders
 from dsjob.cli.run import split_source
-from dsjob.errors import DataError, FitError, UsageError
+from dsjob.cli.trusted import add_arguments, grant, list_untrusted
+from dsjob.errors import DataError, DocumentError, FitError, UsageError
 from dsjob.plan.communication import predict_checkpoint, predict_communication
 from dsjob.plan.fit import Job, find_remedies, sweep
 from dsjob.plan.model import Layout, Model, Offload, OptimizerState, assume_state
 from dsjob.plan.report import Activations, Course, Plan, show_bytes, to_json
 from dsjob.resolve import read_nproc, resolve_job
 from dsjob.spec import JobSpec, view
+from dsjob.trust import Trust
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "param")
@@ -44,8 +45,12 @@ def main(arguments: list[str], debug: bool) -> int:
         trainer = {"max_steps": 1, **({} if "train_batch" in given.get("trainer", {}) else {"micro_batch": 1})}
         given = {**_UNNAMED, **given, "trainer": {**trainer, **given.get("trainer", {})}}
     document = resolve_job(given, world_size=world_size, locate=composed.locate).document
-    sys.path[:0] = import_folders(file)
-    plan = _make_plan(document, world_size, args)
+    trust = grant(file, args)
+    problems = list_untrusted(composed, document, trust) if args.params is None else []
+    if problems:
+        raise DocumentError(problems)
+    sys.path += [folder for folder in trust.folders if folder not in sys.path]
+    plan = _make_plan(document, world_size, args, trust)
     rows = sweep(plan.job) if args.sweep_stages else []
     if args.format == "json":
         print(json.dumps(to_json(plan, rows), indent=2))  # noqa: T201
@@ -75,6 +80,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--require-fit", action="store_true", help="exit with 3 where it does not fit")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
+    add_arguments(parser)
     return parser.parse_intermixed_args(arguments)
 
 
@@ -103,11 +109,14 @@ def _parse_size(text: str) -> int:
     return size
 
 
-def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespace) -> Plan:
+def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespace, trust: Trust) -> Plan:
     spec = view(JobSpec, document)
     layout = _read_layout(spec, document, world_size, args.offload)
     notes: list[str] = []
-    model, state, activations, course = (_count if args.params is not None else _look)(spec, args, world_size, notes)
+    if args.params is not None:
+        model, state, activations, course = _count(spec, args.params, notes)
+    else:
+        model, state, activations, course = _look(spec, world_size, notes, trust)
     if layout.offload != "none":
         notes.append("offloading is a prediction after DeepSpeed's documentation: dsjob cannot do it yet")
     if layout.stage and world_size == 1 and layout.offload == "none":
@@ -157,33 +166,33 @@ def _is_offloaded(section: Any) -> bool:
 _Looked = tuple[Model, OptimizerState, Activations, Course]
 
 
-def _count(spec: JobSpec, args: argparse.Namespace, world_size: int, notes: list[str]) -> _Looked:
+def _count(spec: JobSpec, parameters: int, notes: list[str]) -> _Looked:
     """A model of which the number of parameters is known: nothing is imported."""
     state, remark = assume_state(spec.optimizer)
     notes += [remark] if remark else []
     notes.append("left out, for lack of a model: activations, blocks and their buffers; and steps and rates")
-    return Model.of_count(args.params), state, Activations(reason="there is no model to look at"), Course()
+    return Model.of_count(parameters), state, Activations(reason="there is no model to look at"), Course()
 
 
-def _look(spec: JobSpec, args: argparse.Namespace, world_size: int, notes: list[str]) -> _Looked:
+def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Looked:
     """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
     from dsjob import probe
     from dsjob.job import count_steps
 
-    built = probe.build_on_meta(spec.model)
+    built = probe.build_on_meta(spec.model, trust)
     model = probe.size_model(built)
-    state = probe.probe_optimizer(spec.optimizer) if spec.optimizer else OptimizerState(0)
+    state = probe.probe_optimizer(spec.optimizer, trust) if spec.optimizer else OptimizerState(0)
     steps, samples = spec.trainer.max_steps, None
     try:
-        loader = probe.load_data(spec, world_size)
+        loader = probe.load_data(spec, world_size, trust)
         samples = loader.samples_per_epoch
         steps = count_steps(spec.trainer, samples)
-        activations = probe.measure_activations(built, next(iter(loader)), spec)
+        activations = probe.measure_activations(built, next(iter(loader)), spec, trust)
     except (DataError, OSError) as error:
         activations = Activations(reason=str(error).splitlines()[0])
     if activations.reason:
         notes.append(f"activations are not counted: {activations.reason}")
-    rates = tuple(probe.trace_rates(spec, steps or 0, _PLOT_WIDTH))
+    rates = tuple(probe.trace_rates(spec, steps or 0, _PLOT_WIDTH, trust))
     per_epoch = -(-samples // spec.trainer.train_batch) if samples else None
     return model, state, activations, Course(samples, per_epoch, steps, rates)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from dsjob import compose as composition
 from dsjob import launch
-from dsjob.cli.execute import import_folders, run_composed
+from dsjob.cli.execute import run_composed
+from dsjob.cli.trusted import add_arguments, grant
 from dsjob.document import Document
 from dsjob.errors import UsageError
 from dsjob.origins import Composed, is_deepspeed, read_document
@@ -20,17 +21,18 @@ _SWEEP = "optimizer.params.lr=1e-3,3e-4"
 
 def main(arguments: list[str], debug: bool) -> int:
     """Runs a recipe or a job file, sweeps, or answers one of Hydra's questions."""
-    args = composition.parse_arguments(arguments)
+    args = composition.parse_arguments(arguments, add_arguments)
     if args.help:
         from dsjob.cli import USAGE
 
         sys.stdout.write(USAGE)
         return 0
     file, overrides = split_source(args.overrides)
+    trust = grant(file, args)
     if args.multirun:
         from dsjob.cli import sweep
 
-        return sweep.main(overrides, file, args.config_dir, debug)
+        return sweep.main(overrides, file, args.config_dir, debug, trust)
     if args.cfg == "job":
         composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
         _print_yaml(composed.document, args.package)
@@ -39,7 +41,7 @@ def main(arguments: list[str], debug: bool) -> int:
         composition.answer(args, overrides, file)
         return 0
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
-    result = run_composed(composed, import_folders(file), debug)
+    result = run_composed(composed, trust, debug)
     if result.get("checkpoint"):
         _say_next(result, composed)
     if launch.read_world_size() is not None:

@@ -14,22 +14,23 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dsjob import compose as composition
 from dsjob import launch
-from dsjob.cli.execute import import_folders, run_composed
+from dsjob.cli.execute import run_composed
 from dsjob.document import Document
 from dsjob.errors import DsjobError, Interrupted, LaunchError
 from dsjob.origins import read_document
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
+from dsjob.trust import Trust
 
 # How the sweep reaches its runs, which a launcher may start in other processes.
-_ID_VARIABLE, _FOLDERS_VARIABLE = "DSJOB_SWEEP_ID", "DSJOB_SWEEP_FOLDERS"
+_ID_VARIABLE, _TRUST_VARIABLE = "DSJOB_SWEEP_ID", "DSJOB_SWEEP_TRUST"
 _FILE_VARIABLE, _DEBUG_VARIABLE, _DIR_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEEP_DEBUG", "DSJOB_SWEEP_DIR"
 
 
-def main(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool) -> int:
+def main(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool, trust: Trust) -> int:
     """Sweeps; the exit code is 1 if any run failed."""
     folder = _choose_folder(overrides, file, config_dir)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
-    os.environ[_FOLDERS_VARIABLE] = os.pathsep.join(import_folders(file))
+    os.environ[_TRUST_VARIABLE] = trust.to_text()
     os.environ[_FILE_VARIABLE] = file.source if file is not None else ""
     os.environ[_DEBUG_VARIABLE] = "1" if debug else ""
     chosen = [f"hydra.sweep.dir='{folder}'"] if folder is not None else []
@@ -64,7 +65,7 @@ def run_one(config: DictConfig) -> float:
     os.environ[_DIR_VARIABLE] = os.path.relpath(hydra.sweep.dir)
     with open_dict(config):
         config.hydra = hydra
-    folders = [folder for folder in os.environ.get(_FOLDERS_VARIABLE, "").split(os.pathsep) if folder]
+    trust = Trust.from_text(os.environ[_TRUST_VARIABLE])
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
     told = [override for override in given if not override.startswith("+job_file=")]
     print(f"\n== run {hydra.job.num}: {' '.join(told)}", flush=True)  # noqa: T201
@@ -76,7 +77,7 @@ def run_one(config: DictConfig) -> float:
     try:
         source = os.environ.get(_FILE_VARIABLE)
         composed = composition.finish(config, read_document(source) if source else None)
-        result = run_composed(composed, folders, bool(os.environ.get(_DEBUG_VARIABLE)), run_dir=run_dir)
+        result = run_composed(composed, trust, bool(os.environ.get(_DEBUG_VARIABLE)), run_dir=run_dir)
     except Interrupted as error:
         raise SystemExit(error.exit_code) from error  # no Exception: Hydra would go on with the next run
     except Exception as error:

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 from dsjob import report, resolve
 from dsjob.cli import parse_count
+from dsjob.cli.trusted import grant, list_untrusted
 from dsjob.document import Document
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
 from dsjob.origins import Composed, is_deepspeed, read_document, settle
 from dsjob.rules import EXPLANATIONS, RULES
+from dsjob.trust import require_job_file
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -101,12 +103,13 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | Non
 def _check(document: Document, world_size: int | None) -> list[Problem]:
     if is_deepspeed(document.value):
         return resolve.resolve_config(document.value, world_size=world_size or 1, locate=_locator(document))[1]
+    require_job_file(document)
     composed = _compose(document)
     ranks = world_size or resolve.read_nproc(composed.document)
     ranks_from = "--world-size" if world_size else "launch.nproc"
-    return resolve.resolve_job(
-        composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from
-    ).warnings
+    done = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
+    untrusted = list_untrusted(composed, done.document, grant(document))
+    return done.warnings + [replace(found, severity="warning") for found in untrusted]
 
 
 def _compose(document: Document) -> Composed:

@@ -13,18 +13,19 @@ from torch.optim import Optimizer
 from dsjob.errors import TargetError
 from dsjob.spec import Method
 from dsjob.targets import call_target, describe_call_error
+from dsjob.trust import Trust
 
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
-def build_optimizer(method: Method, parameters: Groups) -> Optimizer:
+def build_optimizer(method: Method, parameters: Groups, trust: Trust = Trust()) -> Optimizer:  # noqa: B008 (frozen)
     """The optimizer that the document names, over `parameters` (or groups of them).
 
     Raises TargetError for a name that torch.optim does not have, or arguments that it does not take.
     """
     groups = list(parameters)
     if method.target is not None:
-        made = call_target(method.target, groups)
+        made = call_target(method.target, groups, trust=trust)
         if not isinstance(made, Optimizer):
             raise TargetError(
                 f"optimizer: {method.target.path} returned {type(made).__name__}, not a torch.optim.Optimizer"

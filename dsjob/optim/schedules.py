@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dsjob.errors import TargetError
 from dsjob.spec import Method
 from dsjob.targets import call_target, describe_call_error
+from dsjob.trust import Trust
 
 Rates = float | Sequence[float]
 
@@ -237,13 +238,13 @@ _NAMED: dict[str, type[ClosedForm]] = {
 }
 
 
-def build_scheduler(method: Method, optimizer: Optimizer) -> LRScheduler:
+def build_scheduler(method: Method, optimizer: Optimizer, trust: Trust = Trust()) -> LRScheduler:  # noqa: B008 (frozen)
     """The schedule that the document names, over `optimizer`.
 
     Raises TargetError for a name that torch does not have, or arguments that it does not take.
     """
     if method.target is not None:
-        made = call_target(method.target, optimizer)
+        made = call_target(method.target, optimizer, trust=trust)
         if not hasattr(made, "step") or not hasattr(made, "state_dict"):
             raise TargetError(f"scheduler: {method.target.path} returned {type(made).__name__}, which has no step()")
         scheduler: LRScheduler = made

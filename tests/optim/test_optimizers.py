@@ -10,6 +10,7 @@ from dsjob import schema
 from dsjob.errors import TargetError
 from dsjob.optim import build_optimizer
 from dsjob.spec import Method, Target
+from dsjob.trust import Trust
 
 
 def make(kind: str, **params: Any) -> torch.optim.Optimizer:
@@ -55,5 +56,6 @@ def test_what_cannot_be_built_is_named() -> None:
     assert "AdamW" in caught.value.hint
     with pytest.raises(TargetError, match="alfa"):
         make("RMSprop", alfa=1)
+    method = Method(type=None, params={}, target=Target("builtins.list", {}))
     with pytest.raises(TargetError, match="returned list, not"):
-        build_optimizer(Method(type=None, params={}, target=Target("builtins.list", {})), [nn.Parameter(torch.ones(3))])
+        build_optimizer(method, [nn.Parameter(torch.ones(3))], Trust(prefixes=("builtins",)))

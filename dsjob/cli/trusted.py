@@ -1,0 +1,110 @@
+"""What the user has granted: on the command line, in a config file of their own, and by where the job file lies."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+from dsjob import document as documents
+from dsjob.document import Document
+from dsjob.dsconfig import find_origin
+from dsjob.errors import Problem, UsageError
+from dsjob.origins import Composed
+from dsjob.resolve import place_problems
+from dsjob.run_folder import RESOLVED_NAME
+from dsjob.trust import Trust, check_document
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags --trust, --trust-remote-code and --unpinned."""
+    parser.add_argument(
+        "--trust", action="append", default=[], metavar="PREFIX", help="let the document name this module or callable"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="allow trust_remote_code, and weights that are unpickled"
+    )
+    parser.add_argument("--unpinned", action="store_true", help="allow names on a hub without a revision")
+
+
+def grant(file: Document | None, args: argparse.Namespace | None = None) -> Trust:
+    """The trust for a job file (None: for a recipe), from the flags in `args` and the user's config file."""
+    return Trust(
+        prefixes=(*(args.trust if args else ()), *read_prefixes(config_path())),
+        folders=tuple(_list_folders(file)),
+        local=file is None or not comes_from_elsewhere(file.source),
+        remote_code=bool(args and args.trust_remote_code),
+        unpinned=bool(args and args.unpinned),
+    )
+
+
+def _list_folders(file: Document | None) -> Sequence[str]:
+    """Where modules that a document names may lie: the current folder, and the job file's own unless it was written by
+    a run, which names the job file that it was made from, or comes from elsewhere."""
+    folders = [os.getcwd()]
+    if file is not None and not comes_from_elsewhere(file.source):
+        source: Any = file.source
+        if os.path.basename(file.source) == RESOLVED_NAME:
+            resolved = file.value.get("resolved")
+            source = resolved.get("file") if isinstance(resolved, dict) else None
+        if isinstance(source, str) and os.path.isfile(source) and os.stat(source).st_uid == os.geteuid():
+            folders.append(os.path.dirname(os.path.abspath(source)))
+    return list(dict.fromkeys(folders))
+
+
+def comes_from_elsewhere(source: str) -> bool:
+    """Whether a document may not name local modules: it is read from a URL, lies in a checkpoint's folder, or is a
+    run's `resolved.json` that belongs to another user. What the user runs from their own disk else is theirs."""
+    if "://" in source:
+        return True
+    path = os.path.realpath(source)
+    folder = os.path.dirname(path)
+    if re.fullmatch(r".+-a\d{4,}", os.path.basename(folder)):
+        return True
+    if all(os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", "state.json")):
+        return True
+    return os.path.basename(path) == RESOLVED_NAME and os.path.exists(path) and os.stat(path).st_uid != os.geteuid()
+
+
+def list_untrusted(composed: Composed, resolved: dict[str, Any], trust: Trust) -> list[Problem]:
+    """What a document names and `trust` does not grant, with places in `composed`, which it was resolved from."""
+    config = composed.document.get("deepspeed", {})
+    return place_problems(
+        check_document(resolved, trust),
+        lambda path: composed.locate(find_origin(path, composed.document, config)),
+    )
+
+
+def config_path() -> str:
+    """The user's own config file: `$XDG_CONFIG_HOME/dsjob/config.yaml`."""
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return os.path.join(home, "dsjob", "config.yaml")
+
+
+def read_prefixes(path: str) -> tuple[str, ...]:
+    """The list `trust` of the config file at `path`; none without a file.
+
+    Raises UsageError where somebody else could have written it: it must belong to the user, and neither it nor its
+    folder may be writable by others.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    with os.fdopen(file, encoding="utf-8") as opened:
+        for place, found in ((path, os.fstat(file)), (os.path.dirname(path), os.stat(os.path.dirname(path)))):
+            if found.st_uid != os.geteuid():
+                raise UsageError(f"{place} belongs to another user, so what it trusts is not read", hint=f"rm {path}")
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise UsageError(f"{place} can be written by others", hint=f"chmod go-w {place}")
+        text = opened.read()
+    values = documents.parse(text, path).value if text.strip() else {}
+    prefixes = values.get("trust", [])
+    if set(values) - {"trust"} or not isinstance(prefixes, list) or not all(isinstance(p, str) for p in prefixes):
+        raise UsageError(f"{path} may hold a list of dotted names, and nothing else", hint="trust: [my_package]")
+    return tuple(prefixes)

@@ -1,0 +1,203 @@
+"""What the user grants on the command line and in a config file of their own, and what the place of a document does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import DSJOB, clean_env, dsjob, make_job
+
+from dsjob.cli.trusted import comes_from_elsewhere, read_prefixes
+from dsjob.errors import DocumentError, UsageError
+
+REFUSED = "my_model.build is not trusted: the document comes from elsewhere (a URL, a checkpoint"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return make_job(tmp_path)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A job whose model is in a package that is installed (on PYTHONPATH), not in its folder."""
+    job, site = tmp_path / "job", tmp_path / "site"
+    job.mkdir()
+    site.mkdir()
+    make_job(job, model={"_target_": "vendor_model.build"})
+    (site / "vendor_model.py").write_text((job / "my_model.py").read_text())
+    return job
+
+
+def test_the_flag_reaches_the_run_its_ranks_its_sweep_and_those_of_torchrun(installed: Path) -> None:
+    site = str(installed.parent / "site")
+    refused = dsjob("cfg.json", cwd=installed, PYTHONPATH=site)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(
+        "cfg.json:3:5: model._target_: vendor_model.build is not trusted: vendor_model is an"
+    )
+    assert "run with --trust vendor_model.build" in refused.stderr
+    assert not (installed / "run").exists()
+    granted = dsjob("cfg.json", "--trust", "vendor_model", cwd=installed, PYTHONPATH=site)
+    assert granted.returncode == 0, granted.stderr
+    ranks = dsjob(
+        "cfg.json", "--trust=vendor_model", "launch.nproc=2", "output.dir=ranks", cwd=installed, PYTHONPATH=site
+    )
+    assert ranks.returncode == 0, ranks.stderr
+    sweep = dsjob("-m", "cfg.json", "--trust", "vendor_model.build", "trainer.seed=1,2", cwd=installed, PYTHONPATH=site)
+    assert sweep.returncode == 0, sweep.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
+    for flags, code in ((["--trust", "vendor_model"], True), ([], False)):
+        done = subprocess.run(
+            [*torchrun, *flags, f"output.dir=joined{code}"],
+            cwd=installed,
+            env=clean_env(PYTHONPATH=site),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode == 0) is code, done.stderr
+
+
+def test_the_document_and_the_environment_grant_nothing(installed: Path) -> None:
+    site = str(installed.parent / "site")
+    grants = {"DSJOB_TRUST": '{"prefixes": ["vendor_model"], "folders": [], "local": true}', "PYTHONPATH": site}
+    assert dsjob("cfg.json", cwd=installed, **grants).returncode == 2
+    document = json.loads((installed / "cfg.json").read_text()) | {"trust": ["vendor_model"]}
+    (installed / "cfg.json").write_text(json.dumps(document))
+    assert "trust: unknown key" in dsjob("cfg.json", cwd=installed, PYTHONPATH=site).stderr
+
+
+def test_validate_warns_and_shows_the_flag(installed: Path) -> None:
+    done = dsjob("validate", "cfg.json", cwd=installed, PYTHONPATH=str(installed.parent / "site"))
+    assert done.returncode == 0
+    assert "cfg.json:3:5: warning: model._target_: vendor_model.build is not trusted" in done.stdout
+    assert "--trust vendor_model.build" in done.stdout
+
+
+def test_an_explicit_grant_is_the_users_own_decision(job: Path) -> None:
+    """Also the proof that the hostile documents would do harm, were they let."""
+    (job / "cfg.json").write_text(
+        (job / "cfg.json").read_text().replace('"my_model.build"', '"os.system", "command": "touch pwned"')
+    )
+    assert dsjob("cfg.json", cwd=job).returncode == 2
+    assert not (job / "pwned").exists()
+    done = dsjob("cfg.json", "--trust", "os", cwd=job)
+    assert "os.system returned int, not a torch.nn.Module" in done.stderr
+    assert (job / "pwned").exists()
+
+
+def test_runs_of_ones_own_repeat_and_a_document_out_of_a_checkpoint_needs_the_flag(job: Path) -> None:
+    assert dsjob("cfg.json", cwd=job).returncode == 0
+    assert dsjob("run", "run/resolved.json", "output.dir=again", cwd=job).returncode == 0
+    assert dsjob("run", "run", "trainer.max_steps=7", cwd=job).returncode == 0
+    (checkpoint,) = (job / "run" / "checkpoints").glob("step-00000006-a*")
+    document = f"{checkpoint}/job.json"
+    (checkpoint / "my_model.py").write_text("raise SystemExit('imported from the checkpoint')\n")
+    refused = dsjob("run", document, "output.dir=third", cwd=job)
+    assert refused.returncode == 2
+    assert REFUSED in refused.stderr
+    granted = dsjob("run", document, "--trust", "my_model", "output.dir=third", cwd=job)
+    assert granted.returncode == 0, granted.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "elsewhere"),
+    [
+        ("cfg.json", False),
+        ("job.json", False),
+        ("run/resolved.json", False),
+        ("memory://cfg.json", True),
+        ("https://host/cfg.json", True),
+        ("file:///cfg.json", True),
+        ("checkpoints/step-00000120-a0001/job.json", True),
+        ("checkpoints/best-a0001/anything.yaml", True),
+        ("held/cfg.json", True),
+        ("web/cfg.json", False),
+        ("linked.json", True),
+    ],
+)
+def test_where_a_document_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, elsewhere: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "held", "web", "checkpoints/step-00000120-a0001"):
+        Path(folder).mkdir(parents=True)
+    for name in (
+        "run/resolved.json",
+        "held/manifest.json",
+        "held/state.json",
+        "web/manifest.json",
+        "checkpoints/step-00000120-a0001/job.json",
+    ):
+        Path(name).write_text("{}")
+    Path("linked.json").symlink_to("checkpoints/step-00000120-a0001/job.json")
+    assert comes_from_elsewhere(path) is elsewhere
+
+
+def test_a_resolved_document_of_another_user_is_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = tmp_path / "resolved.json"
+    resolved.write_text("{}")
+    assert not comes_from_elsewhere(str(resolved))
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(resolved).st_uid + 1)
+    assert comes_from_elsewhere(str(resolved))
+
+
+# ---- the user's config file
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "dsjob" / "config.yaml"
+    path.parent.mkdir(mode=0o755)
+    path.write_text("trust: [vendor_model, a.b]\n")
+    path.chmod(0o644)
+    return path
+
+
+def test_the_config_file_grants_what_it_lists(installed: Path, config: Path) -> None:
+    assert read_prefixes(str(config)) == ("vendor_model", "a.b")
+    env = {"XDG_CONFIG_HOME": str(config.parent.parent), "PYTHONPATH": str(installed.parent / "site")}
+    done = dsjob("validate", "cfg.json", cwd=installed, **env)
+    assert done.stdout == "cfg.json: ok\n"
+    assert dsjob("cfg.json", cwd=installed, **env).returncode == 0
+
+
+def test_no_file_and_an_empty_one_grant_nothing(config: Path) -> None:
+    assert read_prefixes(str(config.parent / "none.yaml")) == ()
+    config.write_text("\n")
+    assert read_prefixes(str(config)) == ()
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_a_config_file_that_others_can_write_is_refused(config: Path, mode: int, which: str) -> None:
+    place = config if which == "file" else config.parent
+    place.chmod(mode if which == "file" else mode | 0o111)
+    with pytest.raises(UsageError, match="can be written by others") as caught:
+        read_prefixes(str(config))
+    assert caught.value.hint == f"chmod go-w {place}"
+
+
+def test_a_config_file_of_another_user_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(config).st_uid + 1)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        read_prefixes(str(config))
+
+
+@pytest.mark.parametrize("text", ["trust: os", "trust: [1]", "trsut: [a]", "trust: {a: b}"])
+def test_a_config_file_that_says_something_else_is_refused(config: Path, text: str) -> None:
+    config.write_text(text)
+    with pytest.raises(UsageError, match="list of dotted names"):
+        read_prefixes(str(config))
+
+
+def test_a_config_file_with_a_syntax_error_says_where(config: Path) -> None:
+    config.write_text("trust: [a\n")
+    with pytest.raises(DocumentError, match=r"config\.yaml:"):
+        read_prefixes(str(config))
