@@ -94,21 +94,50 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
 def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:
     """What a bare DeepSpeed config asks of the engine. Raises ConfigError with all problems at once."""
     config = contract.prune(config, contract.deepspeed_schema())
-    problems = check_config(config)
-    job = dsconfig.to_job(_rename(legacy.expand(config), contract.deepspeed_schema()))
-    batch = None
-    if not any(p.severity == "error" and (not p.path or p.path[0] in dsconfig.BATCH_KEYS) for p in problems):
-        try:
-            batch = BatchConfig.from_dict(job.get("trainer", {})).resolve(world_size)
-        except DocumentError as error:
-            problems += [dsconfig.to_config_words(replace(problem, path=())) for problem in error.problems]
+    problems, batch = _check_config(config, world_size)
     problems = place_problems(problems, locate)
     _raise_errors(problems, ConfigError)
     assert batch is not None
     schema = contract.job_schema()
-    resolved = contract.fill_defaults(_own_numbers(resolve_auto(job)[0], schema), schema)
+    resolved = contract.fill_defaults(_own_numbers(resolve_auto(_read_config(config))[0], schema), schema)
     resolved["trainer"].update(dataclasses.asdict(batch))
     return view(EngineSpec, resolved), problems
+
+
+def check_bare_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> list[Problem]:
+    """Everything wrong with a DeepSpeed config that is looked at by itself.
+
+    What it leaves open with "auto" is for the job or program to say that will use it: a warning.
+    """
+    config = contract.prune(config, contract.deepspeed_schema())
+    problems = []
+    for problem in _check_config(config, world_size)[0]:
+        left = [key for key in dsconfig.BATCH_KEYS if config.get(key) == "auto"]
+        if problem.rule == "batch" and left:
+            problem = _leave_open((left[0],))
+        elif problem.rule == "no-total-steps" and problem.path[-1] == "total_num_steps":
+            problem = _leave_open(problem.path)
+        problems.append(problem)
+    return place_problems(problems, locate)
+
+
+def _leave_open(path: Path) -> Problem:
+    message = '"auto" is left to what uses this config'
+    return Problem(message, path, "auto", "a job says it: dsjob cfg.yaml deepspeed=FILE", severity="warning")
+
+
+def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    return dsconfig.to_job(_rename(legacy.expand(config), contract.deepspeed_schema()))
+
+
+def _check_config(config: dict[str, Any], world_size: int) -> tuple[list[Problem], BatchConfig | None]:
+    problems = check_config(config)
+    if any(p.severity == "error" and (not p.path or p.path[0] in dsconfig.BATCH_KEYS) for p in problems):
+        return problems, None
+    try:
+        return problems, BatchConfig.from_dict(_read_config(config).get("trainer", {})).resolve(world_size)
+    except DocumentError as error:
+        return problems + [dsconfig.to_config_words(replace(found, path=())) for found in error.problems], None
 
 
 def _name_number(key: str, job: dict[str, Any], locate: Locate) -> str:

@@ -41,6 +41,11 @@ def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
     storage.delete(os.path.join(run_dir, RESULT_NAME))
 
 
+def read_resolved(run_dir: str) -> dict[str, Any]:
+    """The document that the run in a folder was last resolved to; empty where there is none."""
+    return _read_json(os.path.join(run_dir, RESOLVED_NAME))
+
+
 def write_result(run_dir: str, result: Mapping[str, Any]) -> None:
     """Writes result.json: how the run ended."""
     storage.write_bytes(os.path.join(run_dir, RESULT_NAME), json.dumps(drop_non_finite(result)).encode())
@@ -48,7 +53,10 @@ def write_result(run_dir: str, result: Mapping[str, Any]) -> None:
 
 def read_result(run_dir: str) -> dict[str, Any]:
     """A run's result.json; empty where there is none."""
-    path = os.path.join(run_dir, RESULT_NAME)
+    return _read_json(os.path.join(run_dir, RESULT_NAME))
+
+
+def _read_json(path: str) -> dict[str, Any]:
     if not os.path.exists(path):
         return {}
     content: dict[str, Any] = json.loads(storage.read_text(path))

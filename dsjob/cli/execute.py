@@ -12,7 +12,7 @@ from dsjob.cli.trusted import list_untrusted
 from dsjob.errors import DocumentError, Interrupted, Problem
 from dsjob.origins import Composed
 from dsjob.resolve import read_nproc, resolve_job
-from dsjob.run_folder import list_commits, make_run_dir
+from dsjob.run_folder import list_commits, make_run_dir, read_resolved
 from dsjob.trust import Trust
 
 
@@ -41,6 +41,8 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         return launch.join(document, trust=trust)
     run_dir = run_dir or make_run_dir(document["output"]["dir"], document["name"])
     before = list_commits(run_dir, document)
+    if before:
+        _require_same_job(run_dir, document)
     try:
         return launch.start(document, run_dir, trust=trust, debug=debug)
     except (Exception, KeyboardInterrupt) as error:
@@ -48,6 +50,17 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         if stopped or list_commits(run_dir, document) != before:
             print(f"dsjob: to go on from the last checkpoint: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
         raise
+
+
+def _require_same_job(run_dir: str, document: dict[str, Any]) -> None:
+    """Checkpoints of another model or data set would be continued. Raises DocumentError."""
+    there = read_resolved(run_dir)
+    for section, name in (("model", "model"), ("data", "train")):
+        ours, theirs = document[section], there.get(section, {})
+        ours, theirs = (ours, theirs) if section == name else (ours[name], theirs.get(name, {}))
+        if theirs and ours["_target_"] != theirs["_target_"]:
+            message = f"{run_dir} holds the run of another job: its {section} is {theirs['_target_']}"
+            raise DocumentError([Problem(message, ("output", "dir"), "another-job", "choose another output.dir")])
 
 
 def _print_warnings(warnings: Sequence[Problem]) -> None:

@@ -73,8 +73,10 @@ def _list_rows(composed: Composed, resolved: Resolved, *, changed: bool) -> Iter
         if path[0] == "resolved":
             continue
         origin = _find_origin(path, composed, resolved)
-        if not (changed and (origin == "default" or value == _find_default(path, resolved.document, schema))):
-            yield ".".join(map(str, path)), value, origin
+        if not (
+            changed and (origin == "default" or value == _find_schema(path, resolved.document, schema).get("default"))
+        ):
+            yield ".".join(map(str, path)), value, origin + _find_status(path, resolved.document, schema)
 
 
 def _list_leaves(value: dict[str, Any], schema: contract.Schema | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -95,6 +97,13 @@ def _find_origin(path: Path, composed: Composed, resolved: Resolved) -> str:
     return "name of the recipe or file" if path == ("name",) else "default"
 
 
+def _find_status(path: Path, document: dict[str, Any], schema: contract.Schema) -> str:
+    """What becomes of a key that has no use of its own here."""
+    below = _find_schema(path, document, schema)
+    status = {"no-effect": "no effect here", "mapped": "maps to"}.get(below.get("x-status", ""))
+    return f" ({status}: {below.get('x-note')})" if status else ""
+
+
 def _has(value: Any, path: Path) -> bool:
     for part in path:
         if not isinstance(value, dict) or part not in value:
@@ -103,13 +112,13 @@ def _has(value: Any, path: Path) -> bool:
     return True
 
 
-def _find_default(path: Path, document: dict[str, Any], schema: contract.Schema) -> Any:
+def _find_schema(path: Path, document: dict[str, Any], schema: contract.Schema) -> contract.Schema:
     node: contract.Schema | None = schema
     value: Any = document
     for part in path:
         node = contract.child(node, str(part), value) if node is not None else None
         value = value.get(part) if isinstance(value, dict) else None
-    return (node or {}).get("default")
+    return node or {}
 
 
 def _print_rows(rows: list[tuple[str, Any, str]], form: str, *, origins: bool) -> None:

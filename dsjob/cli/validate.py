@@ -102,7 +102,7 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | Non
 
 def _check(document: Document, world_size: int | None) -> list[Problem]:
     if is_deepspeed(document.value):
-        return resolve.resolve_config(document.value, world_size=world_size or 1, locate=_locator(document))[1]
+        return resolve.check_bare_config(document.value, world_size=world_size or 1, locate=_locator(document))
     require_job_file(document)
     composed = _compose(document)
     ranks = world_size or resolve.read_nproc(composed.document)

@@ -271,3 +271,10 @@ def test_a_resume_draws_the_same_noise_in_workers(job: Path) -> None:
     assert dsjob("cfg.json", *noisy, "trainer.max_steps=3", cwd=job).returncode == 0
     assert dsjob("run", "run", "trainer.max_steps=6", cwd=job).returncode == 0
     assert read_metrics(job / "run") == read_metrics(job / "whole")
+
+
+def test_a_folder_of_another_job_is_not_gone_on_with(job: Path) -> None:
+    assert dsjob("cfg.json", cwd=job).returncode == 0
+    other = dsjob("cfg.json", "model._target_=my_model.Net", "trainer.max_steps=8", cwd=job)
+    assert other.returncode == 2
+    assert "run holds the run of another job: its model is my_model.build" in other.stderr
