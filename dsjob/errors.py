@@ -82,7 +82,7 @@ class UsageError(DsjobError):
 
 
 class DocumentError(DsjobError):
-    """A job document is wrong; `problems` holds everything that was found, in the order of its places."""
+    """A job document is wrong; `problems` holds all that was found, warnings too, in the order of their places."""
 
     exit_code = 2
 

@@ -79,7 +79,8 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
         try:
             batch = asked.resolve(world_size, name=lambda key: _name_number(key, job, locate_origin), ranks=ranks_from)
         except DocumentError as error:
-            problems += error.problems
+            given = [("trainer", key) for key in dataclasses.asdict(asked) if key in job.get("trainer", {})]
+            problems += [replace(found, path=(given or [("trainer",)])[0]) for found in error.problems]
     problems = place_problems(problems, locate_origin)
     _raise_errors(problems)
     assert batch is not None
@@ -157,9 +158,8 @@ def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchCon
 
 
 def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentError) -> None:
-    errors = [problem for problem in problems if problem.severity == "error"]
-    if errors:
-        raise kind(errors)
+    if any(problem.severity == "error" for problem in problems):
+        raise kind(problems)
 
 
 def _drop_repeated(problems: list[Problem]) -> list[Problem]:
