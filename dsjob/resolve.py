@@ -79,8 +79,8 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
         try:
             batch = asked.resolve(world_size, name=lambda key: _name_number(key, job, locate_origin), ranks=ranks_from)
         except DocumentError as error:
-            given = [("trainer", key) for key in dataclasses.asdict(asked) if key in job.get("trainer", {})]
-            problems += [replace(found, path=(given or [("trainer",)])[0]) for found in error.problems]
+            named = [key for key in dataclasses.asdict(asked) if key in job.get("trainer", {})]
+            problems += [replace(found, path=("trainer", *named[:1])) for found in error.problems]
     problems = place_problems(problems, locate_origin)
     _raise_errors(problems)
     assert batch is not None

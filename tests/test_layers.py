@@ -33,6 +33,7 @@ LAYERS: dict[int, set[str]] = {
         "report",
         "auto",
         "legacy",
+        "config",
         "views",
         "reference",
         "importing",

@@ -1,0 +1,174 @@
+"""DeepSpeed configs as Python objects: structs that know their keys, their defaults and whether they are valid.
+
+The keys and defaults of each are its section of `schemas/`; `check` judges values, `batch` completes batch sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, ClassVar, TypeVar
+
+from dsjob import schema as contract
+from dsjob.batch import BatchConfig as Triad
+from dsjob.check import check_config, suggest
+from dsjob.dsconfig import BATCH_KEYS
+from dsjob.errors import ConfigError, DocumentError, Problem
+
+C = TypeVar("C", bound="Config")
+
+
+class Config(MutableMapping[str, Any]):
+    """A struct: `c.key` and `c["key"]` are the same. Made from keywords, or from a dict by `from_dict`.
+
+    A subclass names the section of a DeepSpeed config that it stands for: other keys are refused then, and those that
+    are not given have their defaults. Raises ConfigError.
+    """
+
+    section: ClassVar[str | None] = None
+    parts: ClassVar[Mapping[str, type[Config]]] = {}  # configs inside this one
+
+    def __init__(self, **values: Any) -> None:
+        allowed = self._keys()
+        known = set(allowed) | set(self.parts)
+        if self.section is not None or self.parts:
+            wrong = [key for key in values if key not in known]
+            if wrong:
+                kind = type(self).__name__
+                raise ConfigError(
+                    [
+                        Problem(f"{kind} has no key {key}", (key,), "unknown-key", suggest(key, sorted(known)))
+                        for key in wrong
+                    ]
+                )
+        filled = {key: copy.deepcopy(below.get("default")) for key, below in allowed.items()}
+        made = {key: kind() for key, kind in self.parts.items() if key not in values}
+        given = {key: self._build(key, value) for key, value in values.items()}
+        object.__setattr__(self, "_values", {**filled, **made, **given})
+
+    @classmethod
+    def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
+        """The config that a dict describes."""
+        return cls(**values)
+
+    @classmethod
+    def _keys(cls) -> Mapping[str, contract.Schema]:
+        if cls.section is None:
+            return {}
+        section = contract.deepspeed_schema()["properties"][cls.section]
+        return {key: below for key, below in section["properties"].items() if "x-alias-of" not in below}
+
+    def _build(self, key: str, value: Any) -> Any:
+        kind = self.parts.get(key)
+        return kind.from_dict(value) if kind is not None and not isinstance(value, Config) else value
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as a dict, what is not set (None) left out."""
+        plain = {key: value.to_dict() if isinstance(value, Config) else value for key, value in self.items()}
+        return {key: value for key, value in plain.items() if value is not None}
+
+    def resolve(self, world_size: int = 1) -> None:
+        """Infers what is missing, if possible, for `world_size` data-parallel ranks. Raises DocumentError."""
+        for value in self.values():
+            if isinstance(value, Config):
+                value.resolve(world_size)
+
+    def is_valid(self, world_size: int = 1) -> bool:
+        """Resolves what is missing, and says whether this config and those in it are valid."""
+        try:
+            self.resolve(world_size)
+        except DocumentError:
+            return False
+        return not any(problem.severity == "error" for problem in check_config(self._as_config()))
+
+    def _as_config(self) -> dict[str, Any]:
+        """The DeepSpeed config that this one is a part of."""
+        return {self.section: self.to_dict()} if self.section else {}
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self.__dict__["_values"][key]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no key {key!r}") from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def __getitem__(self, key: str) -> Any:
+        return self.__dict__["_values"][key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.__dict__["_values"][key] = self._build(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        del self.__dict__["_values"][key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__["_values"])
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_values"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.items())})"
+
+
+class FP16Config(Config):
+    """The `fp16` section: loss scaling and all."""
+
+    section = "fp16"
+
+
+class BF16Config(Config):
+    """The `bf16` section."""
+
+    section = "bf16"
+
+
+class TorchAutocastConfig(Config):
+    """The `torch_autocast` section."""
+
+    section = "torch_autocast"
+
+
+class BatchConfig(Config):
+    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel world size."""
+
+    @classmethod
+    def _keys(cls) -> Mapping[str, contract.Schema]:
+        properties = contract.deepspeed_schema()["properties"]
+        return {key: properties[key] for key in BATCH_KEYS}
+
+    def resolve(self, world_size: int = 1) -> None:
+        """Completes the three numbers. Raises DocumentError where they do not multiply out."""
+        full = Triad.from_dict(self).resolve(world_size)
+        self.update(zip(BATCH_KEYS, (full.train_batch, full.micro_batch, full.grad_accum), strict=True))
+
+    def _as_config(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class TrainingConfig(Config):
+    """Batch sizes and precision of a training; `from_dict` also takes a DeepSpeed config as it is."""
+
+    parts: ClassVar[Mapping[str, type[Config]]] = {
+        "batch": BatchConfig,
+        "fp16": FP16Config,
+        "bf16": BF16Config,
+        "torch_autocast": TorchAutocastConfig,
+    }
+
+    @classmethod
+    def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
+        """The config that a dict describes: by parts, or with the batch sizes at its top as DeepSpeed has them."""
+        top = {key: values[key] for key in BATCH_KEYS if key in values}
+        parts = {key: values[key] for key in cls.parts if key in values}
+        if top:
+            parts["batch"] = {**parts.get("batch", {}), **top}
+        others = {key: values[key] for key in values if key not in cls.parts and key not in BATCH_KEYS}
+        known = contract.deepspeed_schema()["properties"]
+        return cls(**parts, **{key: value for key, value in others.items() if key not in known})
+
+    def _as_config(self) -> dict[str, Any]:
+        sections = {key: value.to_dict() for key, value in self.items() if key != "batch"}
+        return {**self.batch.to_dict(), **sections}

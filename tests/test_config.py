@@ -1,0 +1,74 @@
+"""DeepSpeed configs as Python objects."""
+
+from typing import Any
+
+import pytest
+
+from dsjob.config import BatchConfig, BF16Config, Config, FP16Config, TorchAutocastConfig, TrainingConfig
+from dsjob.errors import ConfigError, DocumentError
+
+
+def test_a_config_is_a_struct() -> None:
+    config = Config(verbose=True)
+    assert config.verbose is True
+    assert config["verbose"] is True
+    assert Config.from_dict({"verbose": True}) == config == {"verbose": True}
+    config.verbose = False
+    config["level"] = 3
+    assert config.to_dict() == {"verbose": False, "level": 3}
+    assert config.is_valid()
+    with pytest.raises(AttributeError, match="Config has no key 'quiet'"):
+        _ = config.quiet
+
+
+def test_a_section_knows_its_keys_and_defaults() -> None:
+    config = FP16Config(enabled=True)
+    assert (config.enabled, config.loss_scale, config.initial_scale_power, config.loss_scale_window) == (
+        True,
+        0,
+        16,
+        1000,
+    )
+    assert BF16Config().enabled is False
+    assert TorchAutocastConfig().dtype is None
+    with pytest.raises(ConfigError, match='FP16Config has no key enabeld; did you mean "enabled"'):
+        FP16Config(enabeld=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (FP16Config, {"loss_scale": -1}),
+        (FP16Config, {"loss_scale_window": "1000"}),
+        (BF16Config, {"enabled": "yes"}),
+        (TorchAutocastConfig, {"enabled": False, "dtype": "int8"}),
+    ],
+)
+def test_values_are_judged_by_the_schemas(kind: type[Config], values: dict[str, Any]) -> None:
+    assert kind().is_valid()
+    assert not kind(**values).is_valid()
+
+
+def test_batch_sizes_are_completed() -> None:
+    batch = BatchConfig(train_batch_size=32, train_micro_batch_size_per_gpu=4)
+    batch.resolve(world_size=4)
+    assert batch.gradient_accumulation_steps == 2
+    assert batch.is_valid(world_size=4)
+    assert not batch.is_valid(world_size=3)
+    assert not BatchConfig().is_valid()
+    with pytest.raises(DocumentError, match="train_batch 33 is not micro_batch 17"):
+        BatchConfig(train_batch_size=33, train_micro_batch_size_per_gpu=17, gradient_accumulation_steps=2).resolve(2)
+
+
+def test_a_training_config_is_made_by_parts_or_from_deepspeeds() -> None:
+    by_parts = TrainingConfig(batch={"train_batch_size": 8}, fp16={"enabled": False})
+    as_deepspeed = TrainingConfig.from_dict(
+        {"train_batch_size": 8, "fp16": {"enabled": False}, "zero_optimization": {"stage": 2}}
+    )
+    assert by_parts == as_deepspeed
+    assert by_parts.is_valid(world_size=2)
+    assert by_parts.batch.train_micro_batch_size_per_gpu == 4
+    both = TrainingConfig(batch={"train_batch_size": 8}, fp16={"enabled": True}, bf16={"enabled": True})
+    assert not both.is_valid()
+    with pytest.raises(ConfigError, match="did you mean"):
+        TrainingConfig.from_dict({"train_batch_size": 8, "fp61": {}})
