@@ -59,6 +59,7 @@ def settle(
     return Composed(document, file, recipes, overrides or {}, deepspeed)
 
 
+STDIN = "<stdin>"  # the source of a document from standard input
 MAX_SIZE = 16 << 20  # bytes of a document: with all that refers to them, some 2 GB of memory
 
 
@@ -68,7 +69,7 @@ def read_document(url: str) -> Document:
     Raises UsageError where it cannot be read, DocumentError.
     """
     if url == "-":
-        return documents.parse(_require_small(sys.stdin.read(MAX_SIZE + 1), "<stdin>"), "<stdin>")
+        return documents.parse(_require_small(sys.stdin.read(MAX_SIZE + 1), STDIN), STDIN)
     try:
         text = _require_small(storage.read_text(url, MAX_SIZE + 1), url)
     except StorageError as error:

@@ -13,7 +13,7 @@ from dsjob.cli.execute import run_composed
 from dsjob.cli.trusted import add_arguments, grant
 from dsjob.document import Document
 from dsjob.errors import UsageError
-from dsjob.origins import Composed, is_deepspeed, read_document
+from dsjob.origins import STDIN, Composed, is_deepspeed, read_document
 from dsjob.run_folder import RESOLVED_NAME
 
 _SWEEP = "optimizer.params.lr=1e-3,3e-4"
@@ -30,6 +30,8 @@ def main(arguments: list[str], debug: bool) -> int:
     file, overrides = split_source(args.overrides)
     trust = grant(file, args)
     if args.multirun:
+        if file is not None and file.source == STDIN:
+            raise UsageError("a sweep reads its document once for each run: give it a file, not standard input")
         from dsjob.cli import sweep
 
         return sweep.main(overrides, file, args.config_dir, debug, trust)
@@ -64,7 +66,7 @@ def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
             raise UsageError(f"{source} is no run's folder: there is no {RESOLVED_NAME} in it")
         here = f"output.dir={_quote(source.rstrip('/') or '/')}"
         return read_document(resolved), ["checkpoint.resume=auto", *rest, here]
-    if not ("://" in source or os.path.exists(source)):
+    if not ("://" in source or source == "-" or os.path.exists(source)):
         raise UsageError(f"no such file: {source}")
     document = read_document(source)
     if is_deepspeed(document.value):
@@ -74,8 +76,11 @@ def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
         )
     if os.path.basename(source) == RESOLVED_NAME and "://" not in source:
         folder = os.path.dirname(source) or "."
-        output = document.value.get("output", {}).get("dir", "")
-        if os.path.abspath(os.path.expanduser(output)) == os.path.abspath(folder):  # a new run, not more of that one
+        section = document.value.get("output")
+        output = section.get("dir") if isinstance(section, dict) else None
+        if isinstance(output, str) and os.path.abspath(os.path.expanduser(output)) == os.path.abspath(
+            folder
+        ):  # a new run, not more of that one
             rest = [f"output.dir={_quote(output.rstrip('/') + '-%time')}", *rest]
     return document, rest
 

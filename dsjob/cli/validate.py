@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from dataclasses import replace
 
@@ -93,9 +95,9 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | Non
     try:
         document = read_document(url)
         text = document.text
-        return report.sort_problems(_check(document, world_size)), text
+        return _hide_environment(report.sort_problems(_check(document, world_size)), text), text
     except DocumentError as error:
-        return list(error.problems), text
+        return _hide_environment(list(error.problems), text or ""), text
     except DsjobError as error:
         return [Problem(error.message, rule="unreadable", hint=error.hint, source=_name(url))], text
 
@@ -104,12 +106,50 @@ def _check(document: Document, world_size: int | None) -> list[Problem]:
     if is_deepspeed(document.value):
         return resolve.check_bare_config(document.value, world_size=world_size or 1, locate=_locator(document))
     require_job_file(document)
+    document, unread = _leave_network(document)
     composed = _compose(document)
     ranks = world_size or resolve.read_nproc(composed.document)
     ranks_from = "--world-size" if world_size else "launch.nproc"
-    done = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
+    try:
+        done = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
+    except DocumentError as error:
+        raise DocumentError([*unread, *error.problems]) from None
     untrusted = list_untrusted(composed, done.document, grant(document))
-    return done.warnings + [replace(found, severity="warning") for found in untrusted]
+    return unread + done.warnings + [replace(found, severity="warning") for found in untrusted]
+
+
+def _leave_network(document: Document) -> tuple[Document, list[Problem]]:
+    """The document without a DeepSpeed config at a URL: nothing that a document names is fetched to check it."""
+    url = document.value.get("deepspeed")
+    if not (isinstance(url, str) and ("://" in url or "${" in url)):
+        return document, []
+    rest = {key: value for key, value in document.value.items() if key != "deepspeed"}
+    mark = document.mark(("deepspeed",))
+    found = Problem(
+        f"{url} is not read here: validate opens no connection",
+        ("deepspeed",),
+        "not-read",
+        f"check it by itself: dsjob validate {url}",
+        document.source,
+        mark.line,
+        mark.column,
+        "warning",
+    )
+    return replace(document, value=rest), [found]
+
+
+def _hide_environment(problems: list[Problem], text: str) -> list[Problem]:
+    """`problems` without values of the environment that the document refers to: reports end in logs."""
+    names = re.findall(r"\$\{oc\.env:\s*([A-Za-z_]\w*)", text)
+    values = {name: value for name in names if len(value := os.environ.get(name, "")) > 2}
+
+    def hide(shown: str) -> str:
+        for name, value in values.items():
+            for length in (len(value), *range(min(len(value), 60), 2, -1)):  # long values are shown cut
+                shown = shown.replace(value[:length], "${oc.env:" + name + "}")
+        return shown
+
+    return [replace(p, message=hide(p.message), hint=hide(p.hint)) for p in problems] if values else problems
 
 
 def _compose(document: Document) -> Composed:

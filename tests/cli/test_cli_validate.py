@@ -377,3 +377,20 @@ def test_a_mistake_in_a_deepspeed_config_is_named(validate: Any, config: dict[st
 def test_batch_sizes_of_a_deepspeed_config_are_checked_for_the_world_size(validate: Any, ranks: str, code: int) -> None:
     write("ds.json", '{"train_batch_size": 8}')
     assert validate("--world-size", ranks, "ds.json")[0] == code
+
+
+def test_nothing_is_fetched_and_nothing_of_the_environment_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DSJOB_TEST_SECRET", "hunter22345" * 9)
+    Path("job.json").write_text(
+        json.dumps(
+            make_job(trainer={"max_steps": "${oc.env:DSJOB_TEST_SECRET}"}, deepspeed="http://127.0.0.1:9/x.json")
+        )
+    )
+    assert main(["validate", "job.json"]) == 2
+    told = "".join(capsys.readouterr())
+    assert "warning[not-read]: deepspeed: http://127.0.0.1:9/x.json is not read here" in told
+    assert "hunter2" not in told
+    assert '"${oc.env:DSJOB_TEST_SECRET}' in told
