@@ -302,9 +302,9 @@ def test_a_section_that_does_nothing_stays_as_it_was_given() -> None:
 
 def test_the_type_may_say_more_of_a_key() -> None:
     optimizer = contract.job_schema()["properties"]["optimizer"]
-    lamb, adam = (contract.child(optimizer, "type", {"type": kind}) for kind in ("lamb", "Adam"))
-    assert lamb is not None
-    assert (lamb["type"], lamb["x-status"]) == ("string", "unsupported")
+    onebit, adam = (contract.child(optimizer, "type", {"type": kind}) for kind in ("OneBitLamb", "Adam"))
+    assert onebit is not None
+    assert (onebit["type"], onebit["x-status"]) == ("string", "unsupported")
     assert adam == optimizer["properties"]["type"]
 
 

@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dsjob.errors import TargetError
+from dsjob.optim.lamb import Lamb
+from dsjob.optim.lion import Lion
 from dsjob.spec import Method
 from dsjob.targets import call_target, describe_call_error
 from dsjob.trust import Trust
@@ -61,11 +63,22 @@ def _adagrad(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
     return torch.optim.Adagrad(groups, **params)
 
 
+def _lamb(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
+    arguments = {key: value for key, value in params.items() if key != "amsgrad"}  # false: the schema allows no other
+    return Lamb(groups, **{**arguments, "betas": tuple(params["betas"])})
+
+
+def _lion(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
+    return Lion(groups, **{**params, "betas": tuple(params["betas"])})
+
+
 _NAMED: dict[str, Callable[[list[Any], Mapping[str, Any]], Optimizer]] = {
     "adam": _adam,
     "adamw": _adamw,
     "sgd": _sgd,
     "adagrad": _adagrad,
+    "lamb": _lamb,
+    "lion": _lion,
 }
 
 

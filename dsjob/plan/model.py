@@ -122,6 +122,10 @@ def assume_state(method: Method | None) -> tuple[OptimizerState, str]:
         return OptimizerState(0), "no optimizer is named"
     if name in ("adam", "adamw"):
         return OptimizerState(3 if params.get("amsgrad") else 2, 4), ""
+    if name == "lamb":
+        return OptimizerState(2, 4), ""
+    if name == "lion":
+        return OptimizerState(1), ""
     if name == "sgd":
         return OptimizerState(1 if params.get("momentum") else 0), ""
     return OptimizerState(2, 4), f"{method.label}'s state is taken to be as large as Adam's: two values a parameter"

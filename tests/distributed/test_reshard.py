@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import make_engine, make_tokens, train_engine, whole_state
+from engines import ADAMW, make_engine, make_tokens, train_engine, whole_state
 from ranks import run_ranks
 from test_stages import TiedNet
 
@@ -15,16 +15,20 @@ SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_st
 STATE = {"epoch": 1, "note": "hello", "pair": (1, 2)}
 
 
-def save(world: World, folder: str, stage: int, bf16: bool) -> tuple[dict[str, Any], list[float]]:
-    engine = make_engine(stage, net=TiedNet(), bf16=bf16, scheduler=SCHEDULE)
+def save(
+    world: World, folder: str, stage: int, bf16: bool, optimizer: dict[str, Any] = ADAMW
+) -> tuple[dict[str, Any], list[float]]:
+    engine = make_engine(stage, net=TiedNet(), bf16=bf16, scheduler=SCHEDULE, optimizer=optimizer)
     train_engine(engine, 0, 3)
     engine.save_checkpoint(folder, client_state=STATE)
     state = whole_state(engine)
     return state, train_engine(engine, 3, 2)
 
 
-def load(world: World, folder: str, stage: int, bf16: bool) -> tuple[dict[str, Any], list[float], Any]:
-    engine = make_engine(stage, net=TiedNet(), bf16=bf16, scheduler=SCHEDULE)
+def load(
+    world: World, folder: str, stage: int, bf16: bool, optimizer: dict[str, Any] = ADAMW
+) -> tuple[dict[str, Any], list[float], Any]:
+    engine = make_engine(stage, net=TiedNet(), bf16=bf16, scheduler=SCHEDULE, optimizer=optimizer)
     url, client_state = engine.load_checkpoint(folder)
     assert url is not None
     assert engine.global_steps == 3
@@ -56,6 +60,26 @@ def test_state_is_equal_to_the_bit_and_training_goes_on(
     mean = lambda losses: torch.tensor(losses).mean(0)  # noqa: E731
     tolerance = 2e-2 if bf16 else 1e-5
     torch.testing.assert_close(mean([r[1] for r in after]), mean([r[1] for r in before]), rtol=0, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [((2, 3), (1, 0)), ((2, 0), (2, 1))], ids=str)
+@pytest.mark.parametrize("kind", ["Lamb", "Lion"])
+def test_the_state_of_every_optimizer_is_equal_to_the_bit(
+    kind: str, pair: tuple[tuple[int, int], tuple[int, int]], tmp_path: Path
+) -> None:
+    (ranks, stage), (ranks_then, stage_then) = pair
+    optimizer = {"type": kind, "params": {"lr": 0.001}}
+    before = run_ranks(save, ranks, str(tmp_path), stage, False, optimizer)
+    expected = before[0][0]
+    assert any(name.startswith("optimizer.") for name in expected)
+    after = run_ranks(load, ranks_then, str(tmp_path), stage_then, False, optimizer)
+    for state, _, _ in after:
+        assert set(state) == set(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor), name
+    found, wanted = (torch.tensor([result[1] for result in results]).mean(0) for results in (after, before))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 def load_after_evaluation(world: World, folder: str) -> list[tuple[float, float]]:

@@ -1,0 +1,52 @@
+"""What an optimizer needs to know of sharded parameters: the own part of a tensor, and sums over all of its parts.
+
+An update that looks at each element alone is taken on the own parts; what looks at a whole parameter comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of `tensor` that this rank holds, sharing its memory; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def add_parts(sums: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Makes sums over the own parts into sums over whole parameters, in place.
+
+    `sums`: [len(parameters), n], row by row what was summed up over the own part of each parameter. One collective for
+    all parameters that are spread over the same ranks; all ranks have to call it with the same parameters.
+    """
+    spread: dict[dist.ProcessGroup, list[int]] = {}
+    for row, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor):
+            for dim, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    spread.setdefault(parameter.device_mesh.get_group(dim), []).append(row)
+    for group, rows in spread.items():
+        if len(rows) == len(parameters):
+            dist.all_reduce(sums, group=group)
+            continue
+        index = torch.tensor(rows, device=sums.device)
+        part = sums[index]
+        dist.all_reduce(part, group=group)
+        sums[index] = part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of `tensor` on every rank that has a part of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(value: Tensor, like: Tensor) -> Tensor:
+    """The part of `value`, which is whole, that this rank holds of `like`."""
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
