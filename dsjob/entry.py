@@ -113,7 +113,8 @@ def build_engine(
     elif optimizer is not None:
         built = optimizer(over)
     elif spec.optimizer is not None:
-        built = build_optimizer(spec.optimizer, over, trust)
+        called = {id(master): name for name, master in masters.items()}
+        built = build_optimizer(spec.optimizer, over, trust, called)
     scheduler: LRScheduler | None = None
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         if built is None:

@@ -236,6 +236,18 @@ def _max_grad_norm(document: Document) -> Iterator[Finding]:
         yield "optimizer.params.max_grad_norm", "is not the optimizer's business", f"gradient_clipping: {norm:g}"
 
 
+@_rule("empty-param-group")
+def _empty_groups(document: Document) -> Iterator[Finding]:
+    """A rule for parameters says which it takes, and what is different for them."""
+    rules = _get(document, "optimizer.param_groups", {})
+    for name, rule in rules.items() if isinstance(rules, dict) else ():
+        place, conditions = ("optimizer", "param_groups", name), {"match", "min_ndim", "max_ndim"}
+        if isinstance(rule, dict) and not conditions & rule.keys():
+            yield place, "does not say which parameters it takes", 'match: ["*bias", "*norm*"], for example'
+        elif isinstance(rule, dict) and not rule.keys() - conditions:
+            yield place, "changes nothing for the parameters that it takes", "weight_decay: 0, for example"
+
+
 @_rule("optimizer-needs-closure")
 def _closure(document: Document) -> Iterator[Finding]:
     """LBFGS evaluates the model itself, several times a step; accumulation and sharding leave no place for that."""

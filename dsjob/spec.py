@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
 
 T = TypeVar("T")
@@ -63,11 +63,12 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An optimizer or scheduler: `type` with `params`, or a target."""
+    """An optimizer or scheduler: `type` with `params`, or a target; rules for parameter groups by name, in order."""
 
     type: str | None
     params: Mapping[str, Any]
     target: Target | None
+    param_groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -128,7 +129,7 @@ class JobSpec(EngineSpec):
 def view(cls: type[T], document: Mapping[str, Any]) -> T:
     """`document` (resolved: complete and checked) as an object of `cls`; keys that `cls` does not name are left out."""
     hints = typing.get_type_hints(cls)
-    given = {field.name: _convert(hints[field.name], document.get(field.name)) for field in fields(cast(Any, cls))}
+    given = {item.name: _convert(hints[item.name], document.get(item.name)) for item in fields(cast(Any, cls))}
     return cls(**given)
 
 
@@ -142,8 +143,10 @@ def _convert(hint: Any, value: Any) -> Any:
     if hint is Target:
         return make_target(value)
     if hint is Method:
-        target = make_target(value) if "_target_" in value else None
-        return Method(type=value.get("type"), params=value.get("params", {}), target=target)
+        groups = value.get("param_groups", {})
+        rest = {key: item for key, item in value.items() if key != "param_groups"}
+        target = make_target(rest) if "_target_" in rest else None
+        return Method(value.get("type"), value.get("params", {}), target, groups)
     if is_dataclass(hint):
         return view(cast("type[Any]", hint), value)
     if origin is Mapping and typing.get_args(hint)[1] is Target:

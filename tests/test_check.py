@@ -192,7 +192,7 @@ def test_an_old_spelling_is_told_and_stands_for_what_it_stood_for(old: dict[str,
 
 @pytest.mark.parametrize(
     "kind",
-    ["OneBitAdam", "onebitadam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "Muon"],
+    ["OneBitAdam", "onebitadam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"],
 )
 def test_an_optimizer_that_is_not_built_is_refused_by_name_with_another_way(kind: str) -> None:
     found = problem("optimizer.type", optimizer={"type": kind, "params": {"lr": 0.1}})
@@ -205,9 +205,18 @@ def test_the_arguments_of_an_optimizer_that_is_not_built_are_checked_all_the_sam
     assert found["optimizer.params.freze_step"].hint == 'did you mean "freeze_step"?'
 
 
-@pytest.mark.parametrize("kind", ["Adagrad", "adagrad", "Adamax", "SGD", "adamw", "Lamb", "lamb", "Lion", "LION"])
+@pytest.mark.parametrize(
+    "kind", ["Adagrad", "adagrad", "Adamax", "SGD", "adamw", "Lamb", "lamb", "Lion", "LION", "Muon"]
+)
 def test_an_optimizer_that_is_built_is_not_refused(kind: str) -> None:
     assert problems(optimizer={"type": kind, "params": {"lr": 0.1}}) == {}
+
+
+def test_a_rule_for_parameters_says_which_and_what() -> None:
+    rules = {"a": {"weight_decay": 0}, "b": {"match": "*bias"}, "c": {"max_ndim": 1, "weight_decay": 0}}
+    found = problems(optimizer={"type": "AdamW", "params": {"lr": 0.1}, "param_groups": rules})
+    assert sorted(found) == ["optimizer.param_groups.a", "optimizer.param_groups.b"]
+    assert {problem.rule for problem in found.values()} == {"empty-param-group"}
 
 
 def defaults(schema: Schema) -> dict[str, Any]:

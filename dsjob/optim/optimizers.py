@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,8 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dsjob.errors import TargetError
+from dsjob.optim.groups import check_overrides, split_groups
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
+from dsjob.optim.muon import MuonWithAuxAdam, split_matrices
 from dsjob.spec import Method
 from dsjob.targets import call_target, describe_call_error
 from dsjob.trust import Trust
@@ -20,12 +23,32 @@ from dsjob.trust import Trust
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
-def build_optimizer(method: Method, parameters: Groups, trust: Trust = Trust()) -> Optimizer:  # noqa: B008 (frozen)
-    """The optimizer that the document names, over `parameters` (or groups of them).
+def build_optimizer(
+    method: Method,
+    parameters: Groups,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+    names: Mapping[int, str] | None = None,
+) -> Optimizer:
+    """The optimizer that the document names, over `parameters` (or groups of them). `names`: theirs, by id.
 
-    Raises TargetError for a name that torch.optim does not have, or arguments that it does not take.
+    Raises TargetError for a name that torch.optim does not have, for arguments that it does not take, and for rules of
+    `param_groups` that do not fit the parameters.
     """
-    groups = list(parameters)
+    groups: list[Any] = list(parameters)
+    if method.param_groups and names is not None:
+        if len(groups) == 1 and isinstance(groups[0], dict) and set(groups[0]) == {"params"}:
+            groups = groups[0]["params"]
+        if groups and isinstance(groups[0], dict):
+            raise TargetError(
+                "optimizer.param_groups: the program gives groups of parameters itself", hint="keep one of the two"
+            )
+        groups = split_groups(groups, method.param_groups, names)
+    built = _build(method, groups, trust, names or {})
+    check_overrides(method.param_groups, built.defaults)
+    return built
+
+
+def _build(method: Method, groups: list[Any], trust: Trust, names: Mapping[int, str]) -> Optimizer:
     if method.target is not None:
         made = call_target(method.target, groups, trust=trust)
         if not isinstance(made, Optimizer):
@@ -34,7 +57,9 @@ def build_optimizer(method: Method, parameters: Groups, trust: Trust = Trust()) 
             )
         return made
     name = method.type or ""
-    build = _NAMED.get(name.lower()) or _find(name)
+    build = _NAMED.get(name.lower()) or (
+        functools.partial(_muon, names=names) if name.lower() == "muon" else _find(name)
+    )
     try:
         return build(groups, method.params)
     except (TypeError, ValueError) as error:
@@ -70,6 +95,14 @@ def _lamb(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
 
 def _lion(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
     return Lion(groups, **{**params, "betas": tuple(params["betas"])})
+
+
+def _muon(groups: list[Any], params: Mapping[str, Any], names: Mapping[int, str]) -> Optimizer:
+    arguments = {key: params[key] for key in ("momentum", "ns_method", "eps", "weight_decay")}
+    for ours, theirs in (("lr", "muon_lr"), ("adam_lr", "adam_lr")):
+        if theirs in params or "lr" in params:
+            arguments[ours] = params.get(theirs, params.get("lr"))
+    return MuonWithAuxAdam(split_matrices(groups, names), betas=tuple(params["betas"]), **arguments)
 
 
 _NAMED: dict[str, Callable[[list[Any], Mapping[str, Any]], Optimizer]] = {

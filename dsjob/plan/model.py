@@ -124,6 +124,8 @@ def assume_state(method: Method | None) -> tuple[OptimizerState, str]:
         return OptimizerState(3 if params.get("amsgrad") else 2, 4), ""
     if name == "lamb":
         return OptimizerState(2, 4), ""
+    if name == "muon":
+        return OptimizerState(2, 4), "Muon's state is taken to be as large as Adam's; of matrices it keeps half of that"
     if name == "lion":
         return OptimizerState(1), ""
     if name == "sgd":

@@ -52,6 +52,25 @@ def test_a_run_folder_is_continued(job: Path) -> None:
     assert read_metrics(job / "run") == read_metrics(job / "whole")
 
 
+def test_parameter_groups_of_the_document_are_trained_and_continued(job: Path) -> None:
+    section = {
+        "type": "AdamW",
+        "params": {"lr": 0.01, "weight_decay": 0.1},
+        "param_groups": {"no_decay": {"match": ["*bias"], "weight_decay": 0}, "head": {"match": "head.*", "lr": 0.1}},
+    }
+    document = json.loads((job / "cfg.json").read_text())
+    (job / "cfg.json").write_text(json.dumps({**document, "optimizer": section, "scheduler": None}))
+    done = dsjob("cfg.json", cwd=job)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((job / "run/resolved.json").read_text())["optimizer"]["param_groups"] == section["param_groups"]
+    again = dsjob("run", "run", "trainer.max_steps=8", "optimizer.param_groups.no_decay.weight_decay=0.5", cwd=job)
+    assert "optimizer.param_groups.no_decay.weight_decay 0 -> 0.5" in again.stdout, again.stderr
+    wrong = dsjob("cfg.json", "optimizer.param_groups.head.match=haed.*", "output.dir=other", cwd=job)
+    assert wrong.returncode == 2
+    assert '"haed.*" matches no parameter that is trained' in wrong.stderr
+    assert "head.weight" in wrong.stderr
+
+
 def test_the_newest_checkpoints_are_kept(job: Path) -> None:
     assert dsjob("cfg.json", "checkpoint.every=1", "checkpoint.keep=3", cwd=job).returncode == 0
     assert list_commits(job / "run") == ["step-00000004", "step-00000005", "step-00000006"]

@@ -14,6 +14,8 @@ from dsjob.mesh import World
 OPTIMIZERS: list[dict[str, Any]] = [
     {"type": "Lamb", "params": {"lr": 0.01, "weight_decay": 0.1}},
     {"type": "Lion", "params": {"lr": 0.001, "weight_decay": 0.1}},
+    {"type": "Muon", "params": {"weight_decay": 0.1}},
+    {"type": "Muon", "params": {"lr": 0.01, "ns_method": "standard"}},
 ]
 
 
@@ -27,7 +29,9 @@ def train_stages(world: World, optimizer: dict[str, Any], stages: list[int]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer["type"])
+@pytest.mark.parametrize(
+    "optimizer", OPTIMIZERS, ids=lambda optimizer: "-".join(map(str, [optimizer["type"], *optimizer["params"]]))
+)
 def test_two_ranks_give_at_every_stage_what_one_rank_gives(optimizer: dict[str, Any]) -> None:
     (alone,) = run_ranks(train_stages, 1, optimizer, [0])
     for found in run_ranks(train_stages, 2, optimizer, [0, 1, 2, 3]):

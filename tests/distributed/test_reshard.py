@@ -64,7 +64,7 @@ def test_state_is_equal_to_the_bit_and_training_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [((2, 3), (1, 0)), ((2, 0), (2, 1))], ids=str)
-@pytest.mark.parametrize("kind", ["Lamb", "Lion"])
+@pytest.mark.parametrize("kind", ["Lamb", "Lion", "Muon"])
 def test_the_state_of_every_optimizer_is_equal_to_the_bit(
     kind: str, pair: tuple[tuple[int, int], tuple[int, int]], tmp_path: Path
 ) -> None:
