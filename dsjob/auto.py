@@ -100,6 +100,8 @@ _TABLE: dict[Path, Callable[[dict[str, Any]], Derived]] = {
     ("scheduler", "params", "warmup_max_lr"): _rate_of_optimizer,
     ("scheduler", "params", "warmup_num_steps"): _warm_up,
     ("scheduler", "params", "total_num_steps"): _length,
+    ("scheduler", "params", "num_warmup_steps"): _default,
+    ("scheduler", "params", "num_training_steps"): _length,
 }
 
 

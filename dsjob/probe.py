@@ -23,7 +23,8 @@ from dsjob.data import TrainingLoader
 from dsjob.errors import DsjobError, TargetError, UsageError
 from dsjob.mesh import World
 from dsjob.optim import build_optimizer, build_scheduler
-from dsjob.optim.schedules import ClosedForm, settle_length
+from dsjob.optim.closed_form import ClosedForm
+from dsjob.optim.schedules import settle_length
 from dsjob.parallel.wrap import find_blocks
 from dsjob.plan.model import Model, OptimizerState, Weight
 from dsjob.plan.report import Activations

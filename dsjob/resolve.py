@@ -116,7 +116,7 @@ def check_bare_config(config: dict[str, Any], *, world_size: int, locate: Locate
         left = [key for key in dsconfig.BATCH_KEYS if config.get(key) == "auto"]
         if problem.rule == "batch" and left:
             problem = _leave_open((left[0],))
-        elif problem.rule == "no-total-steps" and problem.path[-1] == "total_num_steps":
+        elif problem.rule == "no-total-steps" and len(problem.path) > 1:
             problem = _leave_open(problem.path)
         problems.append(problem)
     return place_problems(problems, locate)

@@ -293,29 +293,34 @@ def _backwards(document: Document) -> Iterator[Finding]:
             yield f"scheduler.params.{low}", f"{first:g} is above {high} {last:g}", "exchange the two?"
 
 
+_TOTALS = ("total_num_steps", "num_training_steps")  # DeepSpeed's word for the length of a schedule, and transformers'
+
+
 def _steps(document: Document) -> int | None:
-    total = _params(document, "scheduler").get("total_num_steps")
-    steps = _get(document, "trainer.max_steps")
-    known = [int(n) for n in (total, steps) if isinstance(n, (int, float))]
+    lengths = [_params(document, "scheduler").get(key) for key in _TOTALS]
+    known = [int(n) for n in (*lengths, _get(document, "trainer.max_steps")) if isinstance(n, (int, float))]
     return min(known) if known else None
 
 
 @_rule("warmup-beyond-end", severity="warning")
 def _long_warmup(document: Document) -> Iterator[Finding]:
     """A warm-up longer than the run never reaches its rate, and a decay after it never begins."""
-    warmup, steps = _number(_params(document, "scheduler").get("warmup_num_steps")), _steps(document)
-    if warmup is not None and steps is not None and warmup > steps:
-        yield "scheduler.params.warmup_num_steps", f"{warmup:g} is longer than the run of {steps} steps", "shorten it"
+    params, steps = _params(document, "scheduler"), _steps(document)
+    for key in ("warmup_num_steps", "num_warmup_steps"):
+        warmup = _number(params.get(key))
+        if warmup is not None and steps is not None and warmup > steps:
+            yield f"scheduler.params.{key}", f"{warmup:g} is longer than the run of {steps} steps", "shorten it"
 
 
 @_rule("schedule-too-short", severity="warning", whole=True)
 def _short_schedule(document: Document) -> Iterator[Finding]:
     """Steps after the end of a decay are taken at its lowest rate, which is usually 0: they change nothing."""
-    total = _number(_params(document, "scheduler").get("total_num_steps"))
-    steps = _get(document, "trainer.max_steps")
-    if total is not None and isinstance(steps, int) and total < steps:
-        message = f"{total:g} ends {steps - int(total)} steps before trainer.max_steps {steps}"
-        yield "scheduler.params.total_num_steps", message, "leave it out: it is then the length of the run"
+    params, steps = _params(document, "scheduler"), _get(document, "trainer.max_steps")
+    for key in _TOTALS:
+        total = _number(params.get(key))
+        if total is not None and isinstance(steps, int) and total < steps:
+            message = f"{total:g} ends {steps - int(total)} steps before trainer.max_steps {steps}"
+            yield f"scheduler.params.{key}", message, "leave it out: it is then the length of the run"
 
 
 @_rule("momentum-not-cycled", severity="warning")
@@ -341,15 +346,39 @@ def _plateau(document: Document) -> Iterator[Finding]:
             yield "scheduler.type", "ReduceLROnPlateau needs trainer.eval_every", "trainer.eval_every: 100, for example"
 
 
+_ENDING = (  # of transformers' schedules
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "warmup_stable_decay",
+)
+
+
+@_rule("schedule-incomplete")
+def _incomplete(document: Document) -> Iterator[Finding]:
+    """Some of transformers' schedules have no default for what makes them what they are."""
+    kind, params = _get(document, "scheduler.type"), _params(document, "scheduler")
+    if kind == "warmup_stable_decay" and "num_decay_steps" not in params:
+        yield "scheduler", "warmup_stable_decay needs num_decay_steps", "a tenth of the steps is a usual share"
+    floors = [key for key in ("min_lr", "min_lr_rate") if key in params]
+    if kind == "cosine_with_min_lr" and len(floors) != 1:
+        said = "has both min_lr and min_lr_rate" if floors else "needs min_lr or min_lr_rate"
+        yield "scheduler", f"cosine_with_min_lr {said}", "min_lr_rate: 0.1 ends at a tenth of the rate"
+
+
 @_rule("no-total-steps", severity="error")
 def _total(document: Document) -> Iterator[Finding]:
     """A job knows how many steps it takes; a program that calls `initialize` has to tell a schedule where it ends."""
-    if "model" in document or _get(document, "scheduler.type") not in ("WarmupDecayLR", "WarmupCosineLR"):
+    kind, params = _get(document, "scheduler.type"), _params(document, "scheduler")
+    total = _TOTALS[0] if kind in ("WarmupDecayLR", "WarmupCosineLR") else _TOTALS[1]
+    known = _get(document, "scheduler.params.num_stable_steps") is not None
+    if "model" in document or known or (total == _TOTALS[1] and kind not in _ENDING):
         return
-    params = _params(document, "scheduler")
-    if params.get("total_num_steps", "auto") == "auto":
-        place = "scheduler.params.total_num_steps" if "total_num_steps" in params else "scheduler"
-        yield place, "needs total_num_steps", "the optimizer steps that the program will take"
+    if params.get(total, "auto") == "auto":
+        place = f"scheduler.params.{total}" if total in params else "scheduler"
+        yield place, f"needs {total}", "the optimizer steps that the program will take"
 
 
 # The course of a job

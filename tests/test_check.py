@@ -10,7 +10,7 @@ import pytest
 from job_documents import make_job
 
 from dsjob import schema as contract
-from dsjob.check import MAX_UNKNOWN, check_job, check_shape, suggest
+from dsjob.check import MAX_UNKNOWN, check_config, check_job, check_shape, suggest
 from dsjob.errors import Problem
 from dsjob.schema import Schema
 
@@ -212,6 +212,43 @@ def test_an_optimizer_that_is_built_is_not_refused(kind: str) -> None:
     assert problems(optimizer={"type": kind, "params": {"lr": 0.1}}) == {}
 
 
+def test_the_lengths_of_transformers_schedules_are_looked_at() -> None:
+    section = {"type": "linear", "params": {"num_training_steps": 5, "num_warmup_steps": 8}}
+    found = problems(scheduler=section, trainer={"micro_batch": 4, "max_steps": 10})
+    assert {path: problem.rule for path, problem in found.items()} == {
+        "scheduler.params.num_warmup_steps": "warmup-beyond-end",
+        "scheduler.params.num_training_steps": "schedule-too-short",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "needed"),
+    [
+        ("cosine", {}, True),
+        ("cosine", {"num_training_steps": 9}, False),
+        ("inverse_sqrt", {}, False),
+        ("warmup_stable_decay", {"num_decay_steps": 3}, True),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "num_stable_steps": 4}, False),
+    ],
+)
+def test_a_program_says_where_a_schedule_ends(kind: str, params: dict[str, Any], needed: bool) -> None:
+    config = {"train_batch_size": 4, "scheduler": {"type": kind, "params": params}}
+    assert [p.rule for p in check_config(config) if p.severity == "error"] == ["no-total-steps"] * needed
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("warmup_stable_decay", {}, "needs num_decay_steps"),
+        ("cosine_with_min_lr", {}, "needs min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0}, "has both min_lr and min_lr_rate"),
+    ],
+)
+def test_a_schedule_without_what_it_needs_is_told(kind: str, params: dict[str, Any], message: str) -> None:
+    found = problem("scheduler", scheduler={"type": kind, "params": params})
+    assert (found.rule, found.message) == ("schedule-incomplete", f"{kind} {message}")
+
+
 def test_a_rule_for_parameters_says_which_and_what() -> None:
     rules = {"a": {"weight_decay": 0}, "b": {"match": "*bias"}, "c": {"max_ndim": 1, "weight_decay": 0}}
     found = problems(optimizer={"type": "AdamW", "params": {"lr": 0.1}, "param_groups": rules})
@@ -357,6 +394,9 @@ def test_rules_between_keys(rule: str, path: str, sections: dict[str, Any]) -> N
             "data": {"train": {"_target_": "a.b"}, "eval": {"_target_": "a.b"}},
         },
         {"scheduler": {"type": "WarmupDecayLR"}},
+        {"scheduler": {"type": "constant"}},
+        {"scheduler": {"type": "cosine", "params": {"num_training_steps": "auto", "num_warmup_steps": "auto"}}},
+        {"scheduler": {"type": "warmup_stable_decay", "params": {"num_decay_steps": 3}}},
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}, "trainer": {"max_epochs": 1}},
         {"scheduler": {"type": "WarmupLR"}, "trainer": {"max_epochs": 1}},
     ],
@@ -404,6 +444,8 @@ def sections() -> Iterator[tuple[tuple[str, ...], Schema, str]]:
                     "WarmupCosineLR",
                     "OneCycle",
                     "LRRangeTest",
+                    "cosine_with_min_lr",
+                    "warmup_stable_decay",
                 ):
                     if (found := contract.params_schema(below, kind)) is not None:
                         yield (*path, key, "params"), found, kind

@@ -183,6 +183,8 @@ SCHEDULES: list[dict[str, Any]] = [
     {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 40}},
     {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5, "total_num_steps": 40}},
     {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 7}},
+    {"type": "linear", "params": {"num_warmup_steps": 5, "num_training_steps": 40}},
+    {"type": "inverse_sqrt", "params": {"num_warmup_steps": 5}},
     {"type": "StepLR", "params": {"step_size": 6}},
     {"type": "CosineAnnealingLR", "params": {"T_max": 40}},
 ]

@@ -46,7 +46,11 @@ TYPES = {
         "MuSGD",
         "Muon",
     ],
-    "scheduler": ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"],
+    "scheduler": [
+        *("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),
+        *("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr"),
+        *("polynomial", "inverse_sqrt", "warmup_stable_decay"),
+    ],
 }
 
 

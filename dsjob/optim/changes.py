@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.groups import list_overrides
-from dsjob.optim.schedules import ClosedForm
 from dsjob.spec import EngineSpec, Method
 
 

@@ -1,4 +1,5 @@
-"""Learning-rate schedules: DeepSpeed's five in closed form, every class of torch.optim.lr_scheduler, or a target.
+"""Learning-rate schedules: DeepSpeed's five in closed form, transformers' by their names, every class of
+torch.optim.lr_scheduler, or a target.
 
 Each of the five gives the rate of optimizer step k (from 0) as a function of k alone, so that a resumed schedule needs
 to know nothing but k. DeepSpeed counts from -1: its step k sees i = max(k - 1, 0), which is why two steps are taken at
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,62 +19,24 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.errors import TargetError
+from dsjob.optim import transformers_schedules as theirs
+from dsjob.optim.closed_form import ClosedForm, Rates, spread
 from dsjob.spec import Method
 from dsjob.targets import call_target, describe_call_error
 from dsjob.trust import Trust
 
-Rates = float | Sequence[float]
-
-
-class ClosedForm(LRScheduler):
-    """A schedule whose rates depend on the step alone; `last_batch_iteration` is its first step less one."""
-
-    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
-        if last_batch_iteration >= 0:
-            for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
-        super().__init__(optimizer, last_epoch=last_batch_iteration)
-
-    def get_lr(self) -> list[float | Tensor]:
-        """The rate of each parameter group at this step."""
-        return [self.rate(index, self.last_epoch) for index in range(len(self.optimizer.param_groups))]
-
-    def rate(self, group: int, step: int) -> float:
-        """The learning rate of parameter group `group` in optimizer step `step`, counted from 0."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step; everything else comes from the document."""
-        return {"last_epoch": self.last_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues at the saved step."""
-        self.last_epoch = state_dict["last_epoch"]
-        self._step_count = self.last_epoch + 1
-        self._last_lr = self.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = rate
+LENGTHS = {  # the argument that says where a schedule ends, of those that have an end
+    **dict.fromkeys(("WarmupDecayLR", "WarmupCosineLR"), "total_num_steps"),
+    **dict.fromkeys(theirs.WITH_LENGTH, "num_training_steps"),
+}
 
 
 def settle_length(method: Method, steps: int | None) -> Method:
-    """The schedule with the length of the run, where it is known, for a total_num_steps that is absent or "auto"."""
-    if steps is None or method.type not in ("WarmupDecayLR", "WarmupCosineLR"):
+    """The schedule with the length of the run, where it is known, for a length that is absent or "auto"."""
+    key = LENGTHS.get(method.type or "")
+    if steps is None or key is None or method.params.get(key, "auto") != "auto":
         return method
-    if method.params.get("total_num_steps", "auto") != "auto":
-        return method
-    return replace(method, params={**method.params, "total_num_steps": steps})
-
-
-def _spread(optimizer: Optimizer, value: Rates | None, name: str) -> list[float]:
-    """One value for each parameter group; None stands for the groups' own rates."""
-    groups = optimizer.param_groups
-    if value is None:
-        return [float(group.get("initial_lr", group["lr"])) for group in groups]
-    if isinstance(value, (int, float)):
-        return [float(value)] * len(groups)
-    if len(value) != len(groups):
-        raise ValueError(f"{name} has {len(value)} values for {len(groups)} parameter groups")
-    return [float(item) for item in value]
+    return replace(method, params={**method.params, key: steps})
 
 
 def _warm_up(i: int, steps: int, kind: str) -> float:
@@ -94,8 +57,8 @@ class WarmupLR(ClosedForm):
         last_batch_iteration: int,
         warmup_max_lr: Rates | None = None,
     ) -> None:
-        self.low = _spread(optimizer, warmup_min_lr, "warmup_min_lr")
-        self.high = _spread(optimizer, warmup_max_lr, "warmup_max_lr")
+        self.low = spread(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.high = spread(optimizer, warmup_max_lr, "warmup_max_lr")
         self.warm_up_steps, self.kind = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
@@ -135,7 +98,7 @@ class WarmupCosineLR(ClosedForm):
         warmup_type: str,
         last_batch_iteration: int,
     ) -> None:
-        self.base = _spread(optimizer, None, "lr")
+        self.base = spread(optimizer, None, "lr")
         self.total, self.warm_up_steps, self.kind = total_num_steps, max(2, warmup_num_steps), warmup_type
         self.low, self.end = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, last_batch_iteration)
@@ -163,7 +126,7 @@ class LRRangeTest(ClosedForm):
         lr_range_test_staircase: bool,
         last_batch_iteration: int,
     ) -> None:
-        self.low = _spread(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.low = spread(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         self.size, self.growth, self.stairs = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
@@ -195,8 +158,8 @@ class OneCycle(ClosedForm):
         cycle_second_step_size: int | None = None,
         **_stairs: int,
     ) -> None:
-        self.low = _spread(optimizer, cycle_min_lr, "cycle_min_lr")
-        self.high = _spread(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.low = spread(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.high = spread(optimizer, cycle_max_lr, "cycle_max_lr")
         self.up = cycle_first_step_size
         self.total = self.up + (self.up if cycle_second_step_size is None else cycle_second_step_size)
         self.decay_rate, self.decay_size = decay_lr_rate, decay_step_size
@@ -234,7 +197,8 @@ class OneCycle(ClosedForm):
 
 
 _NAMED: dict[str, type[ClosedForm]] = {
-    kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+    **{kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)},
+    **theirs.NAMED,
 }
 
 

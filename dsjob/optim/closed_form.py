@@ -1,0 +1,54 @@
+"""What schedules in closed form have in common: the rate of a step is a function of the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+Rates = float | Sequence[float]
+
+
+class ClosedForm(LRScheduler):
+    """A schedule whose rates depend on the step alone; `last_batch_iteration` is its first step less one."""
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
+        if last_batch_iteration >= 0:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+        super().__init__(optimizer, last_epoch=last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rate of each parameter group at this step."""
+        return [self.rate(index, self.last_epoch) for index in range(len(self.optimizer.param_groups))]
+
+    def rate(self, group: int, step: int) -> float:
+        """The learning rate of parameter group `group` in optimizer step `step`, counted from 0."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step; everything else comes from the document."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues at the saved step."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = self.last_epoch + 1
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
+
+
+def spread(optimizer: Optimizer, value: Rates | None, name: str) -> list[float]:
+    """One value for each parameter group; None stands for the groups' own rates."""
+    groups = optimizer.param_groups
+    if value is None:
+        return [float(group.get("initial_lr", group["lr"])) for group in groups]
+    if isinstance(value, (int, float)):
+        return [float(value)] * len(groups)
+    if len(value) != len(groups):
+        raise ValueError(f"{name} has {len(value)} values for {len(groups)} parameter groups")
+    return [float(item) for item in value]
