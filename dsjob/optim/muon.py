@@ -117,18 +117,21 @@ def _is_matrix(parameter: nn.Parameter, name: str | None) -> bool:
     return parameter.ndim >= 2 and name is not None and not any(part in name.lower() for part in ("embed", "lm_head"))
 
 
-def orthogonalize(matrix: Tensor, method: str = "gram") -> Tensor:
+def orthogonalize(matrix: Tensor, method: str = "gram", dtype: torch.dtype | None = None) -> Tensor:
     """`matrix` ([..., n, m]) with its singular values brought near 1: five Newton-Schulz steps.
 
-    `gram` iterates on the small square of a matrix that is not square, with the same result but for rounding. On a GPU
-    the work is done in half precision, as in DeepSpeed (bf16, and fp16 for `gram`); elsewhere in fp32.
+    `gram` iterates on the small square of a matrix that is not square, with the same result but for rounding. `dtype`:
+    of the work and the result; where None, half precision on a GPU, as in DeepSpeed (bf16, and fp16 for `gram`), and
+    fp32 elsewhere.
     """
-    half = torch.float16 if method == "gram" else torch.bfloat16
-    x = matrix.to(half if matrix.is_cuda else torch.float32)
+    if dtype is None:
+        half = torch.float16 if method == "gram" else torch.bfloat16
+        dtype = half if matrix.is_cuda else torch.float32
+    x = matrix.float()
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
-    # The norm in fp32: the sum of squares of a large matrix is more than fp16 can hold.
-    x = x / (torch.linalg.matrix_norm(x.float()) + 1e-7)[..., None, None].to(x.dtype)
+    # Scaled before it is rounded: gradients may be too small or too large for fp16.
+    x = (x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)).to(dtype)
     if method == "gram" and x.size(-2) < x.size(-1):
         x = _iterate_on_gram(_iterate_on_gram(x, _RESTART), _STEPS - _RESTART)
     else:

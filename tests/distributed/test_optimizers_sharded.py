@@ -14,6 +14,11 @@ from dsjob.mesh import World
 OPTIMIZERS: list[dict[str, Any]] = [
     {"type": "Lamb", "params": {"lr": 0.01, "weight_decay": 0.1}},
     {"type": "Lion", "params": {"lr": 0.001, "weight_decay": 0.1}},
+    {
+        "type": "AdamW",
+        "params": {"lr": 0.01, "weight_decay": 0.1},
+        "param_groups": {"no_decay": {"match": ["*bias", "*ln*"], "weight_decay": 0}},
+    },
     {"type": "Muon", "params": {"weight_decay": 0.1}},
     {"type": "Muon", "params": {"lr": 0.01, "ns_method": "standard"}},
 ]

@@ -64,12 +64,15 @@ def test_state_is_equal_to_the_bit_and_training_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [((2, 3), (1, 0)), ((2, 0), (2, 1))], ids=str)
-@pytest.mark.parametrize("kind", ["Lamb", "Lion", "Muon"])
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [("Lamb", {}), ("Lion", {}), ("Muon", {}), ("Muon", {"heads": {"match": "*bias", "lr": 0.002}})],
+)
 def test_the_state_of_every_optimizer_is_equal_to_the_bit(
-    kind: str, pair: tuple[tuple[int, int], tuple[int, int]], tmp_path: Path
+    kind: str, rules: dict[str, Any], pair: tuple[tuple[int, int], tuple[int, int]], tmp_path: Path
 ) -> None:
     (ranks, stage), (ranks_then, stage_then) = pair
-    optimizer = {"type": kind, "params": {"lr": 0.001}}
+    optimizer = {"type": kind, "params": {"lr": 0.001}, "param_groups": rules}
     before = run_ranks(save, ranks, str(tmp_path), stage, False, optimizer)
     expected = before[0][0]
     assert any(name.startswith("optimizer.") for name in expected)

@@ -30,6 +30,17 @@ def test_singular_values_become_what_the_iteration_makes_of_them(shape: tuple[in
     assert float(values.max()) < 1.3
 
 
+@pytest.mark.parametrize(("method", "dtype"), [("gram", torch.float16), ("standard", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_half_precision_is_enough_for_gradients_of_any_size(method: str, dtype: torch.dtype, size: float) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(32, 128) * size
+    made = orthogonalize(matrix, method, dtype)
+    assert made.dtype == dtype
+    exact = orthogonalize(matrix, method)
+    assert float((made.float() - exact).norm() / exact.norm()) < 0.05
+
+
 def test_a_matrix_of_zeros_stays_one() -> None:
     assert orthogonalize(torch.zeros(3, 5)).tolist() == torch.zeros(3, 5).tolist()
 
