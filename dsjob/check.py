@@ -79,16 +79,30 @@ def _check_expanded(document: dict[str, Any], problems: list[Problem], schema: S
     if expanded == sound:
         return problems
     known = {(problem.path, problem.rule) for problem in problems}
-    return problems + [p for p in _check_status(expanded, schema, ()) if (p.path, p.rule) not in known]
+    found = [p for p in _check_status(expanded, schema, ()) if (p.path, p.rule) not in known]
+    return problems + [_name_as_given(problem, document) for problem in found]
+
+
+def _name_as_given(problem: Problem, document: dict[str, Any]) -> Problem:
+    """A problem of the expanded document, at the old spelling that it comes from."""
+    given = legacy.find_spelling(problem.path, document)
+    if given == problem.path:
+        return problem
+    return replace(problem, path=given, message=f"stands for {problem.dotted}: {problem.message}")
 
 
 def _check_rules(document: dict[str, Any], problems: list[Problem], *, whole: bool) -> list[Problem]:
-    """What the rules say of the sound part of a document: not of what is near a mistake that is told already."""
-    broken = [problem.path for problem in problems if problem.severity == "error" and problem.rule != "unknown-key"]
+    """What the rules say of the sound part of a document: not of what is near a mistake of shape, told already."""
+    broken = [problem.path for problem in problems if _is_shape(problem) and problem.rule != "unknown-key"]
     broken += [path[1:] for path in broken if path[:1] == ("deepspeed",)]
     sound = legacy.expand(_drop_broken(document, problems))
     found = [problem for rule in RULES.values() if whole or not rule.whole for problem in rule.find(sound)]
-    return [f for f in found if not any(_is_near(f.path, path) for path in broken)]
+    return [_name_as_given(f, document) for f in found if not any(_is_near(f.path, path) for path in broken)]
+
+
+def _is_shape(problem: Problem) -> bool:
+    """Whether a value cannot be what its key takes; one that is not supported has a shape all the same."""
+    return problem.severity == "error" and problem.rule != "unsupported"
 
 
 def _is_near(path: Path, other: Path) -> bool:
@@ -100,7 +114,7 @@ def _drop_broken(document: dict[str, Any], problems: list[Problem]) -> dict[str,
     """A document of the right shape: without what the problems are about."""
     sound = document
     for problem in problems:
-        if problem.severity == "error" and problem.path:
+        if _is_shape(problem) and problem.path:
             sound = _without(sound, problem.path)
     return sound
 
@@ -275,6 +289,9 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
             problems.append(Problem(f"{shown}is not supported by dsjob", here, "unsupported", note))
         elif status == "no-effect":
             problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
+        if isinstance(item, bool) and "stage" in below.get("properties", {}):
+            now = f"{key}.stage: {int(item)}"
+            problems.append(Problem("is an old spelling", here, "deprecated", f"now {now}", severity="warning"))
         original = below.get("x-alias-of")
         if original in value:
             problems.append(

@@ -97,7 +97,7 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     problems = check_config(config)
     job = dsconfig.to_job(_rename(legacy.expand(config), contract.deepspeed_schema()))
     batch = None
-    if not any(p.severity == "error" and (not p.path or p.path[0] in dsconfig.BATCH_KEYS) for p in problems):
+    if not any(p.severity == "error" and _is_of_batch(p) for p in problems):
         try:
             batch = BatchConfig.from_dict(job.get("trainer", {})).resolve(world_size)
         except DocumentError as error:
@@ -109,6 +109,14 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     resolved = contract.fill_defaults(_own_numbers(resolve_auto(job)[0], schema), schema)
     resolved["trainer"].update(dataclasses.asdict(batch))
     return view(EngineSpec, resolved), problems
+
+
+def _is_of_batch(problem: Problem) -> bool:
+    """Whether a problem of a DeepSpeed config leaves its batch sizes open: one of them is wrong, or mistyped."""
+    meant = problem.hint if problem.hint.startswith("did you mean") else ""
+    return (
+        not problem.path or problem.path[0] in dsconfig.BATCH_KEYS or any(key in meant for key in dsconfig.BATCH_KEYS)
+    )
 
 
 def _name_number(key: str, job: dict[str, Any], locate: Locate) -> str:
@@ -130,7 +138,7 @@ def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchCon
 def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentError) -> None:
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
-        raise kind(errors)
+        raise kind(errors, [problem for problem in problems if problem.severity != "error"])
 
 
 def _drop_repeated(problems: list[Problem]) -> list[Problem]:

@@ -132,10 +132,9 @@ def _offload_optimizer(document: Document) -> Iterator[Finding]:
 
 @_rule("nvme-stage")
 def _nvme_stage(document: Document) -> Iterator[Finding]:
-    """Swapping to NVMe disks exists for stage 3 alone."""
-    for what in ("param", "optimizer"):
-        if _offload(document, what) == "nvme" and _stage(document) != 3:
-            yield f"zero_optimization.offload_{what}.device", f"nvme needs stage 3, not {_stage(document)}", "use cpu"
+    """Swapping optimizer state to NVMe disks exists for stage 3 alone; parameters are offloaded nowhere else anyway."""
+    if _offload(document, "optimizer") == "nvme" and _stage(document) in (1, 2):
+        yield "zero_optimization.offload_optimizer.device", f"nvme needs stage 3, not {_stage(document)}", "use cpu"
 
 
 @_rule("nvme-path")

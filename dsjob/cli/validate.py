@@ -95,7 +95,7 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | Non
         text = document.text
         return report.sort_problems(_check(document, world_size)), text
     except DocumentError as error:
-        return list(error.problems), text
+        return report.sort_problems([*error.problems, *error.warnings]), text
     except DsjobError as error:
         return [Problem(error.message, rule="unreadable", hint=error.hint, source=_name(url))], text
 

@@ -151,7 +151,11 @@ def test_a_runs_folder_stands_for_its_document(show: Any) -> None:
         (["job.json", "launch=2"], "command line: launch=2: error[type]: launch: must be an object, not an integer 2"),
         (["job.json", "optimizer.params.lr=inf"], "optimizer.params.lr: must be a finite number, not inf"),
         (["job.json", "launch.nproc=inf"], "launch.nproc: must be an integer"),
-        (["job.json", "trainer.train_batch=7"], "train_batch 7 is not micro_batch 4 x grad_accum 1 x world size 1"),
+        (
+            ["job.json", "trainer.train_batch=7"],
+            "train_batch 7 (command line: trainer.train_batch=7) is not micro_batch 4 (job.json:12:5) x grad_accum 1 x "
+            "world size 1 (launch.nproc)",
+        ),
         (["job.json", "name=${oc.env:DSJOB_NONE}"], "DSJOB_NONE"),
         (["job.json", "--config-dir", "gone"], "no such folder: gone"),
         (["broken.yaml"], "broken.yaml:1:"),
