@@ -290,8 +290,8 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
         elif status == "no-effect":
             problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
         if isinstance(item, bool) and "stage" in below.get("properties", {}):
-            now = f"{key}.stage: {int(item)}"
-            problems.append(Problem("is an old spelling", here, "deprecated", f"now {now}", severity="warning"))
+            stage = f"now {key}.stage: {int(item)}"
+            problems.append(Problem("is an old spelling", here, "deprecated", stage, severity="warning"))
         original = below.get("x-alias-of")
         if original in value:
             problems.append(
