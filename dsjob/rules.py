@@ -1,7 +1,8 @@
 """Rules between the keys of a document: a table, one short function a rule, each with a stable id and its reason.
 
-A rule sees the document in a job's words, of the right shape, with what is not set left out, and finds places to
-complain about. `check` runs the table. Nothing here knows files, lines or the world size.
+A rule sees the document in a job's words, of the right shape, with what is not set left out and None where a mistake of
+shape was told already, and finds places to complain about. `check` runs the table. Nothing here knows files, lines or
+the world size.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _get(document: Document, dotted: str, default: Any = None) -> Any:
         if not isinstance(value, dict) or part not in value:
             return default
         value = value[part]
-    return value
+    return default if value is None else value
 
 
 def _is_on(document: Document, section: str) -> bool:
@@ -454,6 +455,14 @@ _SHAPE = {
     "too-deep": "Nesting beyond what any document needs is refused, so that reading takes bounded time and memory.",
     "too-large": "A text beyond what any document needs is refused, so that reading takes bounded time and memory.",
     "alias": "YAML aliases that add up to more than any document needs are refused.",
+    "key": "A key is text; YAML also has empty keys and keys that are lists or mappings.",
+    "merge": "YAML's << merges mappings into the one that it stands in, and nothing else.",
+    "tag": "A document is plain data; YAML's tags ask a reader to make objects of other kinds.",
+    "untrusted-target": "A _target_ is imported and called; what is neither on dsjob's list nor the user's own needs a "
+    "--trust.",
+    "remote-code": "The name of a model on a hub would bring code with it that runs here.",
+    "unpinned": "A name on a hub without a revision can be other bytes tomorrow.",
+    "hydra-section": "What Hydra itself does with a run is not for a job document to say.",
     "not-an-object": "A document is one object (a mapping) of keys and values.",
     "interpolation": "A ${...} names something that is not there, or that cannot be resolved.",
     "not-there": "An override names a key that the composed document does not have.",
