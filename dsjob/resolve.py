@@ -70,7 +70,7 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     def locate_origin(path: Path) -> Place:
         return locate(dsconfig.find_origin(path, given, config))
 
-    problems = _drop_repeated(check_job({**document, **dsconfig.build_on_given(given, config)})) + conflicts
+    problems = _drop_repeated(check_job({**document, **dsconfig.build_on_given(given, config)}), given) + conflicts
     batch = None
     touched = (("trainer",), *(("deepspeed", key) for key in dsconfig.BATCH_KEYS))
     if not any(p.severity == "error" and p.path[: len(place)] == place for p in problems for place in touched):
@@ -130,9 +130,10 @@ def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchCon
         "micro_batch": f"train_batch {batch.train_batch} / grad_accum {batch.grad_accum} / {world_size} ranks",
         "grad_accum": f"train_batch {batch.train_batch} / micro_batch {batch.micro_batch} / {world_size} ranks",
     }
+    both = all(given.get(key, "auto") != "auto" for key in ("train_batch", "micro_batch"))
     for key, formula in formulas.items():
         if given.get(key, "auto") == "auto" or given[key] != getattr(batch, key):
-            derived["trainer", key] = f"derived: {formula}"
+            derived["trainer", key] = f"derived: {formula}" if both or key != "grad_accum" else "default"
 
 
 def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentError) -> None:
@@ -141,10 +142,25 @@ def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentE
         raise kind(errors, [problem for problem in problems if problem.severity != "error"])
 
 
-def _drop_repeated(problems: list[Problem]) -> list[Problem]:
-    """`problems` without those of the built job that the check of its `deepspeed` section has found too."""
+def _drop_repeated(problems: list[Problem], given: dict[str, Any]) -> list[Problem]:
+    """`problems` without those of the built job that the check of its `deepspeed` section has found too.
+
+    What the job has in its own right (`given`) is told in its own right.
+    """
     found = {(problem.path[1:], problem.rule) for problem in problems if problem.path[:1] == ("deepspeed",)}
-    return [problem for problem in problems if (dsconfig.to_config_path(problem.path), problem.rule) not in found]
+    return [
+        problem
+        for problem in problems
+        if (dsconfig.to_config_path(problem.path), problem.rule) not in found or _has(given, problem.path)
+    ]
+
+
+def _has(value: Any, path: Path) -> bool:
+    for part in path:
+        if not isinstance(value, dict) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _describe(place: Place) -> str:
