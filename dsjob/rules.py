@@ -56,6 +56,8 @@ def _get(document: Document, dotted: str, default: Any = None) -> Any:
         if not isinstance(value, dict) or part not in value:
             return default
         value = value[part]
+    if isinstance(value, float) and value.is_integer():  # 1e4 is how people write a number of steps
+        return int(value)
     return default if value is None else value
 
 
@@ -386,11 +388,13 @@ def _eval_data(document: Document) -> Iterator[Finding]:
 @_rule("unknown-metric", whole=True)
 def _metric(document: Document) -> Iterator[Finding]:
     """A callback that waits for a metric which nobody computes waits for ever."""
-    known = {"eval/loss", *(f"eval/{name}" for name in _get(document, "metrics", {}))}
+    evaluated = "eval" in _get(document, "data", {"eval": True})
+    known = {"eval/loss", *(f"eval/{name}" for name in _get(document, "metrics", {}))} if evaluated else set()
     for name, callback in _get(document, "callbacks", {}).items():
         monitored = callback.get("monitor") if isinstance(callback, dict) else None
         if isinstance(monitored, str) and monitored.startswith("eval/") and monitored not in known:
-            yield f"callbacks.{name}.monitor", f'nobody computes "{monitored}"', f"there is {', '.join(sorted(known))}"
+            there = f"there is {', '.join(sorted(known))}" if known else "give data.eval"
+            yield f"callbacks.{name}.monitor", f'nobody computes "{monitored}"', there
 
 
 @_rule("cadence-beyond-end", severity="warning", whole=True)

@@ -209,6 +209,8 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "callbacks.stop.monitor",
         {**stops_on("eval/acc"), **accuracy("acc")},
     ),
+    ("unknown-metric", stops_on("eval/loss"), "callbacks.stop.monitor", {**stops_on("eval/loss"), "data": EVAL}),
+    ("cadence-beyond-end", {**course(max_steps=1e1), "checkpoint": {"every": 2e1}}, "checkpoint.every", {}),
     (
         "cadence-beyond-end",
         {**course(eval_every=11), "data": EVAL},
