@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
@@ -66,7 +67,7 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
     """Everything wrong with a bare DeepSpeed config."""
     schema = contract.deepspeed_schema()
     problems = _check_expanded(config, check_shape(config, schema), schema)
-    sound = _drop_broken(config, problems)
+    sound = _blank_broken(config, problems)
     document = {**dsconfig.drop_moved(sound), **dsconfig.to_job(sound)}
     found = _check_rules(document, [replace(p, path=dsconfig.to_job_path(p.path)) for p in problems], whole=False)
     return problems + [dsconfig.to_config_words(replace(p, path=dsconfig.to_config_path(p.path))) for p in found]
@@ -74,21 +75,35 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
 
 def _check_expanded(document: dict[str, Any], problems: list[Problem], schema: Schema) -> list[Problem]:
     """`problems`, and those of what old spellings stand for."""
-    sound = _drop_broken(document, problems)
+    sound = _blank_broken(document, problems)
     expanded = legacy.expand(sound)
     if expanded == sound:
         return problems
     known = {(problem.path, problem.rule) for problem in problems}
-    return problems + [p for p in _check_status(expanded, schema, ()) if (p.path, p.rule) not in known]
+    found = [p for p in _check_status(expanded, schema, ()) if (p.path, p.rule) not in known]
+    return problems + [_name_as_given(problem, document) for problem in found]
+
+
+def _name_as_given(problem: Problem, document: dict[str, Any]) -> Problem:
+    """A problem of the expanded document, at the old spelling that it comes from."""
+    given = legacy.find_spelling(problem.path, document)
+    if given == problem.path:
+        return problem
+    return replace(problem, path=given, message=f"stands for {problem.dotted}: {problem.message}")
 
 
 def _check_rules(document: dict[str, Any], problems: list[Problem], *, whole: bool) -> list[Problem]:
-    """What the rules say of the sound part of a document: not of what is near a mistake that is told already."""
-    broken = [problem.path for problem in problems if problem.severity == "error" and problem.rule != "unknown-key"]
+    """What the rules say of the sound part of a document: not of what is near a mistake of shape, told already."""
+    broken = [problem.path for problem in problems if _is_shape(problem) and problem.rule != "unknown-key"]
     broken += [path[1:] for path in broken if path[:1] == ("deepspeed",)]
-    sound = legacy.expand(_drop_broken(document, problems))
+    sound = legacy.expand(_blank_broken(document, problems))
     found = [problem for rule in RULES.values() if whole or not rule.whole for problem in rule.find(sound)]
-    return [f for f in found if not any(_is_near(f.path, path) for path in broken)]
+    return [_name_as_given(f, document) for f in found if not any(_is_near(f.path, path) for path in broken)]
+
+
+def _is_shape(problem: Problem) -> bool:
+    """Whether a value cannot be what its key takes; one that is not supported has a shape all the same."""
+    return problem.severity == "error" and problem.rule != "unsupported"
 
 
 def _is_near(path: Path, other: Path) -> bool:
@@ -96,21 +111,18 @@ def _is_near(path: Path, other: Path) -> bool:
     return length > 0 and path[:length] == other[:length]
 
 
-def _drop_broken(document: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """A document of the right shape: without what the problems are about."""
-    sound = document
-    for problem in problems:
-        if problem.severity == "error" and problem.path:
-            sound = _without(sound, problem.path)
-    return sound
+def _blank_broken(document: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """A document of the right shape: None where the problems are, which is neither a value nor missing."""
+    paths: set[Path] = {tuple(takewhile(lambda part: isinstance(part, str), p.path)) for p in problems if _is_shape(p)}
+    return {key: _blank(item, (key,), paths) for key, item in document.items()}
 
 
-def _without(value: Any, path: Path) -> Any:
-    if not isinstance(value, dict) or path[0] not in value:
+def _blank(value: Any, path: Path, broken: set[Path]) -> Any:
+    if path in broken:
+        return None
+    if not isinstance(value, dict):
         return value
-    if len(path) == 1:
-        return {key: item for key, item in value.items() if key != path[0]}
-    return {key: _without(item, path[1:]) if key == path[0] else item for key, item in value.items()}
+    return {key: _blank(item, (*path, key), broken) for key, item in value.items()}
 
 
 def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
@@ -121,7 +133,8 @@ def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
         for problem in _explain(error, document, schema):
             problems.setdefault((problem.path, problem.rule, problem.message), problem)
     found = list(problems.values())
-    return found + _check_status(document, schema, ())
+    broken = {problem.path for problem in found}
+    return found + [problem for problem in _check_status(document, schema, ()) if problem.path not in broken]
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
@@ -265,7 +278,7 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
     problems: list[Problem] = []
     for key, item in value.items():
         below = contract.child(schema, key, value)
-        if below is None:
+        if below is None or item is None:
             continue
         status, note, here = below.get("x-status"), below.get("x-note", ""), (*path, key)
         off = item == below.get("default") or (item == "auto" and below.get("x-auto"))
@@ -275,6 +288,9 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
             problems.append(Problem(f"{shown}is not supported by dsjob", here, "unsupported", note))
         elif status == "no-effect":
             problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
+        if isinstance(item, bool) and "stage" in below.get("properties", {}):
+            stage = f"now {key}.stage: {int(item)}"
+            problems.append(Problem("is an old spelling", here, "deprecated", stage, severity="warning"))
         original = below.get("x-alias-of")
         if original in value:
             problems.append(

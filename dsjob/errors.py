@@ -82,16 +82,18 @@ class UsageError(DsjobError):
 
 
 class DocumentError(DsjobError):
-    """A job document is wrong; `problems` holds all that was found, warnings too, in the order of their places."""
+    """A job document is wrong; `problems` holds every error that was found, in the order of its places, and
+    `warnings` what was found besides."""
 
     exit_code = 2
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Problem], warnings: Sequence[Problem] = ()) -> None:
         self.problems = tuple(sorted(problems, key=lambda p: (p.source, p.line, p.column, p.dotted)))
+        self.warnings = tuple(warnings)
         super().__init__("\n".join(str(p) for p in self.problems))
 
-    def __reduce__(self) -> tuple[type[DocumentError], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)
+    def __reduce__(self) -> tuple[type[DocumentError], tuple[tuple[Problem, ...], tuple[Problem, ...]]]:
+        return type(self), (self.problems, self.warnings)
 
 
 class ConfigError(DocumentError):

@@ -28,6 +28,11 @@ class Composed:
     overrides: Mapping[Path, str] = field(default_factory=dict)
     deepspeed: Document | None = None
 
+    def is_name_made(self) -> bool:
+        """Whether the job has its name from its file, which gives none."""
+        given = self.file is None or ("name",) in self.file.keys or ("name",) in self.overrides
+        return not given and not self.recipes
+
     def locate(self, path: Path) -> Place:
         """Where the value at `path` was given."""
         if self.deepspeed is not None and path[:1] == ("deepspeed",) and len(path) > 1:

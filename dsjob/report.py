@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from dsjob.errors import Problem
 from dsjob.rules import EXPLANATIONS
@@ -84,7 +85,10 @@ def to_sarif(problems: Sequence[Problem], version: str) -> str:
     results = []
     for problem in problems:
         region: Mapping[str, int] = {"startLine": problem.line, "startColumn": problem.column} if problem.line else {}
-        location = {"artifactLocation": {"uri": problem.source}, **({"region": region} if region else {})}
+        location = {
+            "artifactLocation": {"uri": quote(problem.source, safe="/:")},
+            **({"region": region} if region else {}),
+        }
         text = problem.message + (f"; {problem.hint}" if problem.hint else "")
         results.append(
             {

@@ -1,7 +1,8 @@
 """Rules between the keys of a document: a table, one short function a rule, each with a stable id and its reason.
 
-A rule sees the document in a job's words, of the right shape, with what is not set left out, and finds places to
-complain about. `check` runs the table. Nothing here knows files, lines or the world size.
+A rule sees the document in a job's words, of the right shape, with what is not set left out and None where a mistake of
+shape was told already, and finds places to complain about. `check` runs the table. Nothing here knows files, lines or
+the world size.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def _get(document: Document, dotted: str, default: Any = None) -> Any:
         if not isinstance(value, dict) or part not in value:
             return default
         value = value[part]
-    return value
+    if isinstance(value, float) and value.is_integer():  # 1e4 is how people write a number of steps
+        return int(value)
+    return default if value is None else value
 
 
 def _is_on(document: Document, section: str) -> bool:
@@ -132,10 +135,9 @@ def _offload_optimizer(document: Document) -> Iterator[Finding]:
 
 @_rule("nvme-stage")
 def _nvme_stage(document: Document) -> Iterator[Finding]:
-    """Swapping to NVMe disks exists for stage 3 alone."""
-    for what in ("param", "optimizer"):
-        if _offload(document, what) == "nvme" and _stage(document) != 3:
-            yield f"zero_optimization.offload_{what}.device", f"nvme needs stage 3, not {_stage(document)}", "use cpu"
+    """Swapping optimizer state to NVMe disks exists for stage 3 alone; parameters are offloaded nowhere else anyway."""
+    if _offload(document, "optimizer") == "nvme" and _stage(document) in (1, 2):
+        yield "zero_optimization.offload_optimizer.device", f"nvme needs stage 3, not {_stage(document)}", "use cpu"
 
 
 @_rule("nvme-path")
@@ -386,11 +388,13 @@ def _eval_data(document: Document) -> Iterator[Finding]:
 @_rule("unknown-metric", whole=True)
 def _metric(document: Document) -> Iterator[Finding]:
     """A callback that waits for a metric which nobody computes waits for ever."""
-    known = {"eval/loss", *(f"eval/{name}" for name in _get(document, "metrics", {}))}
+    evaluated = "eval" in _get(document, "data", {"eval": True})
+    known = {"eval/loss", *(f"eval/{name}" for name in _get(document, "metrics", {}))} if evaluated else set()
     for name, callback in _get(document, "callbacks", {}).items():
         monitored = callback.get("monitor") if isinstance(callback, dict) else None
         if isinstance(monitored, str) and monitored.startswith("eval/") and monitored not in known:
-            yield f"callbacks.{name}.monitor", f'nobody computes "{monitored}"', f"there is {', '.join(sorted(known))}"
+            there = f"there is {', '.join(sorted(known))}" if known else "give data.eval"
+            yield f"callbacks.{name}.monitor", f'nobody computes "{monitored}"', there
 
 
 @_rule("cadence-beyond-end", severity="warning", whole=True)
@@ -455,14 +459,18 @@ _SHAPE = {
     "too-deep": "Nesting beyond what any document needs is refused, so that reading takes bounded time and memory.",
     "too-large": "A text beyond what any document needs is refused, so that reading takes bounded time and memory.",
     "alias": "YAML aliases that add up to more than any document needs are refused.",
+    "key": "A key is text; YAML also has empty keys and keys that are lists or mappings.",
+    "merge": "YAML's << merges mappings into the one that it stands in, and nothing else.",
+    "tag": "A document is plain data; YAML's tags ask a reader to make objects of other kinds.",
+    "untrusted-target": "A _target_ is imported and called; what is neither on dsjob's list nor the user's own needs a "
+    "--trust.",
+    "remote-code": "The name of a model on a hub would bring code with it that runs here.",
+    "unpinned": "A name on a hub without a revision can be other bytes tomorrow.",
+    "hydra-section": "What Hydra itself does with a run is not for a job document to say.",
     "not-an-object": "A document is one object (a mapping) of keys and values.",
     "interpolation": "A ${...} names something that is not there, or that cannot be resolved.",
     "not-there": "An override names a key that the composed document does not have.",
     "not-read": "A document names a DeepSpeed config at a URL, and nothing is fetched to check a document.",
-    "remote-code": "An argument lets files from elsewhere run code when they are read.",
-    "unpinned": "A name on a hub stands for whatever its owner puts there next; a revision does not change.",
-    "hydra-section": "Hydra's own section can name code that runs before anything is checked.",
-    "untrusted-target": "A document names code that the user has not granted: it would be imported and run.",
     "unreadable": "The file cannot be read.",
     "another-job": "The output folder holds the run of another model or data set, which would be continued.",
     "auto": '"auto" stands for a value that is derived from others, which are not there.',

@@ -62,9 +62,9 @@ def test_a_valid_job_has_no_problems() -> None:
         ),
         ("optimizer.params.lr", {"optimizer": {"type": "Adam", "params": {"lr": None}}}, "must be a number, not null"),
         (
-            "optimizer.params.lr",
-            {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
-            'must be a number, not a string "auto"',
+            "optimizer.params.amsgrad",
+            {"optimizer": {"type": "Adam", "params": {"amsgrad": "auto", "lr": "auto"}}},
+            'must be true or false, not a string "auto"',
         ),
         (
             "optimizer.params.betas",
@@ -181,11 +181,12 @@ def test_an_unsupported_key_may_be_left_at_its_default() -> None:
     ],
 )
 def test_an_old_spelling_is_told_and_stands_for_what_it_stood_for(old: dict[str, bool], now: str) -> None:
-    found = problems(zero_optimization={"stage": 3, **old})
     (key,) = old
-    assert found[f"zero_optimization.{key}"].rule == "deprecated"
-    assert now in found[f"zero_optimization.{key}"].hint
-    assert found[f"zero_optimization.{now}.device"].rule == "unsupported"
+    spelling, meaning = check_job(make_job(zero_optimization={"stage": 3, **old}))
+    assert (spelling.dotted, spelling.rule) == (f"zero_optimization.{key}", "deprecated")
+    assert now in spelling.hint
+    assert (meaning.dotted, meaning.rule) == (f"zero_optimization.{key}", "unsupported")
+    assert meaning.message == f'stands for zero_optimization.{now}.device: "cpu" is not supported by dsjob'
     (only,) = problems(zero_optimization={key: False}).values()
     assert only.severity == "warning"
 
@@ -292,9 +293,8 @@ def test_unknown_keys_are_found_in_maps_and_lists() -> None:
 
 
 def test_unsupported_keys_are_found_at_any_depth() -> None:
-    assert problem(
-        "zero_optimization.offload_optimizer.device", zero_optimization={"offload_optimizer": {"device": "cpu"}}
-    )
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert problem("zero_optimization.offload_optimizer.device", zero_optimization=section).rule == "unsupported"
 
 
 def test_a_key_without_effect_is_a_warning_with_the_reason() -> None:

@@ -254,7 +254,6 @@ def test_a_bare_config_that_is_wrong_is_a_config_error_with_all_problems() -> No
     with pytest.raises(ConfigError) as caught:
         resolve_config(config, world_size=1, locate=lambda path: ("config", 0, 0))
     assert {problem.dotted for problem in caught.value.problems} == {
-        "",
         "train_batch_siez",
         "fp16.enabled",
         "zero_optimization.stage",

@@ -97,7 +97,8 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | Non
         text = document.text
         return _hide_environment(report.sort_problems(_check(document, world_size)), text), text
     except DocumentError as error:
-        return _hide_environment(list(error.problems), text or ""), text
+        problems = report.sort_problems([*error.problems, *error.warnings])
+        return _hide_environment(problems, text or ""), text
     except DsjobError as error:
         return [Problem(error.message, rule="unreadable", hint=error.hint, source=_name(url))], text
 
@@ -113,7 +114,7 @@ def _check(document: Document, world_size: int | None) -> list[Problem]:
     try:
         done = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
     except DocumentError as error:
-        raise DocumentError([*unread, *error.problems]) from None
+        raise DocumentError(error.problems, [*unread, *error.warnings]) from None
     untrusted = list_untrusted(composed, done.document, grant(document))
     return unread + done.warnings + [replace(found, severity="warning") for found in untrusted]
 

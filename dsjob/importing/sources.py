@@ -116,7 +116,7 @@ def _is_deepspeed(key: str, value: Any) -> bool:
     below = contract.deepspeed_schema()["properties"].get(key)
     if below is None:
         return key == "bfloat16"
-    section = below.get("type") == "object"
+    section = "object" in below.get("type", "")
     return isinstance(value, dict) == section or value is True
 
 

@@ -13,7 +13,11 @@ CASES = [
     (["model.hidden=4"], 2, ["model.hidden: is not in the document", "+model.hidden="]),
     (["+model.dropuot=0.1"], 2, ["my_model.build", "dropuot", 'did you mean "dropout"?']),
     (["trainer.max_steps=many"], 2, ['trainer.max_steps: must be an integer, not a string "many"']),
-    (["trainer.train_batch=9", "trainer.micro_batch=2"], 2, ["train_batch 9 is not micro_batch 2"]),
+    (
+        ["trainer.train_batch=9", "trainer.micro_batch=2"],
+        2,
+        ["train_batch 9 (command line: trainer.train_batch=9) is not micro_batch 2"],
+    ),
     (["+recipe=quikstart"], 2, ["no recipe is called quikstart", "quickstart"]),
     (["deepspeed=nowhere.json"], 2, ["cannot read nowhere.json"]),
     (["model._target_=nowhere.build"], 2, ["there is no module 'nowhere'"]),
