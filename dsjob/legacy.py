@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+_OFFLOAD_FLAGS = (
+    ("offload_optimizer", ("cpu_offload",)),
+    ("offload_param", ("cpu_offload_param", "cpu_offload_params")),
+)
+
 
 def expand(document: dict[str, Any]) -> dict[str, Any]:
     """`document` (a job, or a DeepSpeed config) in today's keys; what is given in today's keys already wins."""
@@ -27,10 +32,7 @@ def _expand_offload(zero: dict[str, Any]) -> dict[str, Any]:
     """Offloading was switched on by a flag for each of optimizer and parameters, with one flag for their memory."""
     zero = dict(zero)
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
-    for section, names in (
-        ("offload_optimizer", ("cpu_offload",)),
-        ("offload_param", ("cpu_offload_param", "cpu_offload_params")),
-    ):
+    for section, names in _OFFLOAD_FLAGS:
         for name in names:
             if zero.pop(name, None) is True:
                 memory = {"pin_memory": pinned} if isinstance(pinned, bool) else {}
@@ -50,3 +52,18 @@ def _read_sharded_ddp(flags: str) -> dict[str, Any]:
 
 def _merge(old: dict[str, Any], new: Any) -> dict[str, Any]:
     return {**old, **new} if isinstance(new, dict) else old
+
+
+def find_given(path: tuple[str | int, ...], document: dict[str, Any]) -> tuple[str | int, ...]:
+    """Where `document` has what stands at `path` once it is expanded."""
+    if path[:1] == ("bf16",) and "bf16" not in document and "bfloat16" in document:
+        return ("bfloat16", *path[1:])
+    zero = document.get("zero_optimization")
+    if path[:1] != ("zero_optimization",):
+        return path
+    if zero is None and "sharded_ddp" in document:
+        return ("sharded_ddp",)
+    for section, names in _OFFLOAD_FLAGS:
+        if path[1:2] == (section,) and isinstance(zero, dict) and section not in zero:
+            return next((("zero_optimization", name) for name in names if name in zero), path)
+    return path

@@ -6,12 +6,14 @@ complain about. `check` runs the table. Nothing here knows files, lines or the w
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from dsjob.errors import Problem
+from dsjob.torch_names import OPTIMIZERS, SCHEDULES
 
 Path = tuple[str | int, ...]
 Document = dict[str, Any]
@@ -226,6 +228,39 @@ def _elasticity_keys(document: Document) -> Iterator[Finding]:
 
 
 # Optimizer and schedule
+
+_DEEPSPEED_OPTIMIZERS = (
+    "adagrad", "adam", "adamw", "lamb", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd", "lion",
+    "muon", "sgd",
+)  # fmt: skip
+_DEEPSPEED_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+@_rule("unknown-name")
+def _known_names(document: Document) -> Iterator[Finding]:
+    """An optimizer or schedule is named as by DeepSpeed (optimizers in any case) or by a class of torch: others have
+    to be given as a _target_.
+    """
+    kind = _get(document, "optimizer.type")
+    if isinstance(kind, str) and kind not in OPTIMIZERS and kind.lower() not in _DEEPSPEED_OPTIMIZERS:
+        yield "optimizer.type", f'there is no optimizer "{kind}"', _suggest_name(kind, OPTIMIZERS)
+    kind, known = _get(document, "scheduler.type"), (*_DEEPSPEED_SCHEDULES, *SCHEDULES)
+    if isinstance(kind, str) and kind not in known:
+        yield "scheduler.type", f'there is no schedule "{kind}"', _SAME_SCHEDULE.get(kind) or _suggest_name(kind, known)
+
+
+_SAME_SCHEDULE = {  # HF Trainer's names
+    "linear": "HF Trainer's name for WarmupDecayLR",
+    "cosine": "HF Trainer's name for WarmupCosineLR",
+    "constant_with_warmup": "HF Trainer's name for WarmupLR",
+    "constant": "leave scheduler out: the rate is then constant",
+}
+
+
+def _suggest_name(name: str, known: tuple[str, ...]) -> str:
+    lower = {word.lower(): word for word in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.75)
+    return f'did you mean "{lower[near[0]]}"?' if near else f"known: {', '.join(known)}, or a _target_"
 
 
 @_rule("clipping-in-optimizer")
@@ -456,6 +491,7 @@ _SHAPE = {
     "too-large": "A text beyond what any document needs is refused, so that reading takes bounded time and memory.",
     "alias": "YAML aliases that add up to more than any document needs are refused.",
     "not-an-object": "A document is one object (a mapping) of keys and values.",
+    "another-tool": "The file is that of another tool, which dsjob import reads.",
     "interpolation": "A ${...} names something that is not there, or that cannot be resolved.",
     "not-there": "An override names a key that the composed document does not have.",
     "unreadable": "The file cannot be read.",
