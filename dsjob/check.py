@@ -197,7 +197,7 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
             yield Problem(f"needs {name}", path, "required", _required_hint(path, name))
         return
     message, hint = _say(keyword, error.validator_value, value)
-    if keyword == "type" and "object" in error.validator_value:
+    if keyword == "type" and "object" in str(error.validator_value):
         hint = hint or _wrap_hint(value, _schema_at(path, document, schema))
     rule = _RULE_OF.get(keyword, keyword)
     if not hint and rule in ("enum", "range"):  # why only these: what the key means

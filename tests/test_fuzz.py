@@ -164,7 +164,7 @@ def read_report(text: str, code: int, content: bytes) -> list[dict[str, Any]]:
 
 
 class Quoting(yaml.SafeDumper):
-    """Quotes every string: PyYAML takes 1e100 for one and writes it without quotes, which YAML 1.2 reads as a number."""
+    """Quotes every string: for PyYAML 1e100 is one, and is written without quotes; YAML 1.2 reads it as a number."""
 
 
 Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
@@ -206,7 +206,8 @@ def nest(value: Any, levels: int) -> Any:
 ODD = st.sampled_from([
     None, True, False, 0, -1, 1, 2.5, 10**30, 10**400, -(10**400), 1e308, float("nan"), float("inf"), "", "auto", "0",
     "1e-5", "x" * 5000, "\x00", "\x1b[31m", "\U0001f600", "\u202e\u0000a", "\u2028", "a b", "a..b", ".", "/",
-    "${trainer}",     "${oc.env:NOT_THERE}", "${", "???", "memory://x", "s3:/x", [], {}, [None], {"": 1}, {"a": {}}, [[1], {"b": 2}],
+    "${trainer}", "${oc.env:NOT_THERE}", "${", "???", "memory://x", "s3:/x", [], {}, [None],
+    {"": 1}, {"a": {}}, [[1], {"b": 2}],
     nest(1, 30), nest(1, 31), nest(1, 300), nest(1, 301), list(range(300)), {f"k{i}": i for i in range(300)},
 ])  # fmt: skip
 
