@@ -7,6 +7,7 @@ world size (the batch triad) is in `batch`. No import of torch, and nothing that
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
 
-from dsjob import dsconfig, legacy
+from dsjob import dsconfig, foreign, legacy
 from dsjob import schema as contract
 from dsjob.errors import Problem
 from dsjob.rules import RULES
@@ -48,6 +49,8 @@ _RULE_OF = {
     "const": "enum",
     "not": "type-and-target",
 }
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 MAX_UNKNOWN = 50  # unknown keys of one object that are told one by one
 
 
@@ -60,7 +63,8 @@ def check_job(document: dict[str, Any]) -> list[Problem]:
     problems = _check_expanded(document, check_shape(document, schema), schema)
     config = document.get("deepspeed")
     rest = {k: v for k, v in config.items() if k not in schema["properties"]} if isinstance(config, dict) else {}
-    return problems + _check_rules({**dsconfig.drop_moved(rest), **document}, problems, whole=True)
+    found = _check_rules({**dsconfig.drop_moved(rest), **document}, problems, whole=True)
+    return _drop_follow_ups(problems + found)
 
 
 def check_config(config: dict[str, Any]) -> list[Problem]:
@@ -70,7 +74,18 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
     sound = _blank_broken(config, problems)
     document = {**dsconfig.drop_moved(sound), **dsconfig.to_job(sound)}
     found = _check_rules(document, [replace(p, path=dsconfig.to_job_path(p.path)) for p in problems], whole=False)
-    return problems + [dsconfig.to_config_words(replace(p, path=dsconfig.to_config_path(p.path))) for p in found]
+    told = [dsconfig.to_config_words(replace(p, path=dsconfig.to_config_path(p.path))) for p in found]
+    return _drop_follow_ups(problems + told)
+
+
+def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:
+    """`problems` without those of a key that is missing because it is misspelt or misplaced, which is told already."""
+    meant: set[str] = set()
+    for problem in problems:
+        if problem.rule == "unknown-key":
+            meant |= {*map(str, problem.path[-1:]), *re.findall(r"\w+", problem.hint.partition("allowed here")[0])}
+    missing = ("required", "no-end", "no-optimizer", "no-total-steps")
+    return [p for p in problems if p.rule not in missing or not meant & {*re.findall(r"\w+", p.message), *p.path[-1:]}]
 
 
 def _check_expanded(document: dict[str, Any], problems: list[Problem], schema: Schema) -> list[Problem]:
@@ -132,15 +147,17 @@ def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
     for error in _leaves(validator.iter_errors(document)):
         for problem in _explain(error, document, schema):
             problems.setdefault((problem.path, problem.rule, problem.message), problem)
-    found = list(problems.values())
-    broken = {problem.path for problem in found}
-    return found + [problem for problem in _check_status(document, schema, ()) if problem.path not in broken]
+    mistyped = {path for path, rule, _ in problems if rule == "type"}
+    found = [p for p in problems.values() if p.rule != "enum" or p.path not in mistyped]
+    wrong = {p.path for p in found if p.rule in ("type", "enum")}
+    return found + [p for p in _check_status(document, schema, ()) if p.path not in wrong]
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
     """`did you mean "x"?` for the known word nearest to `word`, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f'did you mean "{near[0]}"?' if near else ""
+    spelled = {name.lower(): name for name in reversed(known)}
+    near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
+    return f'did you mean "{spelled[near[0]]}"?' if near else ""
 
 
 def _leaves(errors: Iterator[ValidationError]) -> Iterator[ValidationError]:
@@ -185,6 +202,8 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
             yield Problem(f"needs {name}", path, "required", _required_hint(path, name))
         return
     message, hint = _say(keyword, error.validator_value, value)
+    if keyword == "type" and "object" in str(error.validator_value):
+        hint = hint or _wrap_hint(value, _schema_at(path, document, schema))
     rule = _RULE_OF.get(keyword, keyword)
     if not hint and rule in ("enum", "range"):  # why only these: what the key means
         hint = str(_schema_at(path, document, schema).get("description", "")).partition(". ")[0].rstrip(".")
@@ -198,8 +217,11 @@ def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Prob
     below = [home for home in exact if home[: len(path)] == path]
     hint = ""
     if len(below or exact) in (1, 2):
-        hint = "it belongs under " + " or ".join(".".join(home) or "the document itself" for home in below or exact)
-    hint = hint or suggest(key, known) or _suggest_elsewhere(key, homes)
+        hint = "it belongs " + " or ".join(
+            f"under {'.'.join(home)}" if home else "at the top" for home in below or exact
+        )
+    bare = schema is contract.deepspeed_schema()
+    hint = hint or foreign.explain_key(path, key, bare=bare) or suggest(key, known) or _suggest_elsewhere(key, homes)
     if not hint and known:
         hint = "allowed here: " + ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return Problem("unknown key", (*path, key), "unknown-key", hint)
@@ -247,14 +269,28 @@ def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
 
 def _unquote_hint(value: Any, names: Sequence[str]) -> str:
     if not isinstance(value, str):
-        return ""
+        return f"write {str(bool(value)).lower()}" if "boolean" in names and value in (0, 1) else ""
     if {"integer", "number"} & set(names):
+        if _NUMBER.fullmatch(value):
+            return f"write {value} without the quotes"
         try:
             return f"write {float(value):g} without the quotes"
         except ValueError:
             return ""
     if "boolean" in names and value.lower() in ("true", "false"):
         return f"write {value.lower()} without the quotes"
+    if "boolean" in names and value.lower() in _YES_AND_NO:
+        return f"write {_YES_AND_NO[value.lower()]}"
+    return ""
+
+
+def _wrap_hint(value: Any, node: Schema) -> str:
+    """For a value given in place of the section that it belongs into."""
+    properties = node.get("properties", {})
+    keys = ("enabled",) if isinstance(value, bool) else ("device", "type", "stage", "_target_")
+    for key in keys:
+        if key in properties and Draft202012Validator(properties[key]).is_valid(value):
+            return f"write {json.dumps({key: value})}"
     return ""
 
 
@@ -263,11 +299,9 @@ def _kind(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
     if value is None:
         return ""
-    text = f'"{value}"' if isinstance(value, str) else str(value)
+    text = f'"{value}"' if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -297,7 +331,7 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
                 Problem(f"is another spelling of {original}, which is given too", here, "given-twice", "keep one")
             )
         elif below.get("deprecated") and status != "unsupported" and original != f"stage3_{key}":
-            now = original or below.get("x-replaced-by")
+            now = below.get("x-replaced-by") or original
             problems.append(Problem("is an old spelling", here, "deprecated", f"now {now}", severity="warning"))
         problems += _check_status(item, below, here)
     return problems

@@ -58,7 +58,12 @@ class Problem:
         path = f"{self.dotted}: " if self.path else ""
         hint = f"; {self.hint}" if self.hint else ""
         rule = f"[{self.rule}]" if self.rule else ""
-        return f"{place}{self.severity}{rule}: {path}{self.message}{hint}"
+        return make_printable(f"{place}{self.severity}{rule}: {path}{self.message}{hint}")
+
+
+def make_printable(text: str) -> str:
+    """`text` on one line, what would steer a terminal or turn the text around written as escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class DsjobError(Exception):

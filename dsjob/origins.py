@@ -110,4 +110,10 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
     relative = "://" not in name and not os.path.isabs(name)
     if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
         name = f"{file.source.rsplit('/', 1)[0]}/{name}"
-    return read_document(name)
+    try:
+        return read_document(name)
+    except UsageError as error:
+        mark = file.mark(("deepspeed",)) if file is not None else None
+        place = (file.source, mark.line, mark.column) if file is not None and mark is not None else ("", 0, 0)
+        problem = Problem(error.message, ("deepspeed",), "unreadable", "paths are relative to the job file", *place)
+        raise DocumentError([problem]) from error

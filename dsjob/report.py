@@ -36,7 +36,7 @@ def to_text(problem: Problem, text: str | None = None) -> str:
     line = lines[problem.line - 1]
     # A terminal's width is not known here: of a long line, what is around the place.
     start = max(0, problem.column - 60)
-    shown = line[start : start + 100].replace("\t", " ")
+    shown = "".join(c if c.isprintable() else " " for c in line[start : start + 100])
     number = f"{problem.line:>5} | "
     return f"{problem}\n{number}{shown}\n{' ' * len(number)}{' ' * (problem.column - 1 - start)}^"
 

@@ -72,7 +72,9 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
 
     problems = _drop_repeated(check_job({**document, **dsconfig.build_on_given(given, config)}), given) + conflicts
     batch = None
-    touched = (("trainer",), *(("deepspeed", key) for key in dsconfig.BATCH_KEYS))
+    touched: list[Path] = [("trainer",)]
+    for key in dsconfig.BATCH_KEYS:
+        touched += [(key,), ("deepspeed", key), dsconfig.to_job_path((key,))[1:]]
     if not any(p.severity == "error" and p.path[: len(place)] == place for p in problems for place in touched):
         trainer = _own_numbers(job.get("trainer", {}), schema["properties"]["trainer"])
         asked = _reopen_batch(trainer, document.get("resolved"), world_size, locate)

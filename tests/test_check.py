@@ -98,7 +98,12 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"trainer": {"seed": "7", "max_steps": 1}}, "write 7 without the quotes"),
         ({"trainer": {"seed": "seven", "max_steps": 1}}, ""),
         ({"bf16": {"enabled": "True"}}, "write true without the quotes"),
-        ({"bf16": {"enabled": "yes"}}, ""),
+        ({"bf16": {"enabled": "yes"}}, "write true"),
+        ({"bf16": {"enabled": 0}}, "write false"),
+        ({"bf16": True}, 'write {"enabled": true}'),
+        ({"zero_optimization": 2}, 'write {"stage": 2}'),
+        ({"zero_optimization": 5}, ""),
+        ({"checkpoint": {"every": "5e2"}}, "write 5e2 without the quotes"),
         ({"launch": {"device": "cudda"}}, 'did you mean "cuda"?'),
         ({"model": None}, "give it in the document, or start from a recipe: +recipe=quickstart"),
         ({"model": {"width": 5}}, "the dotted path of a callable, my_module.build for example"),
@@ -109,6 +114,10 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"deepspeed": {"gradient_clippin": 1}}, 'did you mean "gradient_clipping"?'),
         ({"max_steps": 5}, "it belongs under trainer"),
         ({"keep": 5}, "it belongs under checkpoint"),
+        ({"steps_per_print": 5}, "DeepSpeed's name for trainer.log_every"),
+        ({"dump_state": True}, "it belongs under deepspeed"),
+        ({"save_steps": 5}, "HF Trainer's name for checkpoint.every"),
+        ({"_note": "mine"}, "a note can be a comment: // in JSON, # in YAML"),
         ({"output": {"x": 5}}, "allowed here: dir"),
     ],
 )
@@ -368,7 +377,8 @@ def test_arguments_of_targets_and_of_unlisted_types_are_their_own_business() -> 
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("micro_bacth", 'did you mean "micro_batch"?'), ("zzz", ""), ("", ""), ("SEED", "")]
+    ("word", "hint"),
+    [("micro_bacth", 'did you mean "micro_batch"?'), ("zzz", ""), ("", ""), ("SEED", 'did you mean "seed"?')],
 )
 def test_suggest_names_the_nearest_word_or_none(word: str, hint: str) -> None:
     assert suggest(word, ["micro_batch", "train_batch", "seed"]) == hint

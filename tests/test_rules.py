@@ -142,6 +142,7 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "optimizer.params.max_grad_norm",
         {"gradient_clipping": 1},
     ),
+    ("unknown-name", optimizer("Adamm", lr=1), "optimizer.type", optimizer("Adam", lr=1)),
     ("optimizer-needs-closure", optimizer("LBFGS", lr=1), "optimizer.type", optimizer("SGD", lr=1)),
     (
         "rate-overruled",

@@ -210,10 +210,10 @@ def test_batch_sizes_are_checked_for_the_number_of_ranks(
     assert code == (0 if is_good else 2)
     if not is_good:
         ((place, message),) = [line.split(": ", 1) for line in err]
-        assert place == "job.json:11:3"
+        assert place == "job.json:12:5"
         assert message == (
-            "error[batch]: trainer: train_batch 16 (job.json:12:5) is not micro_batch 4 (job.json:13:5) x grad_accum 2 "
-            f"(job.json:14:5) x world size 1 ({'--world-size' if arguments else 'launch.nproc'}); it holds for world "
+            "error[batch]: trainer.train_batch: train_batch 16 (job.json:12:5) is not micro_batch 4 (job.json:13:5) x "
+            f"grad_accum 2 (job.json:14:5) x world size 1 ({'--world-size' if arguments else 'launch.nproc'}); it holds for world "
             "size 2: launch.nproc=2, or trainer.grad_accum=4, or trainer.train_batch=8"
         )
 
@@ -250,7 +250,8 @@ def test_a_mistake_in_the_deepspeed_file_is_placed_there(validate: Any) -> None:
 
 def test_a_deepspeed_file_that_is_missing_is_named(validate: Any) -> None:
     code, _, err = validate(write("job.yaml", GOOD_YAML + "deepspeed: gone.json\n"))
-    assert (code, err) == (2, ["job.yaml: error[unreadable]: cannot read gone.json: no such file or folder"])
+    told = "cannot read gone.json: no such file or folder; paths are relative to the job file"
+    assert (code, err) == (2, [f"job.yaml:9:1: error[unreadable]: deepspeed: {told}"])
 
 
 # ---- bare DeepSpeed configs; the documents are those of the Hugging Face Trainer's own page

@@ -1,0 +1,145 @@
+"""Rules of optimizers and schedules."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from dsjob.rules.table import Document, Finding, enter, read, read_number, read_params
+from dsjob.torch_names import OPTIMIZERS, SCHEDULES
+
+_DEEPSPEED_OPTIMIZERS = (
+    "adagrad", "adam", "adamw", "lamb", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd", "lion",
+    "muon", "sgd",
+)  # fmt: skip
+_DEEPSPEED_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+@enter("unknown-name")
+def _known_names(document: Document) -> Iterator[Finding]:
+    """An optimizer or schedule is named as by DeepSpeed (optimizers in any case) or by a class of torch: others have
+    to be given as a _target_.
+    """
+    kind = read(document, "optimizer.type")
+    if isinstance(kind, str) and kind not in OPTIMIZERS and kind.lower() not in _DEEPSPEED_OPTIMIZERS:
+        yield "optimizer.type", f'there is no optimizer "{kind}"', _suggest_name(kind, OPTIMIZERS)
+    kind, known = read(document, "scheduler.type"), (*_DEEPSPEED_SCHEDULES, *SCHEDULES)
+    if isinstance(kind, str) and kind not in known:
+        yield "scheduler.type", f'there is no schedule "{kind}"', _SAME_SCHEDULE.get(kind) or _suggest_name(kind, known)
+
+
+_SAME_SCHEDULE = {  # HF Trainer's names
+    "linear": "HF Trainer's name for WarmupDecayLR",
+    "cosine": "HF Trainer's name for WarmupCosineLR",
+    "constant_with_warmup": "HF Trainer's name for WarmupLR",
+    "constant": "leave scheduler out: the rate is then constant",
+}
+
+
+def _suggest_name(name: str, known: tuple[str, ...]) -> str:
+    lower = {word.lower(): word for word in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.75)
+    return f'did you mean "{lower[near[0]]}"?' if near else f"known: {', '.join(known)}, or a _target_"
+
+
+@enter("clipping-in-optimizer")
+def _max_grad_norm(document: Document) -> Iterator[Finding]:
+    """Gradients are clipped over all ranks before the optimizer sees them; an optimizer knows its own shard alone."""
+    norm = read(document, "optimizer.params.max_grad_norm")
+    if isinstance(norm, (int, float)) and norm > 0:
+        yield "optimizer.params.max_grad_norm", "is not the optimizer's business", f"gradient_clipping: {norm:g}"
+
+
+@enter("optimizer-needs-closure")
+def _closure(document: Document) -> Iterator[Finding]:
+    """LBFGS evaluates the model itself, several times a step; accumulation and sharding leave no place for that."""
+    if str(read(document, "optimizer.type", "")).upper() == "LBFGS":
+        yield "optimizer.type", "LBFGS cannot be driven by a training loop", "use AdamW or SGD, for example"
+
+
+@enter("rate-overruled", severity="warning")
+def _rate(document: Document) -> Iterator[Finding]:
+    """A warm-up to warmup_max_lr sets the rate itself: optimizer.params.lr is then never used.
+
+    WarmupDecayLR goes to 0.001 where warmup_max_lr is not given, whatever the optimizer says.
+    """
+    own = read_number(read_params(document, "optimizer").get("lr"))
+    kind, params = read(document, "scheduler.type"), read_params(document, "scheduler")
+    highest = {"WarmupDecayLR": ("warmup_max_lr", 0.001), "WarmupLR": ("warmup_max_lr", None)}.get(str(kind))
+    if highest is None or own is None:
+        return
+    name, default = highest
+    rate = read_number(params.get(name, default))
+    if rate is not None and rate != own:
+        given = "" if name in params else " (the default)"
+        message = f"{own:g} is never used: {kind} goes to {name} {rate:g}{given}"
+        yield "optimizer.params.lr", message, f"scheduler.params.{name}: {own:g}, if that is what you mean"
+
+
+@enter("warmup-backwards", severity="warning")
+def _backwards(document: Document) -> Iterator[Finding]:
+    """A warm-up that begins above its end lowers the rate."""
+    params = read_params(document, "scheduler")
+    for low, high in (("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr")):
+        first, last = read_number(params.get(low)), read_number(params.get(high))
+        if first is not None and last is not None and first > last:
+            yield f"scheduler.params.{low}", f"{first:g} is above {high} {last:g}", "exchange the two?"
+
+
+def _steps(document: Document) -> int | None:
+    total = read_params(document, "scheduler").get("total_num_steps")
+    steps = read(document, "trainer.max_steps")
+    known = [int(n) for n in (total, steps) if isinstance(n, (int, float))]
+    return min(known) if known else None
+
+
+@enter("warmup-beyond-end", severity="warning")
+def _long_warmup(document: Document) -> Iterator[Finding]:
+    """A warm-up longer than the run never reaches its rate, and a decay after it never begins."""
+    warmup, steps = read_number(read_params(document, "scheduler").get("warmup_num_steps")), _steps(document)
+    if warmup is not None and steps is not None and warmup > steps:
+        yield "scheduler.params.warmup_num_steps", f"{warmup:g} is longer than the run of {steps} steps", "shorten it"
+
+
+@enter("schedule-too-short", severity="warning", whole=True)
+def _short_schedule(document: Document) -> Iterator[Finding]:
+    """Steps after the end of a decay are taken at its lowest rate, which is usually 0: they change nothing."""
+    total = read_number(read_params(document, "scheduler").get("total_num_steps"))
+    steps = read(document, "trainer.max_steps")
+    if total is not None and isinstance(steps, int) and total < steps:
+        message = f"{total:g} ends {steps - int(total)} steps before trainer.max_steps {steps}"
+        yield "scheduler.params.total_num_steps", message, "leave it out: it is then the length of the run"
+
+
+@enter("momentum-not-cycled", severity="warning")
+def _cycled(document: Document) -> Iterator[Finding]:
+    """OneCycle cycles the first beta; an optimizer that has none keeps its momentum."""
+    asked = read_params(document, "scheduler").get("cycle_momentum") is True
+    kind = str(read(document, "optimizer.type", "")).lower()
+    if read(document, "scheduler.type") == "OneCycle" and asked and kind in ("sgd", "adagrad", "rmsprop"):
+        yield (
+            "scheduler.params.cycle_momentum",
+            f"{read(document, 'optimizer.type')} has no betas to cycle",
+            "leave it out",
+        )
+
+
+@enter("schedule-needs-evaluation", whole=True)
+def _plateau(document: Document) -> Iterator[Finding]:
+    """ReduceLROnPlateau looks at the evaluation loss: without evaluations on the way it never acts."""
+    if read(document, "scheduler.type") == "ReduceLROnPlateau":
+        if not read(document, "data.eval"):
+            yield "scheduler.type", "ReduceLROnPlateau needs data.eval", "give data.eval and trainer.eval_every"
+        elif not read(document, "trainer.eval_every"):
+            yield "scheduler.type", "ReduceLROnPlateau needs trainer.eval_every", "trainer.eval_every: 100, for example"
+
+
+@enter("no-total-steps", severity="error")
+def _total(document: Document) -> Iterator[Finding]:
+    """A job knows how many steps it takes; a program that calls `initialize` has to tell a schedule where it ends."""
+    if "model" in document or read(document, "scheduler.type") not in ("WarmupDecayLR", "WarmupCosineLR"):
+        return
+    params = read_params(document, "scheduler")
+    if params.get("total_num_steps", "auto") == "auto":
+        place = "scheduler.params.total_num_steps" if "total_num_steps" in params else "scheduler"
+        yield place, "needs total_num_steps", "the optimizer steps that the program will take"
