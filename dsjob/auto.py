@@ -61,6 +61,10 @@ def _default(job: dict[str, Any]) -> Derived:
     return None, "auto: the default"
 
 
+def _off(job: dict[str, Any]) -> Derived:
+    return False, "auto: off, the default"
+
+
 def _rate(job: dict[str, Any]) -> Derived:
     return 5e-5, "auto: learning_rate of TrainingArguments where it is not given"
 
@@ -90,8 +94,9 @@ _TABLE: dict[Path, Callable[[dict[str, Any]], Derived]] = {
     (*_ZERO, "stage3_gather_16bit_weights_on_model_save"): _default,
     ("gradient_clipping",): _default,
     ("bf16", "enabled"): _default,
-    ("fp16", "enabled"): _default,
-    ("amp", "enabled"): _default,
+    ("fp16", "enabled"): _off,
+    ("amp", "enabled"): _off,
+    ("amp", "opt_level"): _default,
     ("optimizer", "params", "lr"): _rate,
     ("optimizer", "params", "betas"): _default,
     ("optimizer", "params", "eps"): _default,

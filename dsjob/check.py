@@ -7,14 +7,16 @@ world size (the batch triad) is in `batch`. No import of torch, and nothing that
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
 
-from dsjob import dsconfig, legacy
+from dsjob import dsconfig, foreign, legacy
 from dsjob import schema as contract
 from dsjob.errors import Problem
 from dsjob.rules import RULES
@@ -47,6 +49,8 @@ _RULE_OF = {
     "const": "enum",
     "not": "type-and-target",
 }
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 MAX_UNKNOWN = 50  # unknown keys of one object that are told one by one
 
 
@@ -59,36 +63,62 @@ def check_job(document: dict[str, Any]) -> list[Problem]:
     problems = _check_expanded(document, check_shape(document, schema), schema)
     config = document.get("deepspeed")
     rest = {k: v for k, v in config.items() if k not in schema["properties"]} if isinstance(config, dict) else {}
-    return problems + _check_rules({**dsconfig.drop_moved(rest), **document}, problems, whole=True)
+    found = _check_rules({**dsconfig.drop_moved(rest), **document}, problems, whole=True)
+    return _drop_follow_ups(problems + found)
 
 
 def check_config(config: dict[str, Any]) -> list[Problem]:
     """Everything wrong with a bare DeepSpeed config."""
     schema = contract.deepspeed_schema()
     problems = _check_expanded(config, check_shape(config, schema), schema)
-    sound = _drop_broken(config, problems)
+    sound = _blank_broken(config, problems)
     document = {**dsconfig.drop_moved(sound), **dsconfig.to_job(sound)}
     found = _check_rules(document, [replace(p, path=dsconfig.to_job_path(p.path)) for p in problems], whole=False)
-    return problems + [dsconfig.to_config_words(replace(p, path=dsconfig.to_config_path(p.path))) for p in found]
+    told = [dsconfig.to_config_words(replace(p, path=dsconfig.to_config_path(p.path))) for p in found]
+    return _drop_follow_ups(problems + told)
+
+
+def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:
+    """`problems` without those of a key that is missing because it is misspelt or misplaced, which is told already."""
+    meant: set[str] = set()
+    for problem in problems:
+        if problem.rule == "unknown-key":
+            meant |= {*map(str, problem.path[-1:]), *re.findall(r"\w+", problem.hint.partition("allowed here")[0])}
+    missing = ("required", "no-end", "no-optimizer", "no-total-steps")
+    return [p for p in problems if p.rule not in missing or not meant & {*re.findall(r"\w+", p.message), *p.path[-1:]}]
 
 
 def _check_expanded(document: dict[str, Any], problems: list[Problem], schema: Schema) -> list[Problem]:
     """`problems`, and those of what old spellings stand for."""
-    sound = _drop_broken(document, problems)
+    sound = _blank_broken(document, problems)
     expanded = legacy.expand(sound)
     if expanded == sound:
         return problems
     known = {(problem.path, problem.rule) for problem in problems}
-    return problems + [p for p in _check_status(expanded, schema, ()) if (p.path, p.rule) not in known]
+    found = [p for p in _check_status(expanded, schema, ()) if (p.path, p.rule) not in known]
+    return problems + [_name_as_given(problem, document) for problem in found]
+
+
+def _name_as_given(problem: Problem, document: dict[str, Any]) -> Problem:
+    """A problem of the expanded document, at the old spelling that it comes from."""
+    given = legacy.find_spelling(problem.path, document)
+    if given == problem.path:
+        return problem
+    return replace(problem, path=given, message=f"stands for {problem.dotted}: {problem.message}")
 
 
 def _check_rules(document: dict[str, Any], problems: list[Problem], *, whole: bool) -> list[Problem]:
-    """What the rules say of the sound part of a document: not of what is near a mistake that is told already."""
-    broken = [problem.path for problem in problems if problem.severity == "error" and problem.rule != "unknown-key"]
+    """What the rules say of the sound part of a document: not of what is near a mistake of shape, told already."""
+    broken = [problem.path for problem in problems if _is_shape(problem) and problem.rule != "unknown-key"]
     broken += [path[1:] for path in broken if path[:1] == ("deepspeed",)]
-    sound = legacy.expand(_drop_broken(document, problems))
+    sound = legacy.expand(_blank_broken(document, problems))
     found = [problem for rule in RULES.values() if whole or not rule.whole for problem in rule.find(sound)]
-    return [f for f in found if not any(_is_near(f.path, path) for path in broken)]
+    return [_name_as_given(f, document) for f in found if not any(_is_near(f.path, path) for path in broken)]
+
+
+def _is_shape(problem: Problem) -> bool:
+    """Whether a value cannot be what its key takes; one that is not supported has a shape all the same."""
+    return problem.severity == "error" and problem.rule != "unsupported"
 
 
 def _is_near(path: Path, other: Path) -> bool:
@@ -96,21 +126,18 @@ def _is_near(path: Path, other: Path) -> bool:
     return length > 0 and path[:length] == other[:length]
 
 
-def _drop_broken(document: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """A document of the right shape: without what the problems are about."""
-    sound = document
-    for problem in problems:
-        if problem.severity == "error" and problem.path:
-            sound = _without(sound, problem.path)
-    return sound
+def _blank_broken(document: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """A document of the right shape: None where the problems are, which is neither a value nor missing."""
+    paths: set[Path] = {tuple(takewhile(lambda part: isinstance(part, str), p.path)) for p in problems if _is_shape(p)}
+    return {key: _blank(item, (key,), paths) for key, item in document.items()}
 
 
-def _without(value: Any, path: Path) -> Any:
-    if not isinstance(value, dict) or path[0] not in value:
+def _blank(value: Any, path: Path, broken: set[Path]) -> Any:
+    if path in broken:
+        return None
+    if not isinstance(value, dict):
         return value
-    if len(path) == 1:
-        return {key: item for key, item in value.items() if key != path[0]}
-    return {key: _without(item, path[1:]) if key == path[0] else item for key, item in value.items()}
+    return {key: _blank(item, (*path, key), broken) for key, item in value.items()}
 
 
 def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
@@ -120,14 +147,17 @@ def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
     for error in _leaves(validator.iter_errors(document)):
         for problem in _explain(error, document, schema):
             problems.setdefault((problem.path, problem.rule, problem.message), problem)
-    found = list(problems.values())
-    return found + _check_status(document, schema, ())
+    mistyped = {path for path, rule, _ in problems if rule == "type"}
+    found = [p for p in problems.values() if p.rule != "enum" or p.path not in mistyped]
+    wrong = {p.path for p in found if p.rule in ("type", "enum")}
+    return found + [p for p in _check_status(document, schema, ()) if p.path not in wrong]
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
     """`did you mean "x"?` for the known word nearest to `word`, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f'did you mean "{near[0]}"?' if near else ""
+    spelled = {name.lower(): name for name in reversed(known)}
+    near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
+    return f'did you mean "{spelled[near[0]]}"?' if near else ""
 
 
 def _leaves(errors: Iterator[ValidationError]) -> Iterator[ValidationError]:
@@ -172,6 +202,8 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
             yield Problem(f"needs {name}", path, "required", _required_hint(path, name))
         return
     message, hint = _say(keyword, error.validator_value, value)
+    if keyword == "type" and "object" in str(error.validator_value):
+        hint = hint or _wrap_hint(value, _schema_at(path, document, schema))
     rule = _RULE_OF.get(keyword, keyword)
     if not hint and rule in ("enum", "range"):  # why only these: what the key means
         hint = str(_schema_at(path, document, schema).get("description", "")).partition(". ")[0].rstrip(".")
@@ -182,11 +214,15 @@ def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Prob
     inside = path[:1] == ("deepspeed",)
     homes = contract.list_homes(contract.deepspeed_schema() if inside else schema)
     exact = [("deepspeed", *home) if inside else home for home in homes.get(key, ())]
+    exact = [home for home in exact if home != path]  # another type's arguments stand at the same place
     below = [home for home in exact if home[: len(path)] == path]
     hint = ""
     if len(below or exact) in (1, 2):
-        hint = "it belongs under " + " or ".join(".".join(home) or "the document itself" for home in below or exact)
-    hint = hint or suggest(key, known) or _suggest_elsewhere(key, homes)
+        hint = "it belongs " + " or ".join(
+            f"under {'.'.join(home)}" if home else "at the top" for home in below or exact
+        )
+    bare = schema is contract.deepspeed_schema()
+    hint = hint or foreign.explain_key(path, key, bare=bare) or suggest(key, known) or _suggest_elsewhere(key, homes)
     if not hint and known:
         hint = "allowed here: " + ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return Problem("unknown key", (*path, key), "unknown-key", hint)
@@ -234,14 +270,28 @@ def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
 
 def _unquote_hint(value: Any, names: Sequence[str]) -> str:
     if not isinstance(value, str):
-        return ""
+        return f"write {str(bool(value)).lower()}" if "boolean" in names and value in (0, 1) else ""
     if {"integer", "number"} & set(names):
+        if _NUMBER.fullmatch(value):
+            return f"write {value} without the quotes"
         try:
             return f"write {float(value):g} without the quotes"
         except ValueError:
             return ""
     if "boolean" in names and value.lower() in ("true", "false"):
         return f"write {value.lower()} without the quotes"
+    if "boolean" in names and value.lower() in _YES_AND_NO:
+        return f"write {_YES_AND_NO[value.lower()]}"
+    return ""
+
+
+def _wrap_hint(value: Any, node: Schema) -> str:
+    """For a value given in place of the section that it belongs into."""
+    properties = node.get("properties", {})
+    keys = ("enabled",) if isinstance(value, bool) else ("device", "type", "stage", "_target_")
+    for key in keys:
+        if key in properties and Draft202012Validator(properties[key]).is_valid(value):
+            return f"write {json.dumps({key: value})}"
     return ""
 
 
@@ -250,11 +300,9 @@ def _kind(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
     if value is None:
         return ""
-    text = f'"{value}"' if isinstance(value, str) else str(value)
+    text = f'"{value}"' if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -265,7 +313,7 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
     problems: list[Problem] = []
     for key, item in value.items():
         below = contract.child(schema, key, value)
-        if below is None:
+        if below is None or item is None:
             continue
         status, note, here = below.get("x-status"), below.get("x-note", ""), (*path, key)
         off = item == below.get("default") or (item == "auto" and below.get("x-auto"))
@@ -275,13 +323,16 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
             problems.append(Problem(f"{shown}is not supported by dsjob", here, "unsupported", note))
         elif status == "no-effect":
             problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
+        if isinstance(item, bool) and "stage" in below.get("properties", {}):
+            stage = f"now {key}.stage: {int(item)}"
+            problems.append(Problem("is an old spelling", here, "deprecated", stage, severity="warning"))
         original = below.get("x-alias-of")
         if original in value:
             problems.append(
                 Problem(f"is another spelling of {original}, which is given too", here, "given-twice", "keep one")
             )
         elif below.get("deprecated") and status != "unsupported" and original != f"stage3_{key}":
-            now = original or below.get("x-replaced-by")
+            now = below.get("x-replaced-by") or original
             problems.append(Problem("is an old spelling", here, "deprecated", f"now {now}", severity="warning"))
         problems += _check_status(item, below, here)
     return problems

@@ -76,9 +76,15 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
         require_job_file(file)
         # Hydra merges a group chosen on the command line before the file, whose section would then win.
         node = copy.deepcopy(file.value)
+        if isinstance(switch := node.get("zero_optimization"), bool):  # nothing could be merged into a flag
+            node["zero_optimization"] = {"stage": int(switch)}
         for name in {override.split("=")[0].lstrip("~") for override in overrides} & _GROUPS.keys():
             _delete(node, _GROUPS[name])
-        store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
+        try:
+            with _renamed():  # OmegaConf reads each ${...} here
+                store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
+        except DocumentError as error:
+            raise DocumentError(place_problems(list(error.problems), Composed({}, file).locate)) from error
 
 
 def _is_set_below(path: Path, overrides: Iterable[Path]) -> bool:

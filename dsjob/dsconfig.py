@@ -66,7 +66,7 @@ def to_config_words(problem: Problem) -> Problem:
     def rename(text: str) -> str:
         for key, (section, name) in _MOVED.items():
             text = re.sub(rf"\b(?:{section}\.)?{name}\b", str(key), text)
-        return text.replace("launch.nproc", "ranks")
+        return re.sub(r"launch\.nproc=(\d+)", r"start \1 ranks", text)
 
     return replace(problem, message=rename(problem.message), hint=rename(problem.hint))
 

@@ -58,7 +58,12 @@ class Problem:
         path = f"{self.dotted}: " if self.path else ""
         hint = f"; {self.hint}" if self.hint else ""
         rule = f"[{self.rule}]" if self.rule else ""
-        return f"{place}{self.severity}{rule}: {path}{self.message}{hint}"
+        return make_printable(f"{place}{self.severity}{rule}: {path}{self.message}{hint}")
+
+
+def make_printable(text: str) -> str:
+    """`text` on one line, what would steer a terminal or turn the text around written as escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class DsjobError(Exception):
@@ -82,16 +87,18 @@ class UsageError(DsjobError):
 
 
 class DocumentError(DsjobError):
-    """A job document is wrong; `problems` holds all that was found, warnings too, in the order of their places."""
+    """A job document is wrong; `problems` holds every error that was found, in the order of its places, and
+    `warnings` what was found besides."""
 
     exit_code = 2
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Problem], warnings: Sequence[Problem] = ()) -> None:
         self.problems = tuple(sorted(problems, key=lambda p: (p.source, p.line, p.column, p.dotted)))
+        self.warnings = tuple(warnings)
         super().__init__("\n".join(str(p) for p in self.problems))
 
-    def __reduce__(self) -> tuple[type[DocumentError], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)
+    def __reduce__(self) -> tuple[type[DocumentError], tuple[tuple[Problem, ...], tuple[Problem, ...]]]:
+        return type(self), (self.problems, self.warnings)
 
 
 class ConfigError(DocumentError):

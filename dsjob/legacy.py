@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+Path = tuple[str | int, ...]
+
+_OFFLOAD = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
+
 
 def expand(document: dict[str, Any]) -> dict[str, Any]:
     """`document` (a job, or a DeepSpeed config) in today's keys; what is given in today's keys already wins."""
@@ -23,14 +27,29 @@ def expand(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+def find_spelling(path: Path, document: dict[str, Any]) -> Path:
+    """Where `document` gives what its expanded form has at `path`: there, or at an old spelling."""
+    if path[:1] == ("bf16",) and "bfloat16" in document and "bf16" not in document:
+        return ("bfloat16", *path[1:])
+    if path[:1] != ("zero_optimization",):
+        return path
+    zero = document.get("zero_optimization", {})
+    section = str(path[1]) if len(path) > 1 else ""
+    if isinstance(zero, dict) and section not in zero:
+        names = ("cpu_offload_use_pin_memory",) if path[2:] == ("pin_memory",) else _OFFLOAD.get(section, ())
+        for name in names:
+            if name in zero:
+                return ("zero_optimization", name)
+        if "sharded_ddp" in document:
+            return ("sharded_ddp",)
+    return path
+
+
 def _expand_offload(zero: dict[str, Any]) -> dict[str, Any]:
     """Offloading was switched on by a flag for each of optimizer and parameters, with one flag for their memory."""
     zero = dict(zero)
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
-    for section, names in (
-        ("offload_optimizer", ("cpu_offload",)),
-        ("offload_param", ("cpu_offload_param", "cpu_offload_params")),
-    ):
+    for section, names in _OFFLOAD.items():
         for name in names:
             if zero.pop(name, None) is True:
                 memory = {"pin_memory": pinned} if isinstance(pinned, bool) else {}

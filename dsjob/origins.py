@@ -28,6 +28,11 @@ class Composed:
     overrides: Mapping[Path, str] = field(default_factory=dict)
     deepspeed: Document | None = None
 
+    def is_name_made(self) -> bool:
+        """Whether the job has its name from its file, which gives none."""
+        given = self.file is None or ("name",) in self.file.keys or ("name",) in self.overrides
+        return not given and not self.recipes
+
     def locate(self, path: Path) -> Place:
         """Where the value at `path` was given."""
         if self.deepspeed is not None and path[:1] == ("deepspeed",) and len(path) > 1:
@@ -105,4 +110,10 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
     relative = "://" not in name and not os.path.isabs(name)
     if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
         name = f"{file.source.rsplit('/', 1)[0]}/{name}"
-    return read_document(name)
+    try:
+        return read_document(name)
+    except UsageError as error:
+        mark = file.mark(("deepspeed",)) if file is not None else None
+        place = (file.source, mark.line, mark.column) if file is not None and mark is not None else ("", 0, 0)
+        problem = Problem(error.message, ("deepspeed",), "unreadable", "paths are relative to the job file", *place)
+        raise DocumentError([problem]) from error

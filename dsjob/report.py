@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from dsjob.errors import Problem
 from dsjob.rules import EXPLANATIONS
@@ -35,7 +36,7 @@ def to_text(problem: Problem, text: str | None = None) -> str:
     line = lines[problem.line - 1]
     # A terminal's width is not known here: of a long line, what is around the place.
     start = max(0, problem.column - 60)
-    shown = line[start : start + 100].replace("\t", " ")
+    shown = "".join(c if c.isprintable() else " " for c in line[start : start + 100])
     number = f"{problem.line:>5} | "
     return f"{problem}\n{number}{shown}\n{' ' * len(number)}{' ' * (problem.column - 1 - start)}^"
 
@@ -84,7 +85,10 @@ def to_sarif(problems: Sequence[Problem], version: str) -> str:
     results = []
     for problem in problems:
         region: Mapping[str, int] = {"startLine": problem.line, "startColumn": problem.column} if problem.line else {}
-        location = {"artifactLocation": {"uri": problem.source}, **({"region": region} if region else {})}
+        location = {
+            "artifactLocation": {"uri": quote(problem.source, safe="/:")},
+            **({"region": region} if region else {}),
+        }
         text = problem.message + (f"; {problem.hint}" if problem.hint else "")
         results.append(
             {

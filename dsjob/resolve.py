@@ -70,9 +70,11 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     def locate_origin(path: Path) -> Place:
         return locate(dsconfig.find_origin(path, given, config))
 
-    problems = _drop_repeated(check_job({**document, **dsconfig.build_on_given(given, config)})) + conflicts
+    problems = _drop_repeated(check_job({**document, **dsconfig.build_on_given(given, config)}), given) + conflicts
     batch = None
-    touched = (("trainer",), *(("deepspeed", key) for key in dsconfig.BATCH_KEYS))
+    touched: list[Path] = [("trainer",)]
+    for key in dsconfig.BATCH_KEYS:
+        touched += [(key,), ("deepspeed", key), dsconfig.to_job_path((key,))[1:]]
     if not any(p.severity == "error" and p.path[: len(place)] == place for p in problems for place in touched):
         trainer = _own_numbers(job.get("trainer", {}), schema["properties"]["trainer"])
         asked = _reopen_batch(trainer, document.get("resolved"), world_size, locate)
@@ -133,12 +135,20 @@ def _read_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def _check_config(config: dict[str, Any], world_size: int) -> tuple[list[Problem], BatchConfig | None]:
     problems = check_config(config)
-    if any(p.severity == "error" and (not p.path or p.path[0] in dsconfig.BATCH_KEYS) for p in problems):
+    if any(p.severity == "error" and _is_of_batch(p) for p in problems):
         return problems, None
     try:
         return problems, BatchConfig.from_dict(_read_config(config).get("trainer", {})).resolve(world_size)
     except DocumentError as error:
         return problems + [dsconfig.to_config_words(replace(found, path=())) for found in error.problems], None
+
+
+def _is_of_batch(problem: Problem) -> bool:
+    """Whether a problem of a DeepSpeed config leaves its batch sizes open: one of them is wrong, or mistyped."""
+    meant = problem.hint if problem.hint.startswith("did you mean") else ""
+    return (
+        not problem.path or problem.path[0] in dsconfig.BATCH_KEYS or any(key in meant for key in dsconfig.BATCH_KEYS)
+    )
 
 
 def _name_number(key: str, job: dict[str, Any], locate: Locate) -> str:
@@ -152,20 +162,37 @@ def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchCon
         "micro_batch": f"train_batch {batch.train_batch} / grad_accum {batch.grad_accum} / {world_size} ranks",
         "grad_accum": f"train_batch {batch.train_batch} / micro_batch {batch.micro_batch} / {world_size} ranks",
     }
+    both = all(given.get(key, "auto") != "auto" for key in ("train_batch", "micro_batch"))
     for key, formula in formulas.items():
         if given.get(key, "auto") == "auto" or given[key] != getattr(batch, key):
-            derived["trainer", key] = f"derived: {formula}"
+            derived["trainer", key] = f"derived: {formula}" if both or key != "grad_accum" else "default"
 
 
 def _raise_errors(problems: list[Problem], kind: type[DocumentError] = DocumentError) -> None:
-    if any(problem.severity == "error" for problem in problems):
-        raise kind(problems)
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        raise kind(errors, [problem for problem in problems if problem.severity != "error"])
 
 
-def _drop_repeated(problems: list[Problem]) -> list[Problem]:
-    """`problems` without those of the built job that the check of its `deepspeed` section has found too."""
+def _drop_repeated(problems: list[Problem], given: dict[str, Any]) -> list[Problem]:
+    """`problems` without those of the built job that the check of its `deepspeed` section has found too.
+
+    What the job has in its own right (`given`) is told in its own right.
+    """
     found = {(problem.path[1:], problem.rule) for problem in problems if problem.path[:1] == ("deepspeed",)}
-    return [problem for problem in problems if (dsconfig.to_config_path(problem.path), problem.rule) not in found]
+    return [
+        problem
+        for problem in problems
+        if (dsconfig.to_config_path(problem.path), problem.rule) not in found or _has(given, problem.path)
+    ]
+
+
+def _has(value: Any, path: Path) -> bool:
+    for part in path:
+        if not isinstance(value, dict) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _describe(place: Place) -> str:

@@ -71,13 +71,14 @@ def list_homes(schema: Schema) -> dict[str, list[tuple[str, ...]]]:
         while places:
             path, node = places.pop()
             for key, below in node.get("properties", {}).items():
-                if key == "deepspeed" or not isinstance(below, dict) or key.startswith("_") or "x-alias-of" in below:
+                if key == "deepspeed" or not isinstance(below, dict) or key.startswith("_") or "deprecated" in below:
                     continue
                 homes.setdefault(key, []).append(path)
                 places.append(((*path, key), below))
             for branch in node.get("allOf", ()):
                 params = branch.get("then", {}).get("properties", {}).get("params", {})
-                homes.update({key: [(*path, "params")] for key in params.get("properties", {})})
+                listed = params.get("properties", {})
+                homes.update({key: [(*path, "params")] for key in listed if "deprecated" not in listed[key]})
         _HOMES[id(schema)] = homes
     return _HOMES[id(schema)]
 

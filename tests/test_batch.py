@@ -161,3 +161,13 @@ def test_from_dict_reads_both_spellings_and_leaves_auto_to_be_derived(values: di
 
 def test_it_is_offered_at_the_top() -> None:
     assert dsjob.BatchConfig is BatchConfig
+
+
+def test_a_mismatch_says_where_the_numbers_and_the_world_size_come_from() -> None:
+    with pytest.raises(DocumentError) as caught:
+        BatchConfig(16, 4).resolve(3, name=lambda key: f" (cfg.json: {key})" if key != "grad_accum" else "", ranks="-n")
+    (found,) = caught.value.problems
+    assert found.message == (
+        "train_batch 16 (cfg.json: train_batch) is not micro_batch 4 (cfg.json: micro_batch) x grad_accum 1 x "
+        "world size 3 (-n)"
+    )

@@ -62,9 +62,9 @@ def test_a_valid_job_has_no_problems() -> None:
         ),
         ("optimizer.params.lr", {"optimizer": {"type": "Adam", "params": {"lr": None}}}, "must be a number, not null"),
         (
-            "optimizer.params.lr",
-            {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
-            'must be a number, not a string "auto"',
+            "optimizer.params.amsgrad",
+            {"optimizer": {"type": "Adam", "params": {"amsgrad": "auto", "lr": "auto"}}},
+            'must be true or false, not a string "auto"',
         ),
         (
             "optimizer.params.betas",
@@ -98,7 +98,12 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"trainer": {"seed": "7", "max_steps": 1}}, "write 7 without the quotes"),
         ({"trainer": {"seed": "seven", "max_steps": 1}}, ""),
         ({"bf16": {"enabled": "True"}}, "write true without the quotes"),
-        ({"bf16": {"enabled": "yes"}}, ""),
+        ({"bf16": {"enabled": "yes"}}, "write true"),
+        ({"bf16": {"enabled": 0}}, "write false"),
+        ({"bf16": True}, 'write {"enabled": true}'),
+        ({"zero_optimization": 2}, 'write {"stage": 2}'),
+        ({"zero_optimization": 5}, ""),
+        ({"checkpoint": {"every": "5e2"}}, "write 5e2 without the quotes"),
         ({"launch": {"device": "cudda"}}, 'did you mean "cuda"?'),
         ({"model": None}, "give it in the document, or start from a recipe: +recipe=quickstart"),
         ({"model": {"width": 5}}, "the dotted path of a callable, my_module.build for example"),
@@ -109,6 +114,10 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"deepspeed": {"gradient_clippin": 1}}, 'did you mean "gradient_clipping"?'),
         ({"max_steps": 5}, "it belongs under trainer"),
         ({"keep": 5}, "it belongs under checkpoint"),
+        ({"steps_per_print": 5}, "DeepSpeed's name for trainer.log_every"),
+        ({"dump_state": True}, "it belongs under deepspeed"),
+        ({"save_steps": 5}, "HF Trainer's name for checkpoint.every"),
+        ({"_note": "mine"}, "a note can be a comment: // in JSON, # in YAML"),
         ({"output": {"x": 5}}, "allowed here: dir"),
     ],
 )
@@ -181,11 +190,12 @@ def test_an_unsupported_key_may_be_left_at_its_default() -> None:
     ],
 )
 def test_an_old_spelling_is_told_and_stands_for_what_it_stood_for(old: dict[str, bool], now: str) -> None:
-    found = problems(zero_optimization={"stage": 3, **old})
     (key,) = old
-    assert found[f"zero_optimization.{key}"].rule == "deprecated"
-    assert now in found[f"zero_optimization.{key}"].hint
-    assert found[f"zero_optimization.{now}.device"].rule == "unsupported"
+    spelling, meaning = check_job(make_job(zero_optimization={"stage": 3, **old}))
+    assert (spelling.dotted, spelling.rule) == (f"zero_optimization.{key}", "deprecated")
+    assert now in spelling.hint
+    assert (meaning.dotted, meaning.rule) == (f"zero_optimization.{key}", "unsupported")
+    assert meaning.message == f'stands for zero_optimization.{now}.device: "cpu" is not supported by dsjob'
     (only,) = problems(zero_optimization={key: False}).values()
     assert only.severity == "warning"
 
@@ -338,9 +348,8 @@ def test_unknown_keys_are_found_in_maps_and_lists() -> None:
 
 
 def test_unsupported_keys_are_found_at_any_depth() -> None:
-    assert problem(
-        "zero_optimization.offload_optimizer.device", zero_optimization={"offload_optimizer": {"device": "cpu"}}
-    )
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert problem("zero_optimization.offload_optimizer.device", zero_optimization=section).rule == "unsupported"
 
 
 def test_a_key_without_effect_is_a_warning_with_the_reason() -> None:
@@ -417,7 +426,8 @@ def test_arguments_of_targets_and_of_unlisted_types_are_their_own_business() -> 
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("micro_bacth", 'did you mean "micro_batch"?'), ("zzz", ""), ("", ""), ("SEED", "")]
+    ("word", "hint"),
+    [("micro_bacth", 'did you mean "micro_batch"?'), ("zzz", ""), ("", ""), ("SEED", 'did you mean "seed"?')],
 )
 def test_suggest_names_the_nearest_word_or_none(word: str, hint: str) -> None:
     assert suggest(word, ["micro_batch", "train_batch", "seed"]) == hint

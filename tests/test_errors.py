@@ -95,3 +95,8 @@ def test_problems_come_in_the_order_of_their_places() -> None:
     error = ConfigError(found)
     assert [(p.source, p.line, p.column) for p in error.problems] == sorted(places)
     assert str(error).splitlines() == [str(problem) for problem in error.problems]
+
+
+def test_a_problem_is_one_line_that_steers_no_terminal() -> None:
+    text = str(Problem("has \x1b[31m and\nmore", ("a\u202eb",), "type", source="j\x85.json"))
+    assert text == r"j\x85.json: error[type]: a\u202eb: has \x1b[31m and\nmore"

@@ -30,6 +30,8 @@ LAYERS: dict[int, set[str]] = {
         "targets",
         "run_folder",
         "rules",
+        "torch_names",
+        "foreign",
         "report",
         "auto",
         "legacy",

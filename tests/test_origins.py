@@ -163,8 +163,10 @@ def test_an_absolute_deepspeed_file_is_taken_as_it_is(elsewhere: Path, prefix: s
 
 def test_a_deepspeed_file_that_is_missing_is_named_with_its_path(elsewhere: Path) -> None:
     job = write_json(elsewhere / "job.json", {"deepspeed": "gone.json"})
-    with pytest.raises(UsageError, match=f"cannot read {elsewhere}/gone.json: no such file"):
+    with pytest.raises(DocumentError, match=f"cannot read {elsewhere}/gone.json: no such file") as caught:
         settle_file(job)
+    (problem,) = caught.value.problems
+    assert (problem.source, problem.line, problem.dotted) == (str(job), 2, "deepspeed")
 
 
 def test_a_deepspeed_section_in_the_job_itself_has_no_file() -> None:

@@ -35,6 +35,7 @@ from dsjob.probe import (
 )
 from dsjob.spec import JobSpec, Target, view
 from dsjob.targets import call_target
+from dsjob.trust import Trust
 
 RECIPES = ("quickstart", "zero3_t5", "vision_digits")
 
@@ -134,10 +135,10 @@ def test_a_factory_that_needs_real_tensors_is_told_from_a_broken_document(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UsageError, match="meta device") as caught:
-        build_on_meta(Target("needs_values.build", {}))
+        build_on_meta(Target("needs_values.build", {}), Trust(("needs_values",)))
     assert "--params" in caught.value.hint
     with pytest.raises(TargetError):
-        build_on_meta(Target("needs_values.bild", {}))
+        build_on_meta(Target("needs_values.bild", {}), Trust(("needs_values",)))
 
 
 def test_a_model_that_looks_at_values_has_no_activations_but_a_reason(
@@ -151,7 +152,7 @@ def test_a_model_that_looks_at_values_has_no_activations_but_a_reason(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     spec = view(JobSpec, resolve(make_job(model={"_target_": "looks.Net", "in_features": 2, "out_features": 2})))
-    found = measure_activations(build_on_meta(spec.model), torch.zeros(3, 2), spec)
+    found = measure_activations(build_on_meta(spec.model, Trust(("looks",))), torch.zeros(3, 2), spec)
     assert found.whole is None
     assert "DataDependent" in found.reason
 

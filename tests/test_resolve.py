@@ -135,8 +135,7 @@ def test_warnings_come_back_and_errors_are_raised_all_at_once() -> None:
     warnings = resolve_job(document, world_size=1, locate=nowhere).warnings
     assert [warning.severity for warning in warnings] == ["warning"]
     document["trainer"] = {"seed": "x", "max_stps": 1}
-    wrong = {problem.dotted for problem in find_problems(document)}
-    assert wrong == {"trainer.seed", "trainer.max_stps", "zero_optimization.overlap_comm"}
+    assert {problem.dotted for problem in find_problems(document)} == {"trainer.seed", "trainer.max_stps"}
 
 
 # ---- precedence, as far as it is decided here
@@ -254,7 +253,6 @@ def test_a_bare_config_that_is_wrong_is_a_config_error_with_all_problems() -> No
     with pytest.raises(ConfigError) as caught:
         resolve_config(config, world_size=1, locate=lambda path: ("config", 0, 0))
     assert {problem.dotted for problem in caught.value.problems} == {
-        "",
         "train_batch_siez",
         "fp16.enabled",
         "zero_optimization.stage",

@@ -122,7 +122,7 @@ def _require_runnable(first: str) -> None:
 
 def _print_error(error: DsjobError) -> None:
     if isinstance(error, DocumentError):
-        text = "\n".join(str(problem) for problem in error.problems if problem.rule != "no-effect")
+        text = "\n".join(str(problem) for problem in error.problems)
     else:
         text = f"dsjob: error: {error}"
     print(text, file=sys.stderr)  # noqa: T201

@@ -90,11 +90,13 @@ def _list_leaves(value: dict[str, Any], schema: contract.Schema | None, path: Pa
 def _find_origin(path: Path, composed: Composed, resolved: Resolved) -> str:
     if path in resolved.derived:
         return resolved.derived[path]
+    if path == ("name",) and composed.is_name_made():
+        return "name of the file"
     for given in (path, ("deepspeed", *to_config_path(path))):
         if _has(composed.document, given):
             source, line, column = composed.locate(given)
             return f"{source}:{line}:{column}" if line else source
-    return "name of the recipe or file" if path == ("name",) else "default"
+    return "default"
 
 
 def _find_status(path: Path, document: dict[str, Any], schema: contract.Schema) -> str:

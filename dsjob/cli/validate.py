@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 from dsjob import report, resolve
+from dsjob import schema as contract
 from dsjob.cli import parse_count
 from dsjob.cli.trusted import grant, list_untrusted
 from dsjob.document import Document
@@ -97,12 +98,14 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | Non
         text = document.text
         return _hide_environment(report.sort_problems(_check(document, world_size)), text), text
     except DocumentError as error:
-        return _hide_environment(list(error.problems), text or ""), text
+        problems = report.sort_problems([*error.problems, *error.warnings])
+        return _hide_environment(problems, text or ""), text
     except DsjobError as error:
         return [Problem(error.message, rule="unreadable", hint=error.hint, source=_name(url))], text
 
 
 def _check(document: Document, world_size: int | None) -> list[Problem]:
+    _require_own(document)
     if is_deepspeed(document.value):
         return resolve.check_bare_config(document.value, world_size=world_size or 1, locate=_locator(document))
     require_job_file(document)
@@ -113,7 +116,7 @@ def _check(document: Document, world_size: int | None) -> list[Problem]:
     try:
         done = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
     except DocumentError as error:
-        raise DocumentError([*unread, *error.problems]) from None
+        raise DocumentError(error.problems, [*unread, *error.warnings]) from None
     untrusted = list_untrusted(composed, done.document, grant(document))
     return unread + done.warnings + [replace(found, severity="warning") for found in untrusted]
 
@@ -150,6 +153,20 @@ def _hide_environment(problems: list[Problem], text: str) -> list[Problem]:
         return shown
 
     return [replace(p, message=hide(p.message), hint=hide(p.hint)) for p in problems] if values else problems
+
+
+def _require_own(document: Document) -> None:
+    """Raises DocumentError for another tool's file: each of its keys would be a mistake."""
+    known = {*contract.job_schema()["properties"], *contract.deepspeed_schema()["properties"]}
+    keys = document.value.keys()
+    if len(keys - known) < 3 or {"model", "data"} & keys:
+        return
+    from dsjob.importing.sources import name_foreign  # long, and needed for such files alone
+
+    if found := name_foreign(document.value):
+        mark, hint = document.mark(()), f"dsjob import {document.source} makes a job document of it"
+        message = f"this is not a job document but {found}"
+        raise DocumentError([Problem(message, (), "another-tool", hint, document.source, mark.line, mark.column)])
 
 
 def _compose(document: Document) -> Composed:

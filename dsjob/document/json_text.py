@@ -20,6 +20,7 @@ JSON_CONSTANTS: Final = {"true": True, "false": False, "null": None}
 _DECODER: Final = json.JSONDecoder()
 _CLOSER: Final = {"{": "}", "[": "]"}
 _JSON_HINTS: Final = (  # what was expected and found; what to do about it
+    (r"a (?:key|value), found `(?:\.\.\.|…)", "the dots of an example stand for what is left out: delete them"),
     (r"a (?:key|value), found `['`‘’“”]", 'strings take straight double quotes: "..."'),
     (r"a key, found `[\w$]", 'keys are written in double quotes: "..."'),
     (r"a value, found `(?i:true|false|null)`", "JSON writes true, false and null in small letters"),

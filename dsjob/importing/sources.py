@@ -112,11 +112,21 @@ def _recognise(document: Document, url: str, asked: SourceKind | None) -> Source
     )
 
 
+def name_foreign(content: dict[str, Any]) -> str:
+    """What a document is that is no job and no DeepSpeed config, but which `dsjob import` reads; empty where unsure."""
+    for kind in ("arguments", "accelerate"):
+        theirs = [key for key, value in content.items() if _TESTS[kind](key, value)]
+        rest = {key: value for key, value in content.items() if key not in theirs}
+        if len(theirs) > len(rest) and not any(_is_deepspeed(*item) for item in rest.items()):
+            return _WORDS[kind]
+    return ""
+
+
 def _is_deepspeed(key: str, value: Any) -> bool:
     below = contract.deepspeed_schema()["properties"].get(key)
     if below is None:
         return key == "bfloat16"
-    section = below.get("type") == "object"
+    section = "object" in below.get("type", "")
     return isinstance(value, dict) == section or value is True
 
 

@@ -158,7 +158,7 @@ def test_the_problems_of_a_document_are_printed_one_a_line_without_more(
     ]
     fail_with(monkeypatch, DocumentError(problems))
     assert main(["show"]) == 2
-    assert capsys.readouterr().err == "j:1:1: a: one\nj:2:1: b: two\n"
+    assert capsys.readouterr().err == "j:1:1: error: a: one\nj:2:1: error: b: two\n"
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(

@@ -151,7 +151,10 @@ def test_a_runs_folder_stands_for_its_document(show: Any) -> None:
         (["job.json", "launch=2"], "command line: launch=2: error[type]: launch: must be an object, not an integer 2"),
         (["job.json", "optimizer.params.lr=inf"], "optimizer.params.lr: must be a finite number, not inf"),
         (["job.json", "launch.nproc=inf"], "launch.nproc: must be an integer"),
-        (["job.json", "trainer.train_batch=7"], "train_batch 7 is not micro_batch 4 x grad_accum 1 x world size 1"),
+        (
+            ["job.json", "trainer.train_batch=7"],
+            "train_batch 7 (command line: trainer.train_batch=7) is not micro_batch 4 (job.json:12:5) x grad_accum 1",
+        ),
         (["job.json", "name=${oc.env:DSJOB_NONE}"], "DSJOB_NONE"),
         (["job.json", "--config-dir", "gone"], "no such folder: gone"),
         (["broken.yaml"], "broken.yaml:1:"),
@@ -182,3 +185,148 @@ def test_a_deepspeed_file_is_built_on(show: Any) -> None:
     document = yaml.safe_load(show("job.json")[1])
     assert document["zero_optimization"]["stage"] == 3
     assert document["trainer"]["log_every"] == 7
+
+
+# ---- where values come from
+
+
+LAYERS = """\
+model: {_target_: mine.build, hidden_size: 8}
+data: {train: {_target_: mine.Data}}
+trainer:
+  max_steps: 10
+  train_batch: 8
+optimizer: {type: AdamW, params: {lr: 0.001}}
+deepspeed: conf/ds.json
+"""
+DEEPSPEED = """\
+{
+  "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+\t"train_micro_batch_size_per_gpu": 4,
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 3}}
+}
+"""
+ORIGINS = {
+    "name": ("layers", "name of the file"),
+    "model.hidden_size": (8, "layers.yaml:1:31"),
+    "data.shuffle": (True, "default"),
+    "trainer.train_batch": (8, "layers.yaml:5:3"),
+    "trainer.micro_batch": (4, "conf/ds.json:3:2"),
+    "trainer.grad_accum": (2, "derived: train_batch 8 / micro_batch 4 / 1 ranks"),
+    "trainer.max_steps": (10, "layers.yaml:4:3"),
+    "trainer.seed": (7, "command line: trainer.seed=7"),
+    "gradient_clipping": (1.0, "default"),
+    "bf16.enabled": (True, "command line: precision=bf16"),
+    "zero_optimization.stage": (2, "conf/ds.json:2:25"),
+    "zero_optimization.reduce_bucket_size": (64, "auto: hidden_size^2 (no effect here: FSDP2 sizes its own buffers)"),
+    "optimizer.params.lr": (0.001, "layers.yaml:6:35"),
+    "optimizer.params.eps": (1e-8, "default"),
+    "scheduler.params.warmup_max_lr": (0.001, "auto: optimizer.params.lr"),
+    "scheduler.params.warmup_num_steps": (3, "conf/ds.json:4:73"),
+}
+
+
+def write_layers() -> None:
+    Path("conf").mkdir()
+    Path("conf/ds.json").write_text(DEEPSPEED)
+    Path("layers.yaml").write_text(LAYERS)
+
+
+def test_each_value_is_shown_with_its_origin(show: Any) -> None:
+    write_layers()
+    arguments = ["layers.yaml", "trainer.seed=7", "precision=bf16", "--origins"]
+    code, out, err = show(*arguments, "--format", "json")
+    assert (code, err) == (0, "")
+    rows = {row["path"]: (row["value"], row["origin"]) for row in json.loads(out)}
+    assert {path: rows[path] for path in ORIGINS} == ORIGINS
+    lines = show(*arguments)[1].splitlines()
+    assert len(lines) == len(rows)
+    for line in lines:
+        left, _, origin = line.partition("  # ")
+        path, _, value = left.partition(": ")
+        assert (json.loads(value), origin) == rows[path]
+
+
+def test_what_a_recipe_gives_is_said_to_be_the_recipes(show: Any) -> None:
+    rows = json.loads(show("+recipe=quickstart", "trainer.max_steps=9", "--origins", "--format", "json")[1])
+    origins = {row["path"]: row["origin"] for row in rows}
+    assert origins["model.width"] == "recipe quickstart"
+    assert origins["trainer.max_steps"] == "command line: trainer.max_steps=9"
+    assert origins["trainer.grad_accum"] == "default"
+    assert origins["trainer.train_batch"].startswith("derived: micro_batch ")
+    assert set(map(str, origins.values())) >= {"default", "recipe quickstart"}
+
+
+def test_a_file_beside_a_recipe_has_its_own_places(show: Any) -> None:
+    Path("more.yaml").write_text("trainer:\n  max_steps: 3\n")
+    rows = json.loads(show("+recipe=quickstart", "more.yaml", "--origins", "--format", "json")[1])
+    origins = {row["path"]: row["origin"] for row in rows}
+    assert (origins["trainer.max_steps"], origins["trainer.micro_batch"]) == ("more.yaml:2:3", "recipe quickstart")
+
+
+def test_changed_is_what_differs_from_the_defaults(show: Any) -> None:
+    write_layers()
+    out = show("layers.yaml", "trainer.seed=42", "trainer.log_every=3", "--changed")[1]
+    assert out.splitlines() == [
+        'name: "layers"',
+        'model._target_: "mine.build"',
+        "model.hidden_size: 8",
+        'data.train._target_: "mine.Data"',
+        "trainer.train_batch: 8",
+        "trainer.micro_batch: 4",
+        "trainer.grad_accum: 2",
+        "trainer.max_steps: 10",
+        "trainer.log_every: 3",
+        "zero_optimization.stage: 2",
+        "zero_optimization.reduce_bucket_size: 64",
+        'optimizer.type: "AdamW"',
+        'scheduler.type: "WarmupLR"',
+        "scheduler.params.warmup_max_lr: 0.001",
+        "scheduler.params.warmup_num_steps: 3",
+    ]
+    (row,) = [
+        row
+        for row in json.loads(show("layers.yaml", "--changed", "--format", "json")[1])
+        if row["path"] == "trainer.max_steps"
+    ]
+    assert row == {"path": "trainer.max_steps", "value": 10}
+    assert "trainer.max_steps: 10" in show("layers.yaml", "--changed", "--origins")[1]
+
+
+# ---- differences
+
+
+def test_two_files_differ_in_what_they_resolve_to(show: Any) -> None:
+    write_json(Path("a.json"), make_job())
+    write_json(Path("b.json"), make_job(trainer={"train_batch": 4, "max_steps": 10}, bf16={"enabled": True}))
+    Path("b.yaml").write_text(yaml.safe_dump(make_job()))
+    code, out, err = show("--diff", "a.json", "b.json")
+    assert (code, out, err) == (0, "bf16.enabled: false -> true\n", "")
+    rows = json.loads(show("a.json", "b.json", "--diff", "--format", "json")[1])
+    assert rows == [{"path": "bf16.enabled", "first": False, "second": True}]
+    assert show("--diff", "a.json", "b.yaml")[1] == "no difference\n"
+    assert json.loads(show("--diff", "a.json", "b.yaml", "--format", "json")[1]) == []
+
+
+def test_what_only_one_of_two_has_is_null_in_the_other(show: Any) -> None:
+    write_json(Path("a.json"), make_job())
+    write_json(Path("b.json"), make_job(loss={"_target_": "a.b", "weight": 2}))
+    assert show("--diff", "a.json", "b.json")[1] == 'loss._target_: null -> "a.b"\nloss.weight: null -> 2\n'
+    assert show("--diff", "b.json", "a.json")[1] == 'loss._target_: "a.b" -> null\nloss.weight: 2 -> null\n'
+
+
+def test_two_runs_are_compared_by_their_folders(show: Any) -> None:
+    for name, seed in (("one", 1), ("two", 2)):
+        Path(name).mkdir()
+        trainer = {"micro_batch": 4, "max_steps": 10, "seed": seed}
+        write_json(Path(name, "resolved.json"), resolve(make_job(trainer=trainer)))
+    code, out, _ = show("--diff", "one", "two")
+    assert (code, out) == (0, 'trainer.seed: 1 -> 2\noutput.dir: "one" -> "two"\n')
+
+
+@pytest.mark.parametrize("sources", [["job.json"], ["job.json", "job.json", "job.json"], ["job.json", "gone.json"]])
+def test_a_difference_needs_two_that_are_there(show: Any, sources: list[str]) -> None:
+    write_json(Path("job.json"), make_job())
+    code, out, err = show("--diff", *sources)
+    assert (code, out) == (2, "")
+    assert ("no such file" if "gone.json" in sources else "two documents") in err

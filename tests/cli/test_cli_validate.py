@@ -101,11 +101,12 @@ def test_every_problem_is_printed_at_once_with_its_place(
 ) -> None:
     code, out, err = validate(write(name, text))
     assert (code, out) == (2, [])
+    meaning = "Samples in one forward and backward pass of one rank"
     assert err == [
         f'{name}:{places[0]}: error[unknown-key]: data.shufle: unknown key; did you mean "shuffle"?',
-        f"{name}:{places[1]}: trainer.micro_batch: must be at least 1, not 0",
-        f'{name}:{places[2]}: trainer.max_steps: must be an integer, not a string "ten"',
-        f"{name}:{places[3]}: optimizer.params.betas[1]: must be less than 1, not 1.5",
+        f"{name}:{places[1]}: error[range]: trainer.micro_batch: must be at least 1, not 0; {meaning}",
+        f'{name}:{places[2]}: error[type]: trainer.max_steps: must be an integer, not a string "ten"',
+        f"{name}:{places[3]}: error[range]: optimizer.params.betas[1]: must be less than 1, not 1.5",
     ]
 
 
@@ -126,7 +127,7 @@ def test_each_of_several_files_is_checked_and_one_bad_one_fails_all(validate: An
     assert out == ["good.yaml: ok", "good.yaml: ok"]
     assert err == [
         'bad.yaml:5:3: error[unknown-key]: trainer.mirco_batch: unknown key; did you mean "micro_batch"?',
-        "cannot read gone.yaml: no such file or folder",
+        "gone.yaml: error[unreadable]: cannot read gone.yaml: no such file or folder",
     ]
 
 
@@ -147,32 +148,39 @@ def test_no_document_makes_it_crash(validate: Any, text: str) -> None:
 
 def test_keys_without_effect_are_warnings_with_the_reason_and_do_not_fail(validate: Any) -> None:
     section = "zero_optimization:\n  stage: 2\n  overlap_comm: true\n"
-    assert validate(write("job.yaml", GOOD_YAML + section)) == (
-        0,
-        [
-            "job.yaml:11:3: warning: zero_optimization.overlap_comm: has no effect here (FSDP2 and DDP always overlap)",
-            "job.yaml: ok",
-        ],
-        [],
-    )
+    told = "has no effect here; FSDP2 and DDP always overlap"
+    code, out, err = validate(write("job.yaml", GOOD_YAML + section))
+    assert (code, err) == (0, [])
+    assert out == [
+        f"job.yaml:11:3: warning[no-effect]: zero_optimization.overlap_comm: {told}",
+        "job.yaml: ok, 1 warning",
+    ]
 
 
 def test_what_is_not_supported_is_an_error_with_the_reason(validate: Any) -> None:
     code, _, err = validate(write("job.yaml", GOOD_YAML + "fp16:\n  enabled: true\n"))
     note = job_schema()["properties"]["fp16"]["properties"]["enabled"]["x-note"]
-    assert (code, err) == (2, [f"job.yaml:10:3: fp16.enabled: true is not supported by dsjob ({note})"])
+    assert (code, err) == (
+        2,
+        [f"job.yaml:10:3: error[unsupported]: fp16.enabled: true is not supported by dsjob; {note}"],
+    )
 
 
 def test_interpolations_are_followed(validate: Any) -> None:
     code, out, _ = validate(write("job.yaml", GOOD_YAML + "checkpoint: {every: '${trainer.max_steps}'}\n"))
     assert (code, out) == (0, ["job.yaml: ok"])
     code, _, err = validate(write("job.yaml", GOOD_YAML + "checkpoint: {every: '${optimizer.type}'}\n"))
-    assert (code, err) == (2, ['job.yaml:9:14: checkpoint.every: must be an integer, not a string "AdamW"'])
+    assert (code, err) == (
+        2,
+        ['job.yaml:9:14: error[type]: checkpoint.every: must be an integer, not a string "AdamW"'],
+    )
 
 
 def test_an_interpolation_that_leads_nowhere_has_its_place(validate: Any) -> None:
     code, _, err = validate(write("job.yaml", GOOD_YAML + "checkpoint: {every: '${trainer.nope}'}\n"))
-    assert (code, err) == (2, ["job.yaml:9:14: checkpoint.every: Interpolation key 'trainer.nope' not found"])
+    (line,) = err
+    assert code == 2
+    assert line == "job.yaml:9:14: error[interpolation]: checkpoint.every: Interpolation key 'trainer.nope' not found"
 
 
 def test_an_environment_variable_that_is_missing_is_named(validate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +190,7 @@ def test_an_environment_variable_that_is_missing_is_named(validate: Any, monkeyp
     assert validate(write("job.yaml", text))[0] == 0
     code, _, (line,) = validate(write("job.yaml", text.replace("STEPS", "NONE")))
     assert code == 2
-    assert line.startswith("job.yaml:9:14: checkpoint.every: ")
+    assert line.startswith("job.yaml:9:14: error[interpolation]: checkpoint.every: ")
     assert "DSJOB_TEST_NONE" in line
 
 
@@ -202,10 +210,12 @@ def test_batch_sizes_are_checked_for_the_number_of_ranks(
     assert code == (0 if is_good else 2)
     if not is_good:
         ((place, message),) = [line.split(": ", 1) for line in err]
-        assert place == "job.json:11:3"
+        assert place == "job.json:12:5"
         assert message == (
-            "trainer: train_batch 16 is not micro_batch 4 x grad_accum 2 x world size 1 (it holds for world size 2: "
-            "launch.nproc=2, or trainer.grad_accum=4, or trainer.train_batch=8)"
+            "error[batch]: trainer.train_batch: train_batch 16 (job.json:12:5) is not micro_batch 4 (job.json:13:5) x "
+            f"grad_accum 2 (job.json:14:5) x world size 1 "
+            f"({'--world-size' if arguments else 'launch.nproc'}); it holds for world "
+            "size 2: launch.nproc=2, or trainer.grad_accum=4, or trainer.train_batch=8"
         )
 
 
@@ -225,8 +235,8 @@ def test_a_contradiction_with_the_deepspeed_file_names_both_places(validate: Any
     assert code == 2
     (line,) = err
     assert line == (
-        "job.yaml:9:1: gradient_clipping: is 2 (job.yaml:9:1), but deepspeed.gradient_clipping says 3 (ds.json:2:3) "
-        "(keep one of the two)"
+        "job.yaml:9:1: error[conflict]: gradient_clipping: is 2 (job.yaml:9:1), but deepspeed.gradient_clipping says 3 "
+        "(ds.json:2:3); keep one of the two"
     )
 
 
@@ -241,7 +251,8 @@ def test_a_mistake_in_the_deepspeed_file_is_placed_there(validate: Any) -> None:
 
 def test_a_deepspeed_file_that_is_missing_is_named(validate: Any) -> None:
     code, _, err = validate(write("job.yaml", GOOD_YAML + "deepspeed: gone.json\n"))
-    assert (code, err) == (2, ["cannot read gone.json: no such file or folder"])
+    told = "cannot read gone.json: no such file or folder; paths are relative to the job file"
+    assert (code, err) == (2, [f"job.yaml:9:1: error[unreadable]: deepspeed: {told}"])
 
 
 # ---- bare DeepSpeed configs; the documents are those of the Hugging Face Trainer's own page
@@ -294,8 +305,8 @@ def test_a_good_deepspeed_config_is_ok(validate: Any) -> None:
         "zero_optimization.contiguous_gradients",
         "wall_clock_breakdown",
     ]
-    assert all(": warning: " in line for line in out[:-1])
-    assert out[-1] == "ds.json: ok"
+    assert all(": warning[no-effect]: " in line for line in out[:-1])
+    assert out[-1] == "ds.json: ok, 7 warnings"
 
 
 def test_a_deepspeed_config_without_batch_sizes_is_told_to_give_them(validate: Any) -> None:
@@ -308,9 +319,9 @@ def test_offloading_and_fp16_are_named_as_not_supported(validate: Any) -> None:
     fp16 = '"fp16": {"enabled": true, "loss_scale": 0, "hysteresis": 2}, "train_batch_size": 8'
     code, _, err = validate(write("ds.json", STAGE_2 % (',\n       "cpu_offload": true', fp16)))
     assert code == 2
-    assert [line.split(": ")[:2] for line in err] == [
-        ["ds.json:10:8", "zero_optimization.cpu_offload"],
-        ["ds.json:31:10", "fp16.enabled"],
+    assert [line.split(": ")[:3] for line in err] == [
+        ["ds.json:10:8", "error[unsupported]", "zero_optimization.cpu_offload"],
+        ["ds.json:31:10", "error[unsupported]", "fp16.enabled"],
     ]
     assert all("is not supported by dsjob" in line for line in err)
 
@@ -340,9 +351,9 @@ STAGE_3 = """\
 def test_a_stage_3_config_is_good_but_for_its_offloading(validate: Any) -> None:
     code, _, err = validate(write("ds.json", STAGE_3))
     assert code == 2
-    assert [line.split(": ")[:2] for line in err] == [
-        ["ds.json:4:9", "zero_optimization.cpu_offload"],
-        ["ds.json:5:9", "zero_optimization.cpu_offload_params"],
+    assert [line.split(": ")[:3] for line in err] == [
+        ["ds.json:4:9", "error[unsupported]", "zero_optimization.cpu_offload"],
+        ["ds.json:5:9", "error[unsupported]", "zero_optimization.cpu_offload_params"],
     ]
     without = "".join(line for line in STAGE_3.splitlines(keepends=True) if "cpu_offload" not in line)
     assert validate(write("ds.json", without))[0] == 0

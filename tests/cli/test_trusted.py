@@ -38,7 +38,7 @@ def test_the_flag_reaches_the_run_its_ranks_its_sweep_and_those_of_torchrun(inst
     refused = dsjob("cfg.json", cwd=installed, PYTHONPATH=site)
     assert refused.returncode == 2
     assert refused.stderr.startswith(
-        "cfg.json:3:5: model._target_: vendor_model.build is not trusted: vendor_model is an"
+        "cfg.json:3:5: error[untrusted-target]: model._target_: vendor_model.build is not trusted: vendor_model is an"
     )
     assert "run with --trust vendor_model.build" in refused.stderr
     assert not (installed / "run").exists()
@@ -76,7 +76,7 @@ def test_the_document_and_the_environment_grant_nothing(installed: Path) -> None
 def test_validate_warns_and_shows_the_flag(installed: Path) -> None:
     done = dsjob("validate", "cfg.json", cwd=installed, PYTHONPATH=str(installed.parent / "site"))
     assert done.returncode == 0
-    assert "cfg.json:3:5: warning: model._target_: vendor_model.build is not trusted" in done.stdout
+    assert "cfg.json:3:5: warning[untrusted-target]: model._target_: vendor_model.build is not trusted" in done.stdout
     assert "--trust vendor_model.build" in done.stdout
 
 

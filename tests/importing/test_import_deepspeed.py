@@ -245,7 +245,7 @@ def test_mistyped_keys_are_noted_with_a_suggestion_and_their_place(tmp_path: Pat
         (
             {"optimizer": {"type": "Adam", "params": {"lr": "3e-5"}}},
             "optimizer.params.lr",
-            "write 3e-05 without the quotes",
+            "write 3e-5 without the quotes",
         ),
     ],
 )

@@ -1,0 +1,107 @@
+"""What `dsjob validate` costs on a document of 100 keys, from a cold shell, beside a bare Python with its parsers.
+
+    python benchmarks/validate.py [--rounds 15] [--json benchmarks/results/validate.json]
+
+The sides take turns, each run a process of its own. Both figures are medians over the rounds, start of the interpreter
+included; the ratio is the median over rounds of dsjob's time by the bare Python's. Wanted: under 0.5 s, under 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from dsjob import schema as contract
+
+KEYS = 100
+BARE = "import jsonschema, yaml"
+
+
+def make_document() -> dict[str, Any]:
+    """A job with 100 keys: a small model's arguments, and the defaults of the sections that have most keys."""
+    schema = contract.job_schema()
+    document: dict[str, Any] = {
+        "model": {"_target_": "my_model.build", "width": 64},
+        "data": {"train": {"_target_": "my_data.Lines"}},
+        "trainer": {"micro_batch": 4, "max_steps": 100},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "betas": [0.9, 0.95]}},
+    }
+    sections = ("zero_optimization", "fp16", "bf16", "activation_checkpointing", "compile", "launch", "checkpoint")
+    for section in sections:
+        for key, below in schema["properties"][section]["properties"].items():
+            plain = "default" in below and "properties" not in below and "deprecated" not in below
+            if plain and below["default"] is not None and count_keys(document) < KEYS - 1:
+                document.setdefault(section, {})[key] = below["default"]
+    for number in range(KEYS - count_keys(document)):
+        document["model"][f"argument_{number}"] = number
+    return document
+
+
+def count_keys(value: Any) -> int:
+    """The keys of all objects inside."""
+    return sum(1 + count_keys(item) for item in value.values()) if isinstance(value, dict) else 0
+
+
+def measure(*command: str) -> float:
+    """Seconds from start to end of a command, which has to succeed."""
+    began = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    dsjob, document = str(Path(sys.executable).with_name("dsjob")), make_document()
+    assert count_keys(document) == KEYS
+    cells = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in (("JSON", json.dumps(document, indent=2)), ("YAML", to_yaml(document))):
+            path = Path(folder) / f"job.{name.lower()}"
+            path.write_text(text)
+            rounds = [
+                (measure(sys.executable, "-c", BARE), measure(dsjob, "validate", str(path)))
+                for _ in range(args.rounds + 1)
+            ][1:]  # the first round pays for caches
+            ratios = [ours / bare for bare, ours in rounds]
+            cell = {
+                "cell": name,
+                "bare_s": statistics.median(bare for bare, _ in rounds),
+                "dsjob_s": statistics.median(ours for _, ours in rounds),
+                "ratio": statistics.median(ratios),
+                "ratio_range": [min(ratios), max(ratios)],
+            }
+            cells.append(cell)
+            print(
+                f"{name}, {KEYS} keys   {BARE}: {cell['bare_s']:.3f} s   dsjob validate: {cell['dsjob_s']:.3f} s   "
+                f"ratio {cell['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
+    if args.json:
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        }
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": machine, "rounds": args.rounds, "keys": KEYS, "cells": cells}, file, indent=2)
+
+
+def to_yaml(document: dict[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(document, sort_keys=False))
+
+
+if __name__ == "__main__":
+    main()

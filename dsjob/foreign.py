@@ -1,0 +1,46 @@
+"""Keys that are right elsewhere: names of DeepSpeed and of HF Trainer in places that do not have them, and notes."""
+
+from __future__ import annotations
+
+from dsjob import dsconfig
+from dsjob import schema as contract
+
+Path = tuple[str | int, ...]
+
+
+def explain_key(path: Path, key: str, *, bare: bool) -> str:
+    """A hint for an unknown key that another tool has; empty where none has. `bare`: in a DeepSpeed config by itself.
+
+    HF's `TrainingArguments` are looked up where they are written by mistake: at the top, and in the sections that are
+    about the same things.
+    """
+    from dsjob.importing.arguments_table import ARGUMENTS  # long, and needed for mistakes alone
+
+    if key.startswith(("_", "//", "#")):
+        return "a note can be a comment: // in JSON, # in YAML"
+    if not path and not bare and key in contract.deepspeed_schema()["properties"]:
+        replaced = contract.deepspeed_schema()["properties"][key].get("x-replaced-by")
+        if replaced in contract.job_schema()["properties"]:
+            return f'did you mean "{replaced}"?'
+        moved = dsconfig.to_job_path((key,))
+        if moved != (key,):
+            return f"DeepSpeed's name for {_dotted(moved)}"
+        return "it belongs under deepspeed"
+    in_config = bare or path[:1] == ("deepspeed",)
+    argument = ARGUMENTS.get(key)
+    if argument is None or path[:1] not in ((), ("trainer",), ("optimizer",), ("scheduler",), ("deepspeed",)):
+        return ""
+    if not argument.keys:
+        return f"it is HF Trainer's; {argument.about}" if argument.about else ""
+    theirs: Path = tuple(argument.keys[0].split("."))
+    if in_config and dsconfig.to_config_path(theirs)[0] not in contract.deepspeed_schema()["properties"]:
+        return f"HF Trainer's name for what a job calls {_dotted(theirs)}"
+    if in_config:
+        theirs = (*path[: path[:1] == ("deepspeed",)], *dsconfig.to_config_path(theirs))
+    if theirs[:-1] == path:
+        return f'did you mean "{theirs[-1]}"?'
+    return f"HF Trainer's name for {_dotted(theirs)}"
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))

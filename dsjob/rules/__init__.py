@@ -1,0 +1,53 @@
+"""Rules between the keys of a document: a table, one short function a rule, each with a stable id and its reason.
+
+A rule sees the document in a job's words, of the right shape, with what is not set left out and None where a mistake of
+shape was told already, and finds places to complain about. `check` runs the table. Nothing here knows files, lines or
+the world size.
+"""
+
+from dsjob.rules import course, methods, spreading
+from dsjob.rules.table import RULES as RULES
+from dsjob.rules.table import Path as Path
+
+__all__ = ["EXPLANATIONS", "RULES", "Path", "course", "methods", "spreading"]
+
+_SHAPE = {
+    "unknown-key": "A key that the contract does not have is a typo or stands at the wrong level. Other tools ignore "
+    "it, and train with the default that it was meant to change.",
+    "type": "A value is of another kind than the key takes: a number in quotes, for example, is a string.",
+    "enum": "The key takes one of a few values.",
+    "range": "A number is outside what the key can mean.",
+    "length": "A text or list is empty, or has more or fewer parts than the key takes.",
+    "pattern": "A text has not the form that the key takes.",
+    "required": "The section cannot do without this key.",
+    "type-and-target": "An optimizer or schedule is named by its type or by a _target_, not by both.",
+    "unsupported": "DeepSpeed knows the key, dsjob does not do what it asks for, and ignoring it would change results.",
+    "no-effect": "The key is known, and leaving it out gives the same results.",
+    "deprecated": "An old spelling: it works, and its present name is told.",
+    "given-twice": "A key and its other spelling are both given, and only one of them could count.",
+    "conflict": "A job file and a DeepSpeed config say different things of one setting.",
+    "batch": "train_batch = micro_batch x grad_accum x data-parallel world size has to hold, all of them at least 1.",
+    "syntax": "The text is not JSON or YAML.",
+    "duplicate-key": "A key is given twice in one object; JSON and YAML readers keep the last one without a word.",
+    "number": "A number that no 64-bit float can hold.",
+    "too-deep": "Nesting beyond what any document needs is refused, so that reading takes bounded time and memory.",
+    "too-large": "A text beyond what any document needs is refused, so that reading takes bounded time and memory.",
+    "alias": "YAML aliases that add up to more than any document needs are refused.",
+    "key": "A key is text; YAML also has empty keys and keys that are lists or mappings.",
+    "merge": "YAML's << merges mappings into the one that it stands in, and nothing else.",
+    "tag": "A document is plain data; YAML's tags ask a reader to make objects of other kinds.",
+    "untrusted-target": "A _target_ is imported and called; what is neither on dsjob's list nor the user's own needs a "
+    "--trust.",
+    "remote-code": "The name of a model on a hub would bring code with it that runs here.",
+    "unpinned": "A name on a hub without a revision can be other bytes tomorrow.",
+    "hydra-section": "What Hydra itself does with a run is not for a job document to say.",
+    "not-an-object": "A document is one object (a mapping) of keys and values.",
+    "another-tool": "The file is that of another tool, which dsjob import reads.",
+    "interpolation": "A ${...} names something that is not there, or that cannot be resolved.",
+    "not-there": "An override names a key that the composed document does not have.",
+    "not-read": "A document names a DeepSpeed config at a URL, and nothing is fetched to check a document.",
+    "unreadable": "The file cannot be read.",
+    "another-job": "The output folder holds the run of another model or data set, which would be continued.",
+    "auto": '"auto" stands for a value that is derived from others, which are not there.',
+}
+EXPLANATIONS: dict[str, str] = {**_SHAPE, **{name: rule.reason for name, rule in RULES.items()}}

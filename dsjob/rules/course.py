@@ -1,0 +1,101 @@
+"""Rules of the course of a job: its end, evaluations, saves, and where things go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from dsjob.rules.table import Document, Finding, Path, enter, read
+
+
+@enter("finite")
+def _finite(document: Document) -> Iterator[Finding]:
+    """The resolved document is JSON, which has no inf and no nan; overrides and interpolations can bring them in."""
+    places: list[tuple[Path, Any]] = [((), document)]
+    while places:
+        path, value = places.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            yield path, f"must be a finite number, not {value}", "leave it out, or null"
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        places += [((*path, key), item) for key, item in items]
+
+
+@enter("no-end", whole=True)
+def _end(document: Document) -> Iterator[Finding]:
+    """A job that names neither steps nor epochs would never end."""
+    trainer = read(document, "trainer", {})
+    if "max_steps" not in trainer and "max_epochs" not in trainer:
+        yield "trainer", "needs max_steps or max_epochs", "trainer.max_steps=1000, for example"
+
+
+@enter("no-optimizer", whole=True)
+def _optimizer(document: Document) -> Iterator[Finding]:
+    """Training without an optimizer changes nothing."""
+    if "optimizer" not in document:
+        yield "optimizer", "is missing: nothing would be trained", "optimizer: {type: AdamW, params: {lr: 1e-3}}"
+
+
+@enter("no-eval-data", whole=True)
+def _eval_data(document: Document) -> Iterator[Finding]:
+    """A cadence of evaluation, or metrics, without a set to evaluate on are a mistake in one place or the other."""
+    if "eval" in read(document, "data", {"eval": True}):
+        return
+    advice = "give data.eval, or leave it out"
+    for key in ("eval_every", "eval_batches", "eval_at_start"):
+        if read(document, f"trainer.{key}"):
+            yield f"trainer.{key}", "is set, but there is no data.eval", advice
+    if document.get("metrics"):
+        yield "metrics", "are given, but there is no data.eval", advice
+
+
+@enter("unknown-metric", whole=True)
+def _metric(document: Document) -> Iterator[Finding]:
+    """A callback that waits for a metric which nobody computes waits for ever."""
+    evaluated = "eval" in read(document, "data", {"eval": True})
+    known = {"eval/loss", *(f"eval/{name}" for name in read(document, "metrics", {}))} if evaluated else set()
+    for name, callback in read(document, "callbacks", {}).items():
+        monitored = callback.get("monitor") if isinstance(callback, dict) else None
+        if isinstance(monitored, str) and monitored.startswith("eval/") and monitored not in known:
+            there = f"there is {', '.join(sorted(known))}" if known else "give data.eval"
+            yield f"callbacks.{name}.monitor", f'nobody computes "{monitored}"', there
+
+
+@enter("cadence-beyond-end", severity="warning", whole=True)
+def _cadence(document: Document) -> Iterator[Finding]:
+    """What happens every n steps of a shorter run does not happen at all, but for what is done at the end."""
+    steps = read(document, "trainer.max_steps")
+    for place, what in (("trainer.eval_every", "evaluations"), ("checkpoint.every", "saves")):
+        every = read(document, place)
+        if isinstance(steps, int) and isinstance(every, int) and every > steps:
+            yield place, f"{every} is beyond the last step, {steps}: no {what} on the way", "lower it"
+
+
+@enter("nothing-saved", severity="warning", whole=True)
+def _saved(document: Document) -> Iterator[Finding]:
+    """A run that saves neither on the way nor at its end leaves nothing behind."""
+    if read(document, "checkpoint.at_end", True) is not False:
+        return
+    every, steps = read(document, "checkpoint.every", 0), read(document, "trainer.max_steps")
+    if not every or (isinstance(steps, int) and every > steps):
+        yield (
+            "checkpoint.at_end",
+            "is off, and nothing is saved on the way: no checkpoint at all",
+            "set checkpoint.every",
+        )
+
+
+@enter("memory-between-ranks", whole=True)
+def _memory(document: Document) -> Iterator[Finding]:
+    """`memory://` lies in the memory of one process: ranks do not see what the others have saved there."""
+    directory, nproc = read(document, "checkpoint.dir", ""), read(document, "launch.nproc", 1)
+    if isinstance(directory, str) and directory.startswith("memory:") and nproc != 1:
+        yield "checkpoint.dir", f"{directory} cannot be shared by {nproc} ranks", "use a folder, or an object store"
+
+
+@enter("output-not-local", whole=True)
+def _local_output(document: Document) -> Iterator[Finding]:
+    """Logs and metrics are appended to, which object stores do not know; checkpoints may be anywhere."""
+    directory = read(document, "output.dir", "")
+    if isinstance(directory, str) and "://" in directory:
+        yield "output.dir", f"must be a local folder, not {directory}", f"checkpoint.dir: {directory} for checkpoints"

@@ -1,0 +1,158 @@
+"""Rules of how a model computes and is spread: precision, ZeRO, offloading, batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsjob.rules.table import Document, Finding, enter, is_on, read, read_offload, read_stage
+
+# Precision
+
+
+@enter("fp16-with-bf16")
+def _one_half_precision(document: Document) -> Iterator[Finding]:
+    """A model computes in one dtype; with both switched on neither DeepSpeed nor dsjob could tell which is meant."""
+    if is_on(document, "fp16") and is_on(document, "bf16"):
+        yield "bf16.enabled", "is on, and so is fp16.enabled", "switch one of them off"
+
+
+@enter("amp-with-half-precision")
+def _amp_alone(document: Document) -> Iterator[Finding]:
+    """Apex's amp casts by itself: with fp16, bf16 or ZeRO there would be two hands at the same weights."""
+    if is_on(document, "amp"):
+        others = [f"{name}.enabled" for name in ("fp16", "bf16") if is_on(document, name)]
+        others += ["zero_optimization.stage"] if read_stage(document) else []
+        if others:
+            yield "amp.enabled", f"does not go with {' and '.join(others)}", "use bf16 or torch_autocast instead of amp"
+
+
+@enter("half-precision-masters")
+def _masters(document: Document) -> Iterator[Finding]:
+    """Masters in half precision are kept for one dtype only, and optimizer states in bf16 only beside bf16 masters."""
+    if read(document, "bf16.bf16_optimizer_states") and not read(document, "bf16.bf16_master_weights_and_grads"):
+        yield "bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads", "switch that on too"
+    if read(document, "bf16.bf16_master_weights_and_grads") and read(document, "fp16.fp16_master_weights_and_grads"):
+        yield "fp16.fp16_master_weights_and_grads", "does not go with bf16_master_weights_and_grads", "keep one"
+
+
+@enter("static-loss-scale-with-lamb")
+def _lamb_scale(document: Document) -> Iterator[Finding]:
+    """DeepSpeed's Lamb and OneBitLamb take the loss scale from a dynamic scaler alone."""
+    kind = str(read(document, "optimizer.type", "")).lower()
+    if kind in ("lamb", "onebitlamb") and is_on(document, "fp16") and read(document, "fp16.loss_scale", 0):
+        yield "fp16.loss_scale", f"must be 0 (dynamic) with {kind}", "leave loss_scale out"
+
+
+# ZeRO and offloading
+
+
+@enter("offload-param-stage")
+def _offload_param(document: Document) -> Iterator[Finding]:
+    """Only stage 3 shards parameters, so only there can they be elsewhere; DeepSpeed ignores the key without a word."""
+    if read_offload(document, "param") != "none" and read_stage(document) != 3:
+        yield "zero_optimization.offload_param.device", f"needs stage 3, not {read_stage(document)}", "set stage to 3"
+
+
+@enter("offload-optimizer-stage")
+def _offload_optimizer(document: Document) -> Iterator[Finding]:
+    """At stage 0 nothing is sharded, and the optimizer stays where the model is."""
+    if read_offload(document, "optimizer") != "none" and read_stage(document) == 0:
+        yield (
+            "zero_optimization.offload_optimizer.device",
+            "needs stage 1, 2 or 3, not 0",
+            "set stage to 2, for example",
+        )
+
+
+@enter("nvme-stage")
+def _nvme_stage(document: Document) -> Iterator[Finding]:
+    """Swapping optimizer state to NVMe disks exists for stage 3 alone; parameters are offloaded nowhere else anyway."""
+    if read_offload(document, "optimizer") == "nvme" and read_stage(document) in (1, 2):
+        yield "zero_optimization.offload_optimizer.device", f"nvme needs stage 3, not {read_stage(document)}", "use cpu"
+
+
+@enter("nvme-path")
+def _nvme_path(document: Document) -> Iterator[Finding]:
+    """Without a folder on the disk there is nowhere to swap to; DeepSpeed finds out when training begins."""
+    for what in ("param", "optimizer"):
+        if read_offload(document, what) == "nvme" and not read(document, f"zero_optimization.offload_{what}.nvme_path"):
+            place = f"zero_optimization.offload_{what}"
+            yield place, "device nvme needs nvme_path", 'nvme_path: "/local_nvme", for example'
+
+
+@enter("offload-ratio-stage")
+def _offload_ratio(document: Document) -> Iterator[Finding]:
+    """A part of the optimizer can be offloaded at stage 3 alone."""
+    if read(document, "zero_optimization.offload_optimizer.ratio", 1) < 1 and read_stage(document) != 3:
+        yield (
+            "zero_optimization.offload_optimizer.ratio",
+            f"below 1 needs stage 3, not {read_stage(document)}",
+            "leave it out",
+        )
+
+
+@enter("mics-stage")
+def _mics(document: Document) -> Iterator[Finding]:
+    """Sub-groups of ranks that hold a whole model are a form of stage 3."""
+    for key, off in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
+        if read(document, f"zero_optimization.{key}", off) not in (off, 0) and read_stage(document) != 3:
+            yield (
+                f"zero_optimization.{key}",
+                f"needs stage 3, not {read_stage(document)}",
+                "set stage to 3, or leave it out",
+            )
+
+
+@enter("odd-allgather-bucket", severity="warning")
+def _odd_bucket(document: Document) -> Iterator[Finding]:
+    """DeepSpeed refuses an odd allgather_bucket_size when it starts, since its buffers are aligned."""
+    size = read(document, "zero_optimization.allgather_bucket_size", 0)
+    if isinstance(size, (int, float)) and size % 2:
+        yield "zero_optimization.allgather_bucket_size", f"{size} is odd, which DeepSpeed refuses", "make it even"
+
+
+@enter("pipeline-stage")
+def _pipeline(document: Document) -> Iterator[Finding]:
+    """Stages 2 and 3 reduce gradients after each micro batch, which a pipeline still has to add to."""
+    stages = read(document, "pipeline.stages")
+    if isinstance(stages, int) and stages > 1 and read_stage(document) >= 2:
+        yield "zero_optimization.stage", f"{read_stage(document)} does not go with a pipeline", "use stage 0 or 1"
+
+
+@enter("contiguous-checkpointing")
+def _contiguous(document: Document) -> Iterator[Finding]:
+    """Checkpoints are laid out in one buffer by partitions and their number: without both there is no layout."""
+    section = read(document, "activation_checkpointing", {})
+    if section.get("contiguous_memory_optimization") is True:
+        place = "activation_checkpointing.contiguous_memory_optimization"
+        if section.get("partition_activations") is not True:
+            yield place, "needs partition_activations", "switch partition_activations on, or this off"
+        if not section.get("number_checkpoints"):
+            yield place, "needs number_checkpoints", "give the number of checkpoints, the model's layers usually"
+
+
+# Batch sizes
+
+_TRIAD = {
+    "trainer.train_batch": "train_batch_size",
+    "trainer.micro_batch": "train_micro_batch_size_per_gpu",
+    "trainer.grad_accum": "gradient_accumulation_steps",
+}
+
+
+@enter("elasticity-with-batch")
+def _elasticity(document: Document) -> Iterator[Finding]:
+    """Elasticity chooses the batch sizes; what is given beside it would be lost, so DeepSpeed refuses both."""
+    if is_on(document, "elasticity") and not read(document, "elasticity.ignore_non_elastic_batch_info"):
+        for place, name in _TRIAD.items():
+            if read(document, place) is not None:
+                yield place, f"is given, but elasticity chooses {name}", "leave one of the two out"
+
+
+@enter("elasticity-incomplete")
+def _elasticity_keys(document: Document) -> Iterator[Finding]:
+    """Elasticity computes batch sizes from a largest train batch and a list of micro batches."""
+    if is_on(document, "elasticity"):
+        for key in ("max_train_batch_size", "micro_batch_sizes"):
+            if read(document, f"elasticity.{key}") is None:
+                yield "elasticity", f"needs {key}", ""

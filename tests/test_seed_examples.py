@@ -1,0 +1,75 @@
+"""The JSON examples of the documents this project started from: valid, or refused for a reason that is printed.
+
+tests/data/seeds holds them as they stand there, each with a line on where it is from. Most leave the batch sizes to
+the program that uses them: a micro batch is given here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsjob.cli import main
+
+FOLDER = Path(__file__).parent / "data" / "seeds"
+BATCH = '{ "train_micro_batch_size_per_gpu": 8,'
+
+FP16 = ("fp16.enabled", "unsupported")
+AUTOCAST = ("torch_autocast", "unsupported")
+OPTIMIZER = ("zero_optimization.cpu_offload", "unsupported")
+PARAMETERS = ("zero_optimization.cpu_offload_params", "unsupported")
+EXAMPLES: dict[str, list[tuple[str, str]]] = {  # what is wrong with each: path and rule
+    "amp_apex": [("amp", "unsupported")],
+    "fp16": [FP16],
+    "gradient_accumulation": [],
+    "gradient_clipping": [],
+    "notebook_cell": [FP16, OPTIMIZER],
+    "one_gpu_minimum": [OPTIMIZER],
+    "optimizer_adamw": [],
+    "scheduler_warmup": [],
+    "scheduler_warmup_decay": [],
+    "torch_autocast": [("", "syntax")],  # it has dots in it
+    "zero2": [OPTIMIZER],
+    "zero2_all_enabled": [FP16, OPTIMIZER],
+    "zero2_fp16_adamw": [FP16, OPTIMIZER],
+    "zero3": [OPTIMIZER, PARAMETERS],
+    "zero3_all_enabled": [FP16, OPTIMIZER, PARAMETERS],
+    "zero3_hidden_size_zeros": [OPTIMIZER, PARAMETERS],
+}
+
+
+def test_the_table_has_every_example() -> None:
+    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(EXAMPLES)
+
+
+def check(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tuple[str, str]]]:
+    """The exit code of `dsjob validate`, and of each error its path and rule as printed."""
+    (folder / "ds.json").write_text(text)
+    code = main(["validate", str(folder / "ds.json")])
+    found = []
+    for line in capsys.readouterr().err.splitlines():
+        place, _, rest = line.partition(": error[")
+        if rest:  # not a warning
+            rule, _, rest = rest.partition("]: ")
+            path, _, reason = rest.partition(": ") if rule != "syntax" else ("", "", rest)
+            assert place.count(":") == 2, f"{line} has no line and column"
+            assert reason
+            found.append((path, rule))
+    return code, found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_valid_or_refused_for_the_right_reason(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (FOLDER / f"{name}.json").read_text().replace("{", BATCH, 1)
+    expected = EXAMPLES[name]
+    assert check(text, tmp_path, capsys) == (2 if expected else 0, expected)
+
+
+def test_an_example_without_its_dots_is_refused_for_what_it_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (FOLDER / "torch_autocast.json").read_text().replace("{", BATCH, 1).replace("...", "")
+    assert check(text, tmp_path, capsys) == (2, [AUTOCAST])
