@@ -116,6 +116,10 @@ class NonFiniteLossError(DsjobError):
     """The loss, or the norm of its gradients, became nan or inf."""
 
 
+class LossScaleError(DsjobError):
+    """Gradients overflow fp16 even at the smallest loss scale."""
+
+
 class FitError(DsjobError):
     """The job needs more memory than a device has (`dsjob plan --require-fit`)."""
 

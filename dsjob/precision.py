@@ -24,13 +24,18 @@ class Precision:
     @classmethod
     def of(cls, spec: EngineSpec) -> Precision:
         """As the job asks; gradients travel in the compute dtype unless communication_data_type says otherwise."""
-        compute = torch.bfloat16 if spec.bf16.enabled else torch.float32
+        compute = torch.bfloat16 if spec.bf16.enabled else torch.float16 if spec.fp16.enabled else torch.float32
         named = spec.communication_data_type
         return cls(compute=compute, reduce=DTYPES[named] if named else compute)
 
     @property
+    def needs_scale(self) -> bool:
+        """Whether gradients would underflow without a loss scale."""
+        return self.compute == torch.float16
+
+    @property
     def name(self) -> str:
-        """`fp32` or `bf16`."""
+        """`fp32`, `bf16` or `fp16`."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.compute)
 
 

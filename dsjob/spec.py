@@ -56,6 +56,17 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp16:
+    enabled: bool
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_loss_scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Zero:
     stage: int
     stage3_gather_16bit_weights_on_model_save: bool
@@ -105,6 +116,7 @@ class EngineSpec:
     gradient_clipping: float
     communication_data_type: Dtype | None
     bf16: Precision
+    fp16: Fp16
     zero_optimization: Zero
     optimizer: Method | None
     scheduler: Method | None

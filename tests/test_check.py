@@ -156,7 +156,7 @@ def test_another_word_than_auto_is_refused() -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("fp16", "enabled", True),
+        ("fp16", "fp16_master_weights_and_grads", True),
         ("zero_optimization", "zero_quantized_gradients", True),
         ("bf16", "bf16_master_weights_and_grads", True),
     ],

@@ -192,7 +192,7 @@ def test_another_spelling_in_the_job_than_in_the_deepspeed_section_is_named() ->
         ({"zero_optimization": {"stage": 7}}, "deepspeed.zero_optimization.stage"),
         ({"train_batch_size": "x"}, "deepspeed.train_batch_size"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "deepspeed.scheduler.params.warmup"),
-        ({"fp16": {"enabled": True}}, "deepspeed.fp16.enabled"),
+        ({"fp16": {"clip": 1.0}}, "deepspeed.fp16.clip"),
         ({"scheduler": {"params": {}}}, "deepspeed.scheduler"),
         ({"optimizer": 5}, "deepspeed.optimizer"),
         (5, "deepspeed"),
@@ -250,13 +250,13 @@ def test_a_bare_config_is_an_engine_spec() -> None:
 
 
 def test_a_bare_config_that_is_wrong_is_a_config_error_with_all_problems() -> None:
-    config = {"train_batch_siez": 32, "fp16": {"enabled": True}, "zero_optimization": {"stage": "two"}}
+    config = {"train_batch_siez": 32, "fp16": {"clip": 1.0}, "zero_optimization": {"stage": "two"}}
     with pytest.raises(ConfigError) as caught:
         resolve_config(config, world_size=1, locate=lambda path: ("config", 0, 0))
     assert {problem.dotted for problem in caught.value.problems} == {
         "",
         "train_batch_siez",
-        "fp16.enabled",
+        "fp16.clip",
         "zero_optimization.stage",
     }
     assert all(problem.place == "config" for problem in caught.value.problems)

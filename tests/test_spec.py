@@ -79,7 +79,7 @@ def test_the_spec_says_what_the_schema_says() -> None:
         (lambda keys: keys["trainer"]["properties"]["seed"].pop("default"), "trainer.seed may not be None"),
         (lambda keys: keys["checkpoint"]["properties"]["dir"].update(default="x"), "checkpoint.dir may be None"),
         (lambda keys: keys["launch"]["properties"]["device"]["enum"].append("tpu"), "launch.device is"),
-        (lambda keys: keys["fp16"]["properties"]["enabled"].pop("x-status"), "fp16 has an effect"),
+        (lambda keys: keys["aio"].pop("x-status"), "aio has an effect"),
         (lambda keys: keys.update(loss={"type": "string"}), "loss is"),
     ],
 )
