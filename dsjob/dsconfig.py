@@ -27,6 +27,7 @@ _JOB_SECTIONS = (
     "communication_data_type",
     "bf16",
     "fp16",
+    "torch_autocast",
     "zero_optimization",
     "optimizer",
     "scheduler",

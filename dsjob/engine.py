@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from dsjob.autocast import cast_operators
 from dsjob.checkpoint import export
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.state import TrainingState, persistent_buffers
@@ -74,7 +75,8 @@ class Engine:
         """The model's output."""
         if torch.is_grad_enabled():
             self.strategy.start_micro_step(self.is_gradient_accumulation_boundary())
-        return self.strategy.forward(*args, **kwargs)
+        with cast_operators(self.device, self.precision.autocast):
+            return self.strategy.forward(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
         """Back-propagates `loss` (scalar, the mean over this rank's micro batch) over the accumulation steps.

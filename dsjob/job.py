@@ -23,6 +23,7 @@ from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpoint
 from dsjob.mesh import World
 from dsjob.optim.changes import apply_changes
 from dsjob.optim.schedules import settle_length
+from dsjob.precision import name_dtype
 from dsjob.progress import Display, make_console, shorten, show_seconds
 from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
@@ -199,8 +200,10 @@ def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Displ
 
 
 def _describe_precision(engine: Engine) -> str:
-    low = engine.precision.name != "fp32"
     scale = f", {'dynamic' if engine.dynamic_loss_scale() else 'static'} loss scale {engine.loss_scale():g}"
+    if engine.precision.autocast is not None:
+        return f"fp32, autocast to {name_dtype(engine.precision.autocast)}" + scale * engine.precision.needs_scale
+    low = engine.precision.name != "fp32"
     return engine.precision.name + ", fp32 masters" * low + scale * engine.precision.needs_scale
 
 

@@ -92,6 +92,14 @@ def _amp_alone(document: Document) -> Iterator[Finding]:
             yield "amp.enabled", f"does not go with {' and '.join(others)}", "use bf16 or torch_autocast instead of amp"
 
 
+@_rule("autocast-with-half-precision")
+def _autocast_alone(document: Document) -> Iterator[Finding]:
+    """Autocast lowers operators of an fp32 model; a model in half precision leaves it nothing to decide."""
+    others = [f"{name}.enabled" for name in ("fp16", "bf16") if _is_on(document, name)]
+    if _is_on(document, "torch_autocast") and others:
+        yield "torch_autocast.enabled", f"does not go with {' and '.join(others)}", "switch one of them off"
+
+
 @_rule("half-precision-masters")
 def _masters(document: Document) -> Iterator[Finding]:
     """Masters in half precision are kept for one dtype only, and optimizer states in bf16 only beside bf16 masters."""

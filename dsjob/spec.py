@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
 
 T = TypeVar("T")
 Dtype = Literal["fp32", "bf16", "fp16"]
+DtypeName = Literal[
+    "bfloat16",
+    "bf16",
+    "torch.bfloat16",
+    "float16",
+    "fp16",
+    "half",
+    "torch.float16",
+    "torch.half",
+    "float32",
+    "fp32",
+    "float",
+    "torch.float32",
+    "torch.float",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,13 @@ class Fp16:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchAutocast:
+    enabled: bool
+    dtype: DtypeName | None
+    lower_precision_safe_modules: Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Zero:
     stage: int
     stage3_gather_16bit_weights_on_model_save: bool
@@ -117,6 +139,7 @@ class EngineSpec:
     communication_data_type: Dtype | None
     bf16: Precision
     fp16: Fp16
+    torch_autocast: TorchAutocast
     zero_optimization: Zero
     optimizer: Method | None
     scheduler: Method | None

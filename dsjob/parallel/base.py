@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from dsjob.autocast import find_safe_modules, mark
 from dsjob.mesh import World
+from dsjob.precision import Precision
 
 
 class Strategy:
@@ -100,6 +102,17 @@ def align(model: nn.Module, world: World) -> None:
         dist.broadcast(sent, src=0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(sent)
+
+
+def mark_safe(model: nn.Module, precision: Precision) -> list[nn.Module]:
+    """Under autocast: marks the parameters whose gradients travel low; the modules in `model` that they belong to."""
+    if precision.autocast is None:
+        return []
+    modules = [module for module in find_safe_modules(model, precision.safe) if module is not model]
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            mark(parameter, precision.autocast)
+    return modules
 
 
 def widen(model: nn.Module) -> None:

@@ -133,8 +133,8 @@ def test_stages_agree_with_each_other_and_with_fp32(world_size: int, accumulatio
     for found in run_ranks(compare_stages, world_size, accumulation):
         exact, norm, weights = found.pop(-1)
         for losses, own_norm, own in found.values():
-            assert losses == pytest.approx(exact, abs=1e-3)
-            assert own_norm == pytest.approx(norm, rel=2e-3)
+            assert losses == pytest.approx(exact, abs=5e-4)
+            assert own_norm == pytest.approx(norm, rel=5e-4)
             for name, weight in weights.items():
                 # Six steps of Adam at 0.01: where a gradient is all but zero, its sign is rounding's.
                 difference = (own[name] - weight).abs()
@@ -166,7 +166,7 @@ def test_losses_stay_near_deepspeeds_in_fp32() -> None:
     found = run_ranks(follow_fp32_curves, 2)[0]
     assert len(found) == 8
     for name, worst in found:
-        assert worst < 2e-3, name
+        assert worst < 5e-4, name
 
 
 def resume(world: World, folder: str) -> list[bool]:
