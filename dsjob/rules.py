@@ -86,7 +86,7 @@ def _one_half_precision(document: Document) -> Iterator[Finding]:
 def _amp_alone(document: Document) -> Iterator[Finding]:
     """Apex's amp casts by itself: with fp16, bf16 or ZeRO there would be two hands at the same weights."""
     if _is_on(document, "amp"):
-        others = [f"{name}.enabled" for name in ("fp16", "bf16") if _is_on(document, name)]
+        others = [f"{name}.enabled" for name in ("fp16", "bf16", "torch_autocast") if _is_on(document, name)]
         others += ["zero_optimization.stage"] if _stage(document) else []
         if others:
             yield "amp.enabled", f"does not go with {' and '.join(others)}", "use bf16 or torch_autocast instead of amp"

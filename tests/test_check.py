@@ -247,7 +247,6 @@ def test_a_deepspeed_config_with_every_key_at_its_default_asks_for_nothing_unsup
             "optimizer.params.max_grad_norm",
             "clipping",
         ),
-        ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", "bf16.enabled"),
         ({"pipeline": {"stages": 4}}, "pipeline.stages", "ZeRO"),
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}},

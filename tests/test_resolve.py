@@ -299,3 +299,29 @@ def test_problems_get_the_places_of_their_paths() -> None:
     problems = [Problem("one", ("a",), hint="h"), Problem("two", ("b", "c"))]
     placed = place_problems(problems, lambda path: ("job.json", len(path), 9))
     assert [(p.message, p.hint, p.place) for p in placed] == [("one", "h", "job.json:1:9"), ("two", "", "job.json:2:9")]
+
+
+@pytest.mark.parametrize(
+    ("amp", "fp16", "autocast"),
+    [
+        ({"opt_level": "O0"}, {"enabled": False}, {"enabled": False}),
+        ({}, {"enabled": False, "loss_scale": 0}, {"enabled": True, "dtype": "float16"}),
+        ({"opt_level": "auto"}, {"enabled": False}, {"enabled": True, "dtype": "float16"}),
+        ({"opt_level": "O1", "loss_scale": 128.0}, {"loss_scale": 128.0}, {"enabled": True, "dtype": "float16"}),
+        ({"opt_level": "O2", "loss_scale": "dynamic"}, {"enabled": True, "loss_scale": 0}, {"enabled": False}),
+        ({"opt_level": "O3", "min_loss_scale": 4}, {"enabled": True, "min_loss_scale": 4}, {"enabled": False}),
+    ],
+)
+@pytest.mark.parametrize("inside", [True, False], ids=["in-the-deepspeed-section", "in-the-job"])
+def test_amp_is_mapped_to_what_pytorch_has_and_says_so(amp: Any, fp16: Any, autocast: Any, inside: bool) -> None:
+    section = {"amp": {"enabled": True, **amp}}
+    document = make_job(deepspeed=section) if inside else make_job(**section)
+    found = resolve_job(document, world_size=1, locate=nowhere)
+    assert fp16.items() <= found.document["fp16"].items()
+    assert autocast.items() <= found.document["torch_autocast"].items()
+    assert "amp" not in found.document
+    assert {(w.rule, w.path[-1]) for w in found.warnings} == {
+        ("deprecated", key) for key in ("enabled", *(k for k in amp if amp[k] != "auto"))
+    }
+    assert all("torch_autocast" in w.hint or "fp16" in w.hint for w in found.warnings)
+    assert resolve(found.document) == found.document

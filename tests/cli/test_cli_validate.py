@@ -358,7 +358,7 @@ def test_a_config_that_ends_with_a_comma_is_read(validate: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "path", "said"),
     [
-        ({"train_batch_size": 8, "amp": {"enabled": True}}, "amp", "is not supported by dsjob"),
+        ({"train_batch_size": 8, "fp16": {"clip": 1.0}}, "clip", "is not supported by dsjob"),
         ({"train_batch_siez": 8, "bf16": {}}, "train_batch_siez", 'did you mean "train_batch_size"?'),
         ({"train_batch_size": "eight"}, "train_batch_size", "must be an integer"),
         ({"train_batch_size": 8, "zero_optimization": {"stage": 5}}, "zero_optimization.stage", "must be one of"),
