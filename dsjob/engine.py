@@ -108,7 +108,9 @@ class Engine:
             raise ValueError("step() needs an optimizer: name one in the config, or give one to initialize()")
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
-        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, self.loss_scale())
+        # Ranks are averaged; their sum comes out of the division that takes the loss scale out again.
+        ranks = self.world.world_size if self.spec.gradient_allreduce_op == "sum" else 1
+        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, self.loss_scale() / ranks)
         overflow = self._scaler is not None and not bool(self._grad_norm.isfinite())
         if not overflow:
             self.optimizer.step()

@@ -136,6 +136,7 @@ class EngineSpec:
 
     trainer: Trainer
     gradient_clipping: float
+    gradient_allreduce_op: Literal["mean", "sum"]
     communication_data_type: Dtype | None
     bf16: Precision
     fp16: Fp16
