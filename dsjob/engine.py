@@ -116,7 +116,6 @@ class Engine:
             self.optimizer.step()
         if self._scaler is not None:
             self._scaler.update(overflow, self._find_culprits() if overflow and self._scaler.exhausted else ())
-        self.optimizer.zero_grad(set_to_none=True)
         self.strategy.finish_step()
         if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step()

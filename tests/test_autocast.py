@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import build_net, make_engine, make_tokens
+from engines import ADAMW, build_net, make_engine, make_tokens
 from net import Net
 from torch import nn
 
+import dsjob
 from dsjob.autocast import find_safe_modules
 from dsjob.errors import ConfigError, TargetError, UsageError
 from dsjob.torch_autocast import (
@@ -104,6 +105,19 @@ def test_autocast_may_be_switched_on_afterwards_on_one_rank() -> None:
     assert late(*make_tokens(0, 4)).item() == early(*make_tokens(0, 4)).item()
     with pytest.raises(UsageError):
         init_autocast_params(late, torch.float16)
+
+
+def test_an_overflow_of_what_is_not_optimized_does_not_last() -> None:
+    net = build_net()
+    fp16, autocast = {"initial_scale_power": 4}, {"enabled": True, "dtype": "fp16"}
+    config = {"train_batch_size": 4, "optimizer": ADAMW, "fp16": fp16, "torch_autocast": autocast}
+    engine = dsjob.initialize(model=net, model_parameters=net.head.parameters(), config=config)[0]
+    applied = []
+    for factor in (1.0, float("inf"), 1.0):
+        engine.backward(engine(*make_tokens(0, 4)) * factor)
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [True, False, True]
 
 
 @pytest.mark.parametrize("section", ["bf16", "fp16"])

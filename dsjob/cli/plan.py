@@ -117,6 +117,8 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         model, state, activations, course = _count(spec, args.params, notes)
     else:
         model, state, activations, course = _look(spec, world_size, notes, trust)
+    if spec.torch_autocast.enabled:
+        notes.append("torch_autocast: activations are counted as fp32, and are smaller")
     if layout.offload != "none":
         notes.append("offloading is a prediction after DeepSpeed's documentation: dsjob cannot do it yet")
     if layout.stage and world_size == 1 and layout.offload == "none":

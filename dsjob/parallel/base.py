@@ -75,7 +75,9 @@ class Strategy:
         ]
 
     def finish_step(self) -> None:
-        """The masters have new values."""
+        """The masters have new values, or the step is left out; gradients are done with."""
+        for master in self.masters.values():
+            master.grad = None  # also of those that the optimizer was not given
 
     def drop_gradients(self) -> None:
         """Forgets what the backward passes of a step that will not be finished have added up."""

@@ -66,6 +66,7 @@ class Replicated(Strategy):
             self._copies.take_gradients()
 
     def finish_step(self) -> None:
+        super().finish_step()
         if self._copies is not None:
             self._copies.give_weights()
 

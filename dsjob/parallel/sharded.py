@@ -72,6 +72,7 @@ class Sharded(Strategy):
         return self.module(*args, **kwargs)
 
     def finish_step(self) -> None:
+        super().finish_step()
         self._buffers_differ = True
         if self._evaluated:
             # Only a backward pass frees what a forward pass has gathered: after an evaluation it would be stale.
