@@ -31,7 +31,8 @@ class Callback:
         """Training begins, or goes on after a resume."""
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
-        """A log record: step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second, eta_seconds."""
+        """A log record: step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second, eta_seconds;
+        with fp16 loss_scale too, and a grad_norm that is not finite where the step was skipped."""
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """An evaluation is done: `eval/loss` and the metrics of the document as `eval/<name>`."""

@@ -331,7 +331,7 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
             problems.append(
                 Problem(f"is another spelling of {original}, which is given too", here, "given-twice", "keep one")
             )
-        elif below.get("deprecated") and status != "unsupported" and original != f"stage3_{key}":
+        elif below.get("deprecated") and item != "auto" and status != "unsupported" and original != f"stage3_{key}":
             now = below.get("x-replaced-by") or original
             problems.append(Problem("is an old spelling", here, "deprecated", f"now {now}", severity="warning"))
         problems += _check_status(item, below, here)

@@ -24,9 +24,11 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 # Keys of a DeepSpeed config that a job document has no place for: all of them without effect here.
 _JOB_SECTIONS = (
     "gradient_clipping",
+    "gradient_allreduce_op",
     "communication_data_type",
     "bf16",
     "fp16",
+    "torch_autocast",
     "zero_optimization",
     "optimizer",
     "scheduler",

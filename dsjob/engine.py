@@ -11,15 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from dsjob.autocast import cast_operators
 from dsjob.checkpoint import export
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.state import TrainingState, persistent_buffers
 from dsjob.errors import NoCheckpointError
 from dsjob.mesh import World
+from dsjob.optim.scaler import LossScaler
 from dsjob.parallel import Strategy
 from dsjob.precision import Precision
 from dsjob.spec import EngineSpec
@@ -51,6 +54,8 @@ class Engine:
         self.last_lr: list[float] = []  # the rates that the last optimizer step used
         self._grad_norm: Tensor | None = None
         self._accumulation = spec.trainer.grad_accum
+        self._scaler = LossScaler(spec.fp16) if precision.needs_scale else None
+        self._step_applied = False
         self._aliases = _find_aliases(self.module)
 
     @property
@@ -70,19 +75,30 @@ class Engine:
         """The model's output."""
         if torch.is_grad_enabled():
             self.strategy.start_micro_step(self.is_gradient_accumulation_boundary())
-        return self.strategy.forward(*args, **kwargs)
+        with cast_operators(self.device, self.precision.autocast):
+            return self.strategy.forward(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
         """Back-propagates `loss` (scalar, the mean over this rank's micro batch) over the accumulation steps.
 
-        Returns the loss divided by the number of accumulation steps.
+        With fp16 it is multiplied by the loss scale for that. Returns the loss divided by the number of accumulation
+        steps, not scaled.
         """
-        scaled = loss / self._accumulation if self._accumulation > 1 else loss
-        scaled.backward()  # type: ignore[no-untyped-call]
-        return scaled
+        part = loss / self._accumulation if self._accumulation > 1 else loss
+        self.scale(part).backward()  # type: ignore[no-untyped-call]
+        return part
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a backward pass of the caller's own; `loss` itself where there is none."""
+        return loss.float() * self._scaler.scale if self._scaler is not None else loss
 
     def step(self) -> None:
-        """Ends a micro step; at the boundary steps the optimizer and the schedule."""
+        """Ends a micro step; at the boundary steps the optimizer and the schedule.
+
+        Where gradients of any rank overflowed fp16, all ranks drop them: neither optimizer nor schedule step, but the
+        counters do. Raises LossScaleError where the loss scale is at its minimum already.
+        """
+        self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             self._take_step()
         self.micro_steps += 1
@@ -92,14 +108,46 @@ class Engine:
             raise ValueError("step() needs an optimizer: name one in the config, or give one to initialize()")
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
-        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        # Ranks are averaged; their sum comes out of the division that takes the loss scale out again.
+        ranks = self.world.world_size if self.spec.gradient_allreduce_op == "sum" else 1
+        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, self.loss_scale() / ranks)
+        overflow = self._scaler is not None and not bool(self._grad_norm.isfinite())
+        if not overflow:
+            self.optimizer.step()
+        if self._scaler is not None:
+            self._scaler.update(overflow, self._find_culprits() if overflow and self._scaler.exhausted else ())
         self.strategy.finish_step()
-        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+        if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step()
+        self._step_applied = not overflow
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+
+    def _find_culprits(self) -> list[str]:
+        """Names of parameters whose gradients are not finite on any rank."""
+        names = self.strategy.find_non_finite()
+        if self.world.world_size == 1:
+            return names
+        found: list[Any] = [None] * self.world.world_size
+        dist.all_gather_object(found, names)
+        return [name for name in self.strategy.masters if any(name in names for names in found)]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` has changed the weights: False off the boundary, and after an overflow."""
+        return self._step_applied
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were left out since gradients overflowed fp16; `global_steps` counts them too."""
+        return self._scaler.skipped if self._scaler is not None else 0
+
+    def loss_scale(self) -> float:
+        """What the next backward pass multiplies the loss by; 1.0 where losses are not scaled."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self._scaler is not None and self._scaler.dynamic
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro step ends with an optimizer step."""
@@ -139,7 +187,10 @@ class Engine:
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def get_global_grad_norm(self) -> float:
-        """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping; 0.0 before any."""
+        """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping; 0.0 before any.
+
+        Loss scaling does not show in it; inf or nan after an overflow of fp16.
+        """
         return float(self._grad_norm) if self._grad_norm is not None else 0.0
 
     def state(self) -> TrainingState:
@@ -151,6 +202,7 @@ class Engine:
             masters=self.strategy.masters,
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
+            scaler=self._scaler,
             device=self.device,
         )
 

@@ -101,7 +101,7 @@ def build_engine(
     trust: Trust = Trust(),  # noqa: B008 (frozen)
 ) -> Engine:
     """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule."""
-    precision = Precision.of(spec)
+    precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
     strategy = build_strategy(model, stage=spec.zero_optimization.stage, world=world, precision=precision)

@@ -8,6 +8,7 @@
     |-- ContractError               1   model, loss or metric return something that cannot be used
     |-- DataError                   1   a dataset is missing, broken or empty
     |-- NonFiniteLossError          1   the loss or its gradients became nan or inf
+    |-- LossScaleError              1   gradients overflow fp16 even at the smallest loss scale
     |-- FitError                    3   the job does not fit, where it was required to
     |-- LaunchError                 1   ranks could not be started, or one of them failed
     |-- StorageError                1   reading or writing failed (permission, no space, no such bucket)
@@ -121,6 +122,10 @@ class DataError(DsjobError):
 
 class NonFiniteLossError(DsjobError):
     """The loss, or the norm of its gradients, became nan or inf."""
+
+
+class LossScaleError(DsjobError):
+    """Gradients overflow fp16 even at the smallest loss scale."""
 
 
 class FitError(DsjobError):

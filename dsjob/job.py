@@ -13,14 +13,17 @@ from typing import Any
 from torch import nn
 
 from dsjob import loop, storage
+from dsjob import schema as contract
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
 from dsjob.data import TrainingLoader
+from dsjob.engine import Engine
 from dsjob.entry import build_engine
 from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
 from dsjob.mesh import World
 from dsjob.optim.changes import apply_changes
 from dsjob.optim.schedules import settle_length
+from dsjob.precision import name_dtype
 from dsjob.progress import Display, make_console, shorten, show_seconds
 from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
@@ -152,7 +155,9 @@ def _resume(run: loop.Run) -> Loaded | None:
     tag = None if policy in ("auto", "required") else policy
     loaded = checkpointer.load(run.engine, tag=tag, seed=run.spec.trainer.seed)
     if loaded.job is not None and run.engine.optimizer is not None:
-        changed = apply_changes(run.engine.optimizer, run.engine.lr_scheduler, view(JobSpec, loaded.job), run.spec)
+        # Saved by an earlier version, it may lack sections that have come since.
+        before = view(JobSpec, contract.fill_defaults(loaded.job, contract.job_schema()))
+        changed = apply_changes(run.engine.optimizer, run.engine.lr_scheduler, before, run.spec)
         if changed:
             run.say("changed", f"since the checkpoint: {', '.join(changed)}")
     if tag is not None and newest is not None and newest != loaded.tag:
@@ -182,7 +187,7 @@ def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Displ
             f"{trainer.train_batch} = {trainer.micro_batch} micro x {trainer.grad_accum} accumulated x {ranks}",
         ),
         ("steps", f"{run.max_steps:,}{epochs}"),
-        ("precision", engine.precision.name + (", fp32 masters" if engine.precision.name != "fp32" else "")),
+        ("precision", _describe_precision(engine)),
         ("ZeRO", f"stage {stage}{alone}"),
         ("optimizer", f"{type(engine.optimizer).__name__}{rate}{schedule}, clipping {spec.gradient_clipping:g}"),
         ("device", f"{world.device.type}, {ranks}"),
@@ -192,6 +197,14 @@ def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Displ
         exact = "" if loaded.exact else "; on another world size, so with other random numbers"
         rows.append(("resumed", f"{loaded.url} at step {loaded.step:,}{exact}"))
     display.table(f"dsjob {spec.name}", rows)
+
+
+def _describe_precision(engine: Engine) -> str:
+    scale = f", {'dynamic' if engine.dynamic_loss_scale() else 'static'} loss scale {engine.loss_scale():g}"
+    if engine.precision.autocast is not None:
+        return f"fp32, autocast to {name_dtype(engine.precision.autocast)}" + scale * engine.precision.needs_scale
+    low = engine.precision.name != "fp32"
+    return engine.precision.name + ", fp32 masters" * low + scale * engine.precision.needs_scale
 
 
 def _say_complete(run: loop.Run, run_dir: str, display: Display) -> Result:

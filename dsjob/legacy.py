@@ -45,6 +45,29 @@ def find_spelling(path: Path, document: dict[str, Any]) -> Path:
     return path
 
 
+def map_amp(document: dict[str, Any]) -> dict[str, Any]:
+    """`document` (a job, or a DeepSpeed config) with Apex's `amp` as what PyTorch has; for checked documents.
+
+    O1, Apex's default, lowers operators: torch_autocast. O2 casts the model and keeps fp32 masters: fp16. O3 has none;
+    here it does, since optimizer steps are lost in fp16 weights. Apex's dynamic scale is replaced by DeepSpeed's.
+    """
+    amp = document.get("amp")
+    if not (isinstance(amp, dict) and amp.get("enabled") is True):
+        return document
+    document = {key: value for key, value in document.items() if key != "amp"}
+    level = amp.get("opt_level", "O1")
+    if level == "O0":
+        return document
+    fp16 = dict(document.get("fp16", {}))
+    if "loss_scale" in amp:
+        fp16.setdefault("loss_scale", 0 if amp["loss_scale"] == "dynamic" else amp["loss_scale"])
+    if "min_loss_scale" in amp:
+        fp16.setdefault("min_loss_scale", amp["min_loss_scale"])
+    if level in ("O2", "O3"):
+        return {**document, "fp16": {**fp16, "enabled": True}}
+    return {**document, "fp16": fp16, "torch_autocast": {"enabled": True, "dtype": "float16"}}
+
+
 def _expand_offload(zero: dict[str, Any]) -> dict[str, Any]:
     """Offloading was switched on by a flag for each of optimizer and parameters, with one flag for their memory."""
     zero = dict(zero)

@@ -59,6 +59,7 @@ class _Meter:
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
+        self.skipped: set[int] = set()  # steps that an overflow of fp16 left out
         self.tokens = 0
         self.seconds = 0.0
         self._started = time.perf_counter()
@@ -70,7 +71,7 @@ class _Meter:
         self.seconds += time.perf_counter() - self._started
 
     def reset(self) -> None:
-        self.losses, self.tokens, self.seconds = [], 0, 0.0
+        self.losses, self.skipped, self.tokens, self.seconds = [], set(), 0, 0.0
 
 
 def train(run: Run) -> None:
@@ -86,6 +87,8 @@ def train(run: Run) -> None:
     meter.start()
     while run.step < run.max_steps:
         meter.losses.append(_take_step(run, batches, meter))
+        if not engine.was_step_applied():
+            meter.skipped.add(run.step)
         last = run.step == run.max_steps
         logs = last or run.step % trainer.log_every == 0
         evaluates = run.evaluation is not None and (last or (trainer.eval_every and run.step % trainer.eval_every == 0))
@@ -124,27 +127,39 @@ def _record(run: Run, meter: _Meter) -> None:
     if world.world_size > 1:
         dist.all_reduce(losses)
         losses /= world.world_size
-    values = losses.tolist()
-    first = run.step - len(values) + 1
-    for step, value in enumerate(values, start=first):
+    values = dict(enumerate(losses.tolist(), start=run.step - len(losses) + 1))
+    # An overflow of fp16 may show in the loss already: the step is left out then, and has done no harm.
+    finite = {step: value for step, value in values.items() if step not in meter.skipped or math.isfinite(value)}
+    for step, value in finite.items():
         _require_finite(run, "the loss", value, step)
     # Losses show what earlier steps have done to the weights; of the last step only its gradients tell, before a save.
     norm = engine.get_global_grad_norm()
-    _require_finite(run, "the gradients' norm", norm, run.step)
+    if run.step not in meter.skipped:
+        _require_finite(run, "the gradients' norm", norm, run.step)
+    if meter.skipped:
+        _tell_skipped(run, meter)
     seconds, steps = max(meter.seconds, 1e-9), len(values)
     per_epoch = run.loader.samples_per_epoch
     run.last_record = {
         "step": run.step,
         "epoch": engine.global_samples / per_epoch if per_epoch else 0.0,
-        "loss": sum(values) / steps,
+        "loss": sum(finite.values()) / len(finite) if finite else math.nan,
         "lr": engine.last_lr[0],
         "grad_norm": norm,
         "samples_per_second": steps * engine.train_batch_size() / seconds,
         "tokens_per_second": meter.tokens * world.world_size / seconds,
         "eta_seconds": seconds / steps * (run.max_steps - run.step),
     }
+    if engine.precision.needs_scale:
+        run.last_record["loss_scale"] = engine.loss_scale()
     meter.reset()
     _tell(run, "on_log", run.last_record)
+
+
+def _tell_skipped(run: Run, meter: _Meter) -> None:
+    count, scale = len(meter.skipped), run.engine.loss_scale()
+    steps = f"{count} step{'s' if count > 1 else ''}, the last one {max(meter.skipped)}"
+    run.say("skipped", f"{steps}: gradients overflowed fp16; the loss scale is {scale:g} now")
 
 
 def _require_finite(run: Run, what: str, value: float, step: int) -> None:

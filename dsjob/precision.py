@@ -9,29 +9,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsjob.spec import Dtype, EngineSpec
+from dsjob.spec import Dtype, DtypeName, EngineSpec
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`compute`: dtype of forward and backward; `reduce`: dtype in which gradients travel between ranks."""
+    """`compute`: dtype of forward and backward; `reduce`: dtype in which gradients travel between ranks.
+
+    `autocast`: dtype that torch.autocast lowers operators to, and that the gradients of `safe` modules (classes by
+    dotted name; None: torch's linear and convolution layers) travel in; None: no autocast.
+    """
 
     compute: torch.dtype
     reduce: torch.dtype
+    autocast: torch.dtype | None = None
+    safe: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, spec: EngineSpec) -> Precision:
+    def of(cls, spec: EngineSpec, device: torch.device) -> Precision:
         """As the job asks; gradients travel in the compute dtype unless communication_data_type says otherwise."""
-        compute = torch.bfloat16 if spec.bf16.enabled else torch.float32
+        compute = torch.bfloat16 if spec.bf16.enabled else torch.float16 if spec.fp16.enabled else torch.float32
         named = spec.communication_data_type
-        return cls(compute=compute, reduce=DTYPES[named] if named else compute)
+        asked = spec.torch_autocast
+        return cls(
+            compute=compute,
+            reduce=DTYPES[named] if named else compute,
+            autocast=_find_autocast(asked.dtype, device) if asked.enabled else None,
+            safe=asked.lower_precision_safe_modules,
+        )
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether gradients would underflow without a loss scale."""
+        return torch.float16 in (self.compute, self.autocast)
 
     @property
     def name(self) -> str:
-        """`fp32` or `bf16`."""
-        return next(name for name, dtype in DTYPES.items() if dtype == self.compute)
+        """`fp32`, `bf16` or `fp16`: what the model computes in."""
+        return name_dtype(self.compute)
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """`fp32`, `bf16` or `fp16`."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def _find_autocast(name: DtypeName | None, device: torch.device) -> torch.dtype | None:
+    """The dtype of a name, torch's choice for the device by default; None for fp32, which lowers nothing."""
+    if name is None:
+        return torch.get_autocast_dtype(device.type)
+    word = name.removeprefix("torch.")
+    dtype = DTYPES[word] if word in DTYPES else getattr(torch, word)
+    return None if dtype == torch.float32 else dtype
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -90,7 +90,7 @@ def measure_activations(
         function = build_callable(spec.loss, "loss", trust) if spec.loss else None
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             warnings.simplefilter("ignore")
-            dtype = Precision.of(spec).compute
+            dtype = Precision.of(spec, torch.device("cpu")).compute
             batch = tree_map_only(Tensor, mode.from_tensor, batch)
             tensors = dict(_make_fakes(model, dtype))
             saved = _Saved(model, [*tensors.values(), *tree_leaves(batch)])

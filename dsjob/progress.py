@@ -89,6 +89,8 @@ class Display(Callback):
 def describe_record(record: Mapping[str, float]) -> str:
     """A log record as one short line."""
     parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
+    if "loss_scale" in record:
+        parts.append(f"scale {record['loss_scale']:g}")
     parts.append(f"{shorten(record['samples_per_second'])} samples/s")
     if record.get("tokens_per_second"):
         parts.append(f"{shorten(record['tokens_per_second'])} tok/s")

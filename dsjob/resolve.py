@@ -61,8 +61,8 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     body = document.get("deepspeed")
     config: dict[str, Any] = body if isinstance(body, dict) else {}
     job, conflicts = dsconfig.build_on(
-        _rename(legacy.expand(given), schema),
-        _rename(legacy.expand(config), contract.deepspeed_schema()),
+        _rename(legacy.map_amp(legacy.expand(given)), schema),
+        _rename(legacy.map_amp(legacy.expand(config)), contract.deepspeed_schema()),
         place=lambda path: _describe(locate(path)),
         overridden=lambda path: locate(path)[1] == 0,  # only what a file says has a line
     )
@@ -130,7 +130,7 @@ def _leave_open(path: Path) -> Problem:
 
 
 def _read_config(config: dict[str, Any]) -> dict[str, Any]:
-    return dsconfig.to_job(_rename(legacy.expand(config), contract.deepspeed_schema()))
+    return dsconfig.to_job(_rename(legacy.map_amp(legacy.expand(config)), contract.deepspeed_schema()))
 
 
 def _check_config(config: dict[str, Any], world_size: int) -> tuple[list[Problem], BatchConfig | None]:

@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
 
 T = TypeVar("T")
 Dtype = Literal["fp32", "bf16", "fp16"]
+DtypeName = Literal[
+    "bfloat16",
+    "bf16",
+    "torch.bfloat16",
+    "float16",
+    "fp16",
+    "half",
+    "torch.float16",
+    "torch.half",
+    "float32",
+    "fp32",
+    "float",
+    "torch.float32",
+    "torch.float",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,24 @@ class Precision:
     """The `bf16` section."""
 
     enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fp16:
+    enabled: bool
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_loss_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAutocast:
+    enabled: bool
+    dtype: DtypeName | None
+    lower_precision_safe_modules: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +137,11 @@ class EngineSpec:
 
     trainer: Trainer
     gradient_clipping: float
+    gradient_allreduce_op: Literal["mean", "sum"]
     communication_data_type: Dtype | None
     bf16: Precision
+    fp16: Fp16
+    torch_autocast: TorchAutocast
     zero_optimization: Zero
     optimizer: Method | None
     scheduler: Method | None

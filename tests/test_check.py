@@ -165,7 +165,7 @@ def test_another_word_than_auto_is_refused() -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("fp16", "enabled", True),
+        ("fp16", "fp16_master_weights_and_grads", True),
         ("zero_optimization", "zero_quantized_gradients", True),
         ("bf16", "bf16_master_weights_and_grads", True),
     ],
@@ -303,7 +303,6 @@ def test_a_deepspeed_config_with_every_key_at_its_default_asks_for_nothing_unsup
             "optimizer.params.max_grad_norm",
             "clipping",
         ),
-        ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", "bf16.enabled"),
         ({"pipeline": {"stages": 4}}, "pipeline.stages", "ZeRO"),
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}},

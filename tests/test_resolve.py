@@ -191,7 +191,7 @@ def test_another_spelling_in_the_job_than_in_the_deepspeed_section_is_named() ->
         ({"zero_optimization": {"stage": 7}}, "deepspeed.zero_optimization.stage"),
         ({"train_batch_size": "x"}, "deepspeed.train_batch_size"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "deepspeed.scheduler.params.warmup"),
-        ({"fp16": {"enabled": True}}, "deepspeed.fp16.enabled"),
+        ({"fp16": {"clip": 1.0}}, "deepspeed.fp16.clip"),
         ({"scheduler": {"params": {}}}, "deepspeed.scheduler"),
         ({"optimizer": 5}, "deepspeed.optimizer"),
         (5, "deepspeed"),
@@ -249,12 +249,12 @@ def test_a_bare_config_is_an_engine_spec() -> None:
 
 
 def test_a_bare_config_that_is_wrong_is_a_config_error_with_all_problems() -> None:
-    config = {"train_batch_siez": 32, "fp16": {"enabled": True}, "zero_optimization": {"stage": "two"}}
+    config = {"train_batch_siez": 32, "fp16": {"clip": 1.0}, "zero_optimization": {"stage": "two"}}
     with pytest.raises(ConfigError) as caught:
         resolve_config(config, world_size=1, locate=lambda path: ("config", 0, 0))
     assert {problem.dotted for problem in caught.value.problems} == {
         "train_batch_siez",
-        "fp16.enabled",
+        "fp16.clip",
         "zero_optimization.stage",
     }
     assert all(problem.place == "config" for problem in caught.value.problems)
@@ -297,3 +297,29 @@ def test_problems_get_the_places_of_their_paths() -> None:
     problems = [Problem("one", ("a",), hint="h"), Problem("two", ("b", "c"))]
     placed = place_problems(problems, lambda path: ("job.json", len(path), 9))
     assert [(p.message, p.hint, p.place) for p in placed] == [("one", "h", "job.json:1:9"), ("two", "", "job.json:2:9")]
+
+
+@pytest.mark.parametrize(
+    ("amp", "fp16", "autocast"),
+    [
+        ({"opt_level": "O0"}, {"enabled": False}, {"enabled": False}),
+        ({}, {"enabled": False, "loss_scale": 0}, {"enabled": True, "dtype": "float16"}),
+        ({"opt_level": "auto"}, {"enabled": False}, {"enabled": True, "dtype": "float16"}),
+        ({"opt_level": "O1", "loss_scale": 128.0}, {"loss_scale": 128.0}, {"enabled": True, "dtype": "float16"}),
+        ({"opt_level": "O2", "loss_scale": "dynamic"}, {"enabled": True, "loss_scale": 0}, {"enabled": False}),
+        ({"opt_level": "O3", "min_loss_scale": 4}, {"enabled": True, "min_loss_scale": 4}, {"enabled": False}),
+    ],
+)
+@pytest.mark.parametrize("inside", [True, False], ids=["in-the-deepspeed-section", "in-the-job"])
+def test_amp_is_mapped_to_what_pytorch_has_and_says_so(amp: Any, fp16: Any, autocast: Any, inside: bool) -> None:
+    section = {"amp": {"enabled": True, **amp}}
+    document = make_job(deepspeed=section) if inside else make_job(**section)
+    found = resolve_job(document, world_size=1, locate=nowhere)
+    assert fp16.items() <= found.document["fp16"].items()
+    assert autocast.items() <= found.document["torch_autocast"].items()
+    assert "amp" not in found.document
+    assert {(w.rule, w.path[-1]) for w in found.warnings} == {
+        ("deprecated", key) for key in ("enabled", *(k for k in amp if amp[k] != "auto"))
+    }
+    assert all("torch_autocast" in w.hint or "fp16" in w.hint for w in found.warnings)
+    assert resolve(found.document) == found.document

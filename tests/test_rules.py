@@ -53,6 +53,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("amp-with-half-precision", {"amp": ON, "bf16": ON}, "amp.enabled", {"amp": {"enabled": False}, "bf16": ON}),
     ("amp-with-half-precision", {"amp": ON, **zero(1)}, "amp.enabled", {"amp": ON, **zero(0)}),
     (
+        "autocast-with-half-precision",
+        {"torch_autocast": ON, "bf16": ON},
+        "torch_autocast.enabled",
+        {"torch_autocast": ON},
+    ),
+    (
         "half-precision-masters",
         {"bf16": {"bf16_optimizer_states": True}},
         "bf16.bf16_optimizer_states",

@@ -267,7 +267,7 @@ def test_fill_defaults_fills_what_has_an_effect_and_nothing_else() -> None:
     }
     assert {"seed": 42, "log_every": 20, "eval_every": 0}.items() <= filled["trainer"].items()
     assert not {"micro_batch", "max_steps"} & set(filled["trainer"])
-    assert "fp16" not in filled
+    assert "amp" not in filled
     assert "optimizer" not in filled
 
 

@@ -15,26 +15,24 @@ from dsjob.cli import main
 FOLDER = Path(__file__).parent / "data" / "seeds"
 BATCH = '{ "train_micro_batch_size_per_gpu": 8,'
 
-FP16 = ("fp16.enabled", "unsupported")
-AUTOCAST = ("torch_autocast", "unsupported")
 OPTIMIZER = ("zero_optimization.cpu_offload", "unsupported")
 PARAMETERS = ("zero_optimization.cpu_offload_params", "unsupported")
 EXAMPLES: dict[str, list[tuple[str, str]]] = {  # what is wrong with each: path and rule
-    "amp_apex": [("amp", "unsupported")],
-    "fp16": [FP16],
+    "amp_apex": [],
+    "fp16": [],
     "gradient_accumulation": [],
     "gradient_clipping": [],
-    "notebook_cell": [FP16, OPTIMIZER],
+    "notebook_cell": [OPTIMIZER],
     "one_gpu_minimum": [OPTIMIZER],
     "optimizer_adamw": [],
     "scheduler_warmup": [],
     "scheduler_warmup_decay": [],
     "torch_autocast": [("", "syntax")],  # it has dots in it
     "zero2": [OPTIMIZER],
-    "zero2_all_enabled": [FP16, OPTIMIZER],
-    "zero2_fp16_adamw": [FP16, OPTIMIZER],
+    "zero2_all_enabled": [OPTIMIZER],
+    "zero2_fp16_adamw": [OPTIMIZER],
     "zero3": [OPTIMIZER, PARAMETERS],
-    "zero3_all_enabled": [FP16, OPTIMIZER, PARAMETERS],
+    "zero3_all_enabled": [OPTIMIZER, PARAMETERS],
     "zero3_hidden_size_zeros": [OPTIMIZER, PARAMETERS],
 }
 
@@ -68,8 +66,6 @@ def test_an_example_is_valid_or_refused_for_the_right_reason(
     assert check(text, tmp_path, capsys) == (2 if expected else 0, expected)
 
 
-def test_an_example_without_its_dots_is_refused_for_what_it_asks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_example_without_its_dots_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (FOLDER / "torch_autocast.json").read_text().replace("{", BATCH, 1).replace("...", "")
-    assert check(text, tmp_path, capsys) == (2, [AUTOCAST])
+    assert check(text, tmp_path, capsys) == (0, [])

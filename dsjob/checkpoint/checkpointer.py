@@ -134,6 +134,7 @@ class Checkpointer:
             "counters": engine.counters(),
             "optimizer": state.optimizer_values(),
             "scheduler": state.scheduler_values(),
+            "loss_scaler": state.scaler_values(),
             "rng": {str(rank): entry for rank, entry in enumerate(ranks)},
             "client_state": encode(dict(client_state or {}), "client_state"),
         }
@@ -200,6 +201,7 @@ class Checkpointer:
             _run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))
         if optimizer:
             state.load_optimizer(optimizer_tensors, values["optimizer"])
+            state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
         if scheduler:
             state.load_scheduler(values["scheduler"])
         engine.restore_counters(values["counters"])

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.checkpoint.values import decode, encode
 from dsjob.errors import CheckpointError
+from dsjob.optim.scaler import LossScaler
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -31,6 +32,7 @@ class TrainingState:
     masters: dict[str, nn.Parameter]
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
+    scaler: LossScaler | None
     device: torch.device
 
     def model_tensors(self) -> dict[str, Tensor]:
@@ -129,6 +131,15 @@ class TrainingState:
         """Gives the schedule its state back."""
         if self.scheduler is not None and values is not None:
             self.scheduler.load_state_dict(decode(values))
+
+    def scaler_values(self) -> dict[str, Any] | None:
+        """The loss scale's state, with fp16."""
+        return self.scaler.state() if self.scaler is not None else None
+
+    def load_scaler(self, values: Mapping[str, Any] | None) -> None:
+        """Gives the loss scale its state back, where there is one on both sides."""
+        if self.scaler is not None and values is not None:
+            self.scaler.load(values)
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.masters.items()}

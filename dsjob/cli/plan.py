@@ -18,7 +18,7 @@ from dsjob.plan.fit import Job, find_remedies, sweep
 from dsjob.plan.model import Layout, Model, Offload, OptimizerState, assume_state
 from dsjob.plan.report import Activations, Course, Plan, show_bytes, to_json
 from dsjob.resolve import read_nproc, resolve_job
-from dsjob.spec import JobSpec, view
+from dsjob.spec import Dtype, JobSpec, view
 from dsjob.trust import Trust
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -117,6 +117,8 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         model, state, activations, course = _count(spec, args.params, notes)
     else:
         model, state, activations, course = _look(spec, world_size, notes, trust)
+    if spec.torch_autocast.enabled:
+        notes.append("torch_autocast: activations are counted as fp32, and are smaller")
     if layout.offload != "none":
         notes.append("offloading is a prediction after DeepSpeed's documentation: dsjob cannot do it yet")
     if layout.stage and world_size == 1 and layout.offload == "none":
@@ -124,7 +126,7 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
     return Plan(
         name=spec.name,
         source="a number of parameters" if args.params is not None else spec.model.path,
-        precision="bf16" if spec.bf16.enabled else "fp32",
+        precision=_name_precision(spec),
         job=Job(model, layout, state, activations.whole, activations.largest),
         activations=activations,
         communication=predict_communication(model, layout),
@@ -136,8 +138,12 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
     )
 
 
+def _name_precision(spec: JobSpec) -> Dtype:
+    return "bf16" if spec.bf16.enabled else "fp16" if spec.fp16.enabled else "fp32"
+
+
 def _read_layout(spec: JobSpec, document: dict[str, Any], world_size: int, offload: Offload | None) -> Layout:
-    compute = "bf16" if spec.bf16.enabled else "fp32"
+    compute = _name_precision(spec)
     zero = document["zero_optimization"]
     if offload is None:
         asked = [kind for kind in ("optimizer", "param") if _is_offloaded(zero.get(f"offload_{kind}"))]

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from dsjob.autocast import find_safe_modules, mark
 from dsjob.mesh import World
+from dsjob.precision import Precision
 
 
 class Strategy:
@@ -24,7 +26,7 @@ class Strategy:
     4. `forward(...)`, then the loss's own backward
     at the boundary
     5. `finish_gradients()`: the masters' `.grad` is then the mean over all ranks
-    6. `clip(max_norm)`, the optimizer's step
+    6. `clip(max_norm, scale)`, the optimizer's step (left out where the norm is not finite and gradients are dropped)
     7. `finish_step()`
     and around checkpoints
     8. `weights()` to save from and load into in place, then `drop_gradients()` and `finish_step()` after loading
@@ -44,20 +46,38 @@ class Strategy:
         """All backward passes of this step are done."""
 
     @torch.no_grad()
-    def clip(self, max_norm: float) -> Tensor:
-        """The L2 norm of all gradients over all ranks (0-dim, before clipping); if `max_norm` > 0, clips to it."""
+    def clip(self, max_norm: float, scale: float = 1.0) -> Tensor:
+        """Divides all gradients by `scale`, then clips them to `max_norm` if that is > 0.
+
+        Returns their L2 norm over all ranks (0-dim, between the two): the same on every rank, and not finite where a
+        gradient of any rank is not.
+        """
         parameters = [p for p in self.masters.values() if p.grad is not None]
         if not parameters:
             return torch.zeros(())
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type=2.0)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = get_total_norm(gradients, norm_type=2.0)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
+        if scale != 1.0:
+            norm = norm / scale
+            torch._foreach_div_(gradients, scale)
         if max_norm > 0:
             clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
+    def find_non_finite(self) -> list[str]:
+        """Names of masters whose gradients are not finite; under sharding, in this rank's share of them."""
+        return [
+            name
+            for name, master in self.masters.items()
+            if master.grad is not None and not bool(torch.isfinite(local(master.grad)).all())
+        ]
+
     def finish_step(self) -> None:
-        """The masters have new values."""
+        """The masters have new values, or the step is left out; gradients are done with."""
+        for master in self.masters.values():
+            master.grad = None  # also of those that the optimizer was not given
 
     def drop_gradients(self) -> None:
         """Forgets what the backward passes of a step that will not be finished have added up."""
@@ -71,6 +91,11 @@ class Strategy:
         return {**{name: master.data for name, master in self.masters.items()}, **frozen}
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def align(model: nn.Module, world: World) -> None:
     """Gives all ranks rank 0's parameters and buffers: ranks that begin apart would train another model each."""
@@ -79,6 +104,17 @@ def align(model: nn.Module, world: World) -> None:
         dist.broadcast(sent, src=0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(sent)
+
+
+def mark_safe(model: nn.Module, precision: Precision) -> list[nn.Module]:
+    """Under autocast: marks the parameters whose gradients travel low; the modules in `model` that they belong to."""
+    if precision.autocast is None:
+        return []
+    modules = [module for module in find_safe_modules(model, precision.safe) if module is not model]
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            mark(parameter, precision.autocast)
+    return modules
 
 
 def widen(model: nn.Module) -> None:

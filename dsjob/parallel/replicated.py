@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket
-from torch.futures import Future
+from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
 
+from dsjob.autocast import marked_dtype
 from dsjob.mesh import World
-from dsjob.parallel.base import Strategy, align, widen
+from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.precision import Masters, Precision, cast_floats
 
 
@@ -30,6 +31,7 @@ class Replicated(Strategy):
             self._copies = None
         else:
             self._copies = Masters(model, precision.compute)
+        mark_safe(model, precision)
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = self._copies.weights if self._copies else trainable
         self._ddp: DistributedDataParallel | None = None
@@ -44,7 +46,9 @@ class Replicated(Strategy):
                 find_unused_parameters=True,
                 init_sync=False,
             )
-            if precision.reduce != precision.compute:
+            if precision.autocast is not None:
+                self._ddp.register_comm_hook(precision.reduce, _reduce_each)
+            elif precision.reduce != precision.compute:
                 self._ddp.register_comm_hook(precision.reduce, _reduce_in)
 
     def start_micro_step(self, boundary: bool) -> None:
@@ -62,6 +66,7 @@ class Replicated(Strategy):
             self._copies.take_gradients()
 
     def finish_step(self) -> None:
+        super().finish_step()
         if self._copies is not None:
             self._copies.give_weights()
 
@@ -77,4 +82,23 @@ def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
         return own
 
     future: Future[Tensor] = work.get_future().then(copy_back)
+    return future
+
+
+def _reduce_each(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
+    """Averages the gradients in a bucket, each in the dtype that its parameter is marked with, else in `dtype`."""
+    own = bucket.buffer()
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        groups.setdefault(marked_dtype(parameter) or dtype, []).append(gradient)
+    sent = [torch.cat([g.reshape(-1) for g in group]).to(low) for low, group in groups.items()]
+    works = [dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True) for flat in sent]
+
+    def copy_back(_: Any) -> Tensor:
+        for flat, group in zip(sent, groups.values(), strict=True):
+            parts = torch.split_with_sizes(flat, [g.numel() for g in group])
+            torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
+        return own
+
+    future: Future[Tensor] = collect_all([work.get_future() for work in works]).then(copy_back)
     return future

@@ -14,12 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from dsjob.autocast import DEFAULT_SAFE_MODULES, mark
 from dsjob.errors import ContractError
 from dsjob.mesh import World
-from dsjob.parallel.base import Strategy, align, widen
+from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.parallel.wrap import find_blocks
 from dsjob.precision import Precision
 
@@ -35,7 +37,11 @@ class Sharded(Strategy):
         widen(model)
         mesh = world.make_mesh()
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+        for safe in mark_safe(model, precision):
+            _shard_safe(safe, mesh, stage, precision.autocast)
         for block in find_blocks(model):
+            if isinstance(block, FSDPModule):
+                continue
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
         # What is outside the blocks is used at both ends of the model: freeing it in between would gather it twice.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -66,6 +72,7 @@ class Sharded(Strategy):
         return self.module(*args, **kwargs)
 
     def finish_step(self) -> None:
+        super().finish_step()
         self._buffers_differ = True
         if self._evaluated:
             # Only a backward pass frees what a forward pass has gathered: after an evaluation it would be stale.
@@ -88,6 +95,21 @@ class Sharded(Strategy):
     def weights(self) -> dict[str, Tensor]:
         # After an evaluation the module may still show gathered parameters: these are the sharded ones, always.
         return {name: parameter.data for name, parameter in self._all.items()}
+
+
+def _shard_safe(module: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dtype | None) -> None:
+    """Shards a module whose gradients travel in `dtype`; at stage 3, as with DeepSpeed, its parameters do so too.
+
+    It is a unit of its own, since a unit has one dtype, and one of several modules waits for all of them to be used.
+    """
+    # Only what autocast would lower in any case: other operators may not take parameters and inputs of two dtypes.
+    gathers_low = stage == 3 and type(module) in DEFAULT_SAFE_MODULES
+    low = MixedPrecisionPolicy(
+        param_dtype=dtype if gathers_low else None, reduce_dtype=dtype, cast_forward_inputs=False
+    )
+    fully_shard(module, mesh=mesh, mp_policy=low, reshard_after_forward=stage == 3)
+    for parameter in module.parameters():
+        mark(parameter, cast(torch.dtype, dtype))
 
 
 def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:

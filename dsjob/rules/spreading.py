@@ -20,10 +20,18 @@ def _one_half_precision(document: Document) -> Iterator[Finding]:
 def _amp_alone(document: Document) -> Iterator[Finding]:
     """Apex's amp casts by itself: with fp16, bf16 or ZeRO there would be two hands at the same weights."""
     if is_on(document, "amp"):
-        others = [f"{name}.enabled" for name in ("fp16", "bf16") if is_on(document, name)]
+        others = [f"{name}.enabled" for name in ("fp16", "bf16", "torch_autocast") if is_on(document, name)]
         others += ["zero_optimization.stage"] if read_stage(document) else []
         if others:
             yield "amp.enabled", f"does not go with {' and '.join(others)}", "use bf16 or torch_autocast instead of amp"
+
+
+@enter("autocast-with-half-precision")
+def _autocast_alone(document: Document) -> Iterator[Finding]:
+    """Autocast lowers operators of an fp32 model; a model in half precision leaves it nothing to decide."""
+    others = [f"{name}.enabled" for name in ("fp16", "bf16") if is_on(document, name)]
+    if is_on(document, "torch_autocast") and others:
+        yield "torch_autocast.enabled", f"does not go with {' and '.join(others)}", "switch one of them off"
 
 
 @enter("half-precision-masters")

@@ -211,6 +211,31 @@ def test_gradients_that_are_not_finite_are_never_committed(job: Path) -> None:
     assert list_commits(job / "run") == ["step-00000002"]
 
 
+@pytest.mark.parametrize("model", ["NanGradient", "NanOnce"])
+def test_an_overflow_of_fp16_is_a_skipped_step_and_no_failure(job: Path, model: str) -> None:
+    arguments = ("fp16.enabled=true", "fp16.initial_scale_power=10", "checkpoint.every=2", "~data.eval")
+    done = dsjob("cfg.json", f"model._target_=my_model.{model}", *arguments, cwd=job)
+    assert done.returncode == 0, done.stderr
+    assert "fp16, fp32 masters, dynamic loss scale 1024" in done.stdout
+    assert "skipped  1 step, the last one 4: gradients overflowed fp16; the loss scale is 1024 now" in done.stdout
+    assert list(read_metrics(job / "run", "loss_scale").values()) == [1024] * 6
+    assert [step for step, norm in read_metrics(job / "run", "grad_norm").items() if norm is None] == [4]
+    losses = read_metrics(job / "run")
+    assert (losses[4] is None) == (model == "NanOnce")
+    assert losses[6] < losses[1]
+    assert list_commits(job / "run") == ["step-00000004", "step-00000006"]
+
+
+def test_the_smallest_loss_scale_ends_a_job_and_names_what_overflows(job: Path) -> None:
+    arguments = ("fp16.enabled=true", "fp16.initial_scale_power=1", "model._target_=my_model.Nan", "~data.eval")
+    done = dsjob("cfg.json", *arguments, cwd=job)
+    assert done.returncode == 1
+    assert "gradients overflowed fp16 at the smallest loss scale, 1, in blocks.0.fc.weight, " in done.stderr
+    assert "bf16.enabled=true" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list_commits(job / "run") == []
+
+
 def test_after_going_back_a_folder_goes_on_from_its_newest(job: Path) -> None:
     save = ("checkpoint.every=2", "checkpoint.keep=0")
     assert dsjob("cfg.json", *save, cwd=job).returncode == 0

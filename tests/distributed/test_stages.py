@@ -335,3 +335,25 @@ def test_gradients_may_travel_in_a_dtype_of_their_own_at_every_stage() -> None:
     for rank in range(2):
         for stage in range(2):
             assert reduced[rank][stage] == pytest.approx(plain[rank][stage], rel=4e-3)
+
+
+def train_summed(world: World) -> list[list[dict[str, Tensor]]]:
+    """For each stage: weights after steps of SGD on summed gradients, and on averaged ones at W times the rate."""
+    found = []
+    for stage in range(4):
+        pair = []
+        for op, rate in (("sum", 0.1), ("mean", 0.1 * world.world_size)):
+            sgd = {"type": "SGD", "params": {"lr": rate}}
+            engine = make_engine(stage, optimizer=sgd, gradient_clipping=0, gradient_allreduce_op=op)
+            train_engine(engine, 0, 3)
+            pair.append({n: t for n, t in whole_state(engine).items() if n.startswith("model.")})
+        found.append(pair)
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_may_be_summed_over_ranks_at_every_stage() -> None:
+    for found in run_ranks(train_summed, 3):
+        for summed, averaged in found:
+            for name, weight in averaged.items():
+                torch.testing.assert_close(summed[name], weight, rtol=0, atol=1e-6)
