@@ -107,21 +107,40 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     return view(EngineSpec, resolved), problems
 
 
-def check_bare_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> list[Problem]:
+def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate: Locate) -> list[Problem]:
     """Everything wrong with a DeepSpeed config that is looked at by itself.
 
-    What it leaves open with "auto" is for the job or program to say that will use it: a warning.
+    What it leaves open is for the job or program to say that will use it, and a warning: "auto", and where
+    `world_size` is None the number of ranks.
     """
     config = contract.prune(config, contract.deepspeed_schema())
     problems = []
-    for problem in _check_config(config, world_size)[0]:
+    for problem in _check_config(config, world_size or 1)[0]:
         left = [key for key in dsconfig.BATCH_KEYS if config.get(key) == "auto"]
+        ranks = _find_ranks(config) if world_size is None and problem.rule == "batch" else None
+        if ranks is not None:
+            problem = replace(
+                problem,
+                message=f"holds for {ranks} ranks alone",
+                path=(dsconfig.BATCH_KEYS[0],),
+                hint=f"dsjob validate --world-size {ranks} checks it for them",
+                severity="warning",
+            )
         if problem.rule == "batch" and left:
             problem = _leave_open((left[0],))
         elif problem.rule == "no-total-steps" and len(problem.path) > 1:
             problem = _leave_open(problem.path)
         problems.append(problem)
     return place_problems(problems, locate)
+
+
+def _find_ranks(config: dict[str, Any]) -> int | None:
+    """The only number of ranks, above 1, for which all three batch sizes of a config hold."""
+    sizes = [config.get(key) for key in dsconfig.BATCH_KEYS]
+    if not all(isinstance(size, (int, float)) and size > 0 for size in sizes):
+        return None
+    train, micro, accum = (int(size) for size in sizes if isinstance(size, (int, float)))
+    return train // (micro * accum) if train % (micro * accum) == 0 and train > micro * accum else None
 
 
 def _leave_open(path: Path) -> Problem:
@@ -140,7 +159,8 @@ def _check_config(config: dict[str, Any], world_size: int) -> tuple[list[Problem
     try:
         return problems, BatchConfig.from_dict(_read_config(config).get("trainer", {})).resolve(world_size)
     except DocumentError as error:
-        return problems + [dsconfig.to_config_words(replace(found, path=())) for found in error.problems], None
+        given = [key for key in dsconfig.BATCH_KEYS if key in config]
+        return problems + [dsconfig.to_config_words(replace(f, path=(*given[:1],))) for f in error.problems], None
 
 
 def _is_of_batch(problem: Problem) -> bool:

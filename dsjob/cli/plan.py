@@ -12,6 +12,7 @@ from dsjob import launch
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
 from dsjob.cli.trusted import add_arguments, grant, list_untrusted
+from dsjob.dsconfig import BATCH_KEYS
 from dsjob.errors import DataError, DocumentError, FitError, UsageError
 from dsjob.plan.communication import predict_checkpoint, predict_communication
 from dsjob.plan.fit import Job, find_remedies, sweep
@@ -42,7 +43,10 @@ def main(arguments: list[str], debug: bool) -> int:
     given = composed.document
     world_size = args.world_size or launch.read_world_size() or read_nproc(given)
     if args.params is not None:
-        trainer = {"max_steps": 1, **({} if "train_batch" in given.get("trainer", {}) else {"micro_batch": 1})}
+        body = given.get("deepspeed")
+        sized = [*given.get("trainer", {}), *(body if isinstance(body, dict) else ())]
+        named = {"train_batch", "micro_batch", *BATCH_KEYS[:2]} & set(sized)
+        trainer = {"max_steps": 1, **({} if named else {"micro_batch": 1})}
         given = {**_UNNAMED, **given, "trainer": {**trainer, **given.get("trainer", {})}}
     document = resolve_job(given, world_size=world_size, locate=composed.locate).document
     trust = grant(file, args)
@@ -114,6 +118,11 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
     layout = _read_layout(spec, document, world_size, args.offload)
     notes: list[str] = []
     if args.params is not None:
+        if layout.offload == "param":
+            raise UsageError(
+                "offloaded parameters need the model: its largest block is what a device holds of them",
+                hint="plan a document that names the model, without --params",
+            )
         model, state, activations, course = _count(spec, args.params, notes)
     else:
         model, state, activations, course = _look(spec, world_size, notes, trust)

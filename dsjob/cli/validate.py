@@ -107,7 +107,7 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | Non
 def _check(document: Document, world_size: int | None) -> list[Problem]:
     _require_own(document)
     if is_deepspeed(document.value):
-        return resolve.check_bare_config(document.value, world_size=world_size or 1, locate=_locator(document))
+        return resolve.check_bare_config(document.value, world_size=world_size, locate=_locator(document))
     require_job_file(document)
     document, unread = _leave_network(document)
     composed = _compose(document)

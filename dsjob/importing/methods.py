@@ -205,9 +205,8 @@ def _count_warmup(settings: Settings, total: int | None) -> Given:
 def _draft_warmup(warmup: Given, draft: Draft) -> None:
     if warmup.value == "auto":
         _draft_unknown_warmup(warmup, draft)
-    draft.put(
-        "scheduler.params.warmup_num_steps", warmup if warmup.value == "auto" else warmup.to(max(1, warmup.value))
-    )
+    steps = UNKNOWN if warmup.value == "auto" else max(1, warmup.value)  # "auto" itself would stand for no warm-up
+    draft.put("scheduler.params.warmup_num_steps", warmup.to(steps))
 
 
 def _draft_unknown_warmup(warmup: Given, draft: Draft) -> None:

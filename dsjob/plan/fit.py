@@ -62,7 +62,8 @@ def sweep(job: Job) -> list[Row]:
     batches = sorted({1, max(own // 2, 1), own, 2 * own, 4 * own}) if job.activations is not None else [own]
     rows = []
     for stage in range(4):
-        offloads: tuple[Offload, ...] = ("none", "optimizer", "param")
+        # Of offloaded parameters a device holds the largest block, and a number of parameters has no blocks.
+        offloads: tuple[Offload, ...] = ("none", "optimizer", *(("param",) if job.activations is not None else ()))
         for offload in offloads:
             jobs = {batch: job.change(stage=stage, offload=offload, micro_batch=batch) for batch in batches}
             if not jobs[own].layout.offload_problem:

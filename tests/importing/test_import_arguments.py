@@ -290,9 +290,10 @@ def test_epochs_and_a_known_number_of_samples_give_the_schedule_its_end() -> Non
 
 def test_an_unknown_number_of_steps_has_to_be_filled_in() -> None:
     imported = import_command("torchrun --nproc_per_node 2 train.py --output_dir o --warmup_ratio 0.1")
-    assert imported.document["scheduler"]["params"]["warmup_num_steps"] == "auto"
+    assert imported.document["scheduler"]["params"]["warmup_num_steps"] == "fill in"
     assert "warmup_num_steps" in messages(imported, "fill in")
     assert "total_num_steps" in messages(imported, "fill in")
+    imported.document["scheduler"]["params"]["warmup_num_steps"] = 13
     resolve_imported(imported)
 
 
