@@ -219,4 +219,4 @@ def test_a_mistake_in_the_document_stops_every_joined_rank(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode != 0
-    assert "train_batch 7 is not micro_batch 3 x grad_accum 1 x world size 2" in done.stderr
+    assert "is not micro_batch 3 x grad_accum 1 x world size 2 (ranks that were started)" in done.stderr
