@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,18 +66,21 @@ class BatchConfig:
         """
         assert self.train_batch is not None
         assert self.micro_batch is not None
-        for micro in range(min(self.micro_batch, self.train_batch // world_size), 0, -1):
-            if self.train_batch % (micro * world_size) == 0:
-                return BatchConfig(self.train_batch, micro, self.train_batch // (micro * world_size))
-        return BatchConfig(self.train_batch, self.micro_batch)
+        share, rest = divmod(self.train_batch, world_size)  # of a rank
+        if rest or share < 1:
+            return BatchConfig(self.train_batch, self.micro_batch)
+        small = [number for number in range(1, math.isqrt(share) + 1) if share % number == 0]
+        divisors = {*small, *(share // number for number in small)}
+        micro = max(number for number in divisors if number <= max(self.micro_batch, 1))
+        return BatchConfig(self.train_batch, micro, share // micro)
 
     def _complete(self, world_size: int) -> BatchConfig | None:
         train, micro, accum = self.train_batch, self.micro_batch, self.grad_accum
         if train is not None and micro is not None:
-            return self if accum is not None else replace(self, grad_accum=train // micro // world_size)
+            return self if accum is not None else replace(self, grad_accum=train // max(micro, 1) // world_size)
         if train is not None:
             accum = accum if accum is not None else 1
-            return BatchConfig(train, train // world_size // accum, accum)
+            return BatchConfig(train, train // world_size // max(accum, 1), accum)
         if micro is not None:
             accum = accum if accum is not None else 1
             return BatchConfig(micro * accum * world_size, micro, accum)

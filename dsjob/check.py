@@ -222,7 +222,9 @@ def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Prob
             f"under {'.'.join(home)}" if home else "at the top" for home in below or exact
         )
     bare = schema is contract.deepspeed_schema()
-    hint = hint or foreign.explain_key(path, key, bare=bare) or suggest(key, known) or _suggest_elsewhere(key, homes)
+    elsewhere = {name: places for name, places in homes.items() if path not in places}
+    hint = hint or foreign.explain_key(path, key, bare=bare) or suggest(key, known)
+    hint = hint or _suggest_elsewhere(key, elsewhere)
     if not hint and known:
         hint = "allowed here: " + ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return Problem("unknown key", (*path, key), "unknown-key", hint)

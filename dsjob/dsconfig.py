@@ -21,7 +21,7 @@ _MOVED: dict[str | int, tuple[str, str]] = {
     "steps_per_print": ("trainer", "log_every"),
 }
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# Keys of a DeepSpeed config that a job document has no place for: all of them without effect here.
+# Sections that a job document has under the same name and with the same meaning.
 _JOB_SECTIONS = (
     "gradient_clipping",
     "gradient_allreduce_op",
@@ -32,6 +32,11 @@ _JOB_SECTIONS = (
     "zero_optimization",
     "optimizer",
     "scheduler",
+    "amp",
+    "activation_checkpointing",
+    "pipeline",
+    "compile",
+    "data_types",
 )
 
 

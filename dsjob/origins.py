@@ -107,6 +107,8 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
     name = document.get("deepspeed")
     if not isinstance(name, str):
         return None
+    if name == "-":
+        raise UsageError("deepspeed: a document cannot name standard input", hint="give the path of a file")
     relative = "://" not in name and not os.path.isabs(name)
     if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
         name = f"{file.source.rsplit('/', 1)[0]}/{name}"
