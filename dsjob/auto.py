@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Path = tuple[str | int, ...]
+from dsjob.paths import Path, get_at
+
 Derived = tuple[Any, str]  # the value (None: left out), and how it came about
 
 _HIDDEN_NAMES = ("hidden_size", "hidden_sizes", "d_model", "n_embd", "model_dim", "dim", "width", "hidden")
@@ -23,7 +24,7 @@ def resolve_auto(job: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
     told: dict[Path, str] = {}
     result = job
     for path, derive in _TABLE.items():
-        given = _get(result, path)
+        given = get_at(result, path)
         if given == "auto" or (given == 0 and not isinstance(given, bool) and path in _FROM_HIDDEN_SIZE):
             value, how = derive(result)
             result = _put(result, path, value)
@@ -70,7 +71,7 @@ def _rate(job: dict[str, Any]) -> Derived:
 
 
 def _rate_of_optimizer(job: dict[str, Any]) -> Derived:
-    rate = _get(job, ("optimizer", "params", "lr"))
+    rate = get_at(job, ("optimizer", "params", "lr"))
     if isinstance(rate, (int, float)):
         return rate, "auto: optimizer.params.lr"
     return None, "auto: the default"
@@ -108,14 +109,6 @@ _TABLE: dict[Path, Callable[[dict[str, Any]], Derived]] = {
     ("scheduler", "params", "num_warmup_steps"): _default,
     ("scheduler", "params", "num_training_steps"): _length,
 }
-
-
-def _get(value: Any, path: Path) -> Any:
-    for part in path:
-        if not isinstance(value, Mapping) or part not in value:
-            return None
-        value = value[part]
-    return value
 
 
 def _put(value: dict[str, Any], path: Path, new: Any) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from jsonschema import Draft202012Validator, ValidationError
 from dsjob import dsconfig, foreign, legacy
 from dsjob import schema as contract
 from dsjob.errors import Problem
+from dsjob.paths import Path
 from dsjob.rules import RULES
 from dsjob.schema import Schema
-
-Path = tuple[str | int, ...]
 
 _PYTHON_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 _KINDS = {

@@ -27,10 +27,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from dsjob import schema as contract
-from dsjob.check import Path, suggest
+from dsjob.check import suggest
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.origins import Composed, settle
+from dsjob.paths import Path
 from dsjob.resolve import place_problems
 from dsjob.trust import require_job_file
 

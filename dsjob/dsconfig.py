@@ -9,9 +9,8 @@ from typing import Any
 
 from dsjob import schema as contract
 from dsjob.errors import Problem
+from dsjob.paths import Path, get_at
 from dsjob.schema import Schema
-
-Path = tuple[str | int, ...]
 
 # DeepSpeed's top-level keys that a job document has elsewhere. All others keep name and place.
 _MOVED: dict[str | int, tuple[str, str]] = {
@@ -89,7 +88,7 @@ def build_on(
     problems: list[Problem] = []
     base = to_job(config)
     for path, theirs in _leaves(base, ()):
-        ours = _get(job, path)
+        ours = get_at(job, path)
         if ours is None or ours == theirs or "auto" in (ours, theirs) or overridden(path):
             continue
         where = ".".join(str(part) for part in to_config_path(path))
@@ -111,7 +110,7 @@ def build_on_given(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any
 def find_origin(path: Path, job: dict[str, Any], config: dict[str, Any]) -> Path:
     """Where the document has what the built job has at `path`: there, or in its `deepspeed` section."""
     theirs = to_config_path(path)
-    if path and _get(job, path) is None and _get(config, theirs) is not None:
+    if path and get_at(job, path) is None and get_at(config, theirs) is not None:
         return ("deepspeed", *theirs)
     return path
 
@@ -146,11 +145,3 @@ def _leaves(value: dict[str, Any], path: Path) -> Iterator[tuple[Path, Any]]:
             yield from _leaves(item, (*path, key))
         else:
             yield (*path, key), item
-
-
-def _get(value: Any, path: Path) -> Any:
-    for part in path:
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return value

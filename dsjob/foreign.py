@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dsjob import dsconfig
 from dsjob import schema as contract
-
-Path = tuple[str | int, ...]
+from dsjob.paths import Path
 
 
 def explain_key(path: Path, key: str, *, bare: bool) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dsjob.errors import Problem
-
-Path = tuple[str | int, ...]
+from dsjob.paths import Path
 
 _LOADERS = {"from_pretrained": "pretrained_model_name_or_path", "load_dataset": "path"}
 _FORMATS = ("json", "csv", "parquet", "text", "arrow", "imagefolder", "audiofolder", "videofolder", "xml", "lance")

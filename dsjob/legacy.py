@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Path = tuple[str | int, ...]
+from dsjob.paths import Path
 
 _OFFLOAD = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
 

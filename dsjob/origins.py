@@ -12,9 +12,9 @@ from typing import Any
 from dsjob import document as documents
 from dsjob import schema as contract
 from dsjob import storage
-from dsjob.check import Path
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, StorageError, UsageError
+from dsjob.paths import Path
 from dsjob.resolve import Place
 
 

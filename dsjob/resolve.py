@@ -16,8 +16,9 @@ from dsjob import dsconfig, legacy
 from dsjob import schema as contract
 from dsjob.auto import resolve_auto
 from dsjob.batch import BatchConfig
-from dsjob.check import Path, check_config, check_job
+from dsjob.check import check_config, check_job
 from dsjob.errors import ConfigError, DocumentError, Problem
+from dsjob.paths import Path, has_at
 from dsjob.schema import Schema
 from dsjob.spec import EngineSpec, view
 
@@ -203,16 +204,8 @@ def _drop_repeated(problems: list[Problem], given: dict[str, Any]) -> list[Probl
     return [
         problem
         for problem in problems
-        if (dsconfig.to_config_path(problem.path), problem.rule) not in found or _has(given, problem.path)
+        if (dsconfig.to_config_path(problem.path), problem.rule) not in found or has_at(given, problem.path)
     ]
-
-
-def _has(value: Any, path: Path) -> bool:
-    for part in path:
-        if not isinstance(value, dict) or part not in value:
-            return False
-        value = value[part]
-    return True
 
 
 def _describe(place: Place) -> str:

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.hub import check_arguments
-
-Path = tuple[str | int, ...]
+from dsjob.paths import Path
 
 
 @dataclasses.dataclass(frozen=True)

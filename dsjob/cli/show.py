@@ -17,8 +17,8 @@ from dsjob.cli.run import split_source
 from dsjob.dsconfig import to_config_path
 from dsjob.errors import UsageError
 from dsjob.origins import Composed
+from dsjob.paths import Path, has_at
 from dsjob.resolve import Resolved, read_nproc, resolve_job
-from dsjob.rules import Path
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -93,7 +93,7 @@ def _find_origin(path: Path, composed: Composed, resolved: Resolved) -> str:
     if path == ("name",) and composed.is_name_made():
         return "name of the file"
     for given in (path, ("deepspeed", *to_config_path(path))):
-        if _has(composed.document, given):
+        if has_at(composed.document, given):
             source, line, column = composed.locate(given)
             return f"{source}:{line}:{column}" if line else source
     return "default"
@@ -104,14 +104,6 @@ def _find_status(path: Path, document: dict[str, Any], schema: contract.Schema) 
     below = _find_schema(path, document, schema)
     status = {"no-effect": "no effect here", "mapped": "maps to"}.get(below.get("x-status", ""))
     return f" ({status}: {below.get('x-note')})" if status else ""
-
-
-def _has(value: Any, path: Path) -> bool:
-    for part in path:
-        if not isinstance(value, dict) or part not in value:
-            return False
-        value = value[part]
-    return True
 
 
 def _find_schema(path: Path, document: dict[str, Any], schema: contract.Schema) -> contract.Schema:

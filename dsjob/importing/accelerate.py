@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dsjob.check import Path, suggest
+from dsjob.check import suggest
 from dsjob.importing.given import Draft, Given, Rank, Settings, is_off
 from dsjob.importing.training_arguments import draft_fsdp_config, draft_sharding
+from dsjob.paths import Path
 
 _ZERO = "zero_optimization"
 _NODES = "start dsjob with torchrun on each machine, which sets it"

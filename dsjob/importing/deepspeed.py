@@ -7,8 +7,8 @@ from typing import Any
 
 from dsjob import dsconfig
 from dsjob import schema as contract
-from dsjob.check import Path
 from dsjob.importing.given import Draft, Given, Rank, leaves, nest
+from dsjob.paths import Path
 
 _ZERO = "zero_optimization"
 # Sizes that the Trainer derives from the model's hidden size where they are "auto", which was spelt 0 in 2021.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsjob.check import Path, suggest
+from dsjob.check import suggest
 from dsjob.errors import UsageError
 from dsjob.importing import accelerate, sources
 from dsjob.importing.arguments_table import SCRIPT_ARGUMENTS, TRAINER_ONLY
@@ -19,6 +19,7 @@ from dsjob.importing.settle import Imported, settle
 from dsjob.importing.sources import Source
 from dsjob.importing.task import draft_task
 from dsjob.importing.training_arguments import draft_arguments, fill_settings, sort_arguments
+from dsjob.paths import Path
 
 # Options of launchers that say nothing a job needs, and those with a meaning elsewhere.
 _NODES = "start dsjob with torchrun on each machine"

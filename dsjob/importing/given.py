@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal
 
-from dsjob.check import Path
 from dsjob.errors import DocumentError, Problem
+from dsjob.paths import Path
 
 Kind = Literal["fill in", "conflict", "not supported", "unknown", "left out", "changed", "auto"]
 KINDS: tuple[Kind, ...] = ("fill in", "conflict", "not supported", "unknown", "left out", "changed", "auto")

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsjob import schema as contract
-from dsjob.check import Path, check_shape
+from dsjob.check import check_shape
 from dsjob.errors import DocumentError, Problem
 from dsjob.importing.given import KINDS, MODULE, PRECEDENCE, Draft, Given, Note, Rank, is_off, nest, pick, show
+from dsjob.paths import Path
 
 _BATCH = ("train_batch", "micro_batch", "grad_accum")
 _DECAYING = ("WarmupDecayLR", "WarmupCosineLR")

@@ -11,12 +11,12 @@ from typing import Any, Literal, cast, get_args
 from dsjob import document as documents
 from dsjob import schema as contract
 from dsjob import storage
-from dsjob.check import Path
 from dsjob.document import Document
 from dsjob.errors import StorageError, UsageError
 from dsjob.importing import accelerate
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.importing.command_line import Command, find_commands
+from dsjob.paths import Path
 
 SourceKind = Literal["deepspeed", "arguments", "command", "accelerate"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)

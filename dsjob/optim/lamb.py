@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from dsjob.optim.partwise import PartwiseOptimizer, move_averages
 from dsjob.optim.shards import add_parts, local
 
 
-class Lamb(Optimizer):
+class Lamb(PartwiseOptimizer):
     """You et al. 2019 in the form of DeepSpeed's FusedLamb (csrc/lamb/fused_lamb_cuda_kernel.cu, version 0.19).
 
     With m, v the running averages of the gradient and of its square, without correction, and w the weights:
@@ -48,20 +47,7 @@ class Lamb(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step for every parameter that has a gradient; what `closure` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._update(parameters, group)
-        return loss
-
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = [self._direction(parameter, group) for parameter in parameters]
         sums = torch.stack(
             [
@@ -79,16 +65,7 @@ class Lamb(Optimizer):
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """The own part of u, with the averages moved on."""
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        gradient = local(parameter.grad)  # type: ignore[arg-type]
-        average, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        average.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        average, square, _ = move_averages(self.state[parameter], parameter, group["betas"])
         root = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
         return (average / root).add_(local(parameter), alpha=group["weight_decay"])
 

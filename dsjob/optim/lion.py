@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from dsjob.optim.partwise import PartwiseOptimizer
 from dsjob.optim.shards import local
 
 
-class Lion(Optimizer):
+class Lion(PartwiseOptimizer):
     """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", with the defaults of DeepSpeed's FusedLion.
 
     State of a parameter: `exp_avg`, of its shape and dtype. `weight_decay` is decoupled. An element without any
@@ -28,18 +27,9 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step for every parameter that has a gradient; what `closure` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, (fast, slow) = self.state[parameter], group["betas"]

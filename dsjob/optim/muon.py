@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from dsjob.optim.partwise import PartwiseOptimizer, move_averages
 from dsjob.optim.shards import local, own_part, whole
 
 # Of the quintic iteration x -> a x + b x^3 + c x^5 on singular values (Jordan et al. 2024), five times: they end up
@@ -18,7 +18,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS, _RESTART = 5, 2
 
 
-class MuonWithAuxAdam(Optimizer):
+class MuonWithAuxAdam(PartwiseOptimizer):
     """As DeepSpeed's class of that name (deepspeed/runtime/zero/muon, version 0.19): groups say `use_muon`.
 
     Muon: m = lerp(m, g, 1 - momentum), d = lerp(g, m, momentum), w = (1 - lr weight_decay) w - lr s orthogonal(d) with
@@ -55,22 +55,14 @@ class MuonWithAuxAdam(Optimizer):
         }
         super().__init__(groups, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step for every parameter that has a gradient; what `closure` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-                    (self._step_muon if group["use_muon"] else self._step_adam)(parameter, parameter.grad, group)
-        return loss
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        update = self._update_by_muon if group["use_muon"] else self._update_by_adam
+        for parameter in parameters:
+            local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+            update(parameter, group)
 
-    def _step_muon(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def _update_by_muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], cast(Tensor, parameter.grad)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
@@ -80,16 +72,9 @@ class MuonWithAuxAdam(Optimizer):
         scale = math.sqrt(max(1.0, direction.size(-2) / direction.size(-1)))
         local(parameter).sub_(own_part(made, parameter), alpha=group["lr"] * scale)
 
-    def _step_adam(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2), own = self.state[parameter], group["betas"], local(gradient)
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        step = float(state["step"])
-        average = local(state["exp_avg"]).lerp_(own, 1 - beta1)
-        square = local(state["exp_avg_sq"]).mul_(beta2).addcmul_(own, own, value=1 - beta2)
+    def _update_by_adam(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        average, square, step = move_averages(self.state[parameter], parameter, group["betas"])
         root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
         local(parameter).addcdiv_(average, root, value=-group["lr"] / (1 - beta1**step))
 

@@ -7,9 +7,8 @@ the world size.
 
 from dsjob.rules import course, methods, spreading
 from dsjob.rules.table import RULES as RULES
-from dsjob.rules.table import Path as Path
 
-__all__ = ["EXPLANATIONS", "RULES", "Path", "course", "methods", "spreading"]
+__all__ = ["EXPLANATIONS", "RULES", "course", "methods", "spreading"]
 
 _SHAPE = {
     "unknown-key": "A key that the contract does not have is a typo or stands at the wrong level. Other tools ignore "

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from dsjob.rules.table import Document, Finding, Path, enter, read
+from dsjob.paths import Path
+from dsjob.rules.table import Document, Finding, enter, read
 
 
 @enter("finite")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjob.errors import Problem
+from dsjob.paths import Path, get_at
 
-Path = tuple[str | int, ...]
 Document = dict[str, Any]
 Finding = tuple[str | Path, str, str]  # place (dotted where all parts are names), message, hint
 Check = Callable[[Document], Iterator[Finding]]
@@ -45,11 +45,7 @@ def enter(name: str, *, severity: str = "error", whole: bool = False) -> Callabl
 
 
 def read(document: Document, dotted: str, default: Any = None) -> Any:
-    value: Any = document
-    for part in dotted.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return default
-        value = value[part]
+    value = get_at(document, tuple(dotted.split(".")), default)
     if isinstance(value, float) and value.is_integer():  # 1e4 is how people write a number of steps
         return int(value)
     return default if value is None else value

@@ -1,0 +1,26 @@
+"""Paths into documents: the keys and list indices that lead from the root to a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Path = tuple[str | int, ...]
+
+
+def has_at(value: Any, path: Path) -> bool:
+    """Whether there is something, be it null, at `path` in nested mappings."""
+    for part in path:
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def get_at(value: Any, path: Path, default: Any = None) -> Any:
+    """What is at `path` in nested mappings; `default` where nothing is."""
+    for part in path:
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
