@@ -167,22 +167,11 @@ def _leaves(errors: Iterator[ValidationError]) -> Iterator[ValidationError]:
             yield error
 
 
-def _schema_at(path: Path, document: Any, schema: Schema) -> Schema:
-    node: Schema | None = schema
-    value: Any = document
-    for part in path:
-        if node is None:
-            return {}
-        node = node.get("items") if isinstance(part, int) else contract.child(node, part, value)
-        value = value[part]
-    return node or {}
-
-
 def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[Problem]:
     path: Path = tuple(error.absolute_path)
     keyword, value = str(error.validator), error.instance
     if keyword in ("additionalProperties", "unevaluatedProperties"):
-        node = _schema_at(path, document, schema)
+        node = contract.find_at(schema, path, document)
         allowed: Schema = error.schema.get("properties", {}) if isinstance(error.schema, dict) else {}
         named = node.get("properties") or allowed
         known = [key for key, below in named.items() if not (isinstance(below, dict) and "x-alias-of" in below)]
@@ -192,7 +181,7 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
         if len(unknown) > MAX_UNKNOWN:
             yield Problem(f"{len(unknown) - MAX_UNKNOWN} more unknown keys", path, "unknown-key")
         return
-    auto = _schema_at(path, document, schema).get("x-auto")
+    auto = contract.find_at(schema, path, document).get("x-auto")
     if auto and value == "auto":
         return
     if keyword == "required":
@@ -202,10 +191,10 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
         return
     message, hint = _say(keyword, error.validator_value, value)
     if keyword == "type" and "object" in str(error.validator_value):
-        hint = hint or _wrap_hint(value, _schema_at(path, document, schema))
+        hint = hint or _wrap_hint(value, contract.find_at(schema, path, document))
     rule = _RULE_OF.get(keyword, keyword)
     if not hint and rule in ("enum", "range"):  # why only these: what the key means
-        hint = str(_schema_at(path, document, schema).get("description", "")).partition(". ")[0].rstrip(".")
+        hint = str(contract.find_at(schema, path, document).get("description", "")).partition(". ")[0].rstrip(".")
     yield Problem(message or error.message, path, rule, hint)
 
 

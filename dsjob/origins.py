@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsjob import document as documents
+from dsjob import legacy, storage
 from dsjob import schema as contract
-from dsjob import storage
 from dsjob.document import Document
+from dsjob.dsconfig import to_config_path
 from dsjob.errors import DocumentError, Problem, StorageError, UsageError
-from dsjob.paths import Path
+from dsjob.paths import Path, get_at, has_at
 from dsjob.resolve import Place
 
 
@@ -47,6 +48,37 @@ class Composed:
             return self.file.source, mark.line, mark.column
         return (f"recipe {', '.join(self.recipes)}" if self.recipes else "command line"), 0, 0
 
+    def find_given(self, path: Path) -> Path | None:
+        """Where the document gives what the resolved one has at `path`, in whatever spelling; None for a default."""
+        bases: tuple[tuple[Path, Path, Any, contract.Schema], ...] = (
+            ((), path, self.document, contract.job_schema()),
+            (("deepspeed",), to_config_path(path), self.document.get("deepspeed"), contract.deepspeed_schema()),
+        )
+        for prefix, wanted, base, schema in bases:
+            if isinstance(base, dict) and (found := _find_spelling(wanted, base, schema)) is not None:
+                return (*prefix, *found)
+        return None
+
+
+def _find_spelling(path: Path, document: dict[str, Any], schema: contract.Schema) -> Path | None:
+    by_amp = path[0] in ("fp16", "torch_autocast") and path[1:] in (("enabled",), ("dtype",))
+    if by_amp and get_at(document, ("amp", "enabled")) is True:
+        return ("amp", "opt_level") if has_at(document, ("amp", "opt_level")) else ("amp", "enabled")
+    parent = path[:-1]
+    for key in _list_spellings(path, get_at(document, parent), contract.find_at(schema, parent, document)):
+        return (*parent, key)
+    old = legacy.find_spelling(path, document)
+    return old if old != path and has_at(document, old) else None
+
+
+def _list_spellings(path: Path, section: Any, schema: contract.Schema) -> list[str]:
+    """The keys of `section` that name what is at `path`: the key itself, and its aliases."""
+
+    def name(key: Any) -> Any:
+        return (contract.child(schema, key, section) or {}).get("x-alias-of", key) if isinstance(key, str) else key
+
+    return [key for key in section if name(key) == name(path[-1])] if isinstance(section, dict) else []
+
 
 def settle(
     values: dict[str, Any],
@@ -57,6 +89,11 @@ def settle(
 ) -> Composed:
     """Merged values as a composed document: nulls dropped, the name filled in, the DeepSpeed file read."""
     document = contract.prune(values, contract.job_schema())
+    for path in overrides or {}:  # over another spelling of the same key too
+        section = get_at(document, path[:-1])
+        for key in _list_spellings(path, section, contract.find_at(contract.job_schema(), path[:-1], document)):
+            if (*path[:-1], key) not in (overrides or {}):
+                del section[key]
     document.setdefault("name", _make_name(file, recipes))
     deepspeed = _read_deepspeed(document, file if ("deepspeed",) not in (overrides or {}) else None)
     if deepspeed is not None:

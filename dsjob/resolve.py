@@ -18,7 +18,7 @@ from dsjob.auto import resolve_auto
 from dsjob.batch import BatchConfig
 from dsjob.check import check_config, check_job
 from dsjob.errors import ConfigError, DocumentError, Problem
-from dsjob.paths import Path, has_at
+from dsjob.paths import Path, get_at, has_at
 from dsjob.schema import Schema
 from dsjob.spec import EngineSpec, view
 
@@ -31,6 +31,22 @@ def read_nproc(document: dict[str, Any]) -> int:
     section = document.get("launch")
     nproc = section.get("nproc") if isinstance(section, dict) else None
     return int(nproc) if isinstance(nproc, (int, float)) and 1 <= nproc < math.inf else 1
+
+
+def choose_world_size(
+    document: dict[str, Any], locate: Locate, *, asked: int | None = None, started: int | None = None
+) -> tuple[int, str]:
+    """For how many ranks to look at a document, and what says so.
+
+    `asked`: by a flag; `started`: by torchrun or srun. A document that was resolved for more ranks than launch.nproc
+    starts, as under torchrun, is looked at for those, unless launch.nproc is given on the command line.
+    """
+    if asked or started:
+        return (asked, "--world-size") if asked else (started or 1, "ranks that were started")
+    before = get_at(document, ("resolved", "world_size"))
+    if isinstance(before, int) and before > 0 and not locate(("launch", "nproc"))[0].startswith("command line"):
+        return before, "what it was resolved for"
+    return read_nproc(document), "launch.nproc"
 
 
 def place_problems(problems: list[Problem], locate: Locate) -> list[Problem]:
@@ -79,8 +95,13 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     if not any(p.severity == "error" and p.path[: len(place)] == place for p in problems for place in touched):
         trainer = _own_numbers(job.get("trainer", {}), schema["properties"]["trainer"])
         asked = _reopen_batch(trainer, document.get("resolved"), world_size, locate)
+        kept = {key for key, value in dataclasses.asdict(asked).items() if value and value == trainer.get(key)}
         try:
-            batch = asked.resolve(world_size, name=lambda key: _name_number(key, job, locate_origin), ranks=ranks_from)
+            batch = asked.resolve(
+                world_size,
+                name=lambda key: f" ({_describe(locate_origin(('trainer', key)))})" if key in kept else "",
+                ranks=ranks_from,
+            )
         except DocumentError as error:
             named = [key for key in dataclasses.asdict(asked) if key in job.get("trainer", {})]
             problems += [replace(found, path=("trainer", *named[:1])) for found in error.problems]
@@ -170,11 +191,6 @@ def _is_of_batch(problem: Problem) -> bool:
     return (
         not problem.path or problem.path[0] in dsconfig.BATCH_KEYS or any(key in meant for key in dsconfig.BATCH_KEYS)
     )
-
-
-def _name_number(key: str, job: dict[str, Any], locate: Locate) -> str:
-    """Where one of the batch sizes comes from: ` (cfg.json:3:5)`; empty where it was derived."""
-    return f" ({_describe(locate(('trainer', key)))})" if key in job.get("trainer", {}) else ""
 
 
 def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchConfig, world_size: int) -> None:

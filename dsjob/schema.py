@@ -14,6 +14,7 @@ import re
 from functools import cache
 from typing import Any
 
+from dsjob.paths import Path
 from dsjob.resources import read_schema
 
 Schema = dict[str, Any]
@@ -118,6 +119,20 @@ def child(schema: Schema, key: str, value: Any = None) -> Schema | None:
         return child(schema["else"], key, value)
     rest = schema.get("additionalProperties")
     return rest if isinstance(rest, dict) else None
+
+
+def find_at(schema: Schema, path: Path, document: Any) -> Schema:
+    """The schema of what is at `path` in `document`, from that of its root; empty where none says."""
+    node: Schema | None = schema
+    for part in path:
+        if node is None:
+            return {}
+        node = node.get("items") if isinstance(part, int) else child(node, part, document)
+        inside = (
+            isinstance(document, list) if isinstance(part, int) else isinstance(document, dict) and part in document
+        )
+        document = document[part] if inside else None
+    return node or {}
 
 
 def prune(value: Any, schema: Schema) -> Any:

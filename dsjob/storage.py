@@ -38,8 +38,10 @@ def _open_file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     # Listings of object stores go stale within the process that made them: never cached.
     options = {} if is_local(url) or url.startswith("memory:") else {"use_listings_cache": False}
     try:
+        if b"\0" in os.fsencode(url):
+            raise ValueError("a path holds no NUL")
         fs, path = fsspec.core.url_to_fs(url, **options)
-    except (ImportError, ValueError) as error:  # unknown protocol, or its package is not installed
+    except (ImportError, ValueError) as error:  # unknown protocol, its package not installed, not to be encoded
         raise StorageError(f"cannot open {url}: {error}") from error
     return fs, path
 

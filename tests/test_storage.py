@@ -180,6 +180,12 @@ def test_local_urls_are_told_from_others(url: str, path: str | None) -> None:
         assert storage.local_path(url) == path
 
 
+@pytest.mark.parametrize("url", ["a\0b", "file:///a\0b", "\ud800"])
+def test_what_can_name_no_file_is_a_storage_error(url: str) -> None:
+    with pytest.raises(StorageError, match="cannot open"):
+        storage.read_bytes(url)
+
+
 @pytest.mark.parametrize("url", ["nosuch://bucket/x", "nosuch://"])
 def test_an_unknown_protocol_is_named(url: str) -> None:
     for call in (storage.read_bytes, storage.exists, storage.list_names, storage.make_folder):

@@ -18,7 +18,7 @@ from dsjob.plan.communication import predict_checkpoint, predict_communication
 from dsjob.plan.fit import Job, find_remedies, sweep
 from dsjob.plan.model import Layout, Model, Offload, OptimizerState, assume_state
 from dsjob.plan.report import Activations, Course, Plan, show_bytes, to_json
-from dsjob.resolve import read_nproc, resolve_job
+from dsjob.resolve import choose_world_size, resolve_job
 from dsjob.spec import Dtype, JobSpec, view
 from dsjob.trust import Trust
 
@@ -41,14 +41,16 @@ def main(arguments: list[str], debug: bool) -> int:
     file, overrides = split_source(args.source)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
     given = composed.document
-    world_size = args.world_size or launch.read_world_size() or read_nproc(given)
+    world_size, ranks_from = choose_world_size(
+        given, composed.locate, asked=args.world_size, started=launch.read_world_size()
+    )
     if args.params is not None:
         body = given.get("deepspeed")
         sized = [*given.get("trainer", {}), *(body if isinstance(body, dict) else ())]
         named = {"train_batch", "micro_batch", *BATCH_KEYS[:2]} & set(sized)
         trainer = {"max_steps": 1, **({} if named else {"micro_batch": 1})}
         given = {**_UNNAMED, **given, "trainer": {**trainer, **given.get("trainer", {})}}
-    document = resolve_job(given, world_size=world_size, locate=composed.locate).document
+    document = resolve_job(given, world_size=world_size, locate=composed.locate, ranks_from=ranks_from).document
     trust = grant(file, args)
     problems = list_untrusted(composed, document, trust) if args.params is None else []
     if problems:

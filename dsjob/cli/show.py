@@ -14,11 +14,10 @@ from dsjob import launch
 from dsjob import schema as contract
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
-from dsjob.dsconfig import to_config_path
 from dsjob.errors import UsageError
 from dsjob.origins import Composed
-from dsjob.paths import Path, has_at
-from dsjob.resolve import Resolved, read_nproc, resolve_job
+from dsjob.paths import Path
+from dsjob.resolve import Resolved, choose_world_size, resolve_job
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -58,9 +57,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _resolve(source: list[str], args: argparse.Namespace) -> tuple[Composed, Resolved]:
     file, overrides = split_source(source)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
-    started = launch.read_world_size()
-    world_size = args.world_size or started or read_nproc(composed.document)
-    ranks_from = "--world-size" if args.world_size else "ranks that were started" if started else "launch.nproc"
+    world_size, ranks_from = choose_world_size(
+        composed.document, composed.locate, asked=args.world_size, started=launch.read_world_size()
+    )
     return composed, resolve_job(
         composed.document, world_size=world_size, locate=composed.locate, ranks_from=ranks_from
     )
@@ -73,10 +72,10 @@ def _list_rows(composed: Composed, resolved: Resolved, *, changed: bool) -> Iter
         if path[0] == "resolved":
             continue
         origin = _find_origin(path, composed, resolved)
-        if not (
-            changed and (origin == "default" or value == _find_schema(path, resolved.document, schema).get("default"))
-        ):
-            yield ".".join(map(str, path)), value, origin + _find_status(path, resolved.document, schema)
+        default = contract.find_at(schema, path, resolved.document).get("default")
+        if changed and (origin == "default" or value == default):
+            continue
+        yield ".".join(map(str, path)), value, origin + _find_status(path, resolved.document, schema)
 
 
 def _list_leaves(value: dict[str, Any], schema: contract.Schema | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -92,27 +91,18 @@ def _find_origin(path: Path, composed: Composed, resolved: Resolved) -> str:
         return resolved.derived[path]
     if path == ("name",) and composed.is_name_made():
         return "name of the file"
-    for given in (path, ("deepspeed", *to_config_path(path))):
-        if has_at(composed.document, given):
-            source, line, column = composed.locate(given)
-            return f"{source}:{line}:{column}" if line else source
-    return "default"
+    given = composed.find_given(path)
+    if given is None:
+        return "default"
+    source, line, column = composed.locate(given)
+    return f"{source}:{line}:{column}" if line else source
 
 
 def _find_status(path: Path, document: dict[str, Any], schema: contract.Schema) -> str:
     """What becomes of a key that has no use of its own here."""
-    below = _find_schema(path, document, schema)
+    below = contract.find_at(schema, path, document)
     status = {"no-effect": "no effect here", "mapped": "maps to"}.get(below.get("x-status", ""))
     return f" ({status}: {below.get('x-note')})" if status else ""
-
-
-def _find_schema(path: Path, document: dict[str, Any], schema: contract.Schema) -> contract.Schema:
-    node: contract.Schema | None = schema
-    value: Any = document
-    for part in path:
-        node = contract.child(node, str(part), value) if node is not None else None
-        value = value.get(part) if isinstance(value, dict) else None
-    return node or {}
 
 
 def _print_rows(rows: list[tuple[str, Any, str]], form: str, *, origins: bool) -> None:

@@ -111,8 +111,7 @@ def _check(document: Document, world_size: int | None) -> list[Problem]:
     require_job_file(document)
     document, unread = _leave_network(document)
     composed = _compose(document)
-    ranks = world_size or resolve.read_nproc(composed.document)
-    ranks_from = "--world-size" if world_size else "launch.nproc"
+    ranks, ranks_from = resolve.choose_world_size(composed.document, composed.locate, asked=world_size)
     try:
         done = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
     except DocumentError as error:

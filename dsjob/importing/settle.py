@@ -95,13 +95,8 @@ def _keep_auto(path: Path, auto: Given, draft: Draft) -> Given | None:
 
 
 def _schema_at(path: Path, draft: Draft) -> contract.Schema:
-    node: contract.Schema | None = contract.job_schema()
-    for key in path:
-        kind = draft.values.get((path[0], "type")) if key == "params" else None  # which arguments there are
-        node = (
-            contract.child(node, str(key), {"type": pick(kind).value} if kind else None) if node is not None else None
-        )
-    return node or {}
+    kind = draft.values.get((path[0], "type"))  # which arguments there are
+    return contract.find_at(contract.job_schema(), path, {path[0]: {"type": pick(kind).value}} if kind else {})
 
 
 def _own_number(path: Path, value: Any, draft: Draft) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,27 @@ def test_a_difference_needs_two_that_are_there(show: Any, sources: list[str]) ->
     code, out, err = show("--diff", *sources)
     assert (code, out) == (2, "")
     assert ("no such file" if "gone.json" in sources else "two documents") in err
+
+
+def test_old_spellings_have_their_origin_and_give_way_to_the_command_line(show: Any) -> None:
+    gather = "stage3_gather_16bit_weights_on_model_save"
+    zero = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}
+    write_json(Path("ds.json"), {"bfloat16": {"enabled": True}, "zero_optimization": zero})
+    write_json(Path("job.json"), make_job(deepspeed="ds.json"))
+    changed = show("job.json", "--origins", "--changed")[1]
+    assert re.search(r"bf16\.enabled: true +# ds\.json:3:5\n", changed)
+    assert re.search(gather + r": true +# ds\.json:7:5\n", changed)
+    write_json(Path("mixed.json"), make_job(amp={"enabled": True, "opt_level": "O2"}))
+    assert re.search(r"fp16\.enabled: true +# mixed\.json:\d+:5\n", show("mixed.json", "--origins")[1])
+    write_json(Path("own.json"), make_job(zero_optimization=zero))
+    code, out, err = show("own.json", f"zero_optimization.{gather}=false", "--format", "json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["zero_optimization"][gather] is False
+
+
+def test_a_document_is_shown_for_the_ranks_that_it_was_resolved_for(show: Any) -> None:
+    trainer = {"train_batch": 64, "micro_batch": 4, "grad_accum": 2, "max_steps": 1}
+    write_json(Path("ran.json"), make_job(trainer=trainer, resolved={"world_size": 8}))
+    assert json.loads(show("ran.json", "--format", "json")[1])["trainer"]["grad_accum"] == 2
+    for arguments in (["launch.nproc=4"], ["--world-size", "4"]):
+        assert json.loads(show("ran.json", *arguments, "--format", "json")[1])["trainer"]["grad_accum"] == 4

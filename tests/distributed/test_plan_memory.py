@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from allocations import count_live, start_counting
+from allocations import count_live, count_settled, start_counting
 from engines import ADAMW, make_engine
 from net import Net
 from ranks import run_ranks
@@ -47,7 +47,7 @@ def measure(stage: int, precision: str, accumulation: int, kind: str, **config: 
     step = engine.optimizer.step
 
     def watched(*args: Any) -> Any:
-        found["step"] = count_live()
+        found["step"] = count_settled()
         return step(*args)
 
     engine.optimizer.step = watched  # type: ignore[method-assign]

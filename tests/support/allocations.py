@@ -8,6 +8,7 @@ storages of all tensors that Python knows, DDP's buckets included from the first
 from __future__ import annotations
 
 import gc
+import time
 from types import TracebackType
 
 from torch import Tensor
@@ -61,6 +62,15 @@ def count_live() -> int:
     alive = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
     alive += [tensor.grad for tensor in alive if tensor.is_leaf and tensor.grad is not None]
     return sum(dict(_storage(tensor) for tensor in alive).values())
+
+
+def count_settled() -> int:
+    """`count_live` once threads of gloo have let go of what they communicated, a moment after it is there."""
+    counts = []
+    for _ in range(3):
+        counts.append(count_live())
+        time.sleep(0.05)
+    return min(counts)
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
