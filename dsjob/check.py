@@ -50,6 +50,7 @@ _RULE_OF = {
 }
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+SHOWN = 60  # characters of a value in a message
 MAX_UNKNOWN = 50  # unknown keys of one object that are told one by one
 
 
@@ -293,7 +294,7 @@ def _show(value: Any) -> str:
     if value is None:
         return ""
     text = f'"{value}"' if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:

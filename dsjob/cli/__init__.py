@@ -101,10 +101,9 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
 
 def parse_count(text: str) -> int:
     """A number of ranks among the arguments of a command: at least 1."""
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {count}")
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text}")
+    return int(text)
 
 
 def _require_runnable(first: str) -> None:

@@ -91,18 +91,21 @@ def read_prefixes(path: str) -> tuple[str, ...]:
     folder may be writable by others.
     """
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = open(path, "rb")  # noqa: SIM115 (closed below)
     except FileNotFoundError:
         return ()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    with os.fdopen(file, encoding="utf-8") as opened:
-        for place, found in ((path, os.fstat(file)), (os.path.dirname(path), os.stat(os.path.dirname(path)))):
+    with file:
+        for place, found in ((path, os.fstat(file.fileno())), (os.path.dirname(path), os.stat(os.path.dirname(path)))):
             if found.st_uid != os.geteuid():
                 raise UsageError(f"{place} belongs to another user, so what it trusts is not read", hint=f"rm {path}")
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise UsageError(f"{place} can be written by others", hint=f"chmod go-w {place}")
-        text = opened.read()
+        try:
+            text = file.read().decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"cannot read {path}: not UTF-8 text (byte {error.start})") from error
     values = documents.parse(text, path).value if text.strip() else {}
     prefixes = values.get("trust", [])
     if set(values) - {"trust"} or not isinstance(prefixes, list) or not all(isinstance(p, str) for p in prefixes):

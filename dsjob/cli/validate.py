@@ -6,15 +6,18 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
+from dsjob import document as documents
 from dsjob import report, resolve
 from dsjob import schema as contract
+from dsjob.check import SHOWN
 from dsjob.cli import parse_count
-from dsjob.cli.trusted import grant, list_untrusted
+from dsjob.cli.trusted import config_path, grant, list_untrusted, read_prefixes
 from dsjob.document import Document
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
-from dsjob.origins import Composed, is_deepspeed, read_document, settle
+from dsjob.origins import STDIN, Composed, is_deepspeed, read_text, settle
 from dsjob.rules import EXPLANATIONS, RULES
 from dsjob.trust import require_job_file
 
@@ -27,13 +30,14 @@ def main(arguments: list[str], debug: bool) -> int:
         return 0
     if not args.files:
         raise UsageError("dsjob validate needs a file", hint="dsjob validate cfg.json; - reads standard input")
+    read_prefixes(config_path())  # what is wrong there is wrong with no document
     found: list[Problem] = []
     for url in args.files:
-        problems, text = validate(url, args.world_size)
+        problems, texts = validate(url, args.world_size)
         if args.strict:
             problems = [replace(problem, severity="error") for problem in problems]
         if args.format == "text":
-            _print_text(url, problems, text)
+            _print_text(url, problems, texts)
         found += problems
     if args.format != "text":
         print(_render(args.format, report.sort_problems(found)))  # noqa: T201
@@ -65,15 +69,15 @@ def _explain(rule: str) -> None:
         print(f"{name}{f' ({level})' if level else ''}: {EXPLANATIONS[name]}")  # noqa: T201
 
 
-def _print_text(url: str, problems: list[Problem], text: str | None) -> None:
+def _print_text(url: str, problems: list[Problem], texts: Mapping[str, str]) -> None:
     for problem in problems:
         stream = sys.stderr if problem.severity == "error" else sys.stdout
-        shown = text if stream.isatty() and problem.source == _name(url) else None
-        print(report.to_text(problem, shown), file=stream)
+        shown = texts.get(problem.source) if stream.isatty() else None
+        print(report.to_text(problem, shown), file=stream, flush=True)  # or two streams in one log change places
     errors = any(problem.severity == "error" for problem in problems)
     if not errors:
         counted = report.count_problems(problems)
-        print(f"{_name(url)}: ok{f', {counted}' if counted else ''}")  # noqa: T201
+        print(f"{_name(url)}: ok{f', {counted}' if counted else ''}", flush=True)  # noqa: T201
 
 
 def _render(form: str, problems: list[Problem]) -> str:
@@ -87,47 +91,80 @@ def _render(form: str, problems: list[Problem]) -> str:
 
 
 def _name(url: str) -> str:
-    return "<stdin>" if url == "-" else url
+    return STDIN if url == "-" else url
 
 
-def validate(url: str, world_size: int | None) -> tuple[list[Problem], str | None]:
-    """The problems of one document, in the order of their places, and its text where it could be read."""
-    text: str | None = None
+def validate(url: str, world_size: int | None) -> tuple[list[Problem], dict[str, str]]:
+    """The problems of one document and of what it builds on, in the order of their places; the texts by source."""
+    texts: dict[str, str] = {}
+    problems: list[Problem] = []
     try:
-        document = read_document(url)
-        text = document.text
-        return _hide_environment(report.sort_problems(_check(document, world_size)), text), text
+        text, source = read_text(url)
+        texts[source] = text
+        document = documents.parse_open(text, source)
+        texts[source] = document.text
+        problems += document.duplicates
+        problems += _check(document, world_size, texts)
     except DocumentError as error:
-        problems = report.sort_problems([*error.problems, *error.warnings])
-        return _hide_environment(problems, text or ""), text
+        problems += [*error.problems, *error.warnings]
     except DsjobError as error:
-        return [Problem(error.message, rule="unreadable", hint=error.hint, source=_name(url))], text
+        problems.append(Problem(error.message, rule="unreadable", hint=error.hint, source=_name(url)))
+    return _hide_environment(report.sort_problems(problems), "\n".join(texts.values())), texts
 
 
-def _check(document: Document, world_size: int | None) -> list[Problem]:
+def _check(document: Document, world_size: int | None, texts: dict[str, str]) -> list[Problem]:
     _require_own(document)
     if is_deepspeed(document.value):
         return resolve.check_bare_config(document.value, world_size=world_size, locate=_locator(document))
     require_job_file(document)
-    document, unread = _leave_network(document)
-    composed = _compose(document)
+    composed, unread = _compose(document)
+    if composed.deepspeed is not None:
+        texts[composed.deepspeed.source] = composed.deepspeed.text
     ranks, ranks_from = resolve.choose_world_size(composed.document, composed.locate, asked=world_size)
     try:
         done = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
     except DocumentError as error:
-        raise DocumentError(error.problems, [*unread, *error.warnings]) from None
+        # What a config says that could not be read may be what is missing here.
+        known = [problem for problem in error.problems if not (unread and problem.rule in _LEFT_TO_CONFIG)]
+        return [*known, *unread, *error.warnings]
     untrusted = list_untrusted(composed, done.document, grant(document))
     return unread + done.warnings + [replace(found, severity="warning") for found in untrusted]
 
 
-def _leave_network(document: Document) -> tuple[Document, list[Problem]]:
-    """The document without a DeepSpeed config at a URL: nothing that a document names is fetched to check it."""
+_LEFT_TO_CONFIG = ("batch", "no-total-steps")
+
+
+def _compose(document: Document) -> tuple[Composed, list[Problem]]:
+    """The document as composed, without a DeepSpeed config that cannot be read or is not to be; and why."""
+    if found := _find_remote(document):
+        return _settle(_without_config(document)), [found]
+    try:
+        return _settle(document), []
+    except DocumentError as error:
+        if not isinstance(document.value.get("deepspeed"), str):
+            raise
+        return _settle(_without_config(document)), list(error.problems)
+
+
+def _settle(document: Document) -> Composed:
+    if "${" not in document.text:
+        return settle(document.value, file=document)
+    from dsjob.compose import compose  # interpolations are OmegaConf's
+
+    return compose([], file=document)
+
+
+def _without_config(document: Document) -> Document:
+    return replace(document, value={key: value for key, value in document.value.items() if key != "deepspeed"})
+
+
+def _find_remote(document: Document) -> Problem | None:
+    """Nothing that a document names is fetched to check it, nor is a file of this machine read for one from a URL."""
     url = document.value.get("deepspeed")
-    if not (isinstance(url, str) and ("://" in url or "${" in url)):
-        return document, []
-    rest = {key: value for key, value in document.value.items() if key != "deepspeed"}
+    if not (isinstance(url, str) and ("://" in url + document.source or "${" in url)):
+        return None
     mark = document.mark(("deepspeed",))
-    found = Problem(
+    return Problem(
         f"{url} is not read here: validate opens no connection",
         ("deepspeed",),
         "not-read",
@@ -137,21 +174,25 @@ def _leave_network(document: Document) -> tuple[Document, list[Problem]]:
         mark.column,
         "warning",
     )
-    return replace(document, value=rest), [found]
 
 
 def _hide_environment(problems: list[Problem], text: str) -> list[Problem]:
     """`problems` without values of the environment that the document refers to: reports end in logs."""
-    names = re.findall(r"\$\{oc\.env:\s*([A-Za-z_]\w*)", text)
-    values = {name: value for name in names if len(value := os.environ.get(name, "")) > 2}
+    if "oc.env" not in text:
+        return problems
+    names = os.environ.keys()
+    if not re.search(r"oc\.env:[^}]*\$", text):  # the name itself may be made of other values
+        names &= set(re.findall(r"[A-Za-z_]\w*", text))
+    values = {name: value for name in sorted(names) if len(value := os.environ[name]) > 2}
 
     def hide(shown: str) -> str:
         for name, value in values.items():
-            for length in (len(value), *range(min(len(value), 60), 2, -1)):  # long values are shown cut
-                shown = shown.replace(value[:length], "${oc.env:" + name + "}")
+            shown = shown.replace(value, mask := "${oc.env:" + name + "}")
+            for length in range(min(len(value), SHOWN) - 1, 2, -1):  # long values are shown cut
+                shown = shown.replace(value[:length] + "...", mask + "...")
         return shown
 
-    return [replace(p, message=hide(p.message), hint=hide(p.hint)) for p in problems] if values else problems
+    return [replace(p, message=hide(p.message), hint=hide(p.hint)) for p in problems]
 
 
 def _require_own(document: Document) -> None:
@@ -166,14 +207,6 @@ def _require_own(document: Document) -> None:
         mark, hint = document.mark(()), f"dsjob import {document.source} makes a job document of it"
         message = f"this is not a job document but {found}"
         raise DocumentError([Problem(message, (), "another-tool", hint, document.source, mark.line, mark.column)])
-
-
-def _compose(document: Document) -> Composed:
-    if "${" not in document.text:
-        return settle(document.value, file=document)
-    from dsjob.compose import compose  # interpolations are OmegaConf's
-
-    return compose([], file=document)
 
 
 def _locator(document: Document) -> resolve.Locate:

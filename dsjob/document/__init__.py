@@ -14,6 +14,7 @@ from dsjob.document.json_text import JSON_START, JsonReader
 from dsjob.document.positions import Document as Document
 from dsjob.document.positions import Mark as Mark
 from dsjob.document.yaml_text import YamlReader
+from dsjob.errors import DocumentError
 
 _FORMATS: Final = {".json": "json", ".jsonc": "json", ".hjson": "json", ".yaml": "yaml", ".yml": "yaml"}
 
@@ -23,6 +24,14 @@ def parse(text: str, source: str, *, format: Literal["json", "yaml"] | None = No
 
     Raises `DocumentError`: with the first syntax error, or else with all keys that are given twice.
     """
+    document = parse_open(text, source, format=format)
+    if document.duplicates:
+        raise DocumentError(document.duplicates)
+    return document
+
+
+def parse_open(text: str, source: str, *, format: Literal["json", "yaml"] | None = None) -> Document:  # noqa: A002
+    """As `parse`, but for keys that are given twice, which are left to the caller."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     path = re.split("[?#]", source)[0] if "://" in source else source
     known = format or _FORMATS.get(posixpath.splitext(path)[1].lower())

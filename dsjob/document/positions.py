@@ -52,6 +52,7 @@ class Document:
     keys: Mapping[KeyPath, Mark]  # where each key or list item starts
     values: Mapping[KeyPath, Mark]  # where each value starts; () is the root
     text: str  # without a byte order mark, lines ended by "\n": text.split("\n")[mark.line - 1] is the marked line
+    duplicates: tuple[Problem, ...] = ()  # keys that are given twice: which of their values counts is left open
 
     def mark(self, path: Sequence[str | int]) -> Mark:
         """The place of the key at `path`, or of its nearest ancestor that exists."""
@@ -115,7 +116,5 @@ class Reader:
         return value
 
     def finish(self, value: dict[str, Any]) -> Document:
-        if self.duplicates:
-            raise DocumentError(list(self.duplicates.values()))
         keys, values = _Marks(self.key_at, self.line_starts), _Marks(self.value_at, self.line_starts)
-        return Document(self.source, value, keys, values, self.text)
+        return Document(self.source, value, keys, values, self.text, tuple(self.duplicates.values()))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from job_documents import make_job, write_json
 
+from dsjob import storage
 from dsjob.cli import main
 from dsjob.schema import job_schema
 
@@ -111,7 +112,7 @@ def test_every_problem_is_printed_at_once_with_its_place(
 
 
 @pytest.mark.parametrize(
-    ("text", "place"), [('{"a": 1,\n "b": }', "2:7"), ("a: 1\n  b: 2\n", "2:4"), ('{"a": 1,\n "a": 2}', "2:2")]
+    ("text", "place"), [('{"a": 1,\n "b": }', "2:7"), ("a: 1\n  b: 2\n", "2:4")]
 )
 def test_a_syntax_error_has_its_place(validate: Any, text: str, place: str) -> None:
     code, _, err = validate(write("job", text))
@@ -254,6 +255,42 @@ def test_a_deepspeed_file_that_is_missing_is_named(validate: Any) -> None:
     code, _, err = validate(write("job.yaml", GOOD_YAML + "deepspeed: gone.json\n"))
     told = "cannot read gone.json: no such file or folder; paths are relative to the job file"
     assert (code, err) == (2, [f"job.yaml:9:1: error[unreadable]: deepspeed: {told}"])
+
+
+def test_a_key_that_is_given_twice_hides_no_other_mistake(validate: Any) -> None:
+    write("ds.json", '{"zero_optimization": {"stage": 9},\n "bf16": {}, "bf16": {}}')
+    code, _, err = validate(write("job.yaml", GOOD_YAML + "seed: 1\nloss: 5\nname: a\nname: b\n"))
+    assert code == 2
+    assert [line.split(":")[:4] for line in err] == [
+        ["job.yaml", "9", "1", " error[unknown-key]"],
+        ["job.yaml", "10", "1", " error[type]"],
+        ["job.yaml", "12", "1", " error[duplicate-key]"],
+    ]
+    code, _, err = validate(write("job.yaml", GOOD_YAML + "loss: 5\ndeepspeed: ds.json\n"), "ds.json")
+    assert [line.split(": ")[:2] for line in err] == [
+        ["ds.json:2:14", "error[duplicate-key]"],
+        ["job.yaml:9:1", "error[type]"],
+        ["ds.json:1:1", "error[batch]"],
+        ["ds.json:1:24", "error[enum]"],
+        ["ds.json:2:14", "error[duplicate-key]"],
+    ]
+
+
+def test_what_an_unread_deepspeed_file_may_say_is_not_missed(validate: Any) -> None:
+    text = GOOD_YAML.replace("  micro_batch: 4\n", "") + "seed: 1\ndeepspeed: "
+    for name, kind in (("gone.json", "error[unreadable]"), ("s3://bucket/ds.json", "warning[not-read]")):
+        code, out, err = validate(write("job.yaml", text + name + "\n"))
+        assert code == 2
+        assert sorted(line.split(": ")[1] for line in out + err) == sorted(["error[unknown-key]", kind])
+
+
+def test_a_document_from_a_url_has_its_deepspeed_file_read_by_nobody(validate: Any) -> None:
+    write("ds.json", "{}")
+    for name in ("ds.json", str(Path("ds.json").absolute())):
+        storage.write_bytes("memory://jobs/job.yaml", (GOOD_YAML + f"deepspeed: {name}\n").encode())
+        code, out, _ = validate("memory://jobs/job.yaml")
+        assert code == 0
+        assert f"warning[not-read]: deepspeed: {name} is not read here" in out[0]
 
 
 # ---- bare DeepSpeed configs; the documents are those of the Hugging Face Trainer's own page
@@ -405,3 +442,33 @@ def test_nothing_is_fetched_and_nothing_of_the_environment_is_printed(
     assert "warning[not-read]: deepspeed: http://127.0.0.1:9/x.json is not read here" in told
     assert "hunter2" not in told
     assert '"${oc.env:DSJOB_TEST_SECRET}' in told
+
+
+@pytest.mark.parametrize("value", ["hunter22345", "hunter22345" * 9])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.env:'DSJOB_TEST_SECRET'}",
+        "${oc.env:${.name}}",
+        "${oc.env:DSJOB_TEST_${.half}}",
+        "abc ${oc.env:DSJOB_TEST_SECRET}",
+        "${oc.env:DSJOB_NO_SUCH_NAME,${oc.env:DSJOB_TEST_SECRET}}",
+    ],
+)
+def test_no_way_of_naming_the_environment_prints_it(
+    validate: Any, monkeypatch: pytest.MonkeyPatch, text: str, value: str
+) -> None:
+    monkeypatch.setenv("DSJOB_TEST_SECRET", value)
+    parts = {"name": "DSJOB_TEST_SECRET"} if ".name" in text else {"half": "SECRET"}
+    document = make_job(trainer={"max_steps": text, **parts})
+    write_json(Path("job.json"), document)
+    code, out, err = validate("job.json")
+    assert code == 2
+    assert "max_steps" in "".join(err)
+    assert "hun" not in "".join(out + err)
+
+
+def test_an_environment_that_is_short_spoils_no_message(validate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSJOB_TEST_SECRET", "mustard")
+    code, _, (line,) = validate(write("job.yaml", GOOD_YAML + "loss: 5\nname: ${oc.env:DSJOB_TEST_SECRET}\n"))
+    assert (code, "must be an object" in line) == (2, True)

@@ -197,6 +197,16 @@ def test_a_config_file_that_says_something_else_is_refused(config: Path, text: s
         read_prefixes(str(config))
 
 
+def test_a_config_file_that_is_no_text_is_refused(config: Path) -> None:
+    config.write_bytes(b"trust: [\xff]\n")
+    with pytest.raises(UsageError, match=r"config\.yaml: not UTF-8 text \(byte 8\)"):
+        read_prefixes(str(config))
+    config.unlink()
+    config.mkdir()
+    with pytest.raises(UsageError, match=r"cannot read .*config\.yaml: Is a directory"):
+        read_prefixes(str(config))
+
+
 def test_a_config_file_with_a_syntax_error_says_where(config: Path) -> None:
     config.write_text("trust: [a\n")
     with pytest.raises(DocumentError, match=r"config\.yaml:"):
