@@ -18,6 +18,7 @@ from dsjob import dsconfig
 from dsjob import schema as contract
 from dsjob.check import suggest
 from dsjob.errors import UsageError
+from dsjob.foreign import explain_key
 from dsjob.resources import read_schema
 from dsjob.schema import Schema
 from dsjob.views import describe_age, describe_status, read_view
@@ -123,7 +124,8 @@ def _unknown(dotted: str, owner: Entry, part: str) -> UsageError:
     meant = [entry.dotted for entry in entries if name_elsewhere(entry) == dotted and entry.path[0] != "deepspeed"]
     meant += sorted((entry.dotted for entry in entries if entry.path[-1] == last), key=len)
     here = [below.path[-1] for below in _list_named(owner)]
-    hint = f'did you mean "{meant[0]}"?' if meant else suggest(part, here)
+    foreign = explain_key(owner.path, part, bare=owner.view == "deepspeed")
+    hint = f'did you mean "{meant[0]}"?' if meant else foreign or suggest(part, here)
     if _is_call(owner.schema):
         hint = "its other keys are arguments of the callable that `_target_` names"
     if not hint and here:

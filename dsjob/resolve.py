@@ -1,7 +1,7 @@
 """From a composed document to a resolved one: complete, checked, every number an own one, ready to be run.
 
 Order: check, build on the DeepSpeed config, other spellings, whole floats to integers, defaults, "auto", batch triad.
-A resolved document is itself a valid job, so resolving it again changes nothing.
+A resolved document is itself a valid job, so resolving it again for as many ranks changes nothing.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def test_every_key_of_every_view_is_found_and_told(view: str) -> None:
         ("job", "optimizer.lr", "optimizer has no key 'lr'", 'did you mean "optimizer.params.lr"?'),
         ("job", "optimizer.params.beats", "optimizer.params has no key 'beats'", 'did you mean "betas"?'),
         ("job", "model.width", "model has no key 'width'", "arguments of the callable that `_target_` names"),
+        ("job", "learning_rate", "no key 'learning_rate'", "HF Trainer's name for optimizer.params.lr"),
         ("job", "output.qqq", "output has no key 'qqq'", "there are: dir"),
         ("job", "trainer.seed.x", "trainer.seed has no key 'x'", ""),
         ("job", "trainer..seed", "trainer has no key ''", 'did you mean "trainer.seed"?'),

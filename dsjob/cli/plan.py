@@ -12,7 +12,7 @@ from dsjob import launch
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
 from dsjob.cli.trusted import add_arguments, grant, list_untrusted
-from dsjob.dsconfig import BATCH_KEYS
+from dsjob.cli.unnamed import complete
 from dsjob.errors import DataError, DocumentError, FitError, UsageError
 from dsjob.plan.communication import predict_checkpoint, predict_communication
 from dsjob.plan.fit import Job, find_remedies, sweep
@@ -25,12 +25,6 @@ from dsjob.trust import Trust
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "param")
 _PLOT_WIDTH = 61
-# With a number of parameters in place of the model, a document need not name what is not looked at.
-_UNNAMED: dict[str, Any] = {
-    "model": {"_target_": "not.named"},
-    "data": {"train": {"_target_": "not.named"}},
-    "optimizer": {"type": "AdamW"},
-}
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -38,18 +32,14 @@ def main(arguments: list[str], debug: bool) -> int:
     args = _parse(arguments)
     if args.require_fit and args.device_memory is None:
         raise UsageError("--require-fit needs to know what has to suffice", hint="add --device-memory 80GiB")
-    file, overrides = split_source(args.source)
+    file, overrides = split_source(args.source, bare=args.params is not None)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
     given = composed.document
     world_size, ranks_from = choose_world_size(
         given, composed.locate, asked=args.world_size, started=launch.read_world_size()
     )
     if args.params is not None:
-        body = given.get("deepspeed")
-        sized = [*given.get("trainer", {}), *(body if isinstance(body, dict) else ())]
-        named = {"train_batch", "micro_batch", *BATCH_KEYS[:2]} & set(sized)
-        trainer = {"max_steps": 1, **({} if named else {"micro_batch": 1})}
-        given = {**_UNNAMED, **given, "trainer": {**trainer, **given.get("trainer", {})}}
+        given = complete(given, micro_batch=1)
     document = resolve_job(given, world_size=world_size, locate=composed.locate, ranks_from=ranks_from).document
     trust = grant(file, args)
     problems = list_untrusted(composed, document, trust) if args.params is None else []
@@ -110,7 +100,7 @@ def _parse_size(text: str) -> int:
         size = parse_size(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(error.message) from error
-    if size < 1:
+    if size < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text!r} is no memory to fit into: 80GiB is")
     return size
 

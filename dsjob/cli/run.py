@@ -51,8 +51,11 @@ def main(arguments: list[str], debug: bool) -> int:
     return 0
 
 
-def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
-    """The job file among the arguments, read, and what remains. A run's folder stands for its document."""
+def split_source(overrides: Sequence[str], *, bare: bool = False) -> tuple[Document | None, list[str]]:
+    """The job file among the arguments, read, and what remains. A run's folder stands for its document.
+
+    `bare`: a DeepSpeed config may stand alone, and is then what a job without anything else builds on.
+    """
     words = [word for word in overrides if word[:1] not in "~+" and ("=" not in word or os.path.exists(word))]
     rest = [word for word in overrides if word not in words]
     if not words:
@@ -70,6 +73,8 @@ def split_source(overrides: Sequence[str]) -> tuple[Document | None, list[str]]:
         raise UsageError(f"no such file: {source}")
     document = read_document(source)
     if is_deepspeed(document.value):
+        if bare and source != "-":
+            return None, [f"deepspeed={_quote(source)}", *rest]
         raise UsageError(
             f"{source} is a DeepSpeed config: it says how to train, but not what",
             hint=f"build a job on it: dsjob +recipe=quickstart deepspeed={source}",

@@ -180,7 +180,7 @@ def _hide_environment(problems: list[Problem], text: str) -> list[Problem]:
     """`problems` without values of the environment that the document refers to: reports end in logs."""
     if "oc.env" not in text:
         return problems
-    names = os.environ.keys()
+    names = set(os.environ)
     if not re.search(r"oc\.env:[^}]*\$", text):  # the name itself may be made of other values
         names &= set(re.findall(r"[A-Za-z_]\w*", text))
     values = {name: value for name in sorted(names) if len(value := os.environ[name]) > 2}

@@ -349,6 +349,28 @@ def test_old_spellings_have_their_origin_and_give_way_to_the_command_line(show: 
     assert json.loads(out)["zero_optimization"][gather] is False
 
 
+def test_a_deepspeed_config_is_shown_by_itself(show: Any) -> None:
+    write_json(Path("a.json"), {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+    write_json(Path("b.json"), {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    code, out, err = show("a.json", "--origins", "--changed", "--world-size", "2")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "trainer.train_batch: 8  # a.json:2:3",
+        "trainer.micro_batch: 2  # a.json:3:3",
+        "trainer.grad_accum: 2   # derived: train_batch 8 / micro_batch 2 / 2 ranks",
+        "bf16.enabled: true      # a.json:5:5",
+    ]
+    shown = json.loads(show("a.json", "--format", "json")[1])
+    assert not shown.keys() & {"model", "data", "optimizer", "checkpoint"}
+    assert shown["trainer"] == {"train_batch": 8, "micro_batch": 2, "grad_accum": 4}
+    different = show("--diff", "a.json", "b.json")[1].splitlines()
+    assert different[:2] == ["trainer.train_batch: 8 -> 16", "trainer.micro_batch: 2 -> 16"]
+    assert "optimizer.params.lr: null -> 0.1" in different
+    write_json(Path("c.json"), {"train_batch_size": 8, "bf16": {"enable": True}})
+    code, _, err = show("c.json")
+    assert (code, "c.json:4:5: error[unknown-key]" in err) == (2, True)
+
+
 def test_a_document_is_shown_for_the_ranks_that_it_was_resolved_for(show: Any) -> None:
     trainer = {"train_batch": 64, "micro_batch": 4, "grad_accum": 2, "max_steps": 1}
     write_json(Path("ran.json"), make_job(trainer=trainer, resolved={"world_size": 8}))

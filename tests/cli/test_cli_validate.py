@@ -111,9 +111,7 @@ def test_every_problem_is_printed_at_once_with_its_place(
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "place"), [('{"a": 1,\n "b": }', "2:7"), ("a: 1\n  b: 2\n", "2:4")]
-)
+@pytest.mark.parametrize(("text", "place"), [('{"a": 1,\n "b": }', "2:7"), ("a: 1\n  b: 2\n", "2:4")])
 def test_a_syntax_error_has_its_place(validate: Any, text: str, place: str) -> None:
     code, _, err = validate(write("job", text))
     assert code == 2

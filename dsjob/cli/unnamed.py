@@ -1,0 +1,23 @@
+"""Documents that say how to train, but not what: completed for commands that look at the rest alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsjob.dsconfig import BATCH_KEYS
+
+_UNNAMED: dict[str, Any] = {
+    "model": {"_target_": "not.named"},
+    "data": {"train": {"_target_": "not.named"}},
+    "optimizer": {"type": "AdamW"},
+}
+
+
+def complete(document: dict[str, Any], *, micro_batch: int | None = None) -> dict[str, Any]:
+    """A composed document with stand-ins for what it does not name: model, data, optimizer and the run's length, and
+    `micro_batch` where it has no batch size."""
+    trainer, config = document.get("trainer", {}), document.get("deepspeed")
+    given = {*trainer, *(config if isinstance(config, dict) else ())}
+    sized = given & {"train_batch", "micro_batch", *BATCH_KEYS[:2]}
+    made = {"max_steps": 1, **({} if sized or micro_batch is None else {"micro_batch": micro_batch})}
+    return {**_UNNAMED, **document, "trainer": {**made, **trainer}}
