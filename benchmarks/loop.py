@@ -27,10 +27,13 @@ from dsjob import compose, loop
 from dsjob.callbacks import Callback
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.data import TrainingLoader
+from dsjob.engines import Engines
 from dsjob.entry import build_engine
 from dsjob.mesh import World, join_world, leave_world
+from dsjob.models import SOLE
 from dsjob.resolve import resolve_job
 from dsjob.spec import JobSpec, view
+from dsjob.steps import make_micro_step
 from dsjob.targets import call_target
 
 WARM_UP = 5
@@ -67,11 +70,13 @@ class Clock(Callback):
 def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
     """Seconds that dsjob takes for the steps after the warm-up."""
     torch.manual_seed(0)
+    assert spec.model is not None
     engine = build_engine(call_target(spec.model), spec, world)
     clock = Clock()
     run = loop.Run(
         spec=spec,
-        engine=engine,
+        engines=Engines({SOLE: engine}),
+        micro_step=make_micro_step(None, None),
         loader=TrainingLoader(dataset, micro_batch=spec.trainer.micro_batch, world=world, seed=0),
         max_steps=spec.trainer.max_steps or 0,
         checkpointer=Checkpointer(folder, world=world, keep=0),
@@ -85,6 +90,7 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
 def run_by_hand(spec: JobSpec, world: World, dataset: Any) -> float:
     """Seconds that plain PyTorch takes for the same steps, printing as often as dsjob logs."""
     torch.manual_seed(0)
+    assert spec.model is not None
     model: nn.Module = call_target(spec.model)
     if world.world_size > 1:
         mesh = world.make_mesh()

@@ -19,6 +19,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from dsjob import dsconfig, foreign, legacy
 from dsjob import schema as contract
 from dsjob.errors import Problem
+from dsjob.models import is_trainable, take_model
 from dsjob.paths import Path
 from dsjob.rules import RULES
 from dsjob.schema import Schema
@@ -63,8 +64,25 @@ def check_job(document: dict[str, Any]) -> list[Problem]:
     problems = _check_expanded(document, check_shape(document, schema), schema)
     config = document.get("deepspeed")
     rest = {k: v for k, v in config.items() if k not in schema["properties"]} if isinstance(config, dict) else {}
-    found = _check_rules({**dsconfig.drop_moved(rest), **document}, problems, whole=True)
-    return _drop_follow_ups(problems + found)
+    whole = {**dsconfig.drop_moved(rest), **document}
+    found = _check_rules(whole, problems, whole=True)
+    return _drop_follow_ups(problems + found + _check_models(whole, problems, found))
+
+
+def _check_models(document: dict[str, Any], problems: list[Problem], told: list[Problem]) -> list[Problem]:
+    """What the rules say of each of several models, where it is not said of the job."""
+    models = document.get("models")
+    if not (isinstance(models, dict) and all(isinstance(entry, dict) for entry in models.values())):
+        return []
+    known = {(problem.path, problem.rule) for problem in told}
+    found = []
+    for name in models:
+        below = [replace(p, path=p.path[2:]) for p in problems if p.path[:2] == ("models", name)]
+        for problem in _check_rules(take_model(document, name), problems + below, whole=True):
+            idle = problem.rule == "no-optimizer" and not is_trainable(document, name)
+            if not idle and (problem.path, problem.rule) not in known:
+                found.append(replace(problem, path=("models", name, *problem.path)))
+    return found
 
 
 def check_config(config: dict[str, Any]) -> list[Problem]:

@@ -71,6 +71,7 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
         # Their arguments are checked against the type's own list, so that any may be given without a "+".
         OmegaConf.set_struct(tree[section].params, False)
     OmegaConf.set_struct(tree.optimizer.param_groups, False)
+    OmegaConf.set_struct(tree.models, False)  # what a model may say over the job, the check knows
     store = ConfigStore.instance()
     store.store(name="base", node=tree)
     if file is not None:

@@ -15,6 +15,8 @@ def explain_key(path: Path, key: str, *, bare: bool) -> str:
     """
     from dsjob.importing.arguments_table import ARGUMENTS  # long, and needed for mistakes alone
 
+    if key == "_target_":
+        return "write model: {_target_: ...}" if path[:1] == ("models",) else "nothing is called here"
     if key.startswith(("_", "//", "#")):
         return "a note can be a comment: // in JSON, # in YAML"
     if not path and not bare and key in contract.deepspeed_schema()["properties"]:

@@ -13,21 +13,23 @@ from typing import Any
 from torch import nn
 
 from dsjob import loop, storage
-from dsjob import schema as contract
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
 from dsjob.data import TrainingLoader
-from dsjob.engine import Engine
+from dsjob.engines import Engines
 from dsjob.entry import build_engine
 from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
 from dsjob.mesh import World
+from dsjob.models import is_trainable, list_models
 from dsjob.optim.changes import apply_changes
 from dsjob.optim.schedules import settle_length
-from dsjob.precision import name_dtype
-from dsjob.progress import Display, make_console, shorten, show_seconds
+from dsjob.progress import Display, make_console, show_seconds
+from dsjob.resolve import resolve_model
 from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
 from dsjob.spec import JobSpec, Trainer, view
+from dsjob.steps import make_micro_step
+from dsjob.summary import describe_run
 from dsjob.targets import build_callable, call_target
 from dsjob.trust import Trust
 
@@ -52,7 +54,7 @@ def run_job(document: Mapping[str, Any], run_dir: str, world: World, trust: Trus
     started = time.monotonic()
     try:
         run, loaded = _prepare(spec, document, run_dir, world, display, trust)
-        _describe(run, run_dir, loaded, display)
+        display.table(f"dsjob {spec.name}", describe_run(run, run_dir, loaded))
         if run.step >= run.max_steps:
             return _say_complete(run, run_dir, display)
         loop.train(run)
@@ -71,10 +73,6 @@ def _prepare(
     spec: JobSpec, document: Mapping[str, Any], run_dir: str, world: World, display: Display, trust: Trust
 ) -> tuple[loop.Run, Loaded | None]:
     trainer, build = spec.trainer, functools.partial(call_target, trust=trust)
-    seed_rng(trainer.seed)  # the same on every rank: the model has to begin the same
-    model = build(spec.model)
-    if not isinstance(model, nn.Module):
-        raise ContractError(f"model: {spec.model.path} returned {type(model).__name__}, not a torch.nn.Module")
     collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
     loader = TrainingLoader(
         build(spec.data.train),
@@ -88,15 +86,15 @@ def _prepare(
     )
     evaluation = build(spec.data.eval) if spec.data.eval else None
     steps = count_steps(trainer, loader.samples_per_epoch)
-    schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
-    engine = build_engine(model, dataclasses.replace(spec, scheduler=schedule), world, trust=trust)
+    engines = _build_engines(document, steps, world, trust)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
     checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
+    loss = build_callable(spec.loss, "loss", trust) if spec.loss else None
     callbacks = [_build_callback(name, target, trust) for name, target in spec.callbacks.items()]
     run = loop.Run(
         spec=spec,
-        engine=engine,
+        engines=engines,
         loader=loader,
         max_steps=steps,
         checkpointer=checkpointer,
@@ -107,12 +105,32 @@ def _prepare(
             *callbacks,
         ],
         say=display.say,
-        loss=build_callable(spec.loss, "loss", trust) if spec.loss else None,
+        micro_step=make_micro_step(build_callable(trainer.step, "trainer.step", trust) if trainer.step else None, loss),
+        loss=loss,
+        eval_step=build_callable(trainer.eval_step, "trainer.eval_step", trust) if trainer.eval_step else None,
         evaluation=evaluation,
         collate=collate,
         metrics={name: build_callable(target, f"metrics.{name}", trust) for name, target in spec.metrics.items()},
     )
-    return run, _resume(run)
+    return run, _resume(run, document)
+
+
+def _build_engines(document: Mapping[str, Any], steps: int, world: World, trust: Trust) -> Engines:
+    """The engine of each model; the models are made one after the other, from one seed."""
+    seed_rng(document["trainer"]["seed"])  # the same on every rank: the models have to begin the same
+    engines = {}
+    for name in list_models(document):
+        spec = resolve_model(document, name)
+        where = f"models.{name}" if document.get("models") else "model"
+        assert spec.model is not None
+        model = call_target(spec.model, trust=trust)
+        if not isinstance(model, nn.Module):
+            raise ContractError(f"{where}: {spec.model.path} returned {type(model).__name__}, not a torch.nn.Module")
+        if not is_trainable(document, name):
+            model.requires_grad_(False)
+        schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
+        engines[name] = build_engine(model, dataclasses.replace(spec, scheduler=schedule), world, trust=trust)
+    return Engines(engines)
 
 
 def _build_callback(name: str, target: Any, trust: Trust) -> Callback:
@@ -134,7 +152,7 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
     return min(limits)
 
 
-def _resume(run: loop.Run) -> Loaded | None:
+def _resume(run: loop.Run, document: Mapping[str, Any]) -> Loaded | None:
     """Continues from a checkpoint, as checkpoint.resume says."""
     policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
     newest = checkpointer.newest()
@@ -153,58 +171,19 @@ def _resume(run: loop.Run) -> Loaded | None:
             )
         return None
     tag = None if policy in ("auto", "required") else policy
-    loaded = checkpointer.load(run.engine, tag=tag, seed=run.spec.trainer.seed)
-    if loaded.job is not None and run.engine.optimizer is not None:
-        # Saved by an earlier version, it may lack sections that have come since.
-        before = view(JobSpec, contract.fill_defaults(loaded.job, contract.job_schema()))
-        changed = apply_changes(run.engine.optimizer, run.engine.lr_scheduler, before, run.spec)
+    loaded = checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed)
+    for name, engine in run.engines.items():
+        if loaded.job is None or engine.optimizer is None or name not in list_models(loaded.job):
+            continue
+        before, now = resolve_model(loaded.job, name), resolve_model(document, name)
+        changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, now)
         if changed:
-            run.say("changed", f"since the checkpoint: {', '.join(changed)}")
+            of = f"{name} " if run.spec.models else ""
+            run.say("changed", f"{of}since the checkpoint: {', '.join(changed)}")
     if tag is not None and newest is not None and newest != loaded.tag:
         checkpointer.set_aside(newer_than=loaded.step)
     run.last_saved = loaded.url
     return loaded
-
-
-def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Display) -> None:
-    spec, engine, world = run.spec, run.engine, run.engine.world
-    total = sum(weight.numel() for weight in engine.strategy.weights().values())
-    trainable = sum(master.numel() for master in engine.strategy.masters.values())
-    frozen = f", {shorten(trainable)} trainable" if trainable != total else ""
-    trainer, size = spec.trainer, run.loader.samples_per_epoch
-    epochs = f", {run.max_steps * trainer.train_batch / size:.3g} epochs" if size else ""
-    stage = spec.zero_optimization.stage
-    alone = " (one rank: nothing to shard)" if stage and world.world_size == 1 else ""
-    given = spec.optimizer.params if spec.optimizer else {}
-    rate = f", lr {given['lr']:g}" if isinstance(given.get("lr"), (int, float)) else ""
-    schedule = f", {spec.scheduler.label}" if spec.scheduler else ""
-    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
-    rows = [
-        ("model", f"{spec.model.path}, {shorten(total)} parameters{frozen}"),
-        ("data", f"{spec.data.train.path}, {f'{size:,} samples' if size else 'a stream'}"),
-        (
-            "batch",
-            f"{trainer.train_batch} = {trainer.micro_batch} micro x {trainer.grad_accum} accumulated x {ranks}",
-        ),
-        ("steps", f"{run.max_steps:,}{epochs}"),
-        ("precision", _describe_precision(engine)),
-        ("ZeRO", f"stage {stage}{alone}"),
-        ("optimizer", f"{type(engine.optimizer).__name__}{rate}{schedule}, clipping {spec.gradient_clipping:g}"),
-        ("device", f"{world.device.type}, {ranks}"),
-        ("output", run_dir),
-    ]
-    if loaded is not None:
-        exact = "" if loaded.exact else "; on another world size, so with other random numbers"
-        rows.append(("resumed", f"{loaded.url} at step {loaded.step:,}{exact}"))
-    display.table(f"dsjob {spec.name}", rows)
-
-
-def _describe_precision(engine: Engine) -> str:
-    scale = f", {'dynamic' if engine.dynamic_loss_scale() else 'static'} loss scale {engine.loss_scale():g}"
-    if engine.precision.autocast is not None:
-        return f"fp32, autocast to {name_dtype(engine.precision.autocast)}" + scale * engine.precision.needs_scale
-    low = engine.precision.name != "fp32"
-    return engine.precision.name + ", fp32 masters" * low + scale * engine.precision.needs_scale
 
 
 def _say_complete(run: loop.Run, run_dir: str, display: Display) -> Result:

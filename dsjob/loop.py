@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dsjob.callbacks import Callback
-from dsjob.checkpoint.checkpointer import Checkpointer
+from dsjob.checkpoint.checkpointer import Checkpointer, Savable
 from dsjob.contract import LossFunction, call_model, find_loss
 from dsjob.data import TrainingLoader, iterate_evaluation, to_device
 from dsjob.data.batches import count_elements, is_tokens
 from dsjob.engine import Engine
+from dsjob.engines import Engines
 from dsjob.errors import ContractError, NonFiniteLossError
 from dsjob.spec import JobSpec
+from dsjob.steps import MicroStep, UserStep, read_scalars
 
 Metric = Callable[[Any, Any], Any]
 
@@ -34,19 +36,31 @@ class Run:
     """One training run: what takes part, and how far it is."""
 
     spec: JobSpec
-    engine: Engine
+    engines: Engines
     loader: TrainingLoader
     max_steps: int
     checkpointer: Checkpointer
     callbacks: Sequence[Callback]
     say: Callable[[str, str], None]
+    micro_step: MicroStep
     loss: LossFunction | None = None
     evaluation: Any = None
+    eval_step: UserStep | None = None
     collate: Callable[[list[Any]], Any] | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     last_record: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     last_saved: str | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that counts steps and samples."""
+        return self.engines.first
+
+    @property
+    def savable(self) -> Savable:
+        """What checkpoints hold: the one engine by itself, or all by name."""
+        return self.engines if self.spec.models else self.engine
 
     @property
     def step(self) -> int:
@@ -55,10 +69,10 @@ class Run:
 
 
 class _Meter:
-    """Losses, samples and seconds since the last record. Losses stay on the device until they are asked for."""
+    """Scalars, samples and seconds since the last record. Scalars stay on the device until they are asked for."""
 
     def __init__(self) -> None:
-        self.losses: list[Tensor] = []
+        self.scalars: dict[str, list[Tensor]] = {}  # by name, one of each step; `loss` first
         self.skipped: set[int] = set()  # steps that an overflow of fp16 left out
         self.tokens = 0
         self.seconds = 0.0
@@ -71,7 +85,7 @@ class _Meter:
         self.seconds += time.perf_counter() - self._started
 
     def reset(self) -> None:
-        self.losses, self.skipped, self.tokens, self.seconds = [], set(), 0, 0.0
+        self.scalars, self.skipped, self.tokens, self.seconds = {}, set(), 0, 0.0
 
 
 def train(run: Run) -> None:
@@ -83,10 +97,10 @@ def train(run: Run) -> None:
     _tell(run, "on_start")
     if run.evaluation is not None and trainer.eval_at_start and run.step == 0:
         _evaluate(run)
-    engine.train()
+    run.engines.train()
     meter.start()
     while run.step < run.max_steps:
-        meter.losses.append(_take_step(run, batches, meter))
+        _take_step(run, batches, meter)
         if not engine.was_step_applied():
             meter.skipped.add(run.step)
         last = run.step == run.max_steps
@@ -105,45 +119,45 @@ def train(run: Run) -> None:
     _tell(run, "on_end")
 
 
-def _take_step(run: Run, batches: Iterator[Any], meter: _Meter) -> Tensor:
-    """One optimizer step; its loss, the mean over this rank's micro batches."""
-    engine = run.engine
-    total: Tensor | None = None
-    for _ in range(engine.gradient_accumulation_steps()):
+def _take_step(run: Run, batches: Iterator[Any], meter: _Meter) -> None:
+    """One optimizer step; the meter gets its scalars, the means over this rank's micro batches."""
+    engine, before = run.engine, run.step
+    micro_steps = engine.gradient_accumulation_steps()
+    sums: dict[str, Tensor] = {}
+    for _ in range(micro_steps):
         batch = to_device(next(batches), engine.device)
-        loss = find_loss(call_model(engine, batch), batch, run.loss)
-        scaled = engine.backward(loss).detach()
-        engine.step()
-        total = scaled if total is None else total + scaled
+        for name, value in run.micro_step(run.engines, batch).items():
+            sums[name] = sums[name] + value if name in sums else value
         meter.tokens += count_elements(batch) if is_tokens(batch) else 0
-    assert total is not None
-    return total
+    if run.step == before:
+        raise ContractError(
+            f"trainer.step was called {micro_steps} times, and the first model took no step",
+            hint="call engine.backward(loss) and engine.step() of each engine in every call",
+        )
+    for name, total in sums.items():
+        meter.scalars.setdefault(name, []).append(total / micro_steps if micro_steps > 1 else total)
 
 
 def _record(run: Run, meter: _Meter) -> None:
-    """Collects the losses since the last record from all ranks, makes sure of them, and logs."""
+    """Collects the scalars since the last record from all ranks, makes sure of them, and logs."""
     engine, world = run.engine, run.engine.world
-    losses = torch.stack(meter.losses).float()
+    scalars = torch.cat([torch.stack(values).float() for values in meter.scalars.values()])
     if world.world_size > 1:
-        dist.all_reduce(losses)
-        losses /= world.world_size
-    values = dict(enumerate(losses.tolist(), start=run.step - len(losses) + 1))
-    # An overflow of fp16 may show in the loss already: the step is left out then, and has done no harm.
-    finite = {step: value for step, value in values.items() if step not in meter.skipped or math.isfinite(value)}
-    for step, value in finite.items():
-        _require_finite(run, "the loss", value, step)
-    # Losses show what earlier steps have done to the weights; of the last step only its gradients tell, before a save.
+        dist.all_reduce(scalars)
+        scalars /= world.world_size
+    losses, *others = torch.split(scalars, [len(values) for values in meter.scalars.values()])
+    means = {name: float(values.mean()) for name, values in zip(list(meter.scalars)[1:], others, strict=True)}
+    steps = len(losses)
+    finite = _require_finite_losses(run, meter, losses.tolist())
     norm = engine.get_global_grad_norm()
-    if run.step not in meter.skipped:
-        _require_finite(run, "the gradients' norm", norm, run.step)
     if meter.skipped:
         _tell_skipped(run, meter)
-    seconds, steps = max(meter.seconds, 1e-9), len(values)
+    seconds = max(meter.seconds, 1e-9)
     per_epoch = run.loader.samples_per_epoch
-    run.last_record = {
+    own = {
         "step": run.step,
         "epoch": engine.global_samples / per_epoch if per_epoch else 0.0,
-        "loss": sum(finite.values()) / len(finite) if finite else math.nan,
+        "loss": sum(finite) / len(finite) if finite else math.nan,
         "lr": engine.last_lr[0],
         "grad_norm": norm,
         "samples_per_second": steps * engine.train_batch_size() / seconds,
@@ -151,9 +165,27 @@ def _record(run: Run, meter: _Meter) -> None:
         "eta_seconds": seconds / steps * (run.max_steps - run.step),
     }
     if engine.precision.needs_scale:
-        run.last_record["loss_scale"] = engine.loss_scale()
+        own["loss_scale"] = engine.loss_scale()
+    run.last_record = {**own, **{name: mean for name, mean in means.items() if name not in own}}
     meter.reset()
     _tell(run, "on_log", run.last_record)
+
+
+def _require_finite_losses(run: Run, meter: _Meter, losses: list[float]) -> list[float]:
+    """The losses of the steps that were taken. Raises NonFiniteLossError.
+
+    An overflow of fp16 may show in the loss already: the step is left out then, and has done no harm.
+    """
+    steps = dict(enumerate(losses, start=run.step - len(losses) + 1))
+    kept = {step: value for step, value in steps.items() if step not in meter.skipped or math.isfinite(value)}
+    for step, value in kept.items():
+        _require_finite(run, "the loss", value, step)
+    # Losses show what earlier steps have done to the weights; of the last step only its gradients tell, before a save.
+    for name, engine in run.engines.items():
+        if engine.was_step_applied():
+            of = f" of {name}" if len(run.engines) > 1 else ""
+            _require_finite(run, f"the gradients' norm{of}", engine.get_global_grad_norm(), run.step)
+    return list(kept.values())
 
 
 def _tell_skipped(run: Run, meter: _Meter) -> None:
@@ -174,9 +206,7 @@ def _require_finite(run: Run, what: str, value: float, step: int) -> None:
 @torch.no_grad()
 def _evaluate(run: Run) -> None:
     engine, trainer = run.engine, run.spec.trainer
-    names = ["eval/loss", *(f"eval/{name}" for name in run.metrics)]
-    sums = torch.zeros(len(names) + 1, dtype=torch.float64)
-    engine.eval()
+    run.engines.eval()
     pairs = iterate_evaluation(
         run.evaluation,
         micro_batch=trainer.micro_batch,
@@ -184,23 +214,33 @@ def _evaluate(run: Run) -> None:
         collate=run.collate,
         max_batches=trainer.eval_batches,
     )
+    names: list[str] = []
+    sums = torch.zeros(0, dtype=torch.float64)  # the names' values, and the samples
     for batch, weight in pairs:
-        batch = to_device(batch, engine.device)
-        outputs = call_model(engine, batch)
-        values = [find_loss(outputs, batch, run.loss)]
-        values += [_scalar(name, metric(outputs, batch)) for name, metric in run.metrics.items()]
+        values = _evaluate_batch(run, to_device(batch, engine.device))
+        if not names:
+            names, sums = list(values), torch.zeros(len(values) + 1, dtype=torch.float64)
         if weight:
-            sums[:-1] += weight * torch.stack([v.detach().double().cpu() for v in values])
+            sums[:-1] += weight * torch.stack([values[name].detach().double().cpu() for name in names])
             sums[-1] += weight
-    engine.train()
+    run.engines.train()
     if engine.world.world_size > 1:
         sums = sums.to(engine.device)
         dist.all_reduce(sums)
     means = (sums[:-1] / sums[-1]).tolist()
-    run.last_evaluation = dict(zip(names, means, strict=True))
-    if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
-        engine.lr_scheduler.step(means[0])
+    run.last_evaluation = dict(zip((f"eval/{name}" for name in names), means, strict=True))
+    for each in run.engines.values():
+        if isinstance(each.lr_scheduler, ReduceLROnPlateau):
+            each.lr_scheduler.step(means[0])
     _tell(run, "on_eval", run.last_evaluation)
+
+
+def _evaluate_batch(run: Run, batch: Any) -> dict[str, Tensor]:
+    if run.eval_step is not None:
+        return read_scalars(run.eval_step(run.engines, batch), "trainer.eval_step")
+    outputs = call_model(run.engine, batch)
+    metrics = {name: _scalar(name, metric(outputs, batch)) for name, metric in run.metrics.items()}
+    return {"loss": find_loss(outputs, batch, run.loss), **metrics}
 
 
 def _scalar(name: str, value: Any) -> Tensor:
@@ -213,7 +253,7 @@ def _scalar(name: str, value: Any) -> Tensor:
 
 
 def _save(run: Run) -> None:
-    saved = run.checkpointer.save(run.engine, tag=f"step-{run.step:08d}")
+    saved = run.checkpointer.save(run.savable, tag=f"step-{run.step:08d}")
     run.last_saved = saved.url
     _tell(run, "on_save", saved.url)
 

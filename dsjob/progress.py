@@ -40,8 +40,9 @@ class Display(Callback):
             self.console.print(table)
         else:
             self.console.print(title)
+            width = max(10, *(len(name) for name, _ in rows))
             for name, value in rows:
-                self.console.print(f"  {name:<10} {value}", markup=False)
+                self.console.print(f"  {name:<{width}} {value}", markup=False)
 
     def say(self, title: str, text: str) -> None:
         """`text` under a `title`, or on one line with it."""
@@ -86,11 +87,25 @@ class Display(Callback):
             self._bar = None
 
 
+_OWN = {
+    "step",
+    "epoch",
+    "loss",
+    "lr",
+    "grad_norm",
+    "loss_scale",
+    "samples_per_second",
+    "tokens_per_second",
+    "eta_seconds",
+}
+
+
 def describe_record(record: Mapping[str, float]) -> str:
     """A log record as one short line."""
     parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
     if "loss_scale" in record:
         parts.append(f"scale {record['loss_scale']:g}")
+    parts += [f"{name} {value:.4f}" for name, value in record.items() if name not in _OWN]
     parts.append(f"{shorten(record['samples_per_second'])} samples/s")
     if record.get("tokens_per_second"):
         parts.append(f"{shorten(record['tokens_per_second'])} tok/s")

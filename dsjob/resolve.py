@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from dsjob.auto import resolve_auto
 from dsjob.batch import BatchConfig
 from dsjob.check import check_config, check_job
 from dsjob.errors import ConfigError, DocumentError, Problem
+from dsjob.models import take_model
 from dsjob.paths import Path, get_at, has_at
 from dsjob.schema import Schema
-from dsjob.spec import EngineSpec, view
+from dsjob.spec import EngineSpec, JobSpec, view
 
 Place = tuple[str, int, int]  # source, line, column; line 0 where only the source is known
 Locate = Callable[[Path], Place]
@@ -127,6 +128,13 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     resolved = contract.fill_defaults(_own_numbers(resolve_auto(_read_config(config))[0], schema), schema)
     resolved["trainer"].update(dataclasses.asdict(batch))
     return view(EngineSpec, resolved), problems
+
+
+def resolve_model(document: Mapping[str, Any], name: str) -> JobSpec:
+    """One of the models of a resolved document, as if the job had no other."""
+    schema = contract.job_schema()
+    alone = _rename(legacy.map_amp(legacy.expand(take_model(document, name))), schema)
+    return view(JobSpec, contract.fill_defaults(_own_numbers(resolve_auto(alone)[0], schema), schema))
 
 
 def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate: Locate) -> list[Problem]:

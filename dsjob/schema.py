@@ -167,7 +167,7 @@ def fill_defaults(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
             del filled[key]
         if key not in filled and "default" in below and "x-status" not in below and "x-alias-of" not in below:
             filled[key] = copy.deepcopy(below["default"])
-        if isinstance(filled.get(key), dict) and "x-status" not in below:
+        if isinstance(filled.get(key), dict) and "x-status" not in below and "x-inherits" not in below:
             inner = child(schema, key, filled)
             filled[key] = fill_defaults(filled[key], inner or below)
     return filled

@@ -61,6 +61,8 @@ class Trainer:
     eval_at_start: bool
     eval_every: int
     eval_batches: int | None
+    step: Target | None
+    eval_step: Target | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ class JobSpec(EngineSpec):
     """A whole job."""
 
     name: str
-    model: Target
+    model: Target | None
+    models: Mapping[str, Mapping[str, Any]]
     data: Data
     loss: Target | None
     metrics: Mapping[str, Target]

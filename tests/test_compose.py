@@ -277,7 +277,11 @@ def test_an_appended_unknown_key_is_found_by_the_check(job_file: Path) -> None:
     ("overrides", "message", "hint"),
     [
         (["+recipe=quickstrat"], "no recipe is called quickstrat", 'did you mean "quickstart"?'),
-        (["+recipe=zzzz"], "no recipe is called zzzz", "there are: quickstart, vision_digits, zero2_gpt, zero3_t5"),
+        (
+            ["+recipe=zzzz"],
+            "no recipe is called zzzz",
+            "there are: distill_digits, gan_digits, quickstart, vision_digits, zero2_gpt, zero3_t5",
+        ),
         (["optimizer=sdg"], "no optimizer is called sdg", 'did you mean "sgd"?'),
         (["hydra/launcher=nope"], "no hydra/launcher is called nope", None),
         (["trainer.max_steps"], "cannot read 'trainer.max_steps'", "an override is key=value: trainer.max_steps=10"),

@@ -31,6 +31,7 @@ LAYERS: dict[int, set[str]] = {
         "run_folder",
         "rules",
         "torch_names",
+        "models",
         "foreign",
         "report",
         "auto",
@@ -45,9 +46,9 @@ LAYERS: dict[int, set[str]] = {
     },
     2: {"mesh", "precision", "autocast", "optim", "data", "seeding"},
     3: {"parallel", "checkpoint"},
-    4: {"engine", "entry", "torch_autocast", "callbacks", "contract", "progress"},
+    4: {"engine", "engines", "steps", "entry", "torch_autocast", "callbacks", "contract", "progress"},
     5: {"loop"},
-    6: {"job", "launch", "probe"},
+    6: {"job", "summary", "launch", "probe"},
     7: {"cli", "__main__"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

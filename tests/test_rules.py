@@ -16,6 +16,8 @@ from dsjob.errors import Problem
 from dsjob.rules import EXPLANATIONS, RULES
 
 ON = {"enabled": True}
+CALLED = {"_target_": "mine.called"}
+TWO = {"a": {"model": CALLED}, "b": {"model": CALLED}}
 EVAL = {"train": {"_target_": "a.b"}, "eval": {"_target_": "a.b"}}
 
 
@@ -219,6 +221,26 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("finite", {"model": {"_target_": "a.b", "x": [1.0, float("inf")]}}, "model.x[1]", {}),
     ("no-end", {"trainer": {"micro_batch": 1}}, "trainer", {"trainer": {"micro_batch": 1, "max_epochs": 0.5}}),
     ("no-optimizer", {"optimizer": None}, "optimizer", {"optimizer": {"_target_": "a.b"}}),
+    (
+        "model-or-models",
+        {"models": TWO, **course(step=CALLED)},
+        "models",
+        {"model": None, "models": TWO, **course(step=CALLED)},
+    ),
+    (
+        "model-or-models",
+        {"models": TWO, "model": None},
+        "models",
+        {"model": None, "models": TWO, **course(step=CALLED)},
+    ),
+    ("model-or-models", {"loss": CALLED, **course(step=CALLED)}, "loss", {"loss": CALLED}),
+    (
+        "model-or-models",
+        {**accuracy("a"), **course(eval_step=CALLED)},
+        "metrics",
+        {"data": EVAL, **course(eval_step=CALLED)},
+    ),
+    ("no-eval-data", course(eval_step=CALLED), "trainer.eval_step", {**course(eval_step=CALLED), "data": EVAL}),
     ("no-eval-data", course(eval_every=5), "trainer.eval_every", {**course(eval_every=5), "data": EVAL}),
     ("no-eval-data", course(eval_at_start=True), "trainer.eval_at_start", course(eval_at_start=False)),
     ("no-eval-data", {"metrics": {"a": {"_target_": "a.b"}}}, "metrics", accuracy("a")),
@@ -398,8 +420,7 @@ def test_a_rule_broken_in_the_deepspeed_section_has_its_place_there(
     write_json(Path("job.json"), make_job(deepspeed={"bf16": ON, "fp16": ON}))
     problems, text = validate("job.json", None)
     (found,) = of_rule("fp16-with-bf16", problems)
-    assert text is not None
-    lines = text.split("\n")
+    lines = text["job.json"].split("\n")
     assert (found.source, lines[found.line - 1][found.column - 1 :]) == ("job.json", '"enabled": true')
     assert lines[found.line - 2].strip() == '"bf16": {'
     write_json(Path("ds.json"), {"bf16": ON, "fp16": ON})

@@ -28,7 +28,7 @@ RECIPES = sorted(
     for item in resources.files("dsjob.conf").joinpath("recipe").iterdir()
     if item.name.endswith(".yaml")
 )
-OWN_KEYWORDS = {"x-status", "x-note", "x-aliases", "x-auto", "x-alias-of", "x-replaced-by", "x-deepspeed"}
+OWN_KEYWORDS = {"x-status", "x-note", "x-aliases", "x-auto", "x-alias-of", "x-replaced-by", "x-deepspeed", "x-inherits"}
 KEYS = (Path(__file__).parent / "data" / "deepspeed_keys.txt").read_text().splitlines()
 TYPES = {
     "optimizer": [

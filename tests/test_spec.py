@@ -61,7 +61,10 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
     elif origin is Sequence:
         agrees = (schema["type"], schema["items"]["type"]) == ("array", JSON_TYPES[arguments[0]])
     elif origin is Mapping:
-        agrees = arguments == (str, Target) and is_target(schema["additionalProperties"])
+        below = schema["additionalProperties"]
+        agrees = arguments == (str, Target) and is_target(below)
+        # Of several models the spec has what the document says: `resolve_model` makes a view of each.
+        agrees = agrees or (arguments == (str, Mapping[str, Any]) and "x-inherits" in schema)
     else:
         agrees = schema.get("type") == JSON_TYPES[hint]
     if not agrees:

@@ -65,6 +65,8 @@ class Place:
             if part in ("optimizer", "scheduler") and self.path[depth + 1 :] not in (("type",), ("_target_",)):
                 node["type"] = self.kind or "Other"
         node[self.path[-1]] = value
+        if self.path[0] == "models" and len(self.path) > 2:
+            document["models"]["any"].setdefault("model", {"_target_": "a.b"})
         return document
 
 

@@ -21,6 +21,7 @@ from torch.distributed import checkpoint as dcp
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.catalog import Catalog, encode_json
+from dsjob.checkpoint.joint import JointState
 from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from dsjob.checkpoint.source import open_root, renamed
@@ -34,9 +35,9 @@ T = TypeVar("T")
 
 
 class Savable(Protocol):
-    """What can be saved: an engine."""
+    """What can be saved: an engine, or several."""
 
-    def state(self) -> TrainingState: ...
+    def state(self) -> TrainingState | JointState: ...
     def counters(self) -> dict[str, int]: ...
     def restore_counters(self, counters: Mapping[str, int]) -> None: ...
     def zero_optimization_stage(self) -> int: ...
@@ -124,7 +125,7 @@ class Checkpointer:
         return Saved(tag, storage.join(self.url, folder), size, time.monotonic() - started)
 
     def _collect_values(
-        self, engine: Savable, state: TrainingState, client_state: Mapping[str, Any] | None
+        self, engine: Savable, state: TrainingState | JointState, client_state: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         ranks: list[Any] = [capture_rng(state.device)]
         if self._world.world_size > 1:
@@ -142,7 +143,7 @@ class Checkpointer:
     def _describe(
         self,
         engine: Savable,
-        state: TrainingState,
+        state: TrainingState | JointState,
         writer: ShardWriter,
         tag: str,
         folder: str,
@@ -195,7 +196,7 @@ class Checkpointer:
         state = engine.state()
         tensors = _match(state.model_tensors(), checkpoint, url, strict)
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
-        optimizer_tensors = state.make_optimizer_tensors(saved) if optimizer and state.optimizer is not None else {}
+        optimizer_tensors = state.make_optimizer_tensors(saved) if optimizer else {}
         reader = ShardReader(root, checkpoint)
         with renamed(f"read {url}"):
             _run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))

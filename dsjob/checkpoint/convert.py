@@ -32,6 +32,7 @@ def convert(
     *,
     to: Literal["fp32", "bf16", "fp16"],
     tag: str | None = None,
+    model: str | None = None,
     max_shard_size: int = 5_000_000_000,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -42,6 +43,7 @@ def convert(
     out: a local folder, or a local path that ends in `.safetensors`; by default the checkpoint folder, if it is local.
     to: what F64, F32, F16 and BF16 become, rounded to nearest even; other dtypes stay as they are.
     tag: which checkpoint; by default the newest. max_shard_size: bytes of tensors in one file of a folder.
+    model: which one of a job's several; by default all, each tensor's name beginning with its model's.
     progress: told the bytes written and those to write in all.
 
     Memory is bounded by a few buffers. The output appears complete or not at all. Values beyond the range of `to`
@@ -58,6 +60,8 @@ def convert(
                 f"cannot write weights to {target}", hint="name a local folder, and copy it there afterwards"
             )
         checkpoint, cast = plain.read_checkpoint(place, record), Rounded(DTYPES[to])
+        if model is not None:
+            checkpoint = _take_model(checkpoint, model)
         report = progress or (lambda done, total: None)
         path = storage.local_path(target)
         written = plain.export(place, checkpoint, path, cast, max_shard_size, overwrite, report)
@@ -67,6 +71,21 @@ def convert(
         total = sum(cast.overflows.values())
         logger.warning("%d values are beyond the range of %s and became infinite, in %s", total, to, listed)
     return written
+
+
+def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
+    """The tensors of one of several models, under the names that the model itself has for them."""
+    start = f"model.{name}."
+
+    def strip(full: str) -> str:
+        return f"model.{full.removeprefix(start)}"
+
+    tensors = {strip(full): tensor for full, tensor in checkpoint.tensors.items() if full.startswith(start)}
+    if not tensors:
+        names = {full.split(".")[1] for full in checkpoint.tensors if full.startswith("model.")}
+        raise UsageError(f"the checkpoint holds no model {name!r}", hint=f"there are: {', '.join(sorted(names))}")
+    aliases = {strip(a): strip(target) for a, target in checkpoint.aliases.items() if a.startswith(start)}
+    return checkpoint._replace(tensors=tensors, aliases=aliases)
 
 
 def parse_size(text: str) -> int:

@@ -81,7 +81,7 @@ class TrainingState:
         A tensor of its parameter's shape is sharded like the parameter; any other is whole on every rank.
         """
         made: dict[str, Tensor] = {}
-        for full, (shape, dtype) in shapes.items():
+        for full, (shape, dtype) in shapes.items() if self.optimizer is not None else ():
             name = full.removeprefix("optimizer.").rpartition(".")[0]
             master = self.masters.get(name)
             if master is None:

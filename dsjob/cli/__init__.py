@@ -17,7 +17,7 @@ from dsjob.errors import DocumentError, DsjobError, UsageError
 USAGE = """\
 dsjob: train from a job document
 
-  dsjob +recipe=NAME [key=value ...]     run a recipe (quickstart, zero2_gpt, zero3_t5, vision_digits)
+  dsjob +recipe=NAME [key=value ...]     run a recipe (quickstart, zero2_gpt, zero3_t5, vision_digits, ...)
   dsjob FILE [key=value ...]             run a job document (JSON or YAML); also: dsjob run FILE
   dsjob run FOLDER [key=value ...]       go on with the run in FOLDER
   dsjob -m ... key=a,b,c                 sweep: one run for each combination

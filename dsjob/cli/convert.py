@@ -22,6 +22,7 @@ def main(arguments: list[str], debug: bool) -> int:
     )
     parser.add_argument("--to", choices=tuple(conversion.DTYPES), default="fp32", help="dtype of the weights (fp32)")
     parser.add_argument("-t", "--tag", help="the checkpoint to convert (the newest)")
+    parser.add_argument("--model", metavar="NAME", help="one of the job's several models (all)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
     parser.add_argument("--overwrite", action="store_true", help="replace earlier output")
     args = parser.parse_args(arguments)
@@ -31,6 +32,7 @@ def main(arguments: list[str], debug: bool) -> int:
         args.out,
         to=args.to,
         tag=args.tag,
+        model=args.model,
         max_shard_size=conversion.parse_size(args.max_shard_size),
         overwrite=args.overwrite,
         progress=_show_progress if sys.stderr.isatty() else None,

@@ -56,9 +56,9 @@ def _require_same_job(run_dir: str, document: dict[str, Any]) -> None:
     """Checkpoints of another model or data set would be continued. Raises DocumentError."""
     there = read_resolved(run_dir)
     for section, name in (("model", "model"), ("data", "train")):
-        ours, theirs = document[section], there.get(section, {})
+        ours, theirs = document.get(section, {}), there.get(section, {})
         ours, theirs = (ours, theirs) if section == name else (ours[name], theirs.get(name, {}))
-        if theirs and ours["_target_"] != theirs["_target_"]:
+        if theirs and ours.get("_target_") != theirs["_target_"]:
             message = f"{run_dir} holds the run of another job: its {section} is {theirs['_target_']}"
             raise DocumentError([Problem(message, ("output", "dir"), "another-job", "choose another output.dir")])
 

@@ -38,6 +38,11 @@ def main(arguments: list[str], debug: bool) -> int:
     world_size, ranks_from = choose_world_size(
         given, composed.locate, asked=args.world_size, started=launch.read_world_size()
     )
+    if given.get("models") and args.params is None:
+        raise UsageError(
+            f"a plan is for one model, and the document has {len(given['models'])}",
+            hint="--params N plans for N parameters",
+        )
     if args.params is not None:
         given = complete(given, micro_batch=1)
     document = resolve_job(given, world_size=world_size, locate=composed.locate, ranks_from=ranks_from).document
@@ -126,7 +131,7 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         notes.append(f"stage {layout.stage} on one rank: nothing to shard")
     return Plan(
         name=spec.name,
-        source="a number of parameters" if args.params is not None else spec.model.path,
+        source="a number of parameters" if args.params is not None else spec.model.path if spec.model else "",
         precision=_name_precision(spec),
         job=Job(model, layout, state, activations.whole, activations.largest),
         activations=activations,
@@ -186,6 +191,7 @@ def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Lo
     from dsjob import probe
     from dsjob.job import count_steps
 
+    assert spec.model is not None
     built = probe.build_on_meta(spec.model, trust)
     model = probe.size_model(built)
     state = probe.probe_optimizer(spec.optimizer, trust) if spec.optimizer else OptimizerState(0)

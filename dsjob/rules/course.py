@@ -33,8 +33,23 @@ def _end(document: Document) -> Iterator[Finding]:
 @enter("no-optimizer", whole=True)
 def _optimizer(document: Document) -> Iterator[Finding]:
     """Training without an optimizer changes nothing."""
-    if "optimizer" not in document:
+    if "optimizer" not in document and not document.get("models"):  # each of several is looked at by itself
         yield "optimizer", "is missing: nothing would be trained", "optimizer: {type: AdamW, params: {lr: 1e-3}}"
+
+
+@enter("model-or-models", whole=True)
+def _models(document: Document) -> Iterator[Finding]:
+    """One model is trained by the loop; how several train together is for a function of the user's to say."""
+    if read(document, "trainer.step") and "loss" in document:
+        yield "loss", "is not used beside trainer.step", "compute it there"
+    if read(document, "trainer.eval_step") and document.get("metrics"):
+        yield "metrics", "are not used beside trainer.eval_step", "let it return them"
+    if not document.get("models"):
+        return
+    if "model" in document:
+        yield "models", "and model exclude one another", "move it below models"
+    if not read(document, "trainer.step"):
+        yield "models", "need trainer.step", "trainer: {step: {_target_: my_module.step}}, called with (engines, batch)"
 
 
 @enter("no-eval-data", whole=True)
@@ -46,6 +61,8 @@ def _eval_data(document: Document) -> Iterator[Finding]:
     for key in ("eval_every", "eval_batches", "eval_at_start"):
         if read(document, f"trainer.{key}"):
             yield f"trainer.{key}", "is set, but there is no data.eval", advice
+    if read(document, "trainer.eval_step"):
+        yield "trainer.eval_step", "is given, but there is no data.eval", advice
     if document.get("metrics"):
         yield "metrics", "are given, but there is no data.eval", advice
 
@@ -53,6 +70,8 @@ def _eval_data(document: Document) -> Iterator[Finding]:
 @enter("unknown-metric", whole=True)
 def _metric(document: Document) -> Iterator[Finding]:
     """A callback that waits for a metric which nobody computes waits for ever."""
+    if read(document, "trainer.eval_step"):
+        return  # what it returns is for it to say
     evaluated = "eval" in read(document, "data", {"eval": True})
     known = {"eval/loss", *(f"eval/{name}" for name in read(document, "metrics", {}))} if evaluated else set()
     for name, callback in read(document, "callbacks", {}).items():

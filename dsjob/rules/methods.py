@@ -169,7 +169,7 @@ def _total(document: Document) -> Iterator[Finding]:
     kind, params = read(document, "scheduler.type"), read_params(document, "scheduler")
     total = _TOTALS[0] if kind in ("WarmupDecayLR", "WarmupCosineLR") else _TOTALS[1]
     known = read(document, "scheduler.params.num_stable_steps") is not None
-    if "model" in document or known or (total == _TOTALS[1] and kind not in _ENDING):
+    if "model" in document or document.get("models") or known or (total == _TOTALS[1] and kind not in _ENDING):
         return
     if params.get(total, "auto") == "auto":
         place = f"scheduler.params.{total}" if total in params else "scheduler"

@@ -1,0 +1,92 @@
+"""The state of several engines as one: what a checkpoint of them holds.
+
+A tensor `model.<parameter>` of the engine called `student` becomes `model.student.<parameter>`, as if its model were a
+module of that name in a larger one; so it is with the optimizer's, and with what is kept as plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsjob.checkpoint.state import Shapes, TrainingState
+
+
+class JointState:
+    """The same as TrainingState, over several of them by name."""
+
+    def __init__(self, states: Mapping[str, TrainingState]) -> None:
+        self._states = states
+        self.device: torch.device = next(iter(states.values())).device
+        self.aliases = {
+            f"{name}.{alias}": f"{name}.{target}" for name, s in states.items() for alias, target in s.aliases.items()
+        }
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """See TrainingState."""
+        return self._join(lambda state: state.model_tensors())
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """See TrainingState."""
+        return self._join(lambda state: state.optimizer_tensors())
+
+    def role(self, name: str) -> str:
+        """See TrainingState."""
+        kind, owner, rest = name.split(".", 2)
+        return self._states[owner].role(f"{kind}.{rest}")
+
+    def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
+        """See TrainingState."""
+        return {
+            _name(full, name): tensor
+            for name, state in self._states.items()
+            for full, tensor in state.make_optimizer_tensors(_take(shapes, name)).items()
+        }
+
+    def load_optimizer(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """See TrainingState."""
+        for name, state in self._states.items():
+            state.load_optimizer(_take(tensors, name), values.get(name, {}))
+
+    def load_scheduler(self, values: Any) -> None:
+        """See TrainingState."""
+        for name, state in self._states.items():
+            state.load_scheduler((values or {}).get(name))
+
+    def load_scaler(self, values: Mapping[str, Any] | None) -> None:
+        """See TrainingState."""
+        for name, state in self._states.items():
+            state.load_scaler((values or {}).get(name))
+
+    def optimizer_values(self) -> dict[str, Any]:
+        """See TrainingState."""
+        return {name: state.optimizer_values() for name, state in self._states.items()}
+
+    def scheduler_values(self) -> Any:
+        """See TrainingState."""
+        return {name: state.scheduler_values() for name, state in self._states.items()}
+
+    def scaler_values(self) -> dict[str, Any]:
+        """See TrainingState."""
+        return {name: state.scaler_values() for name, state in self._states.items()}
+
+    def _join(self, read: Callable[[TrainingState], dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {_name(full, name): t for name, state in self._states.items() for full, t in read(state).items()}
+
+
+def _name(full: str, owner: str) -> str:
+    kind, _, rest = full.partition(".")
+    return f"{kind}.{owner}.{rest}"
+
+
+def _take(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Those of `values` that belong to one engine, under the names that they have there."""
+    return {
+        f"{kind}.{rest}": value
+        for full, value in values.items()
+        for kind, whose, rest in [full.split(".", 2)]
+        if whose == owner
+    }

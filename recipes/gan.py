@@ -1,0 +1,82 @@
+"""A generative adversarial net on handwritten digits: two models against one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dsjob.errors import ContractError
+
+LATENT = 16
+PIXELS = 8
+
+
+class Generator(nn.Module):
+    """Makes images of noise."""
+
+    def __init__(self, width: int = 128, latent: int = LATENT) -> None:
+        super().__init__()
+        self.latent = latent
+        self.layers = nn.Sequential(
+            nn.Linear(latent, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, PIXELS**2)
+        )
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Float [B, latent] to images, [B, 1, 8, 8], from 0 to 1."""
+        images: Tensor = self.layers(noise).view(-1, 1, PIXELS, PIXELS).sigmoid()
+        return images
+
+
+class Discriminator(nn.Module):
+    """Tells real images from made ones."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(PIXELS**2, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images, float [B, 1, 8, 8], to logits, [B]: above 0 where they look real."""
+        logits: Tensor = self.layers(images.flatten(1)).squeeze(1)
+        return logits
+
+
+def step(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One step of the `discriminator` on real and made `images`, then one of the `generator` (Goodfellow's
+    non-saturating loss).
+
+    Returns:
+        `loss`, the generator's, and the `discriminator`'s.
+    """
+    generator, discriminator = engines["generator"], engines["discriminator"]
+    if generator.gradient_accumulation_steps() > 1:
+        raise ContractError(
+            "the generator's pass leaves gradients in the discriminator, where accumulated ones would be",
+            hint="trainer.grad_accum=1",
+        )
+    real = batch["images"]
+    noise = torch.randn(len(real), LATENT, device=real.device)
+    made = generator(noise)
+    logits = discriminator(torch.cat([real, made.detach()]))
+    on_real, on_made = logits.split(len(real))
+    against = F.softplus(-on_real).mean() + F.softplus(on_made).mean()
+    discriminator.backward(against)
+    discriminator.step()
+    # The module itself: the engine would get ready to reduce gradients that are not wanted.
+    loss = F.softplus(-discriminator.module(made)).mean()
+    generator.backward(loss)
+    generator.step()
+    discriminator.zero_grad()
+    return {"loss": loss, "discriminator": against}
+
+
+def evaluate(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`distance`: the mean, over made images, of the Euclidean distance to the nearest real one of the batch."""
+    real = batch["images"]
+    seeded = torch.Generator().manual_seed(0)
+    noise = torch.randn(len(real), LATENT, generator=seeded).to(real.device)
+    made = engines["generator"](noise)
+    return {"distance": torch.cdist(made.flatten(1), real.flatten(1)).min(dim=1).values.mean()}

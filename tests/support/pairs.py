@@ -1,0 +1,64 @@
+"""Two models that train together: what a job of several names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+
+class Points(Dataset[dict[str, Tensor]]):
+    """Points of the plane, and twice their sum."""
+
+    def __init__(self, count: int = 64) -> None:
+        self.x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": 2 * self.x[index].sum()}
+
+
+class Line(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.layers(x).squeeze(1)
+
+
+def step(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The teacher learns the target, unless it has no optimizer; the student what the teacher says."""
+    teacher, student = engines["teacher"], engines["student"]
+    taught = teacher(**batch)
+    target_loss = F.mse_loss(taught.float(), batch["y"])
+    if teacher.optimizer is not None:
+        teacher.backward(target_loss)
+        teacher.step()
+    loss = F.mse_loss(student(**batch).float(), taught.detach().float())
+    student.backward(loss)
+    student.step()
+    return {"loss": loss, "teacher": target_loss}
+
+
+def forgetful(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    return F.mse_loss(engines["teacher"](**batch), batch["y"])
+
+
+def wordy(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    step(engines, batch)
+    return {"loss": "small"}
+
+
+def alone(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Tensor:
+    engine = engines["model"]
+    loss = F.mse_loss(engine(**batch), batch["y"])
+    engine.backward(loss)
+    engine.step()
+    return loss
