@@ -110,13 +110,20 @@ def read_document(url: str) -> Document:
 
     Raises UsageError where it cannot be read, DocumentError.
     """
+    return documents.parse(read_text(url), STDIN if url == "-" else url)
+
+
+def read_text(url: str) -> str:
+    """The text of a file, or of standard input for `-`, where it is no longer than a document may be.
+
+    Raises UsageError where it cannot be read, DocumentError where it is too long.
+    """
     if url == "-":
-        return documents.parse(_require_small(sys.stdin.read(MAX_SIZE + 1), STDIN), STDIN)
+        return _require_small(sys.stdin.read(MAX_SIZE + 1), STDIN)
     try:
-        text = _require_small(storage.read_text(url, MAX_SIZE + 1), url)
+        return _require_small(storage.read_text(url, MAX_SIZE + 1), url)
     except StorageError as error:
         raise UsageError(error.message, hint=error.hint) from error
-    return documents.parse(text, url)
 
 
 def _require_small(text: str, source: str) -> str:

@@ -12,7 +12,8 @@ from imports import get, import_command, import_texts, messages, resolve_importe
 
 from dsjob.errors import DocumentError
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
-from dsjob.importing.methods import OPTIMIZERS, SCHEDULES
+from dsjob.importing.methods import OPTIMIZERS
+from dsjob.importing.schedules import SCHEDULES
 
 BASE = "python train.py --output_dir out --max_steps 100"
 # What to give where a value of the default's kind would say nothing.

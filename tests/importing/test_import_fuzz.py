@@ -16,7 +16,8 @@ from dsjob.importing import accelerate
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.importing.command_line import Command, find_commands
 from dsjob.importing.gather import import_sources
-from dsjob.importing.methods import OPTIMIZERS, SCHEDULES
+from dsjob.importing.methods import OPTIMIZERS
+from dsjob.importing.schedules import SCHEDULES
 from dsjob.importing.settle import Imported
 from dsjob.importing.sources import Source, SourceKind
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from dsjob.importing import accelerate
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS, Argument
 from dsjob.importing.deepspeed import MOVED
-from dsjob.importing.methods import OPTIMIZERS, SCHEDULES
+from dsjob.importing.methods import OPTIMIZERS
+from dsjob.importing.schedules import SCHEDULES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide-import.md"
 START, END = "<!-- tables: written by tests/importing/test_import_guide.py -->", "<!-- end of tables -->"

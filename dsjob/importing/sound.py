@@ -1,0 +1,98 @@
+"""Whether what was gathered makes a sound document: wrong values of every source, unknown keys, what is left to mend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsjob import schema as contract
+from dsjob.check import check_shape
+from dsjob.errors import DocumentError, Problem
+from dsjob.importing.given import Draft, Given, Rank, nest, show
+from dsjob.paths import Path, get_at
+from dsjob.resolve import read_nproc, resolve_job
+
+_OTHERWISE = ("unsupported", "unknown-key", "required")  # told in other ways than as wrong values
+
+
+def assemble(values: Mapping[Path, Given], draft: Draft) -> dict[str, Any]:
+    """The document of values by path. A value is refused where others are below it: it had to be an object."""
+    document: dict[str, Any] = {}
+    for path, given in values.items():
+        blocked = next((path[:n] for n in range(1, len(path)) if path[:n] in values), None)
+        if blocked is not None:
+            draft.refuse(values[blocked], "must be an object", path=blocked)
+        else:
+            _add(document, nest(path, given.value))
+    return document
+
+
+def _add(document: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(document.get(key), dict):
+            _add(document[key], value)
+        else:
+            document[key] = value
+
+
+def find_wrong(winners: Mapping[Path, Given], draft: Draft) -> None:
+    """Refuses what a job document cannot have: also values that others win over, and each only once."""
+    for values in (winners, *_split(winners, draft)):
+        for problem in check_shape(assemble(values, draft), contract.job_schema()):
+            if problem.severity != "error" or problem.rule in _OTHERWISE or problem.path in draft.unfilled:
+                continue
+            origin = _find_origin(problem.path, values)
+            if origin is None:
+                draft.problems.setdefault(("", str(problem)), problem)
+            else:
+                draft.refuse(origin, problem.message, path=problem.path, rule=problem.rule, hint=problem.hint)
+
+
+def _split(winners: Mapping[Path, Given], draft: Draft) -> list[dict[Path, Given]]:
+    """All values as documents: one a rank, and further ones where a rank has several values at a path."""
+    layers: dict[tuple[Rank, int], dict[Path, Given]] = {}
+    for path, found in draft.values.items():
+        for rank in {given.rank for given in found} - {Rank.DEFAULT}:
+            same = [given for given in found if given.rank == rank and given.value != "auto"]
+            for index, given in enumerate(same):
+                layers.setdefault((rank, index), {})[path] = given
+    kinds = {path: given for path, given in winners.items() if path[1:] == ("type",)}  # says which params there are
+    return [{**kinds, **values} for values in layers.values()]
+
+
+def _find_origin(path: Path, values: Mapping[Path, Given]) -> Given | None:
+    for length in range(len(path), 0, -1):
+        if path[:length] in values:
+            return values[path[:length]]
+    return next((given for given_path, given in values.items() if given_path[: len(path)] == path), None)
+
+
+def take_out(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> None:
+    """Notes what dsjob does not support, and takes out what it does not know."""
+    for problem in check_shape(document, contract.job_schema()):
+        origin = _find_origin(problem.path, winners)
+        if problem.rule == "unsupported":
+            draft.note("not supported", f"{problem.dotted} {problem.message}: {problem.hint}", origin)
+        elif problem.rule == "unknown-key":
+            name = origin.name if origin else problem.dotted
+            draft.note("unknown", f"{name}={show(_pop(document, problem.path))}: {problem.hint}", origin)
+
+
+def _pop(document: dict[str, Any], path: Path) -> Any:
+    home = get_at(document, path[:-1])
+    return home.pop(str(path[-1]), None)
+
+
+def note_refused(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> None:
+    """Notes each error that `dsjob validate` finds in the document and that no other note names."""
+    try:
+        resolve_job(document, world_size=read_nproc(document), locate=lambda path: ("", 0, 0))
+    except DocumentError as error:
+        for problem in error.problems:
+            if not _is_told(problem, draft):
+                hint = f"; {problem.hint}" if problem.hint else ""
+                draft.note("mend", f"{problem.dotted}: {problem.message}{hint}", _find_origin(problem.path, winners))
+
+
+def _is_told(problem: Problem, draft: Draft) -> bool:
+    return False
