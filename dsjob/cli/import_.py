@@ -8,7 +8,7 @@ import re
 import sys
 
 from dsjob import storage
-from dsjob.errors import UsageError
+from dsjob.errors import UsageError, make_printable
 from dsjob.importing.command_line import Command, Word, read_command
 from dsjob.importing.gather import import_sources
 from dsjob.importing.given import KINDS, MODULE, Note
@@ -85,7 +85,7 @@ def _list_notes(notes: tuple[Note, ...]) -> list[str]:
         if of_kind:
             lines.append(f"{_HEADS[kind]}:")
             lines += [f"  {note.place}: {note.message}" if note.place else f"  {note.message}" for note in of_kind]
-    return lines
+    return [make_printable(line) for line in lines]  # YAML ends a comment at more than a newline
 
 
 def _as_yaml(imported: Imported) -> str:
@@ -93,7 +93,7 @@ def _as_yaml(imported: Imported) -> str:
 
     text = to_yaml(imported.document)
     marked = re.sub(rf"(_target_: {MODULE}\.\w+)$", r"\1  # placeholder", text, flags=re.MULTILINE)
-    notes = [f"# {line}".replace("\n", " ") for line in _list_notes(imported.notes)]
+    notes = [f"# {line}" for line in _list_notes(imported.notes)]
     return "\n".join(["# Made by dsjob import.", *notes, "", marked])
 
 

@@ -67,7 +67,8 @@ class Given:
         """What is wrong with it, at its place."""
         match = re.fullmatch(r"(.*):(\d+):(\d+)", self.place, re.DOTALL)
         source, line, column = (match[1], int(match[2]), int(match[3])) if match else (self.place, 0, 0)
-        return Problem(f"{self.told}: {message}", path, rule, hint, source, line, column)
+        found = Problem(message, path, rule, hint, source, line, column)
+        return found if found.dotted == self.name else replace(found, message=f"{self.told}: {message}")
 
     def to(self, value: Any) -> Given:
         """The same origin with what the value means in a job document."""
@@ -116,7 +117,7 @@ class Draft:
             self.notes.append(note)
 
     def refuse(self, given: Given, message: str, *, path: Path = (), rule: str = "type", hint: str = "") -> None:
-        """Adds what is wrong with a value, which is then an error of the import; what the shell would fill in is none."""
+        """Adds what is wrong with a value, an error of the import; what the shell would fill in is to be filled in."""
         if given.is_open:
             self.note("fill in", f"{given.told}: {SHELL}", given)
             return

@@ -46,11 +46,13 @@ def draft_optimizer(settings: Settings, draft: Draft) -> None:
         _draft_kind(kind, named, from_file, draft)
     params = "optimizer" if "." in kind else "optimizer.params"
     for argument, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+        draft.number(settings[argument])
         draft.put(f"{params}.{key}", settings[argument])
     first, second, eps = settings["adam_beta1"], settings["adam_beta2"], settings["adam_epsilon"]
     if _ADAM.search(kind):
         betas = [draft.number(first), draft.number(second)]
         draft.put("optimizer.params.betas", max(first, second, key=lambda given: given.rank).to(betas))
+        draft.number(eps)
         draft.put("optimizer.params.eps", eps)
     else:
         for given in (first, second, eps):

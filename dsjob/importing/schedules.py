@@ -1,9 +1,8 @@
-"""The Trainer's schedules: those that dsjob knows by the same names, and what a DeepSpeed file's own takes from them."""
+"""The Trainer's schedules, which dsjob knows by the same names, and what a DeepSpeed file's own takes from them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from dsjob.check import suggest
 from dsjob.importing.command_line import parse_value

@@ -9,7 +9,7 @@ from typing import Any
 from dsjob import schema as contract
 from dsjob.errors import DocumentError
 from dsjob.importing.given import KINDS, LATER, MODULE, Draft, Given, Note, Rank, is_off, pick, show
-from dsjob.importing.sound import assemble, find_wrong, note_refused, take_out
+from dsjob.importing.sound import assemble, find_wrong, note_gaps, note_refused, take_out
 from dsjob.paths import Path
 
 _BATCH = ("train_batch", "micro_batch", "grad_accum")
@@ -43,7 +43,7 @@ def settle(draft: Draft, trainer: bool) -> Imported:
         raise DocumentError(list(draft.problems.values()))
     document = assemble(winners, draft)
     take_out(document, winners, draft)
-    _note_gaps(document, draft)
+    note_gaps(document, draft)
     document = contract.sort_keys(document, contract.job_schema())
     note_refused(document, winners, draft)
     order = {kind: index for index, kind in enumerate(KINDS)}
@@ -118,10 +118,10 @@ def _name_methods(winners: dict[Path, Given], draft: Draft) -> None:
         first, path = max(given, key=lambda found: found.rank), (section, "type")
         default = next((found for found in draft.values.get(path, ()) if found.value != "auto"), None)
         if first.rank < Rank.ARGUMENTS or default is None:
-            draft.note("fill in", f"{section}.type: {first.told} is for none that is named", first)
+            draft.note("fill in", f"{section}.type: nothing names the one that {first.told} is for", first)
         else:
             winners[path] = default
-            text = f"{section}.type={default.value}: {first.told} is for one, and this is the Trainer's default"
+            text = f"{section}.type={default.value}: the Trainer's default, which {first.told} is for"
             draft.note("changed", text, first)
 
 
@@ -166,17 +166,3 @@ def _settle_batch(winners: dict[Path, Given], draft: Draft) -> None:
     elif max(micro.rank, accum.rank) > train.rank:
         del winners["trainer", "train_batch"]
         draft.note("conflict", f"trainer: {micro} and {accum} win over {train}")
-
-
-def _note_gaps(document: dict[str, Any], draft: Draft) -> None:
-    """What a job needs and nobody has said: `validate` asks for it too."""
-    trainer = document.get("trainer", {})
-    if "max_steps" not in trainer and "max_epochs" not in trainer:
-        draft.note("fill in", "trainer.max_steps or trainer.max_epochs: nothing says how long to train")
-    if not {"train_batch", "micro_batch"} & set(trainer):
-        draft.note("fill in", "trainer.micro_batch: nothing says how many samples there are in a batch")
-    if "optimizer" not in document:
-        draft.note("fill in", "optimizer: nothing says which one; {type: AdamW, params: {lr: 1e-3}}, for example")
-    target = document.get("data", {}).get("eval", {}).get("_target_", "")
-    if target.startswith(f"{MODULE}.") and not any("data.eval:" in note.message for note in draft.notes):
-        draft.note("fill in", f"data.eval: {target} stands for the evaluation set")

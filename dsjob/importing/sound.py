@@ -1,16 +1,17 @@
-"""Whether what was gathered makes a sound document: wrong values of every source, unknown keys, what is left to mend."""
+"""Whether what was gathered makes a sound document: wrong values of all sources, unknown keys, what is left to do."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 from dsjob import schema as contract
 from dsjob.check import check_shape
-from dsjob.errors import DocumentError, Problem
-from dsjob.importing.given import Draft, Given, Rank, nest, show
-from dsjob.paths import Path, get_at
-from dsjob.resolve import read_nproc, resolve_job
+from dsjob.errors import DocumentError
+from dsjob.importing.given import MODULE, Draft, Given, Rank, nest, show
+from dsjob.paths import Path, get_at, has_at
+from dsjob.resolve import Place, read_nproc, resolve_job
 
 _OTHERWISE = ("unsupported", "unknown-key", "required")  # told in other ways than as wrong values
 
@@ -72,7 +73,7 @@ def take_out(document: dict[str, Any], winners: Mapping[Path, Given], draft: Dra
     for problem in check_shape(document, contract.job_schema()):
         origin = _find_origin(problem.path, winners)
         if problem.rule == "unsupported":
-            draft.note("not supported", f"{problem.dotted} {problem.message}: {problem.hint}", origin)
+            draft.note("not supported", f"{problem.dotted} {problem.message}; {problem.hint}", origin)
         elif problem.rule == "unknown-key":
             name = origin.name if origin else problem.dotted
             draft.note("unknown", f"{name}={show(_pop(document, problem.path))}: {problem.hint}", origin)
@@ -83,16 +84,54 @@ def _pop(document: dict[str, Any], path: Path) -> Any:
     return home.pop(str(path[-1]), None)
 
 
+def note_gaps(document: dict[str, Any], draft: Draft) -> None:
+    """Notes what a job needs and nobody has said: `validate` asks for it too."""
+    trainer = document.get("trainer", {})
+    if not {"max_steps", "max_epochs"} & set(trainer):
+        draft.note("fill in", "trainer.max_steps or trainer.max_epochs: nothing says how long to train")
+    if not {"train_batch", "micro_batch"} & set(trainer):
+        draft.note("fill in", "trainer.micro_batch: nothing says how many samples there are in a batch")
+    if "optimizer" not in document:
+        draft.note("fill in", "optimizer: nothing says which one; {type: AdamW, params: {lr: 1e-3}}, for example")
+    target = document.get("data", {}).get("eval", {}).get("_target_", "")
+    if target.startswith(f"{MODULE}.") and not any("data.eval:" in note.message for note in draft.notes):
+        draft.note("fill in", f"data.eval: {target} stands for the evaluation set")
+
+
 def note_refused(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> None:
-    """Notes each error that `dsjob validate` finds in the document and that no other note names."""
+    """Notes what `dsjob validate` would find in the document once all that is to be filled in has been."""
+    filled = _fill_in(document, winners, draft)
     try:
-        resolve_job(document, world_size=read_nproc(document), locate=lambda path: ("", 0, 0))
+        resolve_job(filled, world_size=read_nproc(filled), locate=lambda path: _locate(path, winners))
     except DocumentError as error:
         for problem in error.problems:
-            if not _is_told(problem, draft):
+            if problem.rule != "unsupported":
                 hint = f"; {problem.hint}" if problem.hint else ""
-                draft.note("mend", f"{problem.dotted}: {problem.message}{hint}", _find_origin(problem.path, winners))
+                origin = _find_origin(problem.path, winners)
+                draft.note("mend", f"{problem.dotted}: {problem.message}{hint}", origin)
 
 
-def _is_told(problem: Problem, draft: Draft) -> bool:
-    return False
+def _locate(path: Path, winners: Mapping[Path, Given]) -> Place:
+    origin = _find_origin(path, winners)
+    if origin is None:
+        return "nowhere", 0, 0
+    place = origin.problem("")
+    return place.source, place.line, place.column
+
+
+def _fill_in(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> dict[str, Any]:
+    """The document with something in each place that a note asks to fill in."""
+    filled = copy.deepcopy(document)
+    for path in {*draft.unfilled, *(path for path, given in winners.items() if given.is_open)}:
+        if has_at(filled, path):
+            _pop(filled, path)
+    trainer = filled.setdefault("trainer", {})
+    if not {"max_steps", "max_epochs"} & set(trainer):
+        trainer["max_steps"] = 1_000_000
+    if not {"train_batch", "micro_batch"} & set(trainer):
+        trainer["micro_batch"] = 1
+    for section in ("optimizer", "scheduler"):
+        if section in filled and not {"type", "_target_"} & set(filled[section]):
+            del filled[section]
+    filled.setdefault("optimizer", {"type": "AdamW"})
+    return filled

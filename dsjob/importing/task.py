@@ -122,7 +122,7 @@ def _draft_other_data(t5: bool, settings: Settings, draft: Draft) -> None:
                 draft.put(f"data.{part}.{key}", given)
         draft.note(
             "fill in",
-            f"data.{part}: {target} stands for the dataset, which holds tokens{_hint(t5, path, settings)}",
+            f"data.{part}: {target} stands for your dataset, tokenised{_hint(t5, path, settings)}",
             origin,
         )
 

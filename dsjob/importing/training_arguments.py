@@ -12,7 +12,7 @@ from typing import Any
 
 from dsjob.check import suggest
 from dsjob.importing.arguments_table import ARGUMENTS, FORMER_DEFAULTS, SCRIPT_ARGUMENTS
-from dsjob.importing.given import FALSE, MODULE, TRUE, Draft, Given, Rank, Settings, differs, is_off, join
+from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off, join
 from dsjob.importing.methods import draft_optimizer
 from dsjob.importing.schedules import draft_schedule
 
@@ -97,17 +97,19 @@ def _draft_length(settings: Settings, ranks: int | None, samples: int | None, dr
             draft.note("left out", f"{epochs.told}: {steps.told} decides", epochs)
         return draft.whole(steps)
     draft.put("trainer.max_epochs", epochs)
-    parts = [
-        draft.number(draft.best(path) or settings[name])
+    known = [
+        draft.best(path) or settings[name]
         for path, name in (
             ("trainer.micro_batch", "per_device_train_batch_size"),
             ("trainer.grad_accum", "gradient_accumulation_steps"),
         )
     ]
-    whole = draft.number(epochs)
-    if ranks is None or samples is None or draft.best("trainer.train_batch") or min(*parts, whole, ranks) <= 0:
+    parts = [given.value for given in (*known, epochs)]
+    if ranks is None or samples is None or draft.best("trainer.train_batch"):
         return None
-    return max(1, math.ceil(samples * whole / (math.prod(parts) * ranks)))
+    if not all(isinstance(part, (int, float)) and part > 0 for part in parts):
+        return None  # the document's contract says what is wrong with it
+    return max(1, math.ceil(samples * parts[2] / (parts[0] * parts[1] * ranks)))
 
 
 _BACKENDS = ("auto", "amp", "cuda_amp", "cpu_amp", "apex")
@@ -285,7 +287,7 @@ def _draft_every(path: str, strategy: Given, steps: Given, total: int | None, dr
         _draft_steps(path, steps, total, draft)
         return
     if kind in ("epoch", "best"):
-        draft.note("fill in", f"{path}: {strategy.told}, but it is a number of steps: those of an epoch, say", strategy)
+        draft.note("fill in", f"{path}: {strategy.told}, where dsjob counts steps: those of an epoch, say", strategy)
     elif kind != "no":
         draft.refuse(strategy, "must be one of no, steps, epoch", rule="enum")
     elif path == "checkpoint.every" and strategy.rank > Rank.DEFAULT:

@@ -64,7 +64,7 @@ def test_values(text: str, value: Any) -> None:
 
 # command -> launcher, script, ranks
 LAUNCHERS = [
-    ("deepspeed --num_gpus=2 run.py --deepspeed ds.json", "deepspeed", "run.py", 2),
+    ("deepspeed --num_gpus=2 run.py --deepspeed", "deepspeed", "run.py", 2),
     ("deepspeed --num_gpus 2 --master_port 9994 run.py", "deepspeed", "run.py", 2),
     ("deepspeed run.py", "deepspeed", "run.py", None),
     ("deepspeed --include localhost:0,3 run.py", "deepspeed", "run.py", 2),

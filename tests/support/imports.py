@@ -66,10 +66,8 @@ def fill_in(document: dict[str, Any]) -> dict[str, Any]:
         trainer["micro_batch"] = 4
     filled.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 0.001}})
     scheduler = filled.get("scheduler", {})
-    if scheduler.get("params", {}).get("warmup_num_steps") == "auto":
-        scheduler["params"]["warmup_num_steps"] = 50
-    for key, value in scheduler.items():
-        scheduler[key] = 50 if value == UNKNOWN else value
+    for arguments in (scheduler, scheduler.get("params", {})):
+        arguments.update({key: 50 for key, value in arguments.items() if value == UNKNOWN})
     return filled
 
 
