@@ -13,7 +13,7 @@ from dsjob.importing import accelerate, sources
 from dsjob.importing.arguments_table import SCRIPT_ARGUMENTS, TRAINER_ONLY
 from dsjob.importing.command_line import Command, Word
 from dsjob.importing.deepspeed import draft_deepspeed
-from dsjob.importing.given import SHELL, Draft, Given, Rank, Settings, differs, is_off, is_open, join, show
+from dsjob.importing.given import SHELL, Draft, Given, Rank, Settings, differs, is_off, join, show
 from dsjob.importing.launchers import draft_launcher
 from dsjob.importing.settle import Imported, settle
 from dsjob.importing.sources import Source
@@ -96,7 +96,7 @@ def _take_command(command: Command, gathered: Gathered, home: str) -> None:
     gathered.trainer = gathered.trainer or any(name in TRAINER_ONLY for name, _ in command.options)
     join(gathered.arguments, command.options, draft)
     for _, given in command.options:
-        if is_open(given.value):
+        if given.is_open:
             draft.note("fill in", f"{given.told}: {SHELL}", given)
 
 
@@ -137,7 +137,7 @@ def _name_file(given: Given, gathered: Gathered, home: str, kind: sources.Source
             gathered.draft.note("changed", f"{given.told}: {before}, which was given, is read in its place", given)
     elif path is not None:
         _read_named(path, given, gathered, kind)
-    elif is_open(name):
+    elif given.is_open:
         gathered.draft.note("fill in", f"{given.told}: give that file as another FILE, to have it read", given)
     elif not storage.is_local(name):
         text = f"nothing that a source names is fetched; dsjob import {name} ... has it read"

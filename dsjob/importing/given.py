@@ -56,7 +56,7 @@ class Given:
     @property
     def is_open(self) -> bool:
         """Whether the shell would fill in a part of it."""
-        return is_open(self.value if self.said is UNSAID else self.said)
+        return self.rank == Rank.COMMAND_LINE and is_open(self.value if self.said is UNSAID else self.said)
 
     @property
     def source(self) -> str:

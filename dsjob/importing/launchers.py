@@ -6,7 +6,7 @@ from typing import Any
 
 from dsjob.check import suggest
 from dsjob.importing.command_line import Command
-from dsjob.importing.given import Draft, Given, is_open
+from dsjob.importing.given import Draft, Given
 
 _NODES = "start dsjob with torchrun on each machine"
 _LOGS = "ranks log to the run's folder"
@@ -66,7 +66,7 @@ def draft_launcher(command: Command, draft: Draft) -> None:
 
 
 def _draft_count(given: Given, launcher: str, draft: Draft) -> None:
-    if given.value in _ALL.get(launcher, ()) or is_open(given.value):
+    if given.value in _ALL.get(launcher, ()) or given.is_open:
         _ask(given, draft)
     elif isinstance(given.value, int) and not isinstance(given.value, bool) and given.value > 0:
         draft.put("launch.nproc", given)
