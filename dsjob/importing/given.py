@@ -121,7 +121,9 @@ class Draft:
         if given.is_open:
             self.note("fill in", f"{given.told}: {SHELL}", given)
             return
-        self.problems.setdefault((given.place, given.name), given.problem(message, path=path, rule=rule, hint=hint))
+        if (given.place, given.name) not in self.problems:
+            found = given.problem(message, path=path, rule=rule, hint=hint)
+            self.problems[given.place, given.name] = found
 
     def number(self, given: Given, otherwise: float = 0) -> float:
         """The value as a number; one that is none is refused, and `otherwise` stands for it."""

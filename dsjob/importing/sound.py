@@ -74,9 +74,29 @@ def take_out(document: dict[str, Any], winners: Mapping[Path, Given], draft: Dra
         origin = _find_origin(problem.path, winners)
         if problem.rule == "unsupported":
             draft.note("not supported", f"{problem.dotted} {problem.message}; {problem.hint}", origin)
+        elif problem.rule == "unknown-key" and _is_known(document, problem.path):
+            _pop_rest(
+                document, problem.path, origin, draft
+            )  # an object with more unknown keys than are told one by one
         elif problem.rule == "unknown-key":
             name = origin.name if origin else problem.dotted
             draft.note("unknown", f"{name}={show(_pop(document, problem.path))}: {problem.hint}", origin)
+
+
+def _is_known(document: dict[str, Any], path: Path) -> bool:
+    if not path:
+        return True
+    node = contract.find_at(contract.job_schema(), path[:-1], document)
+    return contract.child(node, str(path[-1]), get_at(document, path[:-1])) is not None
+
+
+def _pop_rest(document: dict[str, Any], path: Path, origin: Given | None, draft: Draft) -> None:
+    section = get_at(document, path)
+    unknown = [key for key in section if not _is_known(document, (*path, key))]
+    for key in unknown:
+        del section[key]
+    names = ", ".join(unknown)
+    draft.note("unknown", f"{len(unknown)} more keys of {'.'.join(map(str, path))}: {names}", origin)
 
 
 def _pop(document: dict[str, Any], path: Path) -> Any:

@@ -27,6 +27,7 @@ _WORDS = {
     "command": "a launch command",
     "accelerate": "an accelerate file",
 }
+MAX_COMMAND = 1 << 20  # characters of a script that starts a training
 _SUFFIXES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
 _LAUNCHES = re.compile(
     r"^[^#\n]*\b(?:deepspeed|torchrun|accelerate\s+launch|python[\d.]*)\s+\S|^[^#\n{]*\s--\w", re.MULTILINE
@@ -90,6 +91,9 @@ def read_source(url: str, kind: SourceKind | None = None) -> Source:
 
 
 def _read_command(text: str, url: str) -> Command:
+    if len(text) > MAX_COMMAND:
+        message = f"a launch command of more than {MAX_COMMAND >> 20} MiB"
+        raise DocumentError([Problem(message, (), "too-large", "give the line that starts the training", url)])
     found = find_commands(text, url)
     if not found:
         raise UsageError(

@@ -109,7 +109,8 @@ def _draft_length(settings: Settings, ranks: int | None, samples: int | None, dr
         return None
     if not all(isinstance(part, (int, float)) and part > 0 for part in parts):
         return None  # the document's contract says what is wrong with it
-    return max(1, int(math.ceil(samples * parts[2] / (parts[0] * parts[1] * ranks))))
+    total: int = math.ceil(samples * parts[2] / (parts[0] * parts[1] * ranks))
+    return max(1, total)
 
 
 _BACKENDS = ("auto", "amp", "cuda_amp", "cpu_amp", "apex")

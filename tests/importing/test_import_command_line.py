@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from imports import get, import_command, import_texts, messages, resolve_imported
+from imports import get, import_command, import_texts, list_unmentioned, messages, resolve_imported
 
 from dsjob.errors import DocumentError, UsageError
 from dsjob.importing.command_line import find_commands, parse_value, read_command, split_words
@@ -283,6 +283,21 @@ def test_unknown_options_are_named_with_a_suggestion() -> None:
     assert '--warmup_stepz=10: did you mean "warmup_steps"?' in unknown
     assert "--my_flag=true" in unknown
     assert "abc" not in unknown
+
+
+def test_an_argument_of_the_trainer_alone_names_its_optimizer() -> None:
+    imported = import_command("python train.py --learning_rate 3e-5 --warmup_steps 10")
+    assert imported.document["optimizer"] == {"type": "AdamW", "params": {"lr": 3e-5}}
+    assert imported.document["scheduler"] == {"type": "linear", "params": {"num_warmup_steps": 10}}
+    assert "optimizer.type=AdamW: the Trainer's default, which --learning_rate=3e-05 is" in messages(
+        imported, "changed"
+    )
+    assert list_unmentioned(imported) == []
+
+
+def test_a_script_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError, match=r"error\[too-large\]: a launch command of more than 1 MiB"):
+        import_texts(tmp_path, {"run.sh": "python t.py " + "x " * (1 << 20)})
 
 
 def test_a_script_of_ones_own_gets_no_defaults_of_the_trainer() -> None:
