@@ -140,7 +140,7 @@ def _name_file(given: Given, gathered: Gathered, home: str, kind: sources.Source
     elif given.is_open:
         gathered.draft.note("fill in", f"{given.told}: give that file as another FILE, to have it read", given)
     elif not storage.is_local(name):
-        text = f"nothing that a source names is fetched; dsjob import {name} ... has it read"
+        text = f"nothing that a source names is fetched; give it as a FILE: dsjob import {name} ..."
         gathered.draft.note("left out", f"{given.told}: {text}", given)
     elif not storage.is_local(home):
         text = "a file from the network has none read here; give it as another FILE"

@@ -77,8 +77,8 @@ def _draft_count(given: Given, launcher: str, draft: Draft) -> None:
 
 
 def _ask(given: Given | None, draft: Draft) -> None:
-    said = f"{given.told} does not say it" if given is not None and given.name != "script" else "every GPU there is"
-    draft.note("fill in", f"launch.nproc: how many ranks there are; {said}", given)
+    said = "the launcher" if given is None or given.name == "script" else given.told
+    draft.note("fill in", f"launch.nproc: {said} leaves it to the machine; say how many ranks there are", given)
 
 
 def _draft_include(given: Given, draft: Draft) -> None:

@@ -156,14 +156,14 @@ def test_a_number_of_ranks_that_is_none_is_refused(command: str, words: str) -> 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("deepspeed --num_gpus -1 train.py", "--num_gpus=-1 does not say it"),
-        ("deepspeed --num_gpus $N train.py", "--num_gpus=$N does not say it"),
-        ("torchrun --nproc_per_node gpu train.py", "--nproc_per_node=gpu does not say it"),
-        ("deepspeed train.py", "every GPU there is"),
+        ("deepspeed --num_gpus -1 train.py", "--num_gpus=-1"),
+        ("deepspeed --num_gpus $N train.py", "--num_gpus=$N"),
+        ("torchrun --nproc_per_node gpu train.py", "--nproc_per_node=gpu"),
+        ("deepspeed train.py", "the launcher"),
     ],
 )
 def test_a_number_of_ranks_that_only_the_machine_knows(command: str, words: str) -> None:
-    assert f"launch.nproc: how many ranks there are; {words}" in messages(import_command(command), "fill in")
+    assert f"launch.nproc: {words} leaves it to the machine" in messages(import_command(command), "fill in")
 
 
 # A value that is of no use here, and the note that says so.

@@ -238,7 +238,7 @@ def test_nothing_that_a_source_names_is_fetched(
     imported = import_texts(tmp_path, files, command)
     assert opened == []
     assert "zero_optimization" not in imported.document
-    assert f"{URL}: nothing that a source names is fetched; dsjob import {URL} ... has it read" in messages(
+    assert f"{URL}: nothing that a source names is fetched; give it as a FILE: dsjob import {URL} ..." in messages(
         imported, "left out"
     )
     given = read_source(URL)
