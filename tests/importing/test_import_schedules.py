@@ -12,6 +12,7 @@ import pytest
 import torch
 from imports import import_command, import_texts, messages, resolve_imported
 
+from dsjob.check import check_job
 from dsjob.errors import DocumentError
 from dsjob.importing.schedules import SCHEDULES
 from dsjob.optim.schedules import build_scheduler, settle_length
@@ -151,3 +152,10 @@ def test_arguments_of_a_schedule_that_was_replaced_are_told_once(tmp_path: Path)
     assert imported.document["scheduler"] == {"type": "linear"}
     (told,) = messages(imported, "left out").splitlines()
     assert "warmup_num_steps=9, scheduler.params.warmup_min_lr=0.1: for WarmupLR, which linear replaces" in told
+
+
+@pytest.mark.parametrize(("kind", "name"), [("linear", "num_warmup_steps"), ("WarmupLR", "warmup_num_steps")])
+def test_the_trainers_name_for_the_warm_up_is_put_right_in_either_schedule(kind: str, name: str) -> None:
+    document = {"scheduler": {"type": kind, "params": {"warmup_steps": 3}}}
+    hints = [problem.hint for problem in check_job(document) if problem.rule == "unknown-key"]
+    assert hints == [f'did you mean "{name}"?']
