@@ -230,7 +230,7 @@ def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Prob
         )
     bare = schema is contract.deepspeed_schema()
     elsewhere = {name: places for name, places in homes.items() if path not in places}
-    hint = hint or foreign.explain_key(path, key, bare=bare) or suggest(key, known)
+    hint = hint or foreign.explain_key(path, key, known, bare=bare) or suggest(key, known)
     hint = hint or _suggest_elsewhere(key, elsewhere)
     if not hint and known:
         hint = "allowed here: " + ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dsjob import dsconfig
 from dsjob import schema as contract
 from dsjob.paths import Path
 
 
-def explain_key(path: Path, key: str, *, bare: bool) -> str:
-    """A hint for an unknown key that another tool has; empty where none has. `bare`: in a DeepSpeed config by itself.
+def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) -> str:
+    """A hint for an unknown key that another tool has; empty where none has.
+
+    `known`: the keys that there are at `path`. `bare`: in a DeepSpeed config by itself.
 
     HF's `TrainingArguments` are looked up where they are written by mistake: at the top, and in the sections that are
     about the same things.
@@ -33,7 +37,8 @@ def explain_key(path: Path, key: str, *, bare: bool) -> str:
         return ""
     if not argument.keys:
         return f"it is HF Trainer's; {argument.about}" if argument.about else ""
-    theirs: Path = tuple(argument.keys[0].split("."))
+    homes: list[Path] = [tuple(home.split(".")) for home in argument.keys]
+    theirs = next((home for home in homes if home[:-1] == path and home[-1] in known), homes[0])
     if in_config and dsconfig.to_config_path(theirs)[0] not in contract.deepspeed_schema()["properties"]:
         return f"HF Trainer's name for what a job calls {_dotted(theirs)}"
     if in_config:

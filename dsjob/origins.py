@@ -110,18 +110,18 @@ def read_document(url: str) -> Document:
 
     Raises UsageError where it cannot be read, DocumentError.
     """
-    return documents.parse(*read_text(url))
+    return documents.parse(read_text(url), STDIN if url == "-" else url)
 
 
-def read_text(url: str) -> tuple[str, str]:
-    """The text of a document, or of standard input for `-`, and what to call its source in messages.
+def read_text(url: str) -> str:
+    """The text of a file, or of standard input for `-`, where it is no longer than a document may be.
 
-    Raises UsageError where it cannot be read, DocumentError where it is too large.
+    Raises UsageError where it cannot be read, DocumentError where it is too long.
     """
     if url == "-":
-        return _require_small(sys.stdin.read(MAX_SIZE + 1), STDIN), STDIN
+        return _require_small(sys.stdin.read(MAX_SIZE + 1), STDIN)
     try:
-        return _require_small(storage.read_text(url, MAX_SIZE + 1), url), url
+        return _require_small(storage.read_text(url, MAX_SIZE + 1), url)
     except StorageError as error:
         raise UsageError(error.message, hint=error.hint) from error
 

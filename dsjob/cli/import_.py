@@ -8,32 +8,33 @@ import re
 import sys
 
 from dsjob import storage
-from dsjob.errors import UsageError
+from dsjob.errors import UsageError, make_printable
 from dsjob.importing.command_line import Command, Word, read_command
 from dsjob.importing.gather import import_sources
 from dsjob.importing.given import KINDS, MODULE, Note
 from dsjob.importing.settle import Imported
-from dsjob.importing.sources import SOURCE_KINDS, read_source
+from dsjob.importing.sources import SOURCE_KINDS, read_sources
 
 _HEADS = {
     "fill in": "to fill in",
-    "conflict": "conflicts that were settled",
+    "mend": "to mend: dsjob validate refuses it",
+    "conflict": "conflicts that were settled: command line > Trainer arguments > accelerate > DeepSpeed",
     "not supported": "carried, but not supported by dsjob yet",
     "unknown": "not known, and left out",
     "left out": "left out",
     "changed": "carried in other words",
-    "auto": 'what "auto" stood for',
+    "auto": 'what "auto" stands for',
 }
 
 
 def main(arguments: list[str], debug: bool) -> int:
     """Prints or writes the document; notes are comments at its top, or go to standard error beside JSON."""
     args, words = _parse(arguments)
-    found = [read_source(url, args.kind) for url in args.files]
     command = _read_words(words)
-    if not found and command is None:
+    found, wrong = read_sources(args.files, args.kind)
+    if not args.files and command is None:
         raise UsageError("nothing to import", hint="dsjob import FILE..., or dsjob import -- deepspeed train.py ...")
-    imported = import_sources(found, command)
+    imported = import_sources(found, command, wrong)
     text = _as_json(imported) if args.format == "json" else _as_yaml(imported)
     if args.format == "json":
         print(*_list_notes(imported.notes), sep="\n", file=sys.stderr)  # noqa: T201
@@ -41,8 +42,8 @@ def main(arguments: list[str], debug: bool) -> int:
         sys.stdout.write(text)
         return 0
     _write(args.output, text, args.force)
-    open_ends = sum(note.kind == "fill in" for note in imported.notes)
-    told = f"{len(imported.notes)} notes, {open_ends} of them to fill in"
+    open_ends = sum(note.kind in ("fill in", "mend") for note in imported.notes)
+    told = f"{len(imported.notes)} notes, {open_ends} of them to do"
     print(f"{args.output}: {told}; then dsjob validate {args.output}", file=sys.stderr)  # noqa: T201
     return 0
 
@@ -56,7 +57,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="DeepSpeed config, Trainer arguments as JSON, text with the launch "
-        "command, or accelerate file; a path or URL"
+        "command, or accelerate file; a path, a URL, or - (standard input)"
     )  # fmt: skip
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the document there")
@@ -84,7 +85,7 @@ def _list_notes(notes: tuple[Note, ...]) -> list[str]:
         if of_kind:
             lines.append(f"{_HEADS[kind]}:")
             lines += [f"  {note.place}: {note.message}" if note.place else f"  {note.message}" for note in of_kind]
-    return lines
+    return [make_printable(line) for line in lines]  # YAML ends a comment at more than a newline
 
 
 def _as_yaml(imported: Imported) -> str:
@@ -92,7 +93,7 @@ def _as_yaml(imported: Imported) -> str:
 
     text = to_yaml(imported.document)
     marked = re.sub(rf"(_target_: {MODULE}\.\w+)$", r"\1  # placeholder", text, flags=re.MULTILINE)
-    notes = [f"# {line}".replace("\n", " ") for line in _list_notes(imported.notes)]
+    notes = [f"# {line}" for line in _list_notes(imported.notes)]
     return "\n".join(["# Made by dsjob import.", *notes, "", marked])
 
 

@@ -99,7 +99,7 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], dict[str,
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     try:
-        text, source = read_text(url)
+        text, source = read_text(url), _name(url)
         texts[source] = text
         document = documents.parse_open(text, source)
         texts[source] = document.text

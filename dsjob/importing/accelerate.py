@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsjob.check import suggest
@@ -81,18 +81,25 @@ LEFT_OUT: dict[str, tuple[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 _SWITCHES = ("multi_gpu", "use_deepspeed", "use_fsdp")  # of the command; what they switch on has options of its own
 KEYS = frozenset({*PATHS, *READ, *LEFT_OUT})
+_SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config")
+_DEVICES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
+_OTHERS = (  # what else accelerate runs on
+    "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU",
+    "MEGATRON_LM", "TP",
+)  # fmt: skip
 
 
-def read_settings(content: dict[str, Any], locate: Callable[[Path], str]) -> Settings:
+def read_settings(content: dict[str, Any], locate: Callable[[Path], str], draft: Draft) -> Iterator[tuple[str, Given]]:
     """A file's keys as settings: those of its sections by their own names."""
-    settings: Settings = {}
     for key, value in content.items():
-        if key in ("deepspeed_config", "dynamo_config", "fsdp_config") and isinstance(value, dict):
+        given = Given(value, key, locate((key,)), Rank.ACCELERATE)
+        if key not in _SECTIONS:
+            yield key, given
+        elif isinstance(value, dict):
             for name, item in value.items():
-                settings[name] = Given(item, name, locate((key, name)), Rank.ACCELERATE)
-        else:
-            settings[key] = Given(value, key, locate((key,)), Rank.ACCELERATE)
-    return settings
+                yield name, Given(item, name, locate((key, name)), Rank.ACCELERATE)
+        elif value is not None:
+            draft.refuse(given, "must be an object, whose keys are accelerate's")
 
 
 def draft_accelerate(settings: Settings, draft: Draft) -> None:
@@ -109,68 +116,78 @@ def draft_accelerate(settings: Settings, draft: Draft) -> None:
             hint = suggest(name, sorted(KEYS)) or "no such key of accelerate is known"
             draft.note("unknown", f"{given.told}: {hint}", given)
     _draft_processes(settings, draft)
+    _draft_device(settings, draft)
     _draft_precision(settings.get("mixed_precision"), draft)
-    fsdp = {name: given for name, given in settings.items() if name.startswith("fsdp_") and name != "fsdp_config"}
+    fsdp = {name: given for name, given in settings.items() if name.startswith("fsdp_") and name not in _SECTIONS}
     if fsdp:
         _draft_fsdp(fsdp, draft)
 
 
 def _draft_processes(settings: Settings, draft: Draft) -> None:
     processes, machines = settings.get("num_processes"), settings.get("num_machines")
-    nodes = int(machines.number()) if machines is not None and not is_off(machines.value) else 1
-    if processes is not None and not is_off(processes.value):
-        draft.put("launch.nproc", processes.to(max(1, int(processes.number()) // nodes)))
+    nodes = draft.whole(machines, 1) if machines is not None and machines.value is not None else 1
+    if processes is not None and processes.value is not None:
+        count = draft.whole(processes, 1)
+        draft.put("launch.nproc", processes.to(max(1, count // nodes)))
+        if count % nodes:
+            draft.refuse(processes, f"cannot be divided among {nodes} machines", rule="range")
     if machines is not None and nodes > 1:
-        text = (
-            f"{machines.name}={nodes}: start dsjob with torchrun on each machine; launch.nproc is one machine's ranks"
-        )
+        draft.nodes = nodes
+        text = f"{machines.told}: start dsjob with torchrun on each machine; launch.nproc is one machine's ranks"
         draft.note("left out", text, machines)
     gpus = settings.get("gpu_ids")
-    if gpus is not None and not is_off(gpus.value) and gpus.value != "all":
+    if gpus is not None and gpus.value is not None and gpus.value not in ("all", ""):
         draft.note("left out", f"{gpus.told}: set CUDA_VISIBLE_DEVICES={gpus.value}", gpus)
+
+
+def _draft_device(settings: Settings, draft: Draft) -> None:
     for name in ("use_cpu", "cpu"):
-        if name in settings and settings[name].value is True:
+        if name in settings and draft.switch(settings[name]):
             draft.put("launch.device", settings[name].to("cpu"))
     kind = settings.get("distributed_type")
-    if kind is None:
-        return
-    if kind.value == "MULTI_CPU":
-        draft.put("launch.device", kind.to("cpu"))
-    elif kind.value not in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "no", False, None):
-        draft.note("left out", f"distributed_type={kind.value}: CPU and CUDA are the devices here", kind)
+    if kind is None or is_off(kind.value) or kind.value in _DEVICES:
+        if kind is not None and kind.value == "MULTI_CPU":
+            draft.put("launch.device", kind.to("cpu"))
+    elif kind.value in _OTHERS:
+        draft.note("left out", f"{kind.told}: CPU and CUDA are the devices here", kind)
+    else:
+        hint = suggest(str(kind.value), [*_DEVICES, *_OTHERS])
+        draft.refuse(kind, f"must be one of {', '.join((*_DEVICES, *_OTHERS))}", rule="enum", hint=hint)
 
 
 def _draft_precision(given: Given | None, draft: Draft) -> None:
     if given is None or is_off(given.value):
         return
     if given.value == "fp8":
-        draft.note("left out", "mixed_precision=fp8: no 8-bit floats; bf16.enabled=true instead", given)
-        return
-    for name in ("fp16", "bf16"):
-        if given.value == name:
-            draft.put(f"{name}.enabled", given.to(True))
-    if given.value not in ("fp16", "bf16"):
-        draft.note(
-            "unknown", f"mixed_precision={given.value}: {suggest(str(given.value), ['fp16', 'bf16', 'no'])}", given
-        )
+        draft.note("left out", f"{given.told}: no 8-bit floats; bf16.enabled=true instead", given)
+    elif given.value in ("fp16", "bf16"):
+        draft.put(f"{given.value}.enabled", given.to(True))
+    else:
+        hint = suggest(str(given.value), ["fp16", "bf16", "no"])
+        draft.refuse(given, "must be one of no, fp16, bf16, fp8", rule="enum", hint=hint)
 
 
 _STRATEGIES = {1: "full_shard", 2: "shard_grad_op", 3: "no_shard", 4: "hybrid_shard", 5: "hybrid_shard_zero2"}
 
 
 def _draft_fsdp(config: Settings, draft: Draft) -> None:
-    rest = dict(config)
+    rest = {name: given for name, given in config.items() if given.value is not None}
     strategy, offload = rest.pop("fsdp_sharding_strategy", None), rest.pop("fsdp_offload_params", None)
     reshard = rest.get("fsdp_reshard_after_forward")
-    if reshard is not None and isinstance(reshard.value, str):  # FSDP1's words are also written here
-        strategy = rest.pop("fsdp_reshard_after_forward")
+    if (
+        reshard is not None and str(reshard.value).lower() in _STRATEGIES.values()
+    ):  # FSDP1's words are also written here
+        rest.pop("fsdp_reshard_after_forward")
+        strategy = reshard
     if strategy is not None:
         number = strategy.value if isinstance(strategy.value, int) else 0
-        draft_sharding([str(_STRATEGIES.get(number, strategy.value)).lower()], strategy, draft)
+        word = _STRATEGIES.get(number, strategy.value) if number is not True else strategy.value
+        draft_sharding([str(word).lower()], strategy, draft)
     elif reshard is None:
-        draft_sharding(["full_shard"], next(iter(config.values())), draft)
+        first = next(iter(config.values()))
+        draft_sharding(["full_shard"], Given("full_shard", "FSDP", first.place, first.rank), draft)
     draft_fsdp_config(rest, draft)
-    if offload is not None and offload.value is True:
+    if offload is not None and draft.switch(offload):
         stage = draft.best("zero_optimization.stage")
         draft.put(f"{_ZERO}.offload_optimizer.device", offload.to("cpu"))
         if stage is None or stage.value == 3:

@@ -42,6 +42,7 @@ def _out(about: str, default: Any = None) -> Argument:
 
 _OPTIMIZER = "optimizer.params"
 _SCHEDULER = "scheduler.type scheduler.params"
+_WARMUP = "scheduler.params.warmup_num_steps scheduler.params.num_warmup_steps"  # DeepSpeed's schedules; all others
 _STAGE = "zero_optimization.stage zero_optimization.offload_param zero_optimization.offload_optimizer"
 _LOGS = "metrics.jsonl in the run's folder holds every record"
 _HUB = "nothing is uploaded: convert a checkpoint and push that"
@@ -78,7 +79,7 @@ ARGUMENTS: dict[str, Argument] = {
     "auto_find_batch_size": _out("give trainer.micro_batch", False),
     "max_grad_norm": _as("gradient_clipping", 1.0),
     # optimizer and schedule
-    "learning_rate": _in("optimizer", f"{_OPTIMIZER}.lr scheduler.params.warmup_max_lr", 5e-5),
+    "learning_rate": _in("optimizer", f"{_OPTIMIZER}.lr", 5e-5, "and warmup_max_lr of a DeepSpeed file's schedule"),
     "weight_decay": _in("optimizer", f"{_OPTIMIZER}.weight_decay", 0.0, "biases and norms too"),
     "adam_beta1": _in("optimizer", f"{_OPTIMIZER}.betas", 0.9),
     "adam_beta2": _in("optimizer", f"{_OPTIMIZER}.betas", 0.999),
@@ -89,8 +90,8 @@ ARGUMENTS: dict[str, Argument] = {
     "optim_target_modules": _out("belongs to GaLore and APOLLO, which are not carried"),
     "lr_scheduler_type": _in("schedule", _SCHEDULER, "linear"),
     "lr_scheduler_kwargs": _in("schedule", "scheduler.params", None),
-    "warmup_steps": _in("schedule", "scheduler.params.warmup_num_steps", 0, "below 1: a share of all steps"),
-    "warmup_ratio": _in("schedule", "scheduler.params.warmup_num_steps", 0.0),
+    "warmup_steps": _in("schedule", _WARMUP, 0, "below 1: a share of all steps"),
+    "warmup_ratio": _in("schedule", _WARMUP, 0.0, "of all steps"),
     # precision
     "fp16": _in("precision", "fp16.enabled amp.enabled", False),
     "bf16": _in("precision", "bf16.enabled", False),

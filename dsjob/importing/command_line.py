@@ -5,12 +5,15 @@ Knows quotes, escapes, comments, line continuations and variables that the same 
 
 from __future__ import annotations
 
-import json
+import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsjob import document as documents
+from dsjob.document.positions import MAX_EXPANSION, MAX_NUMBER
 from dsjob.errors import DocumentError, Problem
 from dsjob.importing.given import Given, Rank, Settings
 
@@ -61,35 +64,52 @@ class Command:
 
 def find_commands(text: str, source: str) -> list[Command]:
     """The launch commands in a text: a shell script, or a line that somebody has kept."""
-    variables: dict[str, str] = {}
+    shell = _Shell(text, source, {})
+    exported: Settings = {}
     found = []
-    for words in split_words(text, source, variables):
+    for words in shell.commands():
         command = read_command(words)
         if command is not None:
+            unused = {name: given for name, given in exported.items() if name not in shell.used}
+            command.environment = {**unused, **command.environment}
             found.append(command)
-        else:
-            rest = words[1:] if words[0].text == "export" else words
-            for word in rest:
-                if match := _ASSIGNMENT.fullmatch(word.text):
-                    variables[match[1]] = match[2]
+            continue
+        exports = words[0].text == "export"
+        for word in words[exports:]:
+            if match := _ASSIGNMENT.fullmatch(word.text):
+                shell.variables[match[1]] = match[2]
+                if exports:
+                    exported[match[1]] = Given(match[2], match[1], word.place, Rank.COMMAND_LINE)
     return found
 
 
 def split_words(text: str, source: str, variables: dict[str, str]) -> Iterator[list[Word]]:
-    """Yields one list of words for each simple command; `variables` may grow while it is read."""
-    reader = _Shell(text, source, variables)
-    while (words := reader.command()) is not None:
-        if words:
-            yield words
+    """Yields one list of words for each simple command."""
+    return _Shell(text, source, variables).commands()
 
 
 class _Shell:
     def __init__(self, text: str, source: str, variables: dict[str, str]) -> None:
         self.text, self.source, self.variables, self.at = text, source, variables, 0
+        self.line_starts = [0, *(newline.end() for newline in re.finditer("\n", text))]
+        self.expanded = 0  # characters that variables have brought in
+        self.used: set[str] = set()  # variables that stand in words
+
+    def commands(self) -> Iterator[list[Word]]:
+        while (words := self.command()) is not None:
+            if words:
+                yield words
+
+    def mark(self, at: int) -> tuple[int, int]:
+        line = bisect_right(self.line_starts, at)
+        return line, at - self.line_starts[line - 1] + 1
 
     def place(self, at: int) -> str:
-        line_start = self.text.rfind("\n", 0, at) + 1
-        return f"{self.source}:{self.text.count(chr(10), 0, at) + 1}:{at - line_start + 1}"
+        line, column = self.mark(at)
+        return f"{self.source}:{line}:{column}"
+
+    def fail(self, message: str, hint: str) -> DocumentError:
+        return DocumentError([Problem(message, (), "syntax", hint, self.source, *self.mark(self.at))])
 
     def command(self) -> list[Word] | None:
         """The words up to the end of the command; None at the end of the text."""
@@ -149,18 +169,24 @@ class _Shell:
         while end < len(self.text) and self.text[end] != quote:
             end += 2 if quote == '"' and self.text[end] == "\\" else 1
         if end >= len(self.text):
-            source, line, column = self.place(self.at).rsplit(":", 2)
-            problem = Problem(
-                "this quote is never closed", (), "syntax", f"close it with {quote}", source, int(line), int(column)
-            )
-            raise DocumentError([problem])
+            raise self.fail("this quote is never closed", f"close it with {quote}")
         inside = self.text[self.at + 1 : end]
         self.at = end + 1
         return inside if quote == "'" else self.expand(re.sub(r"\\([\"\\$`\n])", r"\1", inside))
 
     def expand(self, text: str) -> str:
         """With the variables that the text has set; others as `$NAME`, since a document reads `${...}` itself."""
-        return _VARIABLE.sub(lambda match: self.variables.get(match[1] or match[2], f"${match[1] or match[2]}"), text)
+
+        def fill(match: re.Match[str]) -> str:
+            name = match[1] or match[2]
+            self.used.add(name)
+            value = self.variables.get(name, f"${name}")
+            self.expanded += len(value)
+            if self.expanded > MAX_EXPANSION:
+                raise self.fail(f"variables bring in more than {MAX_EXPANSION:,} characters", "write them out")
+            return value
+
+        return _VARIABLE.sub(fill, text)
 
 
 def read_command(words: Sequence[Word]) -> Command | None:
@@ -264,11 +290,13 @@ def parse_value(text: str) -> Any:
         return text.lower() == "true"
     if text in ("None", "null"):
         return None
-    if _NUMBER.fullmatch(text) and not re.match(r"0\d", text):
-        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+    if len(text) <= MAX_NUMBER and _NUMBER.fullmatch(text) and not re.match(r"0\d", text):
+        number = int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+        return number if math.isfinite(number) else text
     if text[:1] in "{[":
         try:
-            return json.loads(text)
-        except json.JSONDecodeError:
+            parsed = documents.parse(f'{{"": {text}}}', "", format="json").value
+        except DocumentError:
             return text
+        return parsed[""] if len(parsed) == 1 else text
     return text

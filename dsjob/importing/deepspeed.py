@@ -52,13 +52,16 @@ def _modernise(path: Path, given: Given, config: dict[str, Any], draft: Draft) -
 
 def _modernise_zero(key: str, given: Given, section: dict[str, Any], draft: Draft) -> list[tuple[Path, Given]]:
     if key in _OFFLOAD:
-        if given.value is not True:
+        if not draft.switch(given):
             return []
         draft.note("changed", f"{key} is now {_OFFLOAD[key]}.device=cpu", given)
         return [((_ZERO, _OFFLOAD[key], "device"), given.to("cpu"))]
     if key == _PIN:
         homes = {home for old, home in _OFFLOAD.items() if section.get(old) is True}
-        draft.note("changed", f"{key} is now pin_memory of each offload section", given)
+        if homes:
+            draft.note("changed", f"{key} is now pin_memory of each offload section", given)
+        else:
+            draft.note("left out", f"{given.told}: nothing is offloaded here", given)
         return [((_ZERO, home, "pin_memory"), given) for home in sorted(homes)]
     below = contract.child(contract.deepspeed_schema()["properties"][_ZERO], key) or {}
     name = below.get("x-alias-of", key)

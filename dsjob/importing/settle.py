@@ -1,4 +1,4 @@
-"""One value for each key: who wins, what "auto" stands for, what the contract does not know; then the document."""
+"""One value for each key: who wins, what "auto" stands for, how batch sizes fit together; then the document."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsjob import schema as contract
-from dsjob.check import check_shape
-from dsjob.errors import DocumentError, Problem
-from dsjob.importing.given import KINDS, MODULE, PRECEDENCE, Draft, Given, Note, Rank, is_off, nest, pick, show
+from dsjob.errors import DocumentError
+from dsjob.importing.given import KINDS, LATER, MODULE, Draft, Given, Note, Rank, is_off, pick, show
+from dsjob.importing.sound import assemble, find_wrong, note_gaps, note_refused, take_out
 from dsjob.paths import Path
 
 _BATCH = ("train_batch", "micro_batch", "grad_accum")
-_DECAYING = ("WarmupDecayLR", "WarmupCosineLR")
+_METHODS = ("optimizer", "scheduler")
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,27 @@ class Imported:
 def settle(draft: Draft, trainer: bool) -> Imported:
     """The job document of a draft. `trainer`: whether the Trainer's defaults count.
 
-    Raises DocumentError for values that a job document cannot have.
+    Raises DocumentError with every value that a job document cannot have.
     """
     winners: dict[Path, Given] = {}
     for path, found in draft.values.items():
         winner = _choose(path, found, trainer, draft)
         if winner is not None:
             winners[path] = winner
-    winners = {path: given.to(_own_number(path, given.value, draft)) for path, given in winners.items()}
+    winners = {path: replace(given, value=_own_number(path, given.value, draft)) for path, given in winners.items()}
+    _name_methods(winners, draft)
     _settle_precision(winners, draft)
     _settle_batch(winners, draft)
-    document: dict[str, Any] = {}
-    for path, given in winners.items():
-        _add(document, nest(path, given.value))
-    _check(document, winners, draft)
-    _note_gaps(document, draft)
+    find_wrong(winners, draft)
+    if draft.problems:
+        raise DocumentError(list(draft.problems.values()))
+    document = assemble(winners, draft)
+    take_out(document, winners, draft)
+    note_gaps(document, draft)
+    document = contract.sort_keys(document, contract.job_schema())
+    note_refused(document, winners, draft)
     order = {kind: index for index, kind in enumerate(KINDS)}
-    notes = sorted(draft.notes, key=lambda note: order[note.kind])
-    return Imported(contract.sort_keys(document, contract.job_schema()), tuple(notes))
+    return Imported(document, tuple(sorted(draft.notes, key=lambda note: order[note.kind])))
 
 
 def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Given | None:
@@ -58,8 +61,9 @@ def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Give
     dotted = ".".join(map(str, path))
     for given in found:
         if given.value not in ("auto", winner.value) and _is_said(given):
-            why = PRECEDENCE if given.rank > Rank.DEFAULT else "the other is the Trainer's default"
-            draft.note("conflict", f"{dotted}: {winner} wins over {given}: {why}")
+            why = ": the other is the Trainer's default" if given.rank == Rank.DEFAULT else ""
+            why = LATER if given.rank == winner.rank else why
+            draft.note("conflict", f"{dotted}: {winner} wins over {given}{why}")
     if auto is not None and auto.rank > Rank.DEFAULT:
         draft.note("auto", f"{dotted}: auto stands for {show(winner.value)} ({_origin(winner)})", auto)
     elif winner.rank == Rank.DEFAULT and winner.value == _schema_at(path, draft).get("default"):
@@ -71,7 +75,7 @@ def _counts(path: Path, given: Given, auto: Given | None, trainer: bool, draft: 
     if given.rank > Rank.DEFAULT or auto is not None:
         return True
     # A section that a file has is complete: the Trainer adds nothing to it that nobody gave.
-    kind = draft.best(f"{path[0]}.type") if path[0] in ("optimizer", "scheduler") else None
+    kind = draft.best(f"{path[0]}.type") if path[0] in _METHODS else None
     return trainer and (kind is None or kind.rank >= Rank.ARGUMENTS)
 
 
@@ -105,6 +109,22 @@ def _own_number(path: Path, value: Any, draft: Draft) -> Any:
     return int(value) if whole else value
 
 
+def _name_methods(winners: dict[Path, Given], draft: Draft) -> None:
+    """Gives a type to an optimizer or schedule of which only arguments are given: the Trainer's, for its arguments."""
+    for section in _METHODS:
+        given = [found for path, found in winners.items() if path[0] == section and len(path) > 1]
+        if not given or (section, "type") in winners or (section, "_target_") in winners:
+            continue
+        first, path = max(given, key=lambda found: found.rank), (section, "type")
+        default = next((found for found in draft.values.get(path, ()) if found.value != "auto"), None)
+        if first.rank < Rank.ARGUMENTS or default is None:
+            draft.note("fill in", f"{section}.type: nothing names the one that {first.told} is for", first)
+        else:
+            winners[path] = default
+            text = f"{section}.type={default.value}: the Trainer's default, which {first.told} is for"
+            draft.note("changed", text, first)
+
+
 def _settle_precision(winners: dict[Path, Given], draft: Draft) -> None:
     fp16, bf16 = winners.get(("fp16", "enabled")), winners.get(("bf16", "enabled"))
     if fp16 is None or bf16 is None or not (fp16.value is True and bf16.value is True):
@@ -112,7 +132,7 @@ def _settle_precision(winners: dict[Path, Given], draft: Draft) -> None:
     winner = pick([fp16, bf16])
     loser = fp16 if winner is bf16 else bf16
     winners["fp16" if loser is fp16 else "bf16", "enabled"] = loser.to(False)
-    draft.note("conflict", f"precision: {winner} wins over {loser}: {PRECEDENCE}")
+    draft.note("conflict", f"precision: {winner} wins over {loser}")
 
 
 def _settle_batch(winners: dict[Path, Given], draft: Draft) -> None:
@@ -126,72 +146,23 @@ def _settle_batch(winners: dict[Path, Given], draft: Draft) -> None:
         return
     if accum is None or not all(isinstance(part.value, (int, float)) for part in (train, micro, accum)):
         return
-    nproc = winners.get(("launch", "nproc"))
+    nproc, nodes = winners.get(("launch", "nproc")), draft.nodes or 1
     one_rank = int(micro.value * accum.value)
-    ranks, rest = divmod(int(train.value), one_rank) if one_rank else (0, 1)
+    ranks, rest = divmod(int(train.value), one_rank * nodes) if one_rank else (0, 1)
     if nproc is None and not rest and ranks > 0:
-        if ranks > 1:
+        if ranks * nodes > 1:
             winners["launch", "nproc"] = train.to(ranks)
-            text = f"launch.nproc={ranks}: {train.value} = {micro.value} x {accum.value} x {ranks} ranks"
-            draft.note("changed", text, train)
-    elif max(micro.rank, accum.rank) > train.rank and int(train.value) != one_rank * (nproc.value if nproc else 1):
+            machines = f" on each of {nodes} machines" if nodes > 1 else ""
+            text = f"launch.nproc={ranks}: {train.value} = {micro.value} x {accum.value} x {ranks * nodes} ranks"
+            draft.note("changed", f"{text}{f', {ranks}{machines}' if machines else ''}", train)
+        if nodes > 1:
+            del winners["trainer", "train_batch"]  # follows from the others on any number of ranks
+        return
+    if not isinstance(nproc.value if nproc else 1, int):
+        return
+    if int(train.value) == one_rank * nodes * (nproc.value if nproc else 1):
+        if nodes > 1:
+            del winners["trainer", "train_batch"]
+    elif max(micro.rank, accum.rank) > train.rank:
         del winners["trainer", "train_batch"]
-        draft.note("conflict", f"trainer: {micro} and {accum} win over {train}: {PRECEDENCE}")
-
-
-def _add(document: dict[str, Any], more: dict[str, Any]) -> None:
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(document.get(key), dict):
-            _add(document[key], value)
-        else:
-            document[key] = value
-
-
-def _check(document: dict[str, Any], winners: dict[Path, Given], draft: Draft) -> None:
-    """Notes what dsjob does not support, takes out what it does not know, and refuses what is wrong."""
-    wrong = []
-    for problem in check_shape(document, contract.job_schema()):
-        origin = next((given for path, given in winners.items() if path[: len(problem.path)] == problem.path), None)
-        name = origin.name if origin else problem.dotted
-        if problem.severity != "error" or problem.path in draft.unfilled or problem.rule == "required":
-            continue
-        if problem.rule == "unsupported":
-            draft.note("not supported", f"{problem.dotted} {problem.message}: {problem.hint}", origin)
-        elif problem.rule == "unknown-key":
-            draft.note("unknown", f"{name}={show(_take_out(document, problem.path))}: {problem.hint}", origin)
-        else:
-            wrong.append(_place(problem, origin))
-    if wrong:
-        raise DocumentError(wrong)
-
-
-def _place(problem: Problem, origin: Given | None) -> Problem:
-    if origin is None:
-        return problem
-    placed = origin.wrong(problem.message).problems[0]
-    return replace(placed, path=problem.path, rule=problem.rule, hint=problem.hint)
-
-
-def _take_out(document: dict[str, Any], path: Path) -> Any:
-    home = document
-    for key in path[:-1]:
-        home = home[key]  # type: ignore[index]
-    return home.pop(str(path[-1]), None)
-
-
-def _note_gaps(document: dict[str, Any], draft: Draft) -> None:
-    """What a job needs and nobody has said: `validate` asks for it too."""
-    trainer, scheduler = document.get("trainer", {}), document.get("scheduler", {})
-    if "max_steps" not in trainer and "max_epochs" not in trainer:
-        draft.note("fill in", "trainer.max_steps or trainer.max_epochs: nothing says how long to train")
-    if not {"train_batch", "micro_batch"} & set(trainer):
-        draft.note("fill in", "trainer.micro_batch: nothing says how many samples there are in a batch")
-    if "optimizer" not in document:
-        draft.note("fill in", "optimizer: the program made its own; {type: AdamW, params: {lr: 1e-3}}, for example")
-    total = scheduler.get("params", {}).get("total_num_steps", "auto")
-    if scheduler.get("type") in _DECAYING and total == "auto" and "max_steps" not in trainer:
-        text = "scheduler.params.total_num_steps (or trainer.max_steps): the schedule has to know its end"
-        draft.note("fill in", text)
-    target = document.get("data", {}).get("eval", {}).get("_target_", "")
-    if target.startswith(f"{MODULE}.") and not any("data.eval:" in note.message for note in draft.notes):
-        draft.note("fill in", f"data.eval: {target} stands for the evaluation set")
+        draft.note("conflict", f"trainer: {micro} and {accum} win over {train}")

@@ -12,10 +12,11 @@ from dsjob import document as documents
 from dsjob import schema as contract
 from dsjob import storage
 from dsjob.document import Document
-from dsjob.errors import StorageError, UsageError
+from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.importing import accelerate
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.importing.command_line import Command, find_commands
+from dsjob.origins import STDIN, read_text
 from dsjob.paths import Path
 
 SourceKind = Literal["deepspeed", "arguments", "command", "accelerate"]
@@ -26,6 +27,7 @@ _WORDS = {
     "command": "a launch command",
     "accelerate": "an accelerate file",
 }
+MAX_COMMAND = 1 << 20  # characters of a script that starts a training
 _SUFFIXES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
 _LAUNCHES = re.compile(
     r"^[^#\n]*\b(?:deepspeed|torchrun|accelerate\s+launch|python[\d.]*)\s+\S|^[^#\n{]*\s--\w", re.MULTILINE
@@ -53,19 +55,32 @@ class Source:
         return f"{self.name}:{mark.line}:{mark.column}"
 
 
-def read_source(url: str, kind: SourceKind | None = None) -> Source:
-    """A file, read and recognised; `kind` decides where the content leaves it open.
+def read_sources(urls: list[str], kind: SourceKind | None = None) -> tuple[list[Source], list[Problem]]:
+    """Those of the files that can be read, and what is wrong with the others."""
+    found: list[Source] = []
+    wrong: list[Problem] = []
+    for url in urls:
+        try:
+            found.append(read_source(url, kind))
+        except DocumentError as error:
+            wrong += error.problems
+        except UsageError as error:
+            name = STDIN if url == "-" else url
+            wrong.append(Problem(error.message, rule="unreadable", hint=error.hint, source=name))
+    return found, wrong
 
-    Raises UsageError where it cannot be read or recognised, DocumentError with the place of a syntax error.
+
+def read_source(url: str, kind: SourceKind | None = None) -> Source:
+    """A file, or standard input for `-`, read and recognised; `kind` decides where the content leaves it open.
+
+    Raises UsageError where it cannot be read or recognised, DocumentError with the place of a syntax error, or where
+    it is longer than a document may be.
     """
     if url.endswith(".py"):
         hint = "give the command that starts it: dsjob import -- python train.py ..."
         raise UsageError(f"{url} is a program, which is not read", hint=hint)
-    try:
-        text = storage.read_text(url)
-    except StorageError as error:
-        raise UsageError(error.message, hint=error.hint) from error
-    text = text.replace("\r\n", "\n")
+    text = read_text(url).replace("\r\n", "\n")
+    url = STDIN if url == "-" else url
     if not text.strip():
         raise UsageError(f"nothing to import: {url} is empty")
     plain = not url.lower().endswith(_SUFFIXES) and not text.lstrip().startswith("{")
@@ -76,6 +91,9 @@ def read_source(url: str, kind: SourceKind | None = None) -> Source:
 
 
 def _read_command(text: str, url: str) -> Command:
+    if len(text) > MAX_COMMAND:
+        message = f"a launch command of more than {MAX_COMMAND >> 20} MiB"
+        raise DocumentError([Problem(message, (), "too-large", "give the line that starts the training", url)])
     found = find_commands(text, url)
     if not found:
         raise UsageError(
@@ -146,8 +164,12 @@ _TESTS: dict[str, Callable[[str, Any], bool]] = {
 
 
 def find_beside(name: str, home: str) -> str | None:
-    """The file that another one names: in the current folder, or beside the other; None where it is in neither."""
-    if "://" in name or os.path.isabs(name):
-        return name if "://" in name or os.path.isfile(name) else None
-    beside = os.path.join(os.path.dirname(home), name) if "://" not in home else name
-    return next((path for path in (name, beside) if os.path.isfile(path)), None)
+    """The local file that another one names: in the current folder, or beside the other; None where it is in neither.
+
+    What only the network has is never found, and neither is anything that a file from there names.
+    """
+    if not (storage.is_local(name) and storage.is_local(home)):
+        return None
+    path = storage.local_path(name)
+    beside = os.path.join(os.path.dirname(storage.local_path(home)), path)
+    return next((found for found in (path, beside) if os.path.isfile(found)), None)

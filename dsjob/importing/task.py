@@ -35,23 +35,31 @@ def draft_task(script: Given | None, settings: Settings, draft: Draft) -> None:
     if pairs:
         _draft_pairs("train", "train_file", "max_train_samples", settings, draft)
         if "validation_file" in settings:
-            _draft_pairs("eval", "validation_file", _eval_limit(settings), settings, draft)
+            _draft_pairs("eval", "validation_file", "max_eval_samples", settings, draft)
         collate = settings["train_file"]
         draft.put("data.collate._target_", collate.to("dsjob.recipes.t5.collate"))
         draft.put("data.collate._partial_", collate.to(True))
     else:
         _draft_other_data(t5, settings, draft)
-    _note_columns(pairs, settings, draft)
+    _note_data(pairs, settings, draft)
 
 
 def _draft_model(name: Given | None, t5: bool, script: Given | None, settings: Settings, draft: Draft) -> None:
+    further = [
+        (key, given)
+        for key, given in (
+            ("revision", settings.get("model_revision")),
+            ("attn_implementation", settings.get("attn_implementation")),
+        )
+        if given is not None and not is_off(given.value) and given.value != "main"
+    ]
     if name is None:
         draft.put("model._target_", _NOWHERE.to(f"{MODULE}.build_model"))
+        for key, given in further:
+            draft.put(f"model.{key}", given)
         draft.note("fill in", f"model: {MODULE}.build_model stands for the factory of your model", script)
         return
-    revision = settings.get("model_revision")
-    revision = None if revision is None or revision.value == "main" else revision
-    if t5 and revision is None:
+    if t5 and not further:
         draft.put("model._target_", name.to("dsjob.recipes.t5.build"))
         draft.put("model.pretrained", name)
         return
@@ -60,15 +68,16 @@ def _draft_model(name: Given | None, t5: bool, script: Given | None, settings: S
     if kind is None:
         draft.put("model._target_", name.to(f"{MODULE}.build_model"))
         draft.put("model.pretrained", name)
+        for key, given in further:
+            draft.put(f"model.{key}", given)
         draft.note("fill in", f"model: {MODULE}.build_model stands for the factory of {name.value}", name)
         return
     draft.put("model._target_", name.to(f"transformers.{kind}.from_pretrained"))
     draft.put("model.pretrained_model_name_or_path", name)
     draft.put("model.dtype", name.to("float32"))
     draft.note("changed", f"model: {kind} is what scripts called {stem} use; needs pip install 'dsjob[hf]'", name)
-    for key, given in (("revision", revision), ("attn_implementation", settings.get("attn_implementation"))):
-        if given is not None and not is_off(given.value):
-            draft.put(f"model.{key}", given)
+    for key, given in further:
+        draft.put(f"model.{key}", given)
 
 
 def _reads_pairs(settings: Settings) -> bool:
@@ -76,10 +85,6 @@ def _reads_pairs(settings: Settings) -> bool:
     files = [settings[name] for name in ("train_file", "validation_file") if name in settings]
     suffixes = {os.path.splitext(str(given.value))[1] for given in files}
     return "train_file" in settings and suffixes <= set(_PAIR_FILES) and "source_lang" not in settings
-
-
-def _eval_limit(settings: Settings) -> str:
-    return "max_eval_samples" if "max_eval_samples" in settings else "max_val_samples"
 
 
 def _draft_pairs(part: str, file: str, limit: str, settings: Settings, draft: Draft) -> None:
@@ -102,7 +107,7 @@ def _draft_pairs(part: str, file: str, limit: str, settings: Settings, draft: Dr
 def _draft_other_data(t5: bool, settings: Settings, draft: Draft) -> None:
     for part, file, limit in (
         ("train", "train_file", "max_train_samples"),
-        ("eval", "validation_file", _eval_limit(settings)),
+        ("eval", "validation_file", "max_eval_samples"),
     ):
         path = settings.get(file)
         if part == "eval" and path is None and limit not in settings:
@@ -117,7 +122,7 @@ def _draft_other_data(t5: bool, settings: Settings, draft: Draft) -> None:
                 draft.put(f"data.{part}.{key}", given)
         draft.note(
             "fill in",
-            f"data.{part}: {target} stands for the dataset, tokens and all{_hint(t5, path, settings)}",
+            f"data.{part}: {target} stands for your dataset, tokenised{_hint(t5, path, settings)}",
             origin,
         )
 
@@ -128,15 +133,20 @@ def _hint(t5: bool, path: Given | None, settings: Settings) -> str:
     return "; nothing is downloaded" if "dataset_name" in settings else ""
 
 
-def _note_columns(pairs: bool, settings: Settings, draft: Draft) -> None:
+def _note_data(pairs: bool, settings: Settings, draft: Draft) -> None:
+    """What the data in the job does not say of the script's arguments."""
     if pairs:
-        names = [name for name in ("text_column", "summary_column") if name not in settings]
-        if names:
+        if not {"text_column", "summary_column"} <= set(settings):
             draft.note(
                 "changed", "data: columns are called source and target unless data.train.source and .target say so"
             )
+        used = ("source_lang", "text_column", "summary_column")
+        left = [(name, "the T5 recipe reads the file alone") for name in _DESCRIBES if name not in used]
+        if "validation_file" not in settings:
+            left.append(("max_eval_samples", "there is no validation file"))
     else:
-        for name in ("max_source_length", "max_target_length", "tokenizer_name"):
-            if name in settings and not is_off(settings[name].value):
-                given = settings[name]
-                draft.note("left out", f"{given.told}: an argument for the dataset of your own", given)
+        names = ("max_source_length", "max_target_length", "tokenizer_name")
+        left = [(name, "an argument for the dataset of your own") for name in names]
+    for name, why in left:
+        if name in settings and not is_off(settings[name].value):
+            draft.note("left out", f"{settings[name].told}: {why}", settings[name])

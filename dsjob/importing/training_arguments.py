@@ -12,11 +12,13 @@ from typing import Any
 
 from dsjob.check import suggest
 from dsjob.importing.arguments_table import ARGUMENTS, FORMER_DEFAULTS, SCRIPT_ARGUMENTS
-from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off
-from dsjob.importing.methods import draft_optimizer, draft_schedule
+from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off, join
+from dsjob.importing.methods import draft_optimizer
+from dsjob.importing.schedules import draft_schedule
 
 _TABLE = {**ARGUMENTS, **SCRIPT_ARGUMENTS}
-_TRUE, _FALSE = {"yes", "true", "t", "y", "1"}, {"no", "false", "f", "n", "0"}
+# Old spellings, which are read as the new ones.
+_RENAMED = {"evaluation_strategy": "eval_strategy", "max_val_samples": "max_eval_samples"}
 _STAGES = {
     "simple": 2, "zero_dp_2": 2, "zero_dp_3": 3,
     "full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2,
@@ -31,10 +33,11 @@ def sort_arguments(found: Settings, draft: Draft) -> tuple[Settings, Settings]:
         if name.startswith("no_") and name[3:] in ARGUMENTS and given.value is True:
             name, given = name[3:], given.to(False)
         known = name if name in _TABLE else _complete(name)
+        known = _RENAMED.get(known or "", known)
         if known in ARGUMENTS:
-            trainer[known] = given
+            join(trainer, [(known, given)], draft)
         elif known in SCRIPT_ARGUMENTS:
-            script[known] = given
+            join(script, [(known, given)], draft)
         else:
             hint = suggest(name, list(_TABLE))
             draft.note("unknown", f"{given.told}: {hint or 'nothing in a job is called so'}", given)
@@ -47,12 +50,12 @@ def _complete(name: str) -> str | None:
     return longer[0] if len(longer) == 1 else None
 
 
-def fill_settings(given: Settings) -> Settings:
+def fill_settings(given: Settings, draft: Draft) -> Settings:
     """Every argument of the Trainer: as given, or its default. A file's value that equals the default ranks as one."""
     filled = {}
     for name, row in ARGUMENTS.items():
         default = Given(row.default, f"--{name}", "the Trainer's default", Rank.DEFAULT)
-        found = _read_switch(given[name], row.default) if name in given else default
+        found = _read_switch(given[name], row.default, draft) if name in given else default
         former = found.value in FORMER_DEFAULTS.get(name, ())
         if found.rank == Rank.ARGUMENTS and (former or not differs(found.value, row.default)):
             found = Given(found.value, found.name, found.place, Rank.DEFAULT)  # a dump holds every argument
@@ -60,14 +63,11 @@ def fill_settings(given: Settings) -> Settings:
     return filled
 
 
-def _read_switch(given: Given, default: Any) -> Given:
+def _read_switch(given: Given, default: Any, draft: Draft) -> Given:
     """Where a switch is asked, the words that the Trainer takes for true and false."""
-    if isinstance(default, bool) and not isinstance(given.value, bool) and given.value is not None:
-        word = str(given.value).lower()
-        if word not in _TRUE | _FALSE:
-            raise given.wrong("must be true or false")
-        return given.to(word in _TRUE)
-    return given
+    if not isinstance(default, bool) or isinstance(given.value, bool) or given.value is None:
+        return given
+    return given.to(draft.switch(given))
 
 
 def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> None:
@@ -91,32 +91,50 @@ def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, 
 def _draft_length(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> int | None:
     """Puts the end of training into the draft; returns the number of optimizer steps where it can be known."""
     steps, epochs = settings["max_steps"], settings["num_train_epochs"]
-    if not is_off(steps.value) and int(steps.number()) > 0:
-        draft.put("trainer.max_steps", steps.to(int(steps.number())))
+    if not is_off(steps.value) and draft.number(steps) > 0:
+        draft.put("trainer.max_steps", steps.to(draft.whole(steps)))
         if epochs.rank > Rank.DEFAULT:
             draft.note("left out", f"{epochs.told}: {steps.told} decides", epochs)
-        return int(steps.number())
+        return draft.whole(steps)
     draft.put("trainer.max_epochs", epochs)
-    if ranks is None or samples is None:
+    known = [
+        draft.best(path) or settings[name]
+        for path, name in (
+            ("trainer.micro_batch", "per_device_train_batch_size"),
+            ("trainer.grad_accum", "gradient_accumulation_steps"),
+        )
+    ]
+    parts = [given.value for given in (*known, epochs)]
+    if ranks is None or samples is None or draft.best("trainer.train_batch"):
         return None
-    micro, accum = settings["per_device_train_batch_size"].number(), settings["gradient_accumulation_steps"].number()
-    return max(1, math.ceil(samples * epochs.number() / (micro * accum * ranks)))
+    if not all(isinstance(part, (int, float)) and part > 0 for part in parts):
+        return None  # the document's contract says what is wrong with it
+    total: int = math.ceil(samples * parts[2] / (parts[0] * parts[1] * ranks))
+    return max(1, total)
+
+
+_BACKENDS = ("auto", "amp", "cuda_amp", "cpu_amp", "apex")
 
 
 def _draft_precision(settings: Settings, draft: Draft) -> None:
     fp16, level = settings["fp16"], settings["fp16_opt_level"]
     backends = [settings[name] for name in ("half_precision_backend", "fp16_backend")]
     apex = next((given for given in backends if given.value == "apex"), None)
+    for given in backends:
+        if given.value not in _BACKENDS and not is_off(given.value):
+            draft.refuse(given, f"must be one of {', '.join(_BACKENDS)}", rule="enum")
     draft.put("bf16.enabled", settings["bf16"])
     if apex is not None and fp16.value:
         draft.put("amp.enabled", apex.to(True))
         spelt = str(level.value or "O1").replace("0", "O", 1) if str(level.value).startswith("0") else level.value
         draft.put("amp.opt_level", level.to(spelt))
         draft.put("fp16.enabled", fp16.as_default(False))
-    else:
-        draft.put("fp16.enabled", fp16)
-        if apex is not None:
-            draft.note("left out", f"{apex.name}=apex: without --fp16 it does nothing", apex)
+        return
+    draft.put("fp16.enabled", fp16)
+    if apex is not None:
+        draft.note("left out", f"{apex.told}: without fp16 it does nothing", apex)
+    if level.rank > Rank.DEFAULT:
+        draft.note("left out", f"{level.told}: read with apex alone", level)
 
 
 def _draft_spread(settings: Settings, draft: Draft) -> None:
@@ -124,20 +142,27 @@ def _draft_spread(settings: Settings, draft: Draft) -> None:
         given = settings[name]
         if is_off(given.value):
             continue
-        value = "full_shard" if given.value is True else given.value
+        value = "full_shard" if given.value is True or given.value == "true" else given.value
         words = value if isinstance(value, list) else str(value).replace(",", " ").split()
         draft_sharding([str(word).lower() for word in words], given, draft)
     config = settings["fsdp_config"]
     if isinstance(config.value, dict):
         named = {key: Given(value, key, config.place, config.rank) for key, value in config.value.items()}
         draft_fsdp_config(named, draft)
+    elif isinstance(config.value, str) and config.value:
+        text = "its content is not read: give it in place of the file's name"
+        draft.note("left out", f"{config.told}: {text}", config)
     elif not is_off(config.value):
-        draft.note("left out", f"fsdp_config={config.value}: give the file's content as an argument", config)
+        draft.refuse(config, "must be an object, or the name of a file")
 
 
 def draft_sharding(words: list[str], given: Given, draft: Draft) -> None:
     """FairScale's and FSDP's words as a ZeRO stage and offloading."""
-    stage = next((_STAGES[word] for word in words if word in _STAGES), 3)
+    stage = next((_STAGES[word] for word in words if word in _STAGES), None)
+    if stage is None:
+        near = next((hint for word in words if (hint := suggest(word, list(_STAGES)))), "")
+        draft.refuse(given, f"must name one of {', '.join(_STAGES)}", rule="enum", hint=near)
+        return
     draft.put("zero_optimization.stage", given.to(stage))
     for word in words:
         if word in ("offload", "cpu_offload"):
@@ -145,11 +170,12 @@ def draft_sharding(words: list[str], given: Given, draft: Draft) -> None:
             if stage == 3:
                 draft.put("zero_optimization.offload_param.device", given.to("cpu"))
         elif word == "auto_wrap":
-            draft.note("changed", f"{given.name} auto_wrap: blocks are found, not declared", given)
+            draft.note("changed", f"{given.told}: blocks are found, not declared", given)
         elif "hybrid" in word:
-            draft.note("changed", f"{given.name} {word}: sharded over all ranks, not within each node", given)
+            draft.note("changed", f"{given.told}: sharded over all ranks, not within each node", given)
         elif word not in _STAGES:
-            draft.note("unknown", f"{given.name} {word}: {suggest(word, [*_STAGES, 'offload', 'auto_wrap'])}", given)
+            hint = suggest(word, [*_STAGES, "offload", "auto_wrap"]) or "no such word of FSDP is known"
+            draft.note("unknown", f"{given.told}: {word}: {hint}", given)
 
 
 _FSDP_KEYS = {
@@ -178,15 +204,18 @@ def draft_fsdp_config(config: Settings, draft: Draft) -> None:
     """The rest of FSDP's settings, whose names come with and without `fsdp_`."""
     for spelt, named in config.items():
         key, value = spelt.removeprefix("fsdp_"), named.value
-        if key == "reshard_after_forward" and isinstance(value, bool):
-            draft.put("zero_optimization.stage", named.to(3 if value else 2))
-        elif key == "offload_params" and value is True:
-            draft_sharding(["full_shard", "offload"], named, draft)
+        if key == "reshard_after_forward":
+            draft.put("zero_optimization.stage", named.to(3 if draft.switch(named) else 2))
+        elif key == "offload_params":
+            if draft.switch(named):
+                draft_sharding(["full_shard", "offload"], named, draft)
         elif key in _FSDP_KEYS:
-            if not is_off(value) and value not in (0, [0]) and key != "version":
+            if not is_off(value) and value not in (0, [0]) and (key, value) != ("version", 2):
                 draft.note("left out", f"{named.told}: {_FSDP_KEYS[key]}", named)
         elif not is_off(value):
-            draft.note("unknown", f"{named.told}: {suggest(key, list(_FSDP_KEYS)) or 'no such key'}", named)
+            draft.note(
+                "unknown", f"{named.told}: {suggest(key, list(_FSDP_KEYS)) or 'no such key of FSDP is known'}", named
+            )
 
 
 def _draft_device(settings: Settings, draft: Draft) -> None:
@@ -210,23 +239,28 @@ def _draft_resume(settings: Settings, draft: Draft) -> None:
     elif overwrite.value is True:
         draft.put("checkpoint.resume", overwrite.to("never"))
         draft.note("changed", "checkpoint.resume=never starts anew, but refuses a folder with checkpoints", overwrite)
+    if overwrite.value is True and not is_off(resume.value):
+        draft.note("left out", f"{overwrite.told}: {resume.told} says to go on", overwrite)
 
 
 def _draft_name(settings: Settings, draft: Draft) -> None:
     run = settings["run_name"]
     if not is_off(run.value) and run.value != settings["output_dir"].value:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(run.value)).strip("-._")
-        draft.put("name", run.to(name or "job"))
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(run.value)).strip("-._") or "job"
+        draft.put("name", run.to(name))
+        if name != run.value:
+            draft.note("changed", f"{run.told}: name={name}, since a name has no blanks and slashes", run)
 
 
 def _draft_cadence(settings: Settings, total: int | None, draft: Draft) -> None:
     """How often to log, evaluate and save. "epoch" has no counterpart in steps while their number is not known."""
-    log = settings["logging_steps"]
+    log, every = settings["logging_steps"], settings["eval_steps"]
     _draft_every("trainer.log_every", settings["logging_strategy"], log, total, draft)
-    strategy = _name_evaluation(settings)
+    strategy = _name_evaluation(settings, draft)
     if not is_off(strategy.value):
-        every = settings["eval_steps"] if not is_off(settings["eval_steps"].value) else log
-        _draft_every("trainer.eval_every", strategy, every, total, draft)
+        _draft_every("trainer.eval_every", strategy, log if is_off(every.value) else every, total, draft)
+    elif every.rank > Rank.DEFAULT:
+        draft.note("left out", f"{every.told}: {strategy.told} evaluates at no step", every)
     if settings["eval_on_start"].value is True:
         draft.put("trainer.eval_at_start", settings["eval_on_start"])
     asked = [given for given in (strategy, settings["do_eval"], settings["eval_on_start"]) if not is_off(given.value)]
@@ -237,37 +271,41 @@ def _draft_cadence(settings: Settings, total: int | None, draft: Draft) -> None:
     draft.put("checkpoint.keep", limit.to(limit.value or 0))
 
 
-def _name_evaluation(settings: Settings) -> Given:
-    """The evaluation strategy under any of its names."""
-    for name in ("eval_strategy", "evaluation_strategy"):
-        if not is_off(settings[name].value):
-            return settings[name]
-    old = settings["evaluate_during_training"]
-    return old.to("steps") if old.value is True else settings["eval_strategy"]
+def _name_evaluation(settings: Settings, draft: Draft) -> Given:
+    """The evaluation strategy: by its name, or by the old switch."""
+    named, old = settings["eval_strategy"], settings["evaluate_during_training"]
+    if old.value is not True:
+        return named
+    if named.rank > Rank.DEFAULT and named.value != "steps":
+        draft.note("conflict", f"trainer.eval_every: {named} wins over {old}")
+        return named
+    return old.to("steps")
 
 
 def _draft_every(path: str, strategy: Given, steps: Given, total: int | None, draft: Draft) -> None:
-    kind = str(strategy.value).rpartition(".")[2].lower()
+    kind = "no" if is_off(strategy.value) else str(strategy.value).rpartition(".")[2].lower()
     if kind == "steps":
-        share = steps.number() < 1
-        if share and total is None:
-            draft.note(
-                "fill in",
-                f"{path}: {steps.told} is a share of all steps, whose number is not known",
-                steps,
-            )
-            return
-        draft.put(path, steps.to(max(1, math.ceil(steps.number() * (total or 1))) if share else int(steps.number())))
-    elif kind in ("epoch", "best"):
-        draft.note(
-            "fill in", f"{path}: {strategy.name}={kind} is counted in steps here: those of an epoch, say", strategy
-        )
-    elif kind == "no" and strategy.rank > Rank.DEFAULT and path != "trainer.eval_every":
-        _draft_never(path, strategy, draft)
-
-
-def _draft_never(path: str, strategy: Given, draft: Draft) -> None:
-    if path == "checkpoint.every":
+        _draft_steps(path, steps, total, draft)
+        return
+    if kind in ("epoch", "best"):
+        draft.note("fill in", f"{path}: {strategy.told}, where dsjob counts steps: those of an epoch, say", strategy)
+    elif kind != "no":
+        draft.refuse(strategy, "must be one of no, steps, epoch", rule="enum")
+    elif path == "checkpoint.every" and strategy.rank > Rank.DEFAULT:
         draft.put(path, strategy.to(0))
+    elif strategy.rank > Rank.DEFAULT:
+        draft.note("left out", f"{strategy.told}: {path} is at least 1", strategy)
+    if steps.rank > Rank.DEFAULT and not (path == "trainer.eval_every" and steps.name.endswith("logging_steps")):
+        draft.note("left out", f"{steps.told}: {strategy.told} decides", steps)
+
+
+def _draft_steps(path: str, steps: Given, total: int | None, draft: Draft) -> None:
+    count = draft.number(steps, 1)
+    if count <= 0:
+        draft.refuse(steps, "must be above 0", rule="range")
+    elif count >= 1:
+        draft.put(path, steps.to(draft.whole(steps)))
+    elif total is None:
+        draft.note("fill in", f"{path}: {steps.told} is a share of all steps, whose number is not known", steps)
     else:
-        draft.note("left out", f"{strategy.name}=no: {path} is at least 1", strategy)
+        draft.put(path, steps.to(max(1, math.ceil(count * total))))

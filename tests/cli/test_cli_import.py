@@ -90,7 +90,7 @@ def test_a_launch_command_becomes_a_job_that_trains(folder: Path) -> None:
     result = json.loads((folder / "out" / "result.json").read_text())
     assert result["step"] == 16  # 64 samples, twice, 8 a step
     resolved = json.loads((folder / "out" / "resolved.json").read_text())
-    assert resolved["scheduler"]["type"] == "WarmupDecayLR"
+    assert resolved["scheduler"]["type"] == "linear"
     assert resolved["zero_optimization"]["stage"] == 3
 
 
@@ -119,6 +119,39 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], arguments: l
     (folder / "odd.json").write_text('{"a": 1}')
     assert main(["import", *arguments]) in (1, 2)
     assert words in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_several_files_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bad.json").write_text('{"a": ,}')
+    (folder / "worse.json").write_text('{"zero_optimization": {"stage": 9}}')
+    command = ["--", "deepspeed", "--num_gpus=x", "t.py", "--deepspeed", "no.json"]
+    assert main(["import", "bad.json", "worse.json", "none.json", *command]) == 2
+    told = capsys.readouterr().err
+    for words in (
+        "bad.json:1:7: error[syntax]",
+        "worse.json:1:24: error[enum]: zero_optimization.stage",
+        "none.json: error[unreadable]",
+        "--num_gpus=x: must be",
+        "--deepspeed=no.json: there is no such file here",
+    ):
+        assert words in told
+
+
+def test_standard_input_is_a_file_too(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", (folder / "ds.json").open())
+    assert main(["import", "-"]) == 0
+    assert "#   <stdin>:5:3: zero_optimization.overlap_com=true" in capsys.readouterr().out
+
+
+def test_no_value_ends_the_comment_that_tells_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = "x\u2028evil: 1\x85more: 2\r\nlast: 3\x1b[31m"
+    (folder / "args.json").write_text(json.dumps({"output_dir": "o", "max_steps": 5, "run_name": odd, odd: 1}))
+    assert main(["import", "args.json"]) == 0
+    shown = capsys.readouterr().out
+    assert set(parse(shown, "job.yaml").value) & {"evil", "more", "last"} == set()
+    assert "\x1b" not in shown
 
 
 def test_a_mistyped_command_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

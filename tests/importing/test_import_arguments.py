@@ -12,14 +12,15 @@ from imports import get, import_command, import_texts, messages, resolve_importe
 
 from dsjob.errors import DocumentError
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
-from dsjob.importing.methods import OPTIMIZERS, SCHEDULES
+from dsjob.importing.methods import OPTIMIZERS
+from dsjob.importing.schedules import SCHEDULES
 
 BASE = "python train.py --output_dir out --max_steps 100"
 # What to give where a value of the default's kind would say nothing.
 SAMPLES = {
     "num_train_epochs": "5",
-    "deepspeed": "missing.json",
-    "deepspeed_config": "missing.json",
+    "deepspeed": '{"zero_optimization": {"stage": 2}}',
+    "deepspeed_config": '{"zero_optimization": {"stage": 2}}',
     "sharded_ddp": "simple",
     "fsdp": "full_shard",
     "fsdp_config": '{"reshard_after_forward": false}',
@@ -110,8 +111,11 @@ def test_every_optimizer_and_schedule_of_the_installed_trainer_gives_a_job() -> 
     from transformers.training_args import OptimizerNames
 
     for kind in SchedulerType:
-        imported = import_command(f"{BASE} --lr_scheduler_type {kind.value} --warmup_steps 10")
+        needed = {"cosine_with_min_lr": '{"min_lr_rate": 0.1}', "warmup_stable_decay": '{"num_decay_steps": 5}'}
+        kwargs = f"--lr_scheduler_kwargs '{needed[kind.value]}'" if kind.value in needed else ""
+        imported = import_command(f"{BASE} --lr_scheduler_type {kind.value} --warmup_steps 10 {kwargs}")
         resolve_imported(imported)
+        assert imported.document["scheduler"].get("type") in (kind.value, None, "constant")
         if kind.value not in SCHEDULES:
             assert "has no equivalent" in messages(imported, "left out"), kind
     for optimizer in OptimizerNames:
@@ -139,10 +143,7 @@ COMMANDS: list[tuple[str, dict[str, Any]]] = [
             "trainer.max_epochs": None,
             "optimizer.type": "AdamW",
             "optimizer.params.lr": 3e-5,
-            "scheduler.type": "WarmupDecayLR",
-            "scheduler.params.warmup_max_lr": 3e-5,
-            "scheduler.params.total_num_steps": 100,
-            "scheduler.params.warmup_type": "linear",
+            "scheduler": {"type": "linear"},
         },
     ),
     (
@@ -177,48 +178,48 @@ COMMANDS: list[tuple[str, dict[str, Any]]] = [
             "optimizer.type": None,
         },
     ),
-    ("--lr_scheduler_type constant", {"scheduler": None}),
+    ("--lr_scheduler_type constant", {"scheduler": {"type": "constant"}}),
     (
         "--lr_scheduler_type constant_with_warmup --warmup_steps 20",
-        {"scheduler.type": "WarmupLR", "scheduler.params.warmup_num_steps": 20},
+        {"scheduler": {"type": "constant_with_warmup", "params": {"num_warmup_steps": 20}}},
     ),
     (
         "--lr_scheduler_type cosine --warmup_ratio 0.05",
-        {
-            "scheduler.type": "WarmupCosineLR",
-            "scheduler.params.warmup_num_steps": 5,
-            "scheduler.params.cos_min_ratio": 0.0,
-        },
+        {"scheduler": {"type": "cosine", "params": {"num_warmup_steps": 5}}},
     ),
     (
         "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr\": 5e-6}'",
-        {"scheduler.params.cos_min_ratio": pytest.approx(0.1)},
+        {"scheduler": {"type": "cosine_with_min_lr", "params": {"min_lr": 5e-6}}},
     ),
     (
         (
             "--lr_scheduler_type cosine_warmup_with_min_lr "
             """--lr_scheduler_kwargs '{"min_lr_rate": 0.2, "warmup_lr_rate": 0.5}'"""
         ),
-        {"scheduler.params.cos_min_ratio": 0.2, "scheduler.params.warmup_min_ratio": 0.5},
+        {
+            "scheduler": {
+                "_target_": SCHEDULES["cosine_warmup_with_min_lr"],
+                "num_warmup_steps": 0,
+                "num_training_steps": 100,
+                "min_lr_rate": 0.2,
+                "warmup_lr_rate": 0.5,
+            }
+        },
     ),
-    ("--lr_scheduler_type cosine_with_restarts", {"scheduler.type": "WarmupCosineLR"}),
+    ("--lr_scheduler_type cosine_with_restarts", {"scheduler": {"type": "cosine_with_restarts"}}),
     (
         "--lr_scheduler_type cosine_with_restarts --lr_scheduler_kwargs '{\"num_cycles\": 3}'",
-        {
-            "scheduler._target_": SCHEDULES["cosine_with_restarts"],
-            "scheduler.num_cycles": 3,
-            "scheduler.num_training_steps": 100,
-        },
+        {"scheduler": {"type": "cosine_with_restarts", "params": {"num_cycles": 3}}},
     ),
     (
         "--lr_scheduler_type polynomial --warmup_steps 5",
-        {"scheduler._target_": SCHEDULES["polynomial"], "scheduler.num_warmup_steps": 5},
+        {"scheduler": {"type": "polynomial", "params": {"num_warmup_steps": 5}}},
     ),
     (
         "--lr_scheduler_type inverse_sqrt",
-        {"scheduler._target_": SCHEDULES["inverse_sqrt"], "scheduler.num_training_steps": None},
+        {"scheduler": {"type": "inverse_sqrt"}},
     ),
-    ("--lr_scheduler_type reduce_lr_on_plateau", {"scheduler": None}),
+    ("--lr_scheduler_type reduce_lr_on_plateau", {"scheduler": {"type": "constant"}}),
     ("--bf16", {"bf16.enabled": True, "fp16": None}),
     ("--fp16 --fp16_backend amp", {"fp16.enabled": True, "amp": None}),
     ("--fp16 --fp16_backend apex --fp16_opt_level 01", {"amp": {"enabled": True, "opt_level": "O1"}, "fp16": None}),
@@ -277,23 +278,20 @@ def test_arguments_in_the_job(arguments: str, wanted: dict[str, Any]) -> None:
     resolve_imported(imported)
 
 
-def test_epochs_and_a_known_number_of_samples_give_the_schedule_its_end() -> None:
+def test_a_share_of_warm_up_counts_the_samples_of_all_epochs() -> None:
     imported = import_command(
         "torchrun --nproc_per_node 2 train.py --output_dir o --num_train_epochs 3 --max_train_samples 500 "
         "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --warmup_ratio 0.1"
     )
-    params = imported.document["scheduler"]["params"]
-    assert params["total_num_steps"] == 94  # 1500 samples, 16 a step
-    assert params["warmup_num_steps"] == 10
+    assert imported.document["scheduler"]["params"] == {"num_warmup_steps": 10}  # of 94: 1500 samples, 16 a step
     assert imported.document["trainer"]["max_epochs"] == 3
 
 
 def test_an_unknown_number_of_steps_has_to_be_filled_in() -> None:
     imported = import_command("torchrun --nproc_per_node 2 train.py --output_dir o --warmup_ratio 0.1")
-    assert imported.document["scheduler"]["params"]["warmup_num_steps"] == "fill in"
-    assert "warmup_num_steps" in messages(imported, "fill in")
-    assert "total_num_steps" in messages(imported, "fill in")
-    imported.document["scheduler"]["params"]["warmup_num_steps"] = 13
+    assert imported.document["scheduler"]["params"] == {"num_warmup_steps": "fill in"}
+    assert "num_warmup_steps: --warmup_ratio=0.1 says a share of all steps" in messages(imported, "fill in")
+    imported.document["scheduler"]["params"]["num_warmup_steps"] = 13
     resolve_imported(imported)
 
 

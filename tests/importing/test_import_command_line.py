@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from imports import get, import_command, import_texts, messages, resolve_imported
+from imports import get, import_command, import_texts, list_unmentioned, messages, resolve_imported
 
 from dsjob.errors import DocumentError, UsageError
 from dsjob.importing.command_line import find_commands, parse_value, read_command, split_words
@@ -64,7 +65,7 @@ def test_values(text: str, value: Any) -> None:
 
 # command -> launcher, script, ranks
 LAUNCHERS = [
-    ("deepspeed --num_gpus=2 run.py --deepspeed ds.json", "deepspeed", "run.py", 2),
+    ("deepspeed --num_gpus=2 run.py --deepspeed", "deepspeed", "run.py", 2),
     ("deepspeed --num_gpus 2 --master_port 9994 run.py", "deepspeed", "run.py", 2),
     ("deepspeed run.py", "deepspeed", "run.py", None),
     ("deepspeed --include localhost:0,3 run.py", "deepspeed", "run.py", 2),
@@ -134,6 +135,136 @@ def test_several_nodes_are_left_to_torchrun() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("deepspeed --num_gpus=x train.py", "--num_gpus=x: must be a number of ranks, at least 1; -1 would mean every"),
+        ("deepspeed --num_gpus 0 train.py", "--num_gpus=0: must be a number of ranks"),
+        ("deepspeed --num_gpus 1.5 train.py", "--num_gpus=1.5: must be a number of ranks"),
+        (
+            "torchrun --nproc_per_node=four train.py",
+            "--nproc_per_node=four: must be a number of ranks, at least 1; gpu",
+        ),
+        ("torchrun --nproc_per_node=4 --nproc-per-node=x train.py", "--nproc-per-node=x: must be a number of ranks"),
+    ],
+)
+def test_a_number_of_ranks_that_is_none_is_refused(command: str, words: str) -> None:
+    with pytest.raises(DocumentError, match=f"^command line: error\\[type\\]: {re.escape(words)}"):
+        import_command(command)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("deepspeed --num_gpus -1 train.py", "--num_gpus=-1"),
+        ("deepspeed --num_gpus $N train.py", "--num_gpus=$N"),
+        ("torchrun --nproc_per_node gpu train.py", "--nproc_per_node=gpu"),
+        ("deepspeed train.py", "the launcher"),
+    ],
+)
+def test_a_number_of_ranks_that_only_the_machine_knows(command: str, words: str) -> None:
+    assert f"launch.nproc: {words} leaves it to the machine" in messages(import_command(command), "fill in")
+
+
+# A value that is of no use here, and the note that says so.
+DROPPED = [
+    ("deepspeed --bind_cores_to_rank --num_gpus 1 t.py", "--bind_cores_to_rank=true: bind ranks with numactl"),
+    ("torchrun --max_restarts 1 t.py", "--max_restarts=1: start the job again"),
+    ("torchrun --rdzv_id 1 t.py", "--rdzv_id=1: start dsjob with torchrun"),
+    ("python t.py --output_dir o --optim sgd --adam_beta1 0.8", "--adam_beta1=0.8: SGD has no such argument"),
+    (
+        "python t.py --output_dir o --optim adafactor --adam_epsilon 1",
+        "--adam_epsilon=1: transformers.Adafactor has no",
+    ),
+    ("python t.py --output_dir o --eval_steps 5", "--eval_steps=5: --eval_strategy=no evaluates at no step"),
+    ("python t.py --output_dir o --save_strategy no --save_steps 5", "--save_steps=5: --save_strategy=no decides"),
+    ("python t.py --output_dir o --logging_strategy epoch --logging_steps 5", "--logging_steps=5: --logging_strategy"),
+    ("python t.py --output_dir o --fp16 --fp16_opt_level O2", "--fp16_opt_level=O2: read with apex alone"),
+    ("python t.py --output_dir o --fp16_backend apex", "--fp16_backend=apex: without fp16 it does nothing"),
+    (
+        "python t.py --output_dir o --overwrite_output_dir --resume_from_checkpoint True",
+        "--overwrite_output_dir=true: --resume_from_checkpoint=true says to go on",
+    ),
+    (
+        "python t.py --model_name_or_path t5-small --train_file a.csv --max_eval_samples 3",
+        "--max_eval_samples=3: there is",
+    ),
+    (
+        "python t.py --model_name_or_path t5-small --train_file a.csv --block_size 3",
+        "--block_size=3: the T5 recipe reads",
+    ),
+    ("python t.py --fsdp_config c.json --output_dir o", "--fsdp_config=c.json: its content is not read"),
+    ("env A=b nohup torchrun --nproc_per_node 1 t.py", "env A=b nohup: start dsjob with it"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), DROPPED)
+def test_every_value_that_is_dropped_is_told(command: str, words: str) -> None:
+    assert words in messages(import_command(command), "left out")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("--optim sgd --adafactor", "--adafactor=true (command line) wins over --optim=sgd"),
+        ("--eval_strategy no --evaluation_strategy steps", "eval_strategy: --evaluation_strategy=steps"),
+        (
+            "--learning_rate 1 --learning_r 2",
+            "learning_rate: --learning_r=2 (command line) wins over --learning_rate=1",
+        ),
+        ("--max_eval_samples 3 --max_val_samples 4", "max_eval_samples: --max_val_samples=4 (command line) wins over"),
+    ],
+)
+def test_of_two_spellings_the_loser_is_told(command: str, words: str) -> None:
+    if "no --evaluation" in command:
+        assert import_command(f"python t.py --output_dir o {command}").document["trainer"]["eval_every"] == 500
+    else:
+        assert words in messages(import_command(f"python t.py --output_dir o {command}"), "conflict")
+
+
+def test_arguments_of_a_placeholder_are_kept() -> None:
+    document = import_command(
+        "python t.py --model_name_or_path a/b --model_revision r --attn_implementation sdpa"
+    ).document
+    assert document["model"] == {
+        "_target_": "my_module.build_model",
+        "pretrained": "a/b",
+        "revision": "r",
+        "attn_implementation": "sdpa",
+    }
+
+
+def test_what_a_script_exports_is_told_unless_the_command_uses_it(tmp_path: Path) -> None:
+    text = "export A=1 OMP_NUM_THREADS=4\nexport HF_TOKEN=hf_x\nB=2\ntorchrun --nproc_per_node $A t.py\n"
+    imported = import_texts(tmp_path, {"run.sh": text})
+    left_out = messages(imported, "left out")
+    assert "run.sh:1:12: OMP_NUM_THREADS: set it for dsjob too" in left_out
+    assert "HF_TOKEN: set it" in left_out
+    assert "hf_x" not in left_out
+    assert len(left_out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 5000, "1e999", "[1e999]", "[" * 5000, '{"a": NaN}', "[1], 2", '{"a": %s}' % ("9" * 5000)]
+)
+def test_values_without_bounds_stay_text(text: str) -> None:
+    assert parse_value(text) == text
+
+
+def test_variables_that_grow_without_end_are_refused() -> None:
+    text = "A=" + "x" * 100 + "\n" + "A=$A$A\n" * 40 + "python $A.py\n"
+    with pytest.raises(DocumentError, match="variables bring in more than"):
+        find_commands(text, "run.sh")
+
+
+def test_ranks_on_several_machines_count_in_the_length_of_the_run() -> None:
+    imported = import_command(
+        "torchrun --nnodes 2 --nproc_per_node 2 t.py --output_dir o --num_train_epochs 1 --max_train_samples 320 "
+        "--per_device_train_batch_size 4 --warmup_ratio 0.5"
+    )
+    assert imported.document["scheduler"]["params"]["num_warmup_steps"] == 10  # of 20: 320 samples, 16 a step
+
+
 def test_every_gpu_is_a_number_to_fill_in() -> None:
     assert "launch.nproc" in messages(import_command("deepspeed train.py"), "fill in")
     assert "launch.nproc" in messages(import_command("torchrun --nproc_per_node auto train.py"), "fill in")
@@ -152,6 +283,21 @@ def test_unknown_options_are_named_with_a_suggestion() -> None:
     assert '--warmup_stepz=10: did you mean "warmup_steps"?' in unknown
     assert "--my_flag=true" in unknown
     assert "abc" not in unknown
+
+
+def test_an_argument_of_the_trainer_alone_names_its_optimizer() -> None:
+    imported = import_command("python train.py --learning_rate 3e-5 --warmup_steps 10")
+    assert imported.document["optimizer"] == {"type": "AdamW", "params": {"lr": 3e-5}}
+    assert imported.document["scheduler"] == {"type": "linear", "params": {"num_warmup_steps": 10}}
+    assert "optimizer.type=AdamW: the Trainer's default, which --learning_rate=3e-05 is" in messages(
+        imported, "changed"
+    )
+    assert list_unmentioned(imported) == []
+
+
+def test_a_script_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError, match=r"error\[too-large\]: a launch command of more than 1 MiB"):
+        import_texts(tmp_path, {"run.sh": "python t.py " + "x " * (1 << 20)})
 
 
 def test_a_script_of_ones_own_gets_no_defaults_of_the_trainer() -> None:

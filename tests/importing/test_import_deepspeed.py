@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from imports import get, import_texts, messages, resolve_imported
+from imports import get, import_texts, list_unmentioned, messages, resolve_imported
 from job_documents import nowhere
 
 from dsjob.errors import ConfigError, DocumentError
@@ -218,8 +219,70 @@ def test_auto_without_a_trainer_is_the_trainers_default_and_is_told(tmp_path: Pa
     assert "optimizer.params.lr: auto stands for 5e-05 (--learning_rate, the Trainer's default)" in messages(
         imported, "auto"
     )
-    assert "total_num_steps" in messages(imported, "fill in")
     resolve_imported(imported)
+
+
+def test_more_unknown_keys_than_are_told_one_by_one(tmp_path: Path) -> None:
+    params = {"lr": 0.1, **{f"key_{n}": n for n in range(200)}}
+    config = {"optimizer": {"type": "AdamW", "params": params}, **{f"other_{n}": n for n in range(200)}}
+    imported = import_texts(tmp_path, {"ds.json": {"train_batch_size": 8, **config}})
+    assert imported.document["optimizer"] == {"type": "AdamW", "params": {"lr": 0.1}}
+    assert imported.document["trainer"] == {"train_batch": 8}
+    unknown = messages(imported, "unknown")
+    assert [n for n in range(200) if f"key_{n}" not in unknown or f"other_{n}" not in unknown] == []
+    assert len(unknown.splitlines()) == 102
+
+
+def test_wrong_values_without_end_take_no_time(tmp_path: Path) -> None:
+    params = {"betas": ["x"] * 20_000}
+    start = time.monotonic()
+    with pytest.raises(DocumentError) as caught:
+        import_texts(tmp_path, {"ds.json": {"optimizer": {"type": "AdamW", "params": params}}})
+    assert len(caught.value.problems) == 1
+    assert time.monotonic() - start < 30  # it took minutes
+
+
+@pytest.mark.parametrize("key", ["cpu_offload", "cpu_offload_params"])
+def test_an_old_switch_that_is_none(tmp_path: Path, key: str) -> None:
+    with pytest.raises(
+        DocumentError, match=f"ds.json:3:3: error.*zero_optimization.{key}=perhaps: must be true or fal"
+    ):
+        import_texts(tmp_path, {"ds.json": {"zero_optimization": {key: "perhaps"}}})
+
+
+def test_pinned_memory_of_nothing_is_left_out(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True}}
+    imported = import_texts(tmp_path, {"ds.json": config})
+    assert "cpu_offload_use_pin_memory=true: nothing is offloaded here" in messages(imported, "left out")
+    assert "pin_memory" not in messages(imported, "changed")
+
+
+def test_of_two_configs_the_later_counts(tmp_path: Path) -> None:
+    files = {"a.json": {"gradient_clipping": 1, "fp16": {"enabled": True}}, "b.json": {"gradient_clipping": 2}}
+    imported = import_texts(tmp_path, files)
+    assert imported.document["gradient_clipping"] == 2
+    assert imported.document["fp16"] == {"enabled": True}
+    assert "b.json:2:2) wins over gradient_clipping=1" in messages(imported, "conflict")
+    assert messages(imported, "conflict").endswith(": it is given later")
+
+
+def test_a_method_that_nobody_names_is_to_be_filled_in(tmp_path: Path) -> None:
+    config = {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"params": {"warmup_num_steps": 5}}}
+    imported = import_texts(tmp_path, {"ds.json": config})
+    assert "optimizer.type: nothing names the one that optimizer.params.lr=0.1 is for" in messages(imported, "fill in")
+    assert "scheduler.type: nothing names the one" in messages(imported, "fill in")
+    assert list_unmentioned(imported) == []
+
+
+def test_what_contradicts_itself_is_to_be_mended(tmp_path: Path) -> None:
+    zero = {"stage": 1, "offload_param": {"device": "cpu"}}
+    config = {"zero_optimization": zero, "train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
+    command = "deepspeed --num_gpus 2 t.py"
+    imported = import_texts(tmp_path, {"ds.json": {**config, "gradient_accumulation_steps": 2}}, command)
+    mend = messages(imported, "mend")
+    assert "ds.json:5:4: zero_optimization.offload_param.device: needs stage 3, not 1" in mend
+    assert "trainer.train_batch: train_batch 7 (" in mend
+    assert list_unmentioned(imported) == []
 
 
 def test_mistyped_keys_are_noted_with_a_suggestion_and_their_place(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from imports import list_unmentioned
 
 from dsjob import schema as contract
 from dsjob.check import check_shape
@@ -16,9 +17,12 @@ from dsjob.importing import accelerate
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.importing.command_line import Command, find_commands
 from dsjob.importing.gather import import_sources
-from dsjob.importing.methods import OPTIMIZERS, SCHEDULES
+from dsjob.importing.given import is_open
+from dsjob.importing.methods import OPTIMIZERS
+from dsjob.importing.schedules import SCHEDULES
 from dsjob.importing.settle import Imported
 from dsjob.importing.sources import Source, SourceKind
+from dsjob.paths import get_at
 
 WORDS = [
     "auto", "no", "steps", "epoch", "full_shard auto_wrap", "zero_dp_3 offload", "true", "apex", "bf16", "fp16", "cpu",
@@ -62,12 +66,17 @@ def take(kind: SourceKind, content: dict[str, Any]) -> Source:
     return Source(kind, f"{kind}.json", parse(json.dumps(content, indent=1), f"{kind}.json"))
 
 
+OPEN = ("scheduler.params.warmup_num_steps", "scheduler.params.num_warmup_steps")
+
+
 def require_sound(imported: Imported) -> None:
-    """Nothing in the document is of a wrong shape, but for what is to be filled in."""
+    """Nothing in the document is of a wrong shape, and `validate` finds nothing else, but for what a note names."""
     for problem in check_shape(imported.document, contract.job_schema()):
-        open_end = problem.rule in ("unsupported", "required") or problem.dotted == "scheduler.params.warmup_num_steps"
+        open_end = problem.rule in ("unsupported", "required") or problem.dotted in OPEN
+        open_end = open_end or is_open(get_at(imported.document, problem.path))
         assert problem.severity != "error" or open_end, problem
-    json.dumps(imported.document)
+    json.dumps(imported.document, allow_nan=False)
+    assert list_unmentioned(imported) == []
 
 
 def attempt(found: list[Source], command: Command | None = None) -> None:

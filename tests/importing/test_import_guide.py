@@ -7,7 +7,8 @@ from pathlib import Path
 from dsjob.importing import accelerate
 from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS, Argument
 from dsjob.importing.deepspeed import MOVED
-from dsjob.importing.methods import OPTIMIZERS, SCHEDULES
+from dsjob.importing.methods import OPTIMIZERS
+from dsjob.importing.schedules import SCHEDULES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide-import.md"
 START, END = "<!-- tables: written by tests/importing/test_import_guide.py -->", "<!-- end of tables -->"
@@ -38,8 +39,8 @@ def render() -> str:
     lines += [f"| `{name}` | `{kind}` | {lost} |" for name, (kind, lost) in OPTIMIZERS.items()]
     lines += ["", "Any other name: `AdamW` stands in for it, with a note."]
     lines += ["", "### Schedules", "", "| `--lr_scheduler_type` | in the job |", "|---|---|"]
-    lines += [f"| `{name}` | {f'`{kind}`' if kind else 'no scheduler'} |" for name, kind in SCHEDULES.items()]
-    lines += ["", "Any other name: no scheduler, with a note."]
+    lines += [f"| `{name}` | `{kind}` |" for name, kind in SCHEDULES.items()]
+    lines += ["", "Any other name: `constant`, or a DeepSpeed file's own, with a note."]
     lines += ["", "### accelerate", "", "| key or option | in the job |", "|---|---|"]
     lines += [f"| `{name}` | {code(keys)} |" for name, keys in {**accelerate.PATHS, **accelerate.READ}.items() if keys]
     lines += ["", "| left out | why |", "|---|---|"]

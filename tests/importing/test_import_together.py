@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from imports import get, import_texts, messages, resolve_imported
 
+from dsjob import origins, storage
 from dsjob.errors import DocumentError, UsageError
-from dsjob.importing.sources import read_source
+from dsjob.importing.command_line import Command, Word, read_command
+from dsjob.importing.gather import import_sources
+from dsjob.importing.sources import read_source, read_sources
 
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -74,7 +77,6 @@ def test_the_command_wins_over_a_deepspeed_file_and_both_are_named(tmp_path: Pat
     )
     assert "ds.json:9:4)" in conflicts
     assert "trainer.micro_batch: --per_device_train_batch_size=4 (command line) wins over" in conflicts
-    assert "command line > Trainer arguments > accelerate > DeepSpeed" in conflicts
     assert imported.document["optimizer"]["params"]["lr"] == 3e-5
     assert imported.document["optimizer"]["params"]["betas"] == [0.9, 0.98]
     assert imported.document["scheduler"]["type"] == "WarmupLR"  # nobody chose another
@@ -122,10 +124,10 @@ deepspeed_config:
 
 def test_a_schedule_that_was_chosen_replaces_the_files(tmp_path: Path) -> None:
     imported = import_texts(tmp_path, {"ds.json": FIXED}, f"{COMMAND} --lr_scheduler_type cosine")
-    assert imported.document["scheduler"]["type"] == "WarmupCosineLR"
-    assert "warmup_max_lr" not in imported.document["scheduler"]["params"]
-    assert "scheduler.type: --lr_scheduler_type=WarmupCosineLR" in messages(imported, "conflict")
-    assert "the Trainer itself keeps to scheduler.type=WarmupLR" in messages(imported, "changed")
+    assert imported.document["scheduler"]["type"] == "cosine"
+    assert imported.document["scheduler"]["params"] == {"num_warmup_steps": 50}
+    assert "scheduler.type: --lr_scheduler_type=cosine" in messages(imported, "conflict")
+    assert "the Trainer itself would keep scheduler.type=WarmupLR" in messages(imported, "changed")
     resolve_imported(imported)
 
 
@@ -184,11 +186,133 @@ def test_a_file_that_is_given_and_named_is_read_once(tmp_path: Path) -> None:
     assert "ds.json" not in messages(imported, "left out")
 
 
-def test_a_file_that_is_named_and_nowhere(tmp_path: Path) -> None:
-    imported = import_texts(tmp_path, {}, "deepspeed --num_gpus 1 train.py --deepspeed_config no.json --deepspeed")
-    assert "--deepspeed_config=no.json: there is no such file here; give it as another FILE" in messages(
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("deepspeed --num_gpus 1 t.py --deepspeed_config no.json --deepspeed", "--deepspeed_config=no.json"),
+        ("deepspeed --num_gpus 1 t.py --deepspeed no.json", "--deepspeed=no.json"),
+        ("accelerate launch --config_file no.yaml t.py", "--config_file=no.yaml"),
+        ("python t.py no.json", "argument=no.json"),
+    ],
+)
+def test_a_file_that_is_named_and_nowhere(tmp_path: Path, command: str, words: str) -> None:
+    with pytest.raises(DocumentError) as caught:
+        import_texts(tmp_path, {}, command)
+    assert f"command line: error[unreadable]: {words}: there is no such file here" in str(caught.value)
+    assert "give the file as another FILE" in str(caught.value)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is read from anywhere but the local disk."""
+    remote: list[str] = []
+    read_bytes = storage.read_bytes
+
+    def note(url: str, start: int | None = None, end: int | None = None) -> bytes:
+        if not storage.is_local(url):
+            remote.append(url)
+        return read_bytes(url, start, end)
+
+    monkeypatch.setattr(storage, "read_bytes", note)
+    return remote
+
+
+URL = "memory://import-test/ds.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "command"),
+    [
+        ({"a.yaml": f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {URL}\n"}, ""),
+        ({"a.json": {"output_dir": "o", "max_steps": 5, "deepspeed": URL}}, ""),
+        ({}, f"deepspeed --num_gpus 2 t.py --deepspeed {URL}"),
+        ({"run.sh": f"deepspeed --num_gpus 2 t.py --deepspeed_config {URL}\n"}, ""),
+        ({}, f"accelerate launch --config_file {URL} t.py"),
+        ({}, f"python t.py {URL}"),
+    ],
+)
+def test_nothing_that_a_source_names_is_fetched(
+    tmp_path: Path, opened: list[str], files: dict[str, Any], command: str
+) -> None:
+    storage.write_bytes(URL, b'{"zero_optimization": {"stage": 3}}')
+    imported = import_texts(tmp_path, files, command)
+    assert opened == []
+    assert "zero_optimization" not in imported.document
+    assert f"{URL}: nothing that a source names is fetched; give it as a FILE: dsjob import {URL} ..." in messages(
         imported, "left out"
     )
+    given = read_source(URL)
+    assert opened == [URL]
+    again = import_sources([read_source(str(tmp_path / name)) for name in files] + [given], _read(command))
+    assert again.document["zero_optimization"] == {"stage": 3}
+    assert "nothing that a source names" not in messages(again, "left out")
+
+
+def _read(command: str) -> Command | None:
+    return read_command([Word(word, "command line") for word in command.split()])
+
+
+def test_a_file_from_the_network_has_none_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "private.json").write_text('{"zero_optimization": {"stage": 3}}')
+    url = "memory://import-test/args.json"
+    storage.write_bytes(url, b'{"output_dir": "o", "max_steps": 5, "deepspeed": "private.json"}')
+    imported = import_sources([read_source(url)])
+    assert "zero_optimization" not in imported.document
+    assert "deepspeed=private.json: a file from the network has none read here" in messages(imported, "left out")
+
+
+def test_another_file_of_that_name_is_told(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "ds.json").write_text("{}")
+    command = f"deepspeed --num_gpus 1 train.py --deepspeed {tmp_path}/other/ds.json --output_dir o --max_steps 1"
+    imported = import_texts(tmp_path, {"ds.json": {"zero_optimization": {"stage": 1}}}, command)
+    assert imported.document["zero_optimization"] == {"stage": 1}
+    assert f"{tmp_path}/ds.json, which was given, is read in its place" in messages(imported, "changed")
+
+
+def test_a_file_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origins, "MAX_SIZE", 1 << 20)
+    text = '{"zero_optimization": {"stage": 1}, "x": "' + "x" * (1 << 20) + '"}'
+    with pytest.raises(DocumentError, match=r"big.json: error\[too-large\]: a document of more than 1 MiB"):
+        import_texts(tmp_path, {"big.json": text})
+    with pytest.raises(DocumentError, match=r"big.json: error\[too-large\]"):  # also where a command names it
+        import_texts(tmp_path, {}, f"deepspeed --num_gpus 1 t.py --deepspeed {tmp_path}/big.json")
+
+
+def test_wrong_values_of_all_sources_are_told_at_once(tmp_path: Path) -> None:
+    """Also of those over which others win, and beside files that cannot be read at all."""
+    files = {
+        "a.json": '{"output_dir": "o",\n"fp16": "perhaps",\n"warmup_steps": "x",\n"logging_strategy": "now"}',
+        "b.json": '{"zero_optimization": {"stage": 7},\n"gradient_clipping": "x",\n"optimizer": 5}',
+        "c.yaml": "distributed_type: DEEPSPEED\nnum_processes: 1.5\n",
+        "d.json": '{"a": }',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found, wrong = read_sources([*(str(tmp_path / name) for name in files), str(tmp_path / "e.json")])
+    command = _read("deepspeed --num_gpus=x t.py --max_grad_norm 1 --learning_rate fast --lr_scheduler_kwargs 5")
+    with pytest.raises(DocumentError) as caught:
+        import_sources(found, command, wrong)
+    told = [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
+    starts = [
+        "a.json:2:1: error[type]: fp16=perhaps: must be true or false",
+        "a.json:3:1: error[type]: warmup_steps=x: must be a number",
+        "a.json:4:1: error[enum]: logging_strategy=now: must be one of no, steps, epoch",
+        "b.json:1:24: error[enum]: zero_optimization.stage: must be one of 0, 1, 2, 3",
+        "b.json:2:1: error[type]: gradient_clipping: must be a number",
+        "b.json:3:1: error[type]: optimizer: must be an object",
+        "c.yaml:2:1: error[type]: num_processes=1.5: must be a whole number",
+        "command line: error[type]: --num_gpus=x: must be a number of ranks, at least 1",
+        "command line: error[type]: --lr_scheduler_kwargs=5: must be an object",
+        "command line: error[type]: --learning_rate=fast: must be a number",
+        "d.json:1:7: error[syntax]: expected a value",
+        "e.json: error[unreadable]: cannot read",
+    ]
+    assert [start for start in starts if not any(line.startswith(start) for line in told)] == []
+    assert len(told) == len(starts), told
+    places = [(problem.source, problem.line, problem.column) for problem in caught.value.problems]
+    assert places == sorted(places)
 
 
 def test_a_deepspeed_config_inside_the_arguments(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from job_documents import nowhere
 from dsjob.errors import DocumentError
 from dsjob.importing.command_line import Word, read_command
 from dsjob.importing.gather import import_sources
-from dsjob.importing.given import UNKNOWN
+from dsjob.importing.given import UNKNOWN, is_open
 from dsjob.importing.settle import Imported
 from dsjob.importing.sources import SourceKind, read_source
+from dsjob.paths import get_at
 from dsjob.resolve import read_nproc, resolve_job
 
 
@@ -65,12 +66,30 @@ def fill_in(document: dict[str, Any]) -> dict[str, Any]:
     if not {"micro_batch", "train_batch"} & set(trainer):
         trainer["micro_batch"] = 4
     filled.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 0.001}})
+    for section in ("optimizer", "scheduler"):
+        if section in filled and not {"type", "_target_"} & set(filled[section]):
+            filled[section] = {"type": "SGD" if section == "optimizer" else "constant"}
     scheduler = filled.get("scheduler", {})
-    if scheduler.get("params", {}).get("warmup_num_steps") == "auto":
-        scheduler["params"]["warmup_num_steps"] = 50
-    for key, value in scheduler.items():
-        scheduler[key] = 50 if value == UNKNOWN else value
+    for arguments in (scheduler, scheduler.get("params", {})):
+        arguments.update({key: 50 for key, value in arguments.items() if value == UNKNOWN})
     return filled
+
+
+def list_unmentioned(imported: Imported) -> list[str]:
+    """What `dsjob validate` finds wrong with the document once it is filled in, and no note says."""
+    document = fill_in(imported.document)
+    told = [note.message for note in imported.notes if note.kind in ("mend", "not supported", "fill in")]
+    try:
+        resolve_job(document, world_size=read_nproc(document), locate=nowhere)
+    except DocumentError as error:
+        return [
+            str(problem)
+            for problem in error.problems
+            if problem.severity == "error"
+            and not is_open(get_at(document, problem.path))
+            and not any(message.startswith((f"{problem.dotted}:", f"{problem.dotted} ")) for message in told)
+        ]
+    return []
 
 
 def resolve_imported(imported: Imported, *, world_size: int | None = None) -> dict[str, Any]:

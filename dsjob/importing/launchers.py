@@ -1,0 +1,91 @@
+"""The options of deepspeed and torchrun: how many ranks there are. accelerate's are in `accelerate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsjob.check import suggest
+from dsjob.importing.command_line import Command
+from dsjob.importing.given import Draft, Given
+
+_NODES = "start dsjob with torchrun on each machine"
+_LOGS = "ranks log to the run's folder"
+# Options that say nothing a job needs: what to do instead, and the values that need no note.
+OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "num_nodes": (_NODES, (1,)),
+    "nnodes": (_NODES, (1, "1:1")),
+    "hostfile": (_NODES, ()),
+    "node_rank": (_NODES, (0,)),
+    "master_addr": (_NODES, ("localhost", "127.0.0.1")),
+    "master_port": ("a free port is found", ()),
+    "rdzv_endpoint": (_NODES, ()),
+    "rdzv_id": (_NODES, ()),
+    "rdzv_backend": (_NODES, ()),
+    "rdzv_conf": (_NODES, ()),
+    "launcher": (_NODES, ()),
+    "launcher_args": (_NODES, ()),
+    "ssh_port": (_NODES, ()),
+    "exclude": ("set CUDA_VISIBLE_DEVICES", ()),
+    "max_restarts": ("start the job again: it goes on", (0,)),
+    "log_dir": (_LOGS, ()),
+    "enable_each_rank_log": (_LOGS, ()),
+    "save_pid": ("no such file is written", ()),
+    "autotuning": ("sweep with dsjob -m", ()),
+    "elastic_training": ("a run goes on with any number of ranks", ()),
+    "bind_cores_to_rank": ("bind ranks with numactl", ()),
+    "run_path": ("the job document says what to run", ()),
+}
+# How a program is started, which a job is not.
+_SILENT = ("module", "no_python", "use_env", "standalone", "no_local_rank", "force_multi", "u", "O", "OO", "B")
+_COUNTS = ("num_gpus", "nproc_per_node", "num_accelerators")
+_ALL = {"deepspeed": (-1,), "torchrun": ("gpu", "auto", "cpu", "xpu")}  # as many as the machine has
+
+
+def draft_launcher(command: Command, draft: Draft) -> None:
+    """Puts the number of ranks into the draft, and notes the other options."""
+    options = command.launcher_options
+    for name, given in options.items():
+        if name in OPTIONS:
+            about, silent = OPTIONS[name]
+            if isinstance(given.value, bool) or given.value not in silent:
+                draft.note("left out", f"{given.told}: {about}", given)
+        elif name not in (*_SILENT, *_COUNTS, "include"):
+            hint = suggest(name, [*OPTIONS, *_SILENT, *_COUNTS, "include"]) or f"no option of {command.launcher} is so"
+            draft.note("unknown", f"{given.told}: {hint}", given)
+    for name in ("num_nodes", "nnodes"):
+        if name in options:
+            nodes = options[name].value
+            draft.nodes = nodes if isinstance(nodes, int) else 1 if nodes == "1:1" else None
+    counts = [options[name] for name in _COUNTS if name in options]
+    for given in counts:
+        _draft_count(given, command.launcher, draft)
+    if "include" in options:
+        _draft_include(options["include"], draft)
+    elif not counts and command.launcher == "deepspeed":
+        _ask(command.script, draft)
+
+
+def _draft_count(given: Given, launcher: str, draft: Draft) -> None:
+    if given.value in _ALL.get(launcher, ()) or given.is_open:
+        _ask(given, draft)
+    elif isinstance(given.value, int) and not isinstance(given.value, bool) and given.value > 0:
+        draft.put("launch.nproc", given)
+    else:
+        words = ", ".join(str(word) for word in _ALL.get(launcher, ()))
+        hint = f"{words} would mean every one that the machine has" if words else ""
+        draft.refuse(given, "must be a number of ranks, at least 1", hint=hint)
+
+
+def _ask(given: Given | None, draft: Draft) -> None:
+    said = "the launcher" if given is None or given.name == "script" else given.told
+    draft.note("fill in", f"launch.nproc: {said} leaves it to the machine; say how many ranks there are", given)
+
+
+def _draft_include(given: Given, draft: Draft) -> None:
+    """`--include localhost:0,1`: GPUs of this machine."""
+    host, _, slots = str(given.value).partition(":")
+    if "@" in str(given.value) or host not in ("localhost", "127.0.0.1") or not slots:
+        draft.note("left out", f"{given.told}: {_NODES}", given)
+        return
+    draft.put("launch.nproc", given.to(len(slots.split(","))))
+    draft.note("changed", f"{given.told}: set CUDA_VISIBLE_DEVICES={slots}", given)

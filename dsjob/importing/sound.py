@@ -1,0 +1,157 @@
+"""Whether what was gathered makes a sound document: wrong values of all sources, unknown keys, what is left to do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from dsjob import schema as contract
+from dsjob.check import check_shape
+from dsjob.errors import DocumentError
+from dsjob.importing.given import MODULE, Draft, Given, Rank, nest, show
+from dsjob.paths import Path, get_at, has_at
+from dsjob.resolve import Place, read_nproc, resolve_job
+
+_OTHERWISE = ("unsupported", "unknown-key", "required")  # told in other ways than as wrong values
+
+
+def assemble(values: Mapping[Path, Given], draft: Draft) -> dict[str, Any]:
+    """The document of values by path. A value is refused where others are below it: it had to be an object."""
+    document: dict[str, Any] = {}
+    for path, given in values.items():
+        blocked = next((path[:n] for n in range(1, len(path)) if path[:n] in values), None)
+        if blocked is not None:
+            draft.refuse(values[blocked], "must be an object", path=blocked)
+        else:
+            _add(document, nest(path, given.value))
+    return document
+
+
+def _add(document: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(document.get(key), dict):
+            _add(document[key], value)
+        else:
+            document[key] = value
+
+
+def find_wrong(winners: Mapping[Path, Given], draft: Draft) -> None:
+    """Refuses what a job document cannot have: also values that others win over, and each only once."""
+    for values in (winners, *_split(winners, draft)):
+        for problem in check_shape(assemble(values, draft), contract.job_schema()):
+            if problem.severity != "error" or problem.rule in _OTHERWISE or problem.path in draft.unfilled:
+                continue
+            origin = _find_origin(problem.path, values)
+            if origin is None:
+                draft.problems.setdefault(("", str(problem)), problem)
+            else:
+                draft.refuse(origin, problem.message, path=problem.path, rule=problem.rule, hint=problem.hint)
+
+
+def _split(winners: Mapping[Path, Given], draft: Draft) -> list[dict[Path, Given]]:
+    """All values as documents: one a rank, and further ones where a rank has several values at a path."""
+    layers: dict[tuple[Rank, int], dict[Path, Given]] = {}
+    for path, found in draft.values.items():
+        for rank in {given.rank for given in found} - {Rank.DEFAULT}:
+            same = [given for given in found if given.rank == rank and given.value != "auto"]
+            for index, given in enumerate(same):
+                layers.setdefault((rank, index), {})[path] = given
+    kinds = {path: given for path, given in winners.items() if path[1:] == ("type",)}  # says which params there are
+    return [{**kinds, **values} for values in layers.values()]
+
+
+def _find_origin(path: Path, values: Mapping[Path, Given]) -> Given | None:
+    for length in range(len(path), 0, -1):
+        if path[:length] in values:
+            return values[path[:length]]
+    return next((given for given_path, given in values.items() if given_path[: len(path)] == path), None)
+
+
+def take_out(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> None:
+    """Notes what dsjob does not support, and takes out what it does not know."""
+    for problem in check_shape(document, contract.job_schema()):
+        origin = _find_origin(problem.path, winners)
+        if problem.rule == "unsupported":
+            draft.note("not supported", f"{problem.dotted} {problem.message}; {problem.hint}", origin)
+        elif problem.rule == "unknown-key" and _is_known(document, problem.path):
+            _pop_rest(
+                document, problem.path, origin, draft
+            )  # an object with more unknown keys than are told one by one
+        elif problem.rule == "unknown-key":
+            name = origin.name if origin else problem.dotted
+            draft.note("unknown", f"{name}={show(_pop(document, problem.path))}: {problem.hint}", origin)
+
+
+def _is_known(document: dict[str, Any], path: Path) -> bool:
+    if not path:
+        return True
+    node = contract.find_at(contract.job_schema(), path[:-1], document)
+    return contract.child(node, str(path[-1]), get_at(document, path[:-1])) is not None
+
+
+def _pop_rest(document: dict[str, Any], path: Path, origin: Given | None, draft: Draft) -> None:
+    section = get_at(document, path)
+    unknown = [key for key in section if not _is_known(document, (*path, key))]
+    for key in unknown:
+        del section[key]
+    names = ", ".join(unknown)
+    draft.note("unknown", f"{len(unknown)} more keys of {'.'.join(map(str, path))}: {names}", origin)
+
+
+def _pop(document: dict[str, Any], path: Path) -> Any:
+    home = get_at(document, path[:-1])
+    return home.pop(str(path[-1]), None)
+
+
+def note_gaps(document: dict[str, Any], draft: Draft) -> None:
+    """Notes what a job needs and nobody has said: `validate` asks for it too."""
+    trainer = document.get("trainer", {})
+    if not {"max_steps", "max_epochs"} & set(trainer):
+        draft.note("fill in", "trainer.max_steps or trainer.max_epochs: nothing says how long to train")
+    if not {"train_batch", "micro_batch"} & set(trainer):
+        draft.note("fill in", "trainer.micro_batch: nothing says how many samples there are in a batch")
+    if "optimizer" not in document:
+        draft.note("fill in", "optimizer: nothing says which one; {type: AdamW, params: {lr: 1e-3}}, for example")
+    target = document.get("data", {}).get("eval", {}).get("_target_", "")
+    if target.startswith(f"{MODULE}.") and not any("data.eval:" in note.message for note in draft.notes):
+        draft.note("fill in", f"data.eval: {target} stands for the evaluation set")
+
+
+def note_refused(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> None:
+    """Notes what `dsjob validate` would find in the document once all that is to be filled in has been."""
+    filled = _fill_in(document, winners, draft)
+    try:
+        resolve_job(filled, world_size=read_nproc(filled), locate=lambda path: _locate(path, winners))
+    except DocumentError as error:
+        for problem in error.problems:
+            if problem.rule != "unsupported":
+                hint = f"; {problem.hint}" if problem.hint else ""
+                origin = _find_origin(problem.path, winners)
+                draft.note("mend", f"{problem.dotted}: {problem.message}{hint}", origin)
+
+
+def _locate(path: Path, winners: Mapping[Path, Given]) -> Place:
+    origin = _find_origin(path, winners)
+    if origin is None:
+        return "nowhere", 0, 0
+    place = origin.problem("")
+    return place.source, place.line, place.column
+
+
+def _fill_in(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> dict[str, Any]:
+    """The document with something in each place that a note asks to fill in."""
+    filled = copy.deepcopy(document)
+    for path in {*draft.unfilled, *(path for path, given in winners.items() if given.is_open)}:
+        if has_at(filled, path):
+            _pop(filled, path)
+    trainer = filled.setdefault("trainer", {})
+    if not {"max_steps", "max_epochs"} & set(trainer):
+        trainer["max_steps"] = 1_000_000
+    if not {"train_batch", "micro_batch"} & set(trainer):
+        trainer["micro_batch"] = 1
+    for section in ("optimizer", "scheduler"):
+        if section in filled and not {"type", "_target_"} & set(filled[section]):
+            del filled[section]
+    filled.setdefault("optimizer", {"type": "AdamW"})
+    return filled
