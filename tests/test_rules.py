@@ -39,6 +39,10 @@ def contiguous(**keys: Any) -> dict[str, Any]:
     return {"activation_checkpointing": {"contiguous_memory_optimization": True, **keys}}
 
 
+def again(**keys: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": keys}
+
+
 def stops_on(name: str) -> dict[str, Any]:
     return {"callbacks": {"stop": {"_target_": "a.Stop", "monitor": name}}}
 
@@ -141,6 +145,30 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         contiguous(partition_activations=True),
         "activation_checkpointing.contiguous_memory_optimization",
         {"activation_checkpointing": {"partition_activations": True}},
+    ),
+    (
+        "selective-with-autocast",
+        {**again(mode="selective"), "torch_autocast": ON, **zero(2)},
+        "activation_checkpointing.mode",
+        {**again(mode="selective"), "torch_autocast": ON},
+    ),
+    (
+        "selective-compiled",
+        {**again(mode="selective", cpu_checkpointing=True), "compile": ON},
+        "activation_checkpointing.cpu_checkpointing",
+        {**again(mode="full", cpu_checkpointing=True), "compile": ON},
+    ),
+    (
+        "every-without-mode",
+        again(every=2),
+        "activation_checkpointing.every",
+        again(every=2, mode="full"),
+    ),
+    (
+        "compile-mode",
+        {"compile": {**ON, "backend": "aot_eager", "mode": "max-autotune"}},
+        "compile.mode",
+        {"compile": {**ON, "mode": "max-autotune"}},
     ),
     (
         "clipping-in-optimizer",
