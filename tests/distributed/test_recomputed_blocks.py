@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Ledger
 from engines import build_net, make_engine, train_engine, whole_state
 from net import Net
 from ranks import run_ranks
@@ -103,3 +104,67 @@ def test_every_stage_gives_bit_for_bit_what_it_gives_without(
     for rows in run_ranks(compare_ways, world_size, kind, accumulation, precisions):
         assert len(rows) == 4 * len(precisions) * len(WAYS) - 3 * ("autocast" in precisions)
         check_equal(rows)
+
+
+WIDTH, BLOCKS, TOKENS = 64, 8, 3000  # so many tokens that buffers of collectives do not count
+
+
+def keep(world: World) -> dict[tuple[int, str], tuple[int, int]]:
+    """For each stage and way: bytes that a forward pass leaves, and the most that a step adds."""
+    found = {}
+    for stage, name in itertools.product(range(4), ("none", "full", "every second")):
+        section = WAYS.get(name, {"mode": name})
+        engine = make_engine(stage, net=Net(53, WIDTH, BLOCKS), activation_checkpointing=section)
+        tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+        for _ in range(2):  # the first step makes optimizer state and buffers
+            with Ledger() as ledger:
+                ledger.mark("before")
+                loss = engine(tokens, tokens)
+                ledger.mark("after")
+                engine.backward(loss)
+                del loss
+                engine.step()
+        found[stage, name] = ledger.live("after") - ledger.live("before"), ledger.peak
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_falls_by_what_the_blocks_would_keep(world_size: int) -> None:
+    """Beside its input, a block keeps what comes out of its norm, and the hidden layer after relu."""
+    spared = BLOCKS * TOKENS * 4 * (WIDTH + 3 * WIDTH + 1)
+    for found in run_ranks(keep, world_size):
+        for stage in range(4):
+            (kept, peak), (kept_full, peak_full), (kept_half, _) = (
+                found[stage, name] for name in ("none", "full", "every second")
+            )
+            assert kept - kept_full == pytest.approx(spared, rel=0.05)
+            assert kept - kept_half == pytest.approx(spared / 2, rel=0.05)
+            # One block at a time is whole again; what stage 3 gathers is beside it.
+            assert peak - peak_full == pytest.approx(spared * (BLOCKS - 1) / BLOCKS, rel=0.06)
+
+
+def resume(world: World, folder: str) -> list[tuple[list[float], list[float], set[str], set[str]]]:
+    """For each stage: losses of a run, and of one that goes on with recomputation switched over; names of tensors."""
+    found = []
+    for stage, (first, then) in itertools.product(range(4), itertools.permutations(({"mode": "full"}, {}))):
+        torch.manual_seed(7)
+        engine = make_engine(stage, net=make_net("plain"), activation_checkpointing=first)
+        losses = train_engine(engine, 0, 2)
+        url = f"{folder}/{stage}-{len(first)}"
+        engine.save_checkpoint(url)
+        losses += train_engine(engine, 2, 2)
+
+        other = make_engine(stage, net=make_net("plain"), activation_checkpointing=then)
+        other.load_checkpoint(url)
+        names = set(other.module.state_dict()) | {name.removeprefix("model.") for name in other.state().model_tensors()}
+        found.append((losses[2:], train_engine(other, 2, 2), names, set(build_net().state_dict())))
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_it_switched_over_and_names_are_the_models_own(tmp_path: Path) -> None:
+    for found in run_ranks(resume, 2, str(tmp_path)):
+        for losses, again, names, own in found:
+            assert again == losses
+            assert names == own
