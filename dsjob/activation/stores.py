@@ -67,7 +67,7 @@ class Store:
         part = kept.part.to(kept.device, non_blocking=True)
         if kept.sliced:
             whole = part.new_empty(self._size * part.numel())
-            dist.all_gather_into_tensor(whole, part, group=self._group)
+            dist.all_gather(list(whole.chunk(self._size)), part, group=self._group)
             part = whole[: math.prod(kept.shape)]
         return part.view(kept.shape)
 
