@@ -21,13 +21,15 @@ from dsjob.spec import Compile, EngineSpec
 
 
 def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
-    """Changes the blocks of `model` in place, before it is sharded. Raises ContractError where there are none to be
-    computed again."""
+    """Changes the blocks of `model` in place, before it is sharded.
+
+    Raises ContractError where there are none to be computed again, and for a compiler that torch does not know.
+    """
     section = spec.activation_checkpointing
     if not checkpointing.is_configured():
         checkpointing.adopt(section)
     blocks = find_blocks(model, sharing=True)
-    again = choose_recomputed(blocks, section.every) if section.mode != "none" else []
+    again = blocks[:: section.every] if section.mode != "none" else []
     if section.mode != "none" and not blocks:
         raise ContractError(
             f"activation_checkpointing.mode is {section.mode}, but {type(model).__name__} has no repeated blocks",
@@ -46,11 +48,6 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
         _replace(block, Compiled(block.forward, spec.compile))
     if again:
         _drop_caches(model)
-
-
-def choose_recomputed(blocks: Sequence[nn.Module], every: int) -> Sequence[nn.Module]:
-    """Every n-th of the blocks, from the first."""
-    return blocks[::every]
 
 
 class Compiled:

@@ -168,3 +168,25 @@ def test_a_run_goes_on_with_it_switched_over_and_names_are_the_models_own(tmp_pa
         for losses, again, names, own in found:
             assert again == losses
             assert names == own
+
+
+def compile_blocks(world: World) -> list[tuple[str, list[float], list[float]]]:
+    rows = []
+    for stage, precision in itertools.product(range(4), ("fp32", "bf16", "autocast")):
+        expected = train("plain", stage, PRECISIONS[precision])["losses"]
+        for mode in ("none", "full", *(("selective",) if precision != "autocast" or stage == 0 else ())):
+            sections = {
+                "compile": {"enabled": True, "backend": "aot_eager"},
+                "activation_checkpointing": {"mode": mode},
+            }
+            losses = train("plain", stage, {**PRECISIONS[precision], **sections})["losses"]
+            rows.append((f"stage {stage}, {precision}, {mode}", losses, expected))
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_blocks_follow_the_others_at_every_stage(world_size: int) -> None:
+    for rows in run_ranks(compile_blocks, world_size):
+        for name, losses, expected in rows:
+            assert losses == pytest.approx(expected, rel=1e-6 if "fp32" in name else 4e-3), name
