@@ -189,6 +189,7 @@ def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Displ
         ("steps", f"{run.max_steps:,}{epochs}"),
         ("precision", _describe_precision(engine)),
         ("ZeRO", f"stage {stage}{alone}"),
+        *_describe_blocks(spec),
         ("optimizer", f"{type(engine.optimizer).__name__}{rate}{schedule}, clipping {spec.gradient_clipping:g}"),
         ("device", f"{world.device.type}, {ranks}"),
         ("output", run_dir),
@@ -197,6 +198,16 @@ def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Displ
         exact = "" if loaded.exact else "; on another world size, so with other random numbers"
         rows.append(("resumed", f"{loaded.url} at step {loaded.step:,}{exact}"))
     display.table(f"dsjob {spec.name}", rows)
+
+
+def _describe_blocks(spec: JobSpec) -> list[tuple[str, str]]:
+    section, rows = spec.activation_checkpointing, []
+    if section.mode != "none":
+        which = "all blocks" if section.every == 1 else f"1 block of {section.every}"
+        rows.append(("recomputed", f"{which}, {section.mode}{', inputs on the host' * section.cpu_checkpointing}"))
+    if spec.compile.enabled:
+        rows.append(("compiled", f"each block, by {spec.compile.backend}"))
+    return rows
 
 
 def _describe_precision(engine: Engine) -> str:
