@@ -29,7 +29,7 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
     if not checkpointing.is_configured():
         checkpointing.adopt(section)
     blocks = find_blocks(model, sharing=True)
-    again = blocks[:: section.every] if section.mode != "none" else []
+    again = blocks[:: section.interval] if section.mode != "none" else []
     if section.mode != "none" and not blocks:
         raise ContractError(
             f"activation_checkpointing.mode is {section.mode}, but {type(model).__name__} has no repeated blocks",

@@ -203,7 +203,7 @@ def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Displ
 def _describe_blocks(spec: JobSpec) -> list[tuple[str, str]]:
     section, rows = spec.activation_checkpointing, []
     if section.mode != "none":
-        which = "all blocks" if section.every == 1 else f"1 block of {section.every}"
+        which = "all blocks" if section.interval == 1 else f"1 block of {section.interval}"
         rows.append(("recomputed", f"{which}, {section.mode}{', inputs on the host' * section.cpu_checkpointing}"))
     if spec.compile.enabled:
         rows.append(("compiled", f"each block, by {spec.compile.backend}"))

@@ -91,7 +91,7 @@ def measure_activations(
     """
     section = spec.activation_checkpointing
     if section.mode == "none":
-        section = replace(section, mode="full", every=1, cpu_checkpointing=False)
+        section = replace(section, mode="full", interval=1, cpu_checkpointing=False)
     try:
         function = build_callable(spec.loss, "loss", trust) if spec.loss else None
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -152,7 +152,7 @@ class _Saved:
     def __post_init__(self) -> None:
         self._skipped = {t.untyped_storage()._cdata for t in self.known if isinstance(t, Tensor)}
         # Only blocks that are computed again are told from the rest.
-        self._blocks = find_blocks(self.model, sharing=True)[:: self.section.every]
+        self._blocks = find_blocks(self.model, sharing=True)[:: self.section.interval]
 
     @contextmanager
     def watch(self) -> Iterator[None]:

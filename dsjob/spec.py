@@ -97,7 +97,7 @@ class Zero:
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointing:
     mode: Literal["none", "full", "selective"]
-    every: int
+    interval: int
     partition_activations: bool
     number_checkpoints: int | None
     contiguous_memory_optimization: bool

@@ -38,7 +38,7 @@ def list_changed(model: nn.Module, kind: type) -> list[str]:
     [(1, ["blocks.0", "blocks.1", "blocks.2"]), (2, ["blocks.0", "blocks.2"]), (3, ["blocks.0"]), (7, ["blocks.0"])],
 )
 def test_every_nth_block_is_computed_again(every: int, blocks: list[str]) -> None:
-    assert list_changed(prepare(Net(), **full(every=every)), Recomputed) == blocks
+    assert list_changed(prepare(Net(), **full(interval=every)), Recomputed) == blocks
 
 
 def test_nothing_is_changed_unless_asked_for() -> None:
@@ -192,5 +192,5 @@ def test_the_selective_way_does_costly_operators_once(mode: str, products: int, 
 def test_a_bare_deepspeed_config_says_the_same_things() -> None:
     with pytest.raises(ConfigError, match="selective does not go with torch_autocast"):
         make_engine(1, activation_checkpointing={"mode": "selective"}, torch_autocast={"enabled": True})
-    engine = make_engine(1, activation_checkpointing={"mode": "full", "every": 2})
+    engine = make_engine(1, activation_checkpointing={"mode": "full", "interval": 2})
     assert list_changed(engine.module, Recomputed) == ["blocks.0", "blocks.2"]

@@ -98,7 +98,7 @@ def reach_peak(spec: JobSpec) -> int:
 
 AGAIN: dict[str, list[str]] = {
     "full": ["activation_checkpointing.mode=full"],
-    "every second": ["activation_checkpointing.mode=full", "activation_checkpointing.every=2"],
+    "every second": ["activation_checkpointing.mode=full", "activation_checkpointing.interval=2"],
     "selective": ["activation_checkpointing.mode=selective"],
 }
 

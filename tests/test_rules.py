@@ -159,10 +159,10 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {**again(mode="full", cpu_checkpointing=True), "compile": ON},
     ),
     (
-        "every-without-mode",
-        again(every=2),
-        "activation_checkpointing.every",
-        again(every=2, mode="full"),
+        "interval-without-mode",
+        again(interval=2),
+        "activation_checkpointing.interval",
+        again(interval=2, mode="full"),
     ),
     (
         "compile-mode",

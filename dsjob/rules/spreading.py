@@ -164,12 +164,12 @@ def _selective_compiled(document: Document) -> Iterator[Finding]:
                 yield f"activation_checkpointing.{key}", "does not go with mode selective and compile", "use full"
 
 
-@enter("every-without-mode", severity="warning")
-def _every(document: Document) -> Iterator[Finding]:
+@enter("interval-without-mode", severity="warning")
+def _interval(document: Document) -> Iterator[Finding]:
     """Without a mode the blocks compute nothing again, whichever are named."""
     section = read(document, "activation_checkpointing", {})
-    if section.get("every", 1) != 1 and section.get("mode", "none") == "none":
-        yield "activation_checkpointing.every", "says which blocks, but mode is none", "add mode: full"
+    if section.get("interval", 1) != 1 and section.get("mode", "none") == "none":
+        yield "activation_checkpointing.interval", "says which blocks, but mode is none", "add mode: full"
 
 
 @enter("compile-mode")

@@ -19,7 +19,7 @@ from dsjob.mesh import World
 STEPS = 3
 WAYS: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
-    "every second": {"mode": "full", "every": 2},
+    "every second": {"mode": "full", "interval": 2},
     "selective": {"mode": "selective"},
     "offloaded": {"mode": "full", "cpu_checkpointing": True},
 }
