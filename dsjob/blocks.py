@@ -46,7 +46,7 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
         _replace(block, Recomputed(block.forward, store=store, selective=selective))
     for block in compiled if selective else ():
         _replace(block, Compiled(block.forward, spec.compile))
-    if again:
+    if again or compiled:
         _drop_caches(model)
 
 
@@ -76,7 +76,9 @@ def _replace(block: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def _drop_caches(model: nn.Module) -> None:
-    """transformers' models fill caches for generation as they run, which a second run would fill once more."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False) is True:
-        config.use_cache = False
+    """transformers' models fill caches for generation as they run: a second run would fill them once more, and a
+    compiler makes a block of its own of each layer's place in them."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False

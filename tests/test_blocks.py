@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from engines import build_net, make_engine, make_tokens, train_engine
 from job_documents import make_job, resolve
 from net import Net
@@ -194,3 +195,45 @@ def test_a_bare_deepspeed_config_says_the_same_things() -> None:
         make_engine(1, activation_checkpointing={"mode": "selective"}, torch_autocast={"enabled": True})
     engine = make_engine(1, activation_checkpointing={"mode": "full", "interval": 2})
     assert list_changed(engine.module, Recomputed) == ["blocks.0", "blocks.2"]
+
+
+def build_gpt2() -> nn.Module:
+    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    model: nn.Module = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
+    )
+    return model
+
+
+def build_t5() -> nn.Module:
+    sizes = {"num_layers": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "vocab_size": 64}
+    model: nn.Module = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    return model
+
+
+def train_transformers(model: nn.Module, **config: Any) -> list[float]:
+    torch.manual_seed(0)  # dropout
+    engine = make_engine(0, net=model, **config).train()
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(step))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [build_gpt2, build_t5])
+def test_models_of_transformers_train_as_before(build: Any) -> None:
+    model = build()
+    expected = train_transformers(copy.deepcopy(model))
+    for mode in ("full", "selective"):
+        assert train_transformers(copy.deepcopy(model), activation_checkpointing={"mode": mode}) == expected
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = train_transformers(model, compile={"enabled": True, "backend": "aot_eager"}, **full())
+    assert compiled == pytest.approx(expected, rel=1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs <= 4  # T5's blocks are of two kinds, and the first of each makes the biases for the others
