@@ -26,9 +26,12 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
     Raises ContractError where there are none to be computed again, and for a compiler that torch does not know.
     """
     section = spec.activation_checkpointing
+    blocks = find_blocks(model, sharing=True)
+    for block in (*blocks, model):  # an engine of before may have left its own there
+        while isinstance(block.forward, (Recomputed, Compiled)):
+            block.forward = block.forward.forward
     if not checkpointing.is_configured():
         checkpointing.adopt(section)
-    blocks = find_blocks(model, sharing=True)
     again = blocks[:: section.interval] if section.mode != "none" else []
     if section.mode != "none" and not blocks:
         raise ContractError(
@@ -40,12 +43,12 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
     compiled: Sequence[nn.Module] = (blocks or [model]) if spec.compile.enabled else ()
     # A policy by operator has to be seen by the compiler; anything else it would rather not see.
     for block in compiled if not selective else ():
-        _replace(block, Compiled(block.forward, spec.compile))
+        block.forward = Compiled(block.forward, spec.compile)
     store = checkpointing.make_store(section)
     for block in again:
-        _replace(block, Recomputed(block.forward, store=store, selective=selective))
+        block.forward = Recomputed(block.forward, store=store, selective=selective)
     for block in compiled if selective else ():
-        _replace(block, Compiled(block.forward, spec.compile))
+        block.forward = Compiled(block.forward, spec.compile)
     if again or compiled:
         _drop_caches(model)
 
@@ -69,10 +72,6 @@ class Compiled:
 
     def __reduce__(self) -> Any:
         return Compiled, (self.forward, self.spec)
-
-
-def _replace(block: nn.Module, forward: Callable[..., Any]) -> None:
-    block.forward = forward
 
 
 def _drop_caches(model: nn.Module) -> None:

@@ -48,6 +48,14 @@ def test_nothing_is_changed_unless_asked_for() -> None:
     assert list_changed(prepare(Net(), activation_checkpointing={"cpu_checkpointing": True}), Recomputed) == []
 
 
+def test_another_engine_over_the_same_model_begins_anew() -> None:
+    net = prepare(Net(), **full(), compile={"enabled": True, "backend": "eager"})
+    prepare(net, **full(interval=2))
+    assert list_changed(net, Recomputed) == ["blocks.0", "blocks.2"]
+    assert not isinstance(net.blocks[0].forward.forward, (Recomputed, Compiled))
+    assert list_changed(prepare(net), Compiled) + list_changed(net, Recomputed) == []
+
+
 def test_blocks_that_share_a_parameter_with_the_rest_are_computed_again_too() -> None:
     net = Net()
     net.blocks[1].ln.weight = net.ln_f.weight

@@ -159,10 +159,16 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {**again(mode="full", cpu_checkpointing=True), "compile": ON},
     ),
     (
-        "interval-without-mode",
+        "checkpointing-without-mode",
         again(interval=2),
         "activation_checkpointing.interval",
         again(interval=2, mode="full"),
+    ),
+    (
+        "checkpointing-without-mode",
+        again(cpu_checkpointing=True),
+        "activation_checkpointing.cpu_checkpointing",
+        again(cpu_checkpointing=True, mode="selective"),
     ),
     (
         "compile-mode",

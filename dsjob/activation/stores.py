@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,9 @@ class Store:
         self._size = dist.get_world_size(group) if self._group is not None else 1
         self._buffers: dict[_Kind, _Buffer] = {}
 
+    def __deepcopy__(self, memo: Any) -> Store:
+        return self  # a copy of a model keeps its inputs in the same place
+
     @property
     def changes_anything(self) -> bool:
         """Whether tensors are kept in any other way than as they are."""
@@ -56,7 +60,9 @@ class Store:
         if self.section.contiguous_memory_optimization:
             self._place(kept, target)
         elif target != tensor.device:
-            kept.part = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda).copy_(part)
+            host = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
+            # No wait: the way back is taken on the same stream, and page-locked memory is not given out in between.
+            kept.part = host.copy_(part, non_blocking=True)
         return kept
 
     @torch.no_grad()

@@ -164,12 +164,20 @@ def _selective_compiled(document: Document) -> Iterator[Finding]:
                 yield f"activation_checkpointing.{key}", "does not go with mode selective and compile", "use full"
 
 
-@enter("interval-without-mode", severity="warning")
-def _interval(document: Document) -> Iterator[Finding]:
-    """Without a mode the blocks compute nothing again, whichever are named."""
+@enter("checkpointing-without-mode", severity="warning")
+def _checkpointing_mode(document: Document) -> Iterator[Finding]:
+    """DeepSpeed's keys change nothing by themselves: a model has to hand over what is to be computed again, or a mode
+    has to say it of its blocks."""
     section = read(document, "activation_checkpointing", {})
-    if section.get("interval", 1) != 1 and section.get("mode", "none") == "none":
+    if section.get("mode", "none") != "none":
+        return
+    if section.get("interval", 1) != 1:
         yield "activation_checkpointing.interval", "says which blocks, but mode is none", "add mode: full"
+    for key in ("partition_activations", "cpu_checkpointing"):
+        if section.get(key) is True:
+            message = "is for what the model hands to dsjob.checkpointing.checkpoint alone, since mode is none"
+            yield f"activation_checkpointing.{key}", message, "add mode: full for the model's blocks"
+            return
 
 
 @enter("compile-mode")
