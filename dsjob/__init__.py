@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsjob import checkpointing as checkpointing
     from dsjob.batch import BatchConfig as BatchConfig
     from dsjob.engine import Engine as Engine
     from dsjob.entry import add_config_arguments as add_config_arguments
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
+_MODULES = ("checkpointing",)
 _HOMES = {
     "BatchConfig": "dsjob.batch",
     "Engine": "dsjob.engine",
@@ -25,7 +27,15 @@ _HOMES = {
     "init_distributed": "dsjob.entry",
     "initialize": "dsjob.entry",
 }
-__all__ = ["BatchConfig", "Engine", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = [
+    "BatchConfig",
+    "Engine",
+    "__version__",
+    "add_config_arguments",
+    "checkpointing",
+    "init_distributed",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,6 +43,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("dsjob")
+    if name in _MODULES:
+        return import_module(f"dsjob.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dsjob' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

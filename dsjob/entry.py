@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob import document as documents
 from dsjob import storage
+from dsjob.blocks import prepare_blocks
 from dsjob.data import Epochs, TrainingLoader
 from dsjob.engine import Engine
 from dsjob.errors import ConfigError, Problem, UsageError
@@ -104,6 +105,7 @@ def build_engine(
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
+    prepare_blocks(model, spec)
     strategy = build_strategy(model, stage=spec.zero_optimization.stage, world=world, precision=precision)
     masters = strategy.masters
     over = list(masters.values()) if groups is None else _find_groups(groups, masters)

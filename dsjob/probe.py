@@ -9,15 +9,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dsjob.activation.recompute import is_costly
 from dsjob.contract import call_model, find_loss
 from dsjob.data import TrainingLoader
 from dsjob.errors import DsjobError, TargetError, UsageError
@@ -29,7 +31,7 @@ from dsjob.parallel.wrap import find_blocks
 from dsjob.plan.model import Model, OptimizerState, Weight
 from dsjob.plan.report import Activations
 from dsjob.precision import Precision, cast_floats
-from dsjob.spec import JobSpec, Method, Target
+from dsjob.spec import ActivationCheckpointing, JobSpec, Method, Target
 from dsjob.targets import build_callable, call_target
 from dsjob.trust import Trust
 
@@ -83,9 +85,13 @@ def measure_activations(
     """What autograd would keep of `batch`, the micro batch of a rank: a forward pass on fake tensors, without memory.
 
     The model's outputs are in it; parameters, their compute copies and the batch are not. `checkpointed` is what
-    remains if each block keeps its inputs alone, `recomputed` what the largest block saves when it is computed again.
-    `model`: on the meta device, which it stays on. Attention and the like choose the kernels of a CPU.
+    remains if blocks are computed again, as the document says or else all of them in full; `recomputed` how much
+    more there is when the backward pass computes one of them. `model`: on the meta device, which it stays on. Attention
+    and the like choose the kernels of a CPU.
     """
+    section = spec.activation_checkpointing
+    if section.mode == "none":
+        section = replace(section, mode="full", interval=1, cpu_checkpointing=False)
     try:
         function = build_callable(spec.loss, "loss", trust) if spec.loss else None
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -93,7 +99,7 @@ def measure_activations(
             dtype = Precision.of(spec, torch.device("cpu")).compute
             batch = tree_map_only(Tensor, mode.from_tensor, batch)
             tensors = dict(_make_fakes(model, dtype))
-            saved = _Saved(model, [*tensors.values(), *tree_leaves(batch)])
+            saved = _Saved(model, [*tensors.values(), *tree_leaves(batch)], section)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 if dtype != torch.float32:
@@ -107,7 +113,8 @@ def measure_activations(
     except Exception as error:
         told = str(error).strip().splitlines()
         return Activations(reason=f"{type(error).__name__}: {told[0] if told else ''}")
-    return Activations(saved.count(), *saved.count_checkpointed(), largest=max(saved.sizes.values(), default=0))
+    on = spec.activation_checkpointing.mode != "none"
+    return saved.count_checkpointed(Activations(saved.count(), largest=max(saved.sizes.values(), default=0), on=on))
 
 
 def _make_fakes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -126,19 +133,26 @@ def _leaves(outputs: Any) -> list[Any]:
 
 @dataclass
 class _Saved:
-    """Storages that autograd keeps: their bytes by address, and in which block they were saved (0: in none)."""
+    """Storages that autograd keeps: their bytes by address, and in which block they were saved (0: in none).
+
+    Addresses are noted in the order in which a forward pass comes to them; the backward pass lets go in reverse.
+    """
 
     model: nn.Module
     known: Iterable[Any]
+    section: ActivationCheckpointing
     sizes: dict[int, int] = field(default_factory=dict)
     places: dict[int, set[int]] = field(default_factory=dict)
-    inputs: set[int] = field(default_factory=set)
+    inputs: dict[int, set[int]] = field(default_factory=dict)  # of a block, by its number
+    results: set[int] = field(default_factory=set)  # of costly operators, in blocks
+    left: dict[int, int] = field(default_factory=dict)  # addresses that were noted when a block was left
     _alive: list[Any] = field(default_factory=list)  # an address may be given out again once its storage is gone
     _block: int = 0
 
     def __post_init__(self) -> None:
         self._skipped = {t.untyped_storage()._cdata for t in self.known if isinstance(t, Tensor)}
-        self._blocks = find_blocks(self.model)
+        # Only blocks that are computed again are told from the rest.
+        self._blocks = find_blocks(self.model, sharing=True)[:: self.section.interval]
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -148,7 +162,7 @@ class _Saved:
             handles.append(block.register_forward_pre_hook(self._make_entry(number), with_kwargs=True))
             handles.append(block.register_forward_hook(self._leave))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+            with _Results(self), torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
                 yield
         finally:
             for handle in handles:
@@ -158,11 +172,13 @@ class _Saved:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._block = number
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.inputs |= {address for leaf in given if (address := self._note(leaf)) is not None}
+            found = {address for leaf in given if (address := self._note(leaf)) is not None}
+            self.inputs.setdefault(number, set()).update(found)
 
         return enter
 
     def _leave(self, *_: Any) -> None:
+        self.left[self._block] = len(self.sizes)
         self._block = 0
 
     def _save(self, tensor: Tensor) -> Tensor:
@@ -176,6 +192,12 @@ class _Saved:
             if address is not None:
                 self.places.setdefault(address, set()).add(self._block)
 
+    def add_results(self, outputs: Any) -> None:
+        """Notes what a costly operator has returned."""
+        if self._block:
+            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            self.results |= {address for leaf in leaves if (address := self._note(leaf)) is not None}
+
     def _note(self, tensor: Tensor) -> int | None:
         storage = tensor.untyped_storage()
         address: int = storage._cdata
@@ -187,18 +209,46 @@ class _Saved:
 
     def count(self) -> int:
         """Bytes of all that is kept."""
-        return sum(self.sizes[address] for address in self.places)
+        return self._sum(self.places)
 
-    def count_checkpointed(self) -> tuple[int | None, int | None]:
-        """Bytes with each block's inputs in place of what it saves, and the most that one block saves."""
+    def count_checkpointed(self, found: Activations) -> Activations:
+        """`found` with what there is if blocks are computed again."""
         if not self._blocks:
-            return None, None
-        kept = self.inputs | {address for address, places in self.places.items() if 0 in places}
-        inside = dict.fromkeys(range(1, len(self._blocks) + 1), 0)
+            return found
+        outside = {address for address, places in self.places.items() if 0 in places}
+        results = self.results if self.section.mode == "selective" else set()
+        inputs = set[int]().union(*self.inputs.values())
+        moved = inputs - outside - results if self.section.cpu_checkpointing else set()
+        kept = (inputs | outside | results) - moved
+        inside = {number: self.inputs[number] & moved for number in self.inputs}
         for address, places in self.places.items():
             for number in places if address not in kept else ():
-                inside[number] += self.sizes[address]
-        return sum(self.sizes[address] for address in kept), max(inside.values())
+                inside[number].add(address)
+        order = {address: number for number, address in enumerate(self.sizes)}
+        # When a block is computed again, what came after it has been let go of.
+        peaks = [
+            self._sum(address for address in kept if order[address] < self.left[number]) + self._sum(addresses)
+            for number, addresses in inside.items()
+        ]
+        whole = self._sum(kept)
+        return replace(found, checkpointed=whole, recomputed=max(0, max(peaks) - whole), moved=self._sum(moved))
+
+    def _sum(self, addresses: Iterable[int]) -> int:
+        return sum(self.sizes[address] for address in addresses)
+
+
+class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of what costly operators return."""
+
+    def __init__(self, saved: _Saved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._saved = saved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if is_costly(func):
+            self._saved.add_results(outputs)
+        return outputs
 
 
 def probe_optimizer(method: Method, trust: Trust = Trust()) -> OptimizerState:  # noqa: B008 (frozen)

@@ -97,6 +97,27 @@ class Zero:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationCheckpointing:
+    mode: Literal["none", "full", "selective"]
+    interval: int
+    partition_activations: bool
+    number_checkpoints: int | None
+    contiguous_memory_optimization: bool
+    synchronize_checkpoint_boundary: bool
+    profile: bool
+    cpu_checkpointing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    enabled: bool
+    backend: str
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    fullgraph: bool
+    dynamic: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """An optimizer or scheduler: `type` with `params`, or a target; rules for parameter groups by name, in order."""
 
@@ -145,6 +166,8 @@ class EngineSpec:
     fp16: Fp16
     torch_autocast: TorchAutocast
     zero_optimization: Zero
+    activation_checkpointing: ActivationCheckpointing
+    compile: Compile
     optimizer: Method | None
     scheduler: Method | None
 

@@ -7,7 +7,7 @@ from dsjob.engine import Engine
 from dsjob.loop import Run
 from dsjob.precision import name_dtype
 from dsjob.progress import shorten
-from dsjob.spec import JobSpec
+from dsjob.spec import EngineSpec, JobSpec
 
 Rows = list[tuple[str, str]]
 
@@ -50,6 +50,7 @@ def _describe_engine(engine: Engine) -> Rows:
         ("model", f"{path}, {shorten(total)} parameters{share}"),
         ("precision", _describe_precision(engine)),
         ("ZeRO", f"stage {stage}{alone}"),
+        *_describe_blocks(spec),
     ]
     if engine.optimizer is not None:
         given = spec.optimizer.params if spec.optimizer else {}
@@ -57,6 +58,16 @@ def _describe_engine(engine: Engine) -> Rows:
         schedule = f", {spec.scheduler.label}" if spec.scheduler else ""
         clipping = f", clipping {spec.gradient_clipping:g}"
         rows.append(("optimizer", f"{type(engine.optimizer).__name__}{rate}{schedule}{clipping}"))
+    return rows
+
+
+def _describe_blocks(spec: EngineSpec) -> Rows:
+    section, rows = spec.activation_checkpointing, []
+    if section.mode != "none":
+        which = "all blocks" if section.interval == 1 else f"1 block of {section.interval}"
+        rows.append(("recomputed", f"{which}, {section.mode}{', inputs on the host' * section.cpu_checkpointing}"))
+    if spec.compile.enabled:
+        rows.append(("compiled", f"each block, by {spec.compile.backend}"))
     return rows
 
 

@@ -304,11 +304,7 @@ def test_a_deepspeed_config_with_every_key_at_its_default_asks_for_nothing_unsup
             "clipping",
         ),
         ({"pipeline": {"stages": 4}}, "pipeline.stages", "ZeRO"),
-        (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing",
-            "torch",
-        ),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile", "compile.enabled"),
     ],
 )
 def test_a_key_of_an_older_config_is_refused_with_what_to_write(config: dict[str, Any], path: str, hint: str) -> None:

@@ -14,9 +14,11 @@ import dsjob
 
 NAMES = ["BatchConfig", "Engine", "add_config_arguments", "init_distributed", "initialize"]
 
+MODULES = ["checkpointing"]
+
 
 def test_the_names_are_those_that_are_promised() -> None:
-    assert sorted(dsjob.__all__) == sorted([*NAMES, "__version__"])
+    assert sorted(dsjob.__all__) == sorted([*NAMES, *MODULES, "__version__"])
     assert dir(dsjob) == sorted(dsjob.__all__)
 
 
@@ -25,6 +27,11 @@ def test_a_name_is_what_its_home_has(name: str) -> None:
     module = importlib.import_module(dsjob._HOMES[name])
     assert getattr(dsjob, name) is getattr(module, name)
     assert getattr(dsjob, name).__module__ == dsjob._HOMES[name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_imported_when_it_is_asked_for(name: str) -> None:
+    assert dsjob.__getattr__(name) is importlib.import_module(f"dsjob.{name}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +48,8 @@ def test_type_checkers_see_the_same_names_from_the_same_homes() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == {name: (home, name) for name, home in dsjob._HOMES.items()}
+    modules = {name: ("dsjob", name) for name in dsjob._MODULES}
+    assert seen == {**modules, **{name: (home, name) for name, home in dsjob._HOMES.items()}}
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

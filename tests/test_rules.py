@@ -41,6 +41,10 @@ def contiguous(**keys: Any) -> dict[str, Any]:
     return {"activation_checkpointing": {"contiguous_memory_optimization": True, **keys}}
 
 
+def again(**keys: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": keys}
+
+
 def stops_on(name: str) -> dict[str, Any]:
     return {"callbacks": {"stop": {"_target_": "a.Stop", "monitor": name}}}
 
@@ -143,6 +147,36 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         contiguous(partition_activations=True),
         "activation_checkpointing.contiguous_memory_optimization",
         {"activation_checkpointing": {"partition_activations": True}},
+    ),
+    (
+        "selective-with-autocast",
+        {**again(mode="selective"), "torch_autocast": ON, **zero(2)},
+        "activation_checkpointing.mode",
+        {**again(mode="selective"), "torch_autocast": ON},
+    ),
+    (
+        "selective-compiled",
+        {**again(mode="selective", cpu_checkpointing=True), "compile": ON},
+        "activation_checkpointing.cpu_checkpointing",
+        {**again(mode="full", cpu_checkpointing=True), "compile": ON},
+    ),
+    (
+        "checkpointing-without-mode",
+        again(interval=2),
+        "activation_checkpointing.interval",
+        again(interval=2, mode="full"),
+    ),
+    (
+        "checkpointing-without-mode",
+        again(cpu_checkpointing=True),
+        "activation_checkpointing.cpu_checkpointing",
+        again(cpu_checkpointing=True, mode="selective"),
+    ),
+    (
+        "compile-mode",
+        {"compile": {**ON, "backend": "aot_eager", "mode": "max-autotune"}},
+        "compile.mode",
+        {"compile": {**ON, "mode": "max-autotune"}},
     ),
     (
         "clipping-in-optimizer",

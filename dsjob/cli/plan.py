@@ -133,7 +133,9 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         name=spec.name,
         source="a number of parameters" if args.params is not None else spec.model.path if spec.model else "",
         precision=_name_precision(spec),
-        job=Job(model, layout, state, activations.whole, activations.largest),
+        job=Job(
+            model, layout, state, activations.asked, activations.largest, activations.moved if activations.on else 0
+        ),
         activations=activations,
         communication=predict_communication(model, layout),
         checkpoint=predict_checkpoint(model, layout, state),
@@ -216,7 +218,7 @@ def _explain(plan: Plan) -> FitError:
     memory = plan.memory
     moment = memory.peak_moment
     biggest = max((item for item in memory.items if item.place == "device"), key=lambda item: getattr(item, moment))
-    remedies = find_remedies(plan.job, plan.limit, plan.activations.with_checkpointing)
+    remedies = find_remedies(plan.job, plan.limit, None if plan.activations.on else plan.activations.with_checkpointing)
     return FitError(
         f"it does not fit: a rank needs {show_bytes(memory.peak)}, a device has {show_bytes(plan.limit)}; "
         f"the biggest item is {biggest.name}, {show_bytes(getattr(biggest, moment))}",

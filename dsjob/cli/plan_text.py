@@ -13,7 +13,7 @@ from dsjob.plan.fit import Row
 from dsjob.plan.memory import MOMENTS
 from dsjob.plan.model import count
 from dsjob.plan.plot import draw
-from dsjob.plan.report import Plan, show_bytes
+from dsjob.plan.report import Activations, Plan, show_bytes
 
 
 def print_plan(plan: Plan, rows: Sequence[Row]) -> None:
@@ -90,10 +90,7 @@ def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
     saved, course, activations = plan.checkpoint, plan.course, plan.activations
     pairs = [("model states", f"{show_bytes(plan.memory.states)} on a device as the optimizer steps")]
     if activations.whole is not None:
-        text = f"{show_bytes(activations.whole)}"
-        if activations.with_checkpointing is not None:
-            text += f", or {show_bytes(activations.with_checkpointing)} with the blocks checkpointed (not built yet)"
-        pairs.append(("activations", text))
+        pairs.append(("activations", _describe_activations(activations)))
     pairs.append(("host at start", f"{show_bytes(plan.building)} a rank: each builds the whole model"))
     for transfer in plan.communication:
         sent = f"{show_bytes(transfer.sent)} sent by each rank"
@@ -107,6 +104,16 @@ def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
     if course.steps is not None:
         pairs.append(("steps", f"{course.steps:,}"))
     return pairs
+
+
+def _describe_activations(activations: Activations) -> str:
+    assert activations.whole is not None
+    whole, again = show_bytes(activations.whole), activations.with_checkpointing
+    if again is None:
+        return whole
+    if activations.on:
+        return f"{show_bytes(again)} with blocks computed again, {whole} without"
+    return f"{whole}, or {show_bytes(again)} with activation_checkpointing.mode=full"
 
 
 def _print_sweep(console: Console, plan: Plan, rows: Sequence[Row]) -> None:

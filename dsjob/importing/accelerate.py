@@ -12,7 +12,6 @@ from dsjob.paths import Path
 
 _ZERO = "zero_optimization"
 _NODES = "start dsjob with torchrun on each machine, which sets it"
-_COMPILE = "compile inside the model's factory"
 # Keys that are carried as they are, in the file's spelling; those of its sections without the section.
 PATHS = {
     "gradient_accumulation_steps": "trainer.grad_accum",
@@ -22,6 +21,9 @@ PATHS = {
     "offload_param_device": f"{_ZERO}.offload_param.device",
     "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
     "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+    "dynamo_mode": "compile.mode",
+    "dynamo_use_dynamic": "compile.dynamic",
+    "dynamo_use_fullgraph": "compile.fullgraph",
     "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
 # Keys that functions here read.
@@ -37,6 +39,7 @@ READ = {
     "deepspeed_config_file": "",
     "fsdp_config": f"{_ZERO}.stage",
     "dynamo_config": "",
+    "dynamo_backend": "compile.enabled compile.backend",
 }
 # Keys that are not carried: why, and the values that need no note.
 LEFT_OUT: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -57,11 +60,7 @@ LEFT_OUT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "deepspeed_inclusion_filter": ("set CUDA_VISIBLE_DEVICES", ()),
     "deepspeed_exclusion_filter": ("set CUDA_VISIBLE_DEVICES", ()),
     "deepspeed_moe_layer_cls_names": ("blocks are found, not declared", ()),
-    "dynamo_backend": (_COMPILE, ("NO", "no")),
-    "dynamo_mode": (_COMPILE, ("default",)),
-    "dynamo_use_dynamic": (_COMPILE, ()),
-    "dynamo_use_fullgraph": (_COMPILE, ()),
-    "dynamo_use_regional_compilation": (_COMPILE, ()),
+    "dynamo_use_regional_compilation": ("blocks are compiled one by one", ()),
     "megatron_lm_config": ("tensor and pipeline parallelism are not carried", ()),
     "parallelism_config": ("tensor and context parallelism are not carried", ()),
     "fp8_config": ("no 8-bit floats: bf16.enabled=true", ()),
@@ -118,6 +117,10 @@ def draft_accelerate(settings: Settings, draft: Draft) -> None:
     _draft_processes(settings, draft)
     _draft_device(settings, draft)
     _draft_precision(settings.get("mixed_precision"), draft)
+    compiler = settings.get("dynamo_backend")
+    if compiler is not None and not is_off(compiler.value):
+        draft.put("compile.enabled", compiler.to(True))
+        draft.put("compile.backend", compiler.to(str(compiler.value).lower()))
     fsdp = {name: given for name, given in settings.items() if name.startswith("fsdp_") and name not in _SECTIONS}
     if fsdp:
         _draft_fsdp(fsdp, draft)

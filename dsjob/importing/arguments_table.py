@@ -50,7 +50,7 @@ _GENERATES = "dsjob evaluates by loss and metrics, without generation"
 _SAVES = "checkpoints hold everything, and are kept by number (checkpoint.keep)"
 _METRICS = "evaluation is by data.eval and metrics"
 _DDP = "DDP and FSDP2 are set up by dsjob"
-_RECOMPUTE = "checkpoint inside the model: a factory of your own calls its gradient_checkpointing_enable()"
+_RECOMPUTE = "activation_checkpointing.mode"
 _RESULTS = "results will differ: "
 _CONSOLE = "what the console shows is dsjob's own"
 
@@ -101,14 +101,14 @@ ARGUMENTS: dict[str, Argument] = {
     "tf32": _out("set torch.backends.cuda.matmul.fp32_precision in your own code"),
     "fp16_full_eval": _out("evaluation computes in the dtype of training", False),
     "bf16_full_eval": _out("evaluation computes in the dtype of training", False),
-    "gradient_checkpointing": _out(_RECOMPUTE, False),
+    "gradient_checkpointing": _in("blocks", _RECOMPUTE, False, "full"),
     "gradient_checkpointing_kwargs": _out("belongs to gradient_checkpointing"),
-    "activation_checkpointing": _out(_RECOMPUTE, False),
+    "activation_checkpointing": _in("blocks", _RECOMPUTE, False, "full"),
     "activation_checkpointing_kwargs": _out("belongs to activation_checkpointing"),
-    "torch_compile": _out("compile inside the model's factory", False),
-    "torch_compile_backend": _out("compile inside the model's factory"),
-    "torch_compile_mode": _out("compile inside the model's factory"),
-    "torchdynamo": _out("compile inside the model's factory"),
+    "torch_compile": _in("blocks", "compile.enabled", False, "each block, not the whole model"),
+    "torch_compile_backend": _in("blocks", "compile.backend", None, "switches it on, too"),
+    "torch_compile_mode": _in("blocks", "compile.mode", None, "switches it on, too"),
+    "torchdynamo": _in("blocks", "compile.backend", None, "old spelling of torch_compile_backend"),
     "jit_mode_eval": _out("evaluation runs the model as it is", False),
     "use_ipex": _out("no such backend", False),
     "use_liger_kernel": _out("apply the kernels in the model's factory", False),

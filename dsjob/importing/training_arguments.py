@@ -82,7 +82,15 @@ def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, 
         elif not row.keys and row.about and given.rank > Rank.DEFAULT and differs(given.value, row.default):
             draft.note("left out", f"{given.told}: {row.about}", given)
     total = _draft_length(settings, ranks, samples, draft)
-    for part in (_draft_precision, _draft_spread, _draft_device, _draft_resume, _draft_name, draft_optimizer):
+    for part in (
+        _draft_precision,
+        _draft_spread,
+        _draft_blocks,
+        _draft_device,
+        _draft_resume,
+        _draft_name,
+        draft_optimizer,
+    ):
         part(settings, draft)
     draft_schedule(settings, total, draft)
     _draft_cadence(settings, total, draft)
@@ -156,6 +164,24 @@ def _draft_spread(settings: Settings, draft: Draft) -> None:
         draft.refuse(config, "must be an object, or the name of a file")
 
 
+def _draft_blocks(settings: Settings, draft: Draft) -> None:
+    """Recomputation and compilation of blocks; as with the Trainer, a compiler's name or mode switches it on."""
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if settings[name].value is True:
+            draft.put("activation_checkpointing.mode", settings[name].to("full"))
+    switch, mode = settings["torch_compile"], settings["torch_compile_mode"]
+    if switch.value is True:
+        draft.put("compile.enabled", switch)
+    for key, given in (
+        ("backend", settings["torchdynamo"]),
+        ("backend", settings["torch_compile_backend"]),
+        ("mode", mode),
+    ):
+        if not is_off(given.value):
+            draft.put(f"compile.{key}", given)
+            draft.put("compile.enabled", given.to(True))
+
+
 def draft_sharding(words: list[str], given: Given, draft: Draft) -> None:
     """FairScale's and FSDP's words as a ZeRO stage and offloading."""
     stage = next((_STAGES[word] for word in words if word in _STAGES), None)
@@ -191,7 +217,6 @@ _FSDP_KEYS = {
     "sync_module_states": "rank 0's values are always sent to all",
     "cpu_ram_efficient_loading": "dsjob decides how the model is made",
     "state_dict_type": "checkpoints load at any number of ranks and any stage",
-    "activation_checkpointing": "checkpoint inside the model",
     "version": "dsjob is built on FSDP2",
     "xla": "no TPUs",
     "xla_fsdp_v2": "no TPUs",
@@ -204,7 +229,9 @@ def draft_fsdp_config(config: Settings, draft: Draft) -> None:
     """The rest of FSDP's settings, whose names come with and without `fsdp_`."""
     for spelt, named in config.items():
         key, value = spelt.removeprefix("fsdp_"), named.value
-        if key == "reshard_after_forward":
+        if key == "activation_checkpointing":
+            draft.put("activation_checkpointing.mode", named.to("full" if draft.switch(named) else "none"))
+        elif key == "reshard_after_forward":
             draft.put("zero_optimization.stage", named.to(3 if draft.switch(named) else 2))
         elif key == "offload_params":
             if draft.switch(named):

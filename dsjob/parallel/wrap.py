@@ -10,13 +10,15 @@ from torch import nn
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:
     """The repeated blocks of a model, outermost ones, in order: siblings of one class in a list, each made of parts.
 
     A block that shares a parameter with anything outside it is left out, since one parameter can be sharded in one
-    unit alone: it then belongs to what remains of the model.
+    unit alone: it then belongs to what remains of the model. `sharing`: it is listed all the same.
     """
     found = [block for block in _search(model) if any(True for _ in block.parameters())]
+    if sharing:
+        return found
     owners: Counter[int] = Counter()
     for parameter_id in _owned_ids(model, found):
         owners[parameter_id] += 1

@@ -16,7 +16,8 @@ _MOST_RANKS = 4096
 class Job:
     """All that the memory of a rank depends on.
 
-    `activations` and `largest_activation`: bytes of the layout's micro batch; None and 0 if unknown.
+    `activations`, `largest_activation` and `moved_activations` (those on the host): bytes of the layout's micro batch;
+    None and 0 if unknown.
     """
 
     model: Model
@@ -24,6 +25,7 @@ class Job:
     state: OptimizerState
     activations: int | None = None
     largest_activation: int = 0
+    moved_activations: int = 0
 
     def memory(self) -> Memory:
         """The memory of rank 0."""
@@ -33,6 +35,7 @@ class Job:
             self.state,
             activations=self.activations,
             largest_activation=self.largest_activation,
+            moved_activations=self.moved_activations,
         )
 
     def change(self, **changes: int | str) -> Job:
@@ -43,7 +46,8 @@ class Job:
         new = replace(new, grad_accum=max(1, math.ceil(samples / (new.micro_batch * new.world_size))))
         scaled = None if self.activations is None else self.activations * new.micro_batch // old.micro_batch
         largest = self.largest_activation * new.micro_batch // old.micro_batch
-        return replace(self, layout=new, activations=scaled, largest_activation=largest)
+        moved = self.moved_activations * new.micro_batch // old.micro_batch
+        return replace(self, layout=new, activations=scaled, largest_activation=largest, moved_activations=moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def sweep(job: Job) -> list[Row]:
 def find_remedies(job: Job, limit: int, checkpointed: int | None = None) -> list[str]:
     """The smallest change of each kind that makes the job fit into `limit` bytes a device, as words of the document.
 
-    `checkpointed`: activations of the micro batch with checkpointing, which dsjob has not built yet. Empty where no
+    `checkpointed`: activations of the micro batch with checkpointing, None where the job has it. Empty where no
     single change, and no sharding over up to 4,096 ranks, is enough.
     """
     return [text for text, changed in _list_remedies(job, checkpointed, limit) if changed.memory().peak <= limit]
@@ -106,4 +110,4 @@ def _list_remedies(job: Job, checkpointed: int | None, limit: int) -> Iterator[t
             break
         ranks *= 2
     if checkpointed is not None:
-        yield "activation checkpointing (not built yet)", replace(job, activations=checkpointed)
+        yield "activation_checkpointing.mode=full", replace(job, activations=checkpointed)

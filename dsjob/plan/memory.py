@@ -81,11 +81,13 @@ def predict_memory(
     *,
     activations: int | None = None,
     largest_activation: int = 0,
+    moved_activations: int = 0,
     rank: int = 0,
 ) -> Memory:
     """The memory of `rank`, of which rank 0 has the most.
 
-    `activations`: bytes that a forward pass over a micro batch leaves for the backward pass; left out where None.
+    `activations`: bytes that a forward pass over a micro batch leaves for the backward pass, or the most that there is
+    while blocks are computed again; left out where None. `moved_activations`: bytes that wait on the host meanwhile.
     `largest_activation`: bytes of one of them; the backward pass holds its gradient while most are still there.
     """
     if layout.offload != "none":
@@ -99,6 +101,8 @@ def predict_memory(
     if activations is not None:
         items.append(Item("activations", activations, 0, 0, note=f"micro batch of {layout.micro_batch}"))
         items.append(Item("activation gradient", largest_activation, 0, 0, note="of the largest activation"))
+        moved = moved_activations
+        items.append(Item("block inputs", moved, 0, 0, place="host", note="activation_checkpointing.cpu_checkpointing"))
     return Memory(tuple(item for item in items if item.bytes))
 
 

@@ -15,7 +15,8 @@ from dsjob.plan.model import count
 class Activations:
     """Bytes of a micro batch: `whole`, or `checkpointed` with `recomputed` on top; None where that is not known.
 
-    `largest`: those of the largest one, which has a gradient of its size when the backward pass comes to it.
+    `largest`: those of the largest one, which has a gradient of its size when the backward pass comes to it. `moved`:
+    those that wait on the host when blocks are computed again. `on`: the document asks for that.
     """
 
     whole: int | None = None
@@ -23,11 +24,18 @@ class Activations:
     recomputed: int | None = None
     largest: int = 0
     reason: str = ""
+    moved: int = 0
+    on: bool = False
 
     @property
     def with_checkpointing(self) -> int | None:
-        """The most that is there if every block is checkpointed."""
+        """The most that is there if blocks are computed again."""
         return None if self.checkpointed is None else self.checkpointed + (self.recomputed or 0)
+
+    @property
+    def asked(self) -> int | None:
+        """The most that is there as the document has it."""
+        return self.with_checkpointing if self.on and self.checkpointed is not None else self.whole
 
 
 @dataclass(frozen=True, slots=True)

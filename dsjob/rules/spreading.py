@@ -139,6 +139,55 @@ def _contiguous(document: Document) -> Iterator[Finding]:
             yield place, "needs number_checkpoints", "give the number of checkpoints, the model's layers usually"
 
 
+@enter("selective-with-autocast")
+def _selective_units(document: Document) -> Iterator[Finding]:
+    """Under torch_autocast each safe module is gathered by itself from stage 1 on, so that operators of the gathering
+    come among those of the block, and a policy by operator cannot tell which are to be done again."""
+    selective = read(document, "activation_checkpointing.mode") == "selective"
+    if selective and is_on(document, "torch_autocast") and read_stage(document) > 0:
+        place = "activation_checkpointing.mode"
+        yield place, f"selective does not go with torch_autocast at stage {read_stage(document)}", "use full, or bf16"
+
+
+@enter("selective-compiled")
+def _selective_compiled(document: Document) -> Iterator[Finding]:
+    """The compiler has to see a policy by operator, and then all around it: it cannot see how inputs are kept."""
+    section = read(document, "activation_checkpointing", {})
+    if section.get("mode") == "selective" and is_on(document, "compile"):
+        for key in (
+            "cpu_checkpointing",
+            "partition_activations",
+            "synchronize_checkpoint_boundary",
+            "profile",
+        ):
+            if section.get(key) is True:
+                yield f"activation_checkpointing.{key}", "does not go with mode selective and compile", "use full"
+
+
+@enter("checkpointing-without-mode", severity="warning")
+def _checkpointing_mode(document: Document) -> Iterator[Finding]:
+    """DeepSpeed's keys change nothing by themselves: a model has to hand over what is to be computed again, or a mode
+    has to say it of its blocks."""
+    section = read(document, "activation_checkpointing", {})
+    if section.get("mode", "none") != "none":
+        return
+    if section.get("interval", 1) != 1:
+        yield "activation_checkpointing.interval", "says which blocks, but mode is none", "add mode: full"
+    for key in ("partition_activations", "cpu_checkpointing"):
+        if section.get(key) is True:
+            message = "is for what the model hands to dsjob.checkpointing.checkpoint alone, since mode is none"
+            yield f"activation_checkpointing.{key}", message, "add mode: full for the model's blocks"
+            return
+
+
+@enter("compile-mode")
+def _compile_mode(document: Document) -> Iterator[Finding]:
+    """Modes are inductor's; another compiler has none, and fails in the first step."""
+    mode, backend = read(document, "compile.mode", "default"), read(document, "compile.backend", "inductor")
+    if is_on(document, "compile") and mode != "default" and backend != "inductor":
+        yield "compile.mode", f"{mode} is a mode of inductor, not of {backend}", "leave mode out"
+
+
 # Batch sizes
 
 _TRIAD = {

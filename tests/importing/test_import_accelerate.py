@@ -95,8 +95,8 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "CPUs": ("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n", {"launch.device": "cpu"}, ()),
     "compiled": (
         "distributed_type: 'NO'\ndynamo_config:\n  dynamo_backend: INDUCTOR\nnum_processes: 1\n",
-        {"launch": {"nproc": 1}},
-        ("dynamo_backend=INDUCTOR: compile inside the model's factory",),
+        {"launch": {"nproc": 1}, "compile": {"enabled": True, "backend": "inductor"}},
+        (),
     ),
     "what dsjob has no counterpart of": (
         "distributed_type: MEGATRON_LM\nmixed_precision: fp8\nnum_processes: 4\nmegatron_lm_config:\n  tp: 2\n",
@@ -215,7 +215,7 @@ def test_options_of_the_command_win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted({*accelerate.PATHS, *accelerate.LEFT_OUT} - {"module", "no_python", "quiet"}))
 def test_every_option_is_known(name: str) -> None:
     value = "2" if accelerate.PATHS.get(name, "").endswith(("stage", "accum", "clipping")) else "cpu"
-    value = "true" if name == "zero3_save_16bit_model" else value
+    value = {"zero3_save_16bit_model": "true", "dynamo_mode": "max-autotune"}.get(name, value)
     switch = name in ("debug", "same_network", "enable_cpu_affinity", "dynamo_use_dynamic", "dynamo_use_fullgraph")
     switch = switch or name == "dynamo_use_regional_compilation"
     imported = import_command(f"accelerate launch --{name} {'' if switch else value} train.py")

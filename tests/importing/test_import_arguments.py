@@ -18,6 +18,7 @@ from dsjob.importing.schedules import SCHEDULES
 BASE = "python train.py --output_dir out --max_steps 100"
 # What to give where a value of the default's kind would say nothing.
 SAMPLES = {
+    "torch_compile_mode": "max-autotune",
     "num_train_epochs": "5",
     "deepspeed": '{"zero_optimization": {"stage": 2}}',
     "deepspeed_config": '{"zero_optimization": {"stage": 2}}',
@@ -346,10 +347,25 @@ def test_values_that_cannot_be_meant_are_refused(arguments: str, words: str) -> 
     assert "command line" in str(caught.value)
 
 
-def test_gradient_checkpointing_and_the_like_say_what_to_do() -> None:
-    imported = import_command(f"{BASE} --gradient_checkpointing --torch_compile --tf32 True --neftune_noise_alpha 5")
+@pytest.mark.parametrize(
+    ("arguments", "section", "said"),
+    [
+        ("--gradient_checkpointing", "activation_checkpointing", {"mode": "full"}),
+        ("--activation_checkpointing true", "activation_checkpointing", {"mode": "full"}),
+        ("--gradient_checkpointing false", "activation_checkpointing", None),
+        ("--torch_compile", "compile", {"enabled": True}),
+        ("--torch_compile_mode max-autotune", "compile", {"enabled": True, "mode": "max-autotune"}),
+        ("--torchdynamo aot_eager", "compile", {"enabled": True, "backend": "aot_eager"}),
+        ("--torch_compile_backend eager", "compile", {"enabled": True, "backend": "eager"}),
+    ],
+)
+def test_what_blocks_are_to_do_is_carried(arguments: str, section: str, said: Any) -> None:
+    assert import_command(f"{BASE} {arguments}").document.get(section) == said
+
+
+def test_what_cannot_be_carried_says_what_to_do() -> None:
+    imported = import_command(f"{BASE} --tf32 True --neftune_noise_alpha 5")
     notes = messages(imported, "left out")
-    assert "gradient_checkpointing_enable()" in notes
     assert "--tf32=true" in notes
     assert "results will differ" in notes
 

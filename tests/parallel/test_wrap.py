@@ -52,3 +52,11 @@ def test_a_block_used_twice_or_sharing_a_weight_stays_with_the_rest() -> None:
     head = nn.Linear(2, 2)
     head.weight = second.parts[0][0].weight  # type: ignore[index,assignment]
     assert find_blocks(Model(nn.ModuleList([first, second, third]), head)) == [first, third]
+
+
+def test_blocks_that_share_a_weight_are_listed_where_that_does_not_matter() -> None:
+    blocks = [Block() for _ in range(3)]
+    blocks[1].parts[0][0].weight = blocks[0].parts[0][0].weight  # type: ignore[index,assignment,union-attr]
+    model = Model(nn.ModuleList(blocks))
+    assert find_blocks(model, sharing=True) == blocks
+    assert find_blocks(model) == [blocks[2]]

@@ -35,7 +35,7 @@ def test_a_higher_stage_and_more_ranks_are_named_where_they_suffice() -> None:
 
 
 def test_checkpointing_is_named_where_it_suffices() -> None:
-    assert any("checkpointing" in text for text in find_remedies(JOB, 400 * MIB, checkpointed=100 * MIB))
+    assert "activation_checkpointing.mode=full" in find_remedies(JOB, 400 * MIB, checkpointed=100 * MIB)
     assert find_remedies(JOB, MIB, checkpointed=100 * MIB) == []
 
 

@@ -25,3 +25,10 @@ def test_bytes_are_shown_in_binary_units(size: int, shown: str) -> None:
 def test_checkpointed_activations_hold_one_block_that_is_computed_again() -> None:
     assert Activations(100, 20, 30).with_checkpointing == 50
     assert Activations(100).with_checkpointing is None
+
+
+def test_what_counts_is_what_the_document_asks_for() -> None:
+    assert Activations(100, 20, 30).asked == 100
+    assert Activations(100, 20, 30, on=True).asked == 50
+    assert Activations(100, on=True).asked == 100
+    assert Activations(on=True).asked is None

@@ -1,0 +1,83 @@
+"""What a document asks of the repeated blocks of a model: to be computed again in the backward pass, to be compiled.
+
+Both put something in the place of a block's `forward`, so that no name of a parameter changes and hooks (FSDP2's, which
+gather parameters for both passes) stay around it. Where blocks lie is `parallel.wrap`'s to find, how they are computed
+again that of `activation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsjob import checkpointing
+from dsjob.activation.recompute import Recomputed
+from dsjob.errors import ContractError
+from dsjob.parallel.wrap import find_blocks
+from dsjob.spec import Compile, EngineSpec
+
+
+def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
+    """Changes the blocks of `model` in place, before it is sharded.
+
+    Raises ContractError where there are none to be computed again, and for a compiler that torch does not know.
+    """
+    section = spec.activation_checkpointing
+    blocks = find_blocks(model, sharing=True)
+    for block in (*blocks, model):  # an engine of before may have left its own there
+        while isinstance(block.forward, (Recomputed, Compiled)):
+            block.forward = block.forward.forward
+    if not checkpointing.is_configured():
+        checkpointing.adopt(section)
+    again = blocks[:: section.interval] if section.mode != "none" else []
+    if section.mode != "none" and not blocks:
+        raise ContractError(
+            f"activation_checkpointing.mode is {section.mode}, but {type(model).__name__} has no repeated blocks",
+            hint="blocks are siblings of one class in an nn.ModuleList or nn.Sequential; a model without them can call "
+            "dsjob.checkpointing.checkpoint itself",
+        )
+    selective = section.mode == "selective"
+    compiled: Sequence[nn.Module] = (blocks or [model]) if spec.compile.enabled else ()
+    # A policy by operator has to be seen by the compiler; anything else it would rather not see.
+    for block in compiled if not selective else ():
+        block.forward = Compiled(block.forward, spec.compile)
+    store = checkpointing.make_store(section)
+    for block in again:
+        block.forward = Recomputed(block.forward, store=store, selective=selective)
+    for block in compiled if selective else ():
+        block.forward = Compiled(block.forward, spec.compile)
+    if again or compiled:
+        _drop_caches(model)
+
+
+class Compiled:
+    """A `forward` compiled by torch.compile. A copy of the module has one of its own, compiled anew."""
+
+    def __init__(self, forward: Callable[..., Any], spec: Compile) -> None:
+        self.forward, self.spec = forward, spec
+        mode = spec.mode if spec.mode != "default" else None
+        try:
+            self._compiled = torch.compile(
+                forward, backend=spec.backend, mode=mode, fullgraph=spec.fullgraph, dynamic=spec.dynamic
+            )
+        except torch._dynamo.exc.InvalidBackend as error:
+            known = ", ".join(torch._dynamo.list_backends())
+            raise ContractError(f"compile.backend: torch has no {spec.backend}", hint=f"known are {known}") from error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return Compiled, (self.forward, self.spec)
+
+
+def _drop_caches(model: nn.Module) -> None:
+    """transformers' models fill caches for generation as they run: a second run would fill them once more, and a
+    compiler makes a block of its own of each layer's place in them."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False

@@ -1,0 +1,167 @@
+"""DeepSpeed's calls for activation checkpointing, for models that say themselves what is computed again.
+
+What is set up here holds for the whole process, as in DeepSpeed. An engine sets it up as its document says, unless
+`configure` has been called; blocks that the document names are the engine's own matter (`blocks`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from dsjob import document as documents
+from dsjob import schema as contract
+from dsjob import storage
+from dsjob.activation.recompute import recompute
+from dsjob.activation.rng import MODEL_PARALLEL, TRACKER, CudaRNGStatesTracker, seed_generator
+from dsjob.activation.stores import Store
+from dsjob.activation.timing import show_times
+from dsjob.check import check_config
+from dsjob.errors import ConfigError
+from dsjob.spec import ActivationCheckpointing, view
+
+_SECTION = "activation_checkpointing"
+
+
+def _read_section(given: Mapping[str, Any]) -> ActivationCheckpointing:
+    """The section with its defaults. Raises ConfigError with all that is wrong with it."""
+    given = {key: value for key, value in given.items() if value is not None}
+    problems = [p for p in check_config({_SECTION: given}) if p.path[:1] == (_SECTION,) and p.severity == "error"]
+    if problems:
+        raise ConfigError(problems)
+    return view(ActivationCheckpointing, contract.fill_defaults(given, contract.job_schema()["properties"][_SECTION]))
+
+
+class _Setup:
+    """What holds in this process."""
+
+    def __init__(self) -> None:
+        self.configured = False
+        self.mpu: Any = None
+        self.store = Store(_read_section({}))
+
+
+_setup = _Setup()
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Says how `checkpoint` keeps inputs until the backward pass.
+
+    `mpu_`: an object with get_model_parallel_group() (or Megatron's get_tensor_model_parallel_group()), or None.
+    `deepspeed_config`: a config as a dict or the path of a JSON file, of which the section activation_checkpointing
+    counts; arguments that are given go before it. Raises ConfigError for values that are wrong or do not go together.
+    """
+    if deepspeed_config is None or isinstance(deepspeed_config, Mapping):
+        config = dict(deepspeed_config or {})
+    else:
+        source = os.fspath(deepspeed_config)
+        config = documents.parse(storage.read_text(source), source).value
+    arguments = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    given = {key: value for key, value in arguments.items() if value is not None}
+    section = _read_section({**config.get(_SECTION, {}), **given})
+    _setup.mpu = mpu_
+    adopt(section)
+    _setup.configured = True
+
+
+def adopt(section: ActivationCheckpointing) -> None:
+    """Lets `section` hold in this process from now on, without its being configured."""
+    _setup.store = make_store(section)
+
+
+def make_store(section: ActivationCheckpointing) -> Store:
+    """A store for the section, over the model-parallel ranks that `configure` was given."""
+    if section.profile:
+        show_times()
+    return Store(section, _find_group(_setup.mpu))
+
+
+def is_configured() -> bool:
+    """Whether `configure` has been called."""
+    return _setup.configured
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `function` returns for the arguments; its activations are computed again in the backward pass.
+
+    Random numbers are then the same as before. Inputs need no gradient.
+    """
+    return recompute(function, args, kwargs, store=_setup.store)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def reset() -> None:
+    """Gives up the buffers of contiguous_memory_optimization. Rows in them come free by themselves as well."""
+    _setup.store.reset()
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Sets number_checkpoints."""
+    adopt(_read_section({**asdict(_setup.store.section), "number_checkpoints": nlayers}))
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Switches partition_activations on or off."""
+    adopt(replace(_setup.store.section, partition_activations=partition_activation))
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The named random states of this process; of the CPU's generator where there is no CUDA."""
+    return TRACKER
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds the generator with `seed`, and gives the tracker a state that is another one on each model-parallel rank.
+
+    In place of torch.cuda.manual_seed; to be called after `configure`. The second seed is Megatron's: seed + 2718 +
+    rank within the model-parallel group.
+    """
+    group = _find_group(_setup.mpu)
+    rank = dist.get_rank(group) if group is not None else 0
+    TRACKER.reset()
+    seed_generator(seed)
+    TRACKER.add(MODEL_PARALLEL, seed + 2718 + rank)
+
+
+def _find_group(mpu: Any) -> dist.ProcessGroup | None:
+    for name in ("get_model_parallel_group", "get_tensor_model_parallel_group"):
+        if hasattr(mpu, name):
+            group: dist.ProcessGroup = getattr(mpu, name)()
+            return group
+    return None
+
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
