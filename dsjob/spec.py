@@ -89,9 +89,38 @@ class TorchAutocast:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadParam:
+    device: Literal["none", "cpu", "nvme"]
+    pin_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptimizer:
+    device: Literal["none", "cpu", "nvme"]
+    pin_memory: bool
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class Zero:
     stage: int
+    offload_param: OffloadParam | None
+    offload_optimizer: OffloadOptimizer | None
+    zero_hpz_partition_size: int
+    mics_shard_size: int
     stage3_gather_16bit_weights_on_model_save: bool
+
+    @property
+    def offload(self) -> Literal["none", "optimizer", "param"]:
+        """What is on the host: nothing, the optimizer with its masters, or these as the parameters themselves."""
+        if self.offload_param is not None and self.offload_param.device != "none":
+            return "param"
+        return "optimizer" if self.offload_optimizer and self.offload_optimizer.device != "none" else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class DataTypes:
+    grad_accum_dtype: Dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +171,7 @@ class EngineSpec:
     bf16: Precision
     fp16: Fp16
     torch_autocast: TorchAutocast
+    data_types: DataTypes
     zero_optimization: Zero
     optimizer: Method | None
     scheduler: Method | None

@@ -14,26 +14,41 @@ from torch.nn.parallel import DistributedDataParallel
 from dsjob.autocast import marked_dtype
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
-from dsjob.precision import Masters, Precision, cast_floats
+from dsjob.parallel.masters import Masters, choose_host
+from dsjob.precision import Precision, cast_floats
+from dsjob.spec import Zero
 
 
 class Replicated(Strategy):
-    """DDP, or the bare module on one rank; below fp32, the model computes on a copy of fp32 masters."""
+    """DDP, or the bare module on one rank; below fp32, or offloaded, the model computes on a copy of fp32 masters."""
 
-    def __init__(self, model: nn.Module, *, world: World, precision: Precision) -> None:
+    def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
         self.module = model.to(world.device)
         if world.world_size > 1:
             align(model, world)  # DDP would do it too late: after the masters have been copied
         self._dtype = precision.compute
-        self._copies: Masters | None
-        if precision.compute == torch.float32:
-            widen(model)
-            self._copies = None
-        else:
-            self._copies = Masters(model, precision.compute)
-        mark_safe(model, precision)
+        low = precision.compute != torch.float32
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masters = self._copies.weights if self._copies else trainable
+        offload = zero.offload_optimizer if zero.offload == "optimizer" else None
+        # As on several ranks, where stages 2 and 3 add up in the shards of the masters.
+        in_fp32 = zero.stage > 1 if precision.accumulate is None else precision.accumulate == torch.float32
+        self._sums_in_masters = in_fp32 and (low or offload is not None)
+        self._boundary = True
+        if not low:
+            widen(model)
+        host = choose_host(trainable, offload.ratio) if offload else set()
+        copied = {name: p for name, p in trainable.items() if p.is_floating_point() and (low or name in host)}
+        if copied:
+            self.copies = Masters(copied, host, pin=offload.pin_memory if offload else False)
+        if low:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(precision.compute)
+        if self.copies is not None and offload is not None:
+            self.copies.stream(lambda: self._boundary or self._sums_in_masters)
+        mark_safe(model, precision)
+        copies = self.copies.weights if self.copies is not None else {}
+        self.masters = {n: copies.get(n, p) for n, p in trainable.items() if n in copies or not low}
         self._ddp: DistributedDataParallel | None = None
         if world.world_size > 1 and trainable:
             self._ddp = DistributedDataParallel(
@@ -52,23 +67,17 @@ class Replicated(Strategy):
                 self._ddp.register_comm_hook(precision.reduce, _reduce_in)
 
     def start_micro_step(self, boundary: bool) -> None:
+        self._boundary = boundary
+        if self._sums_in_masters and self.copies is not None:
+            self.copies.take_gradients()  # of the micro step before
         if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = boundary
+            self._ddp.require_backward_grad_sync = boundary or self._sums_in_masters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._dtype != torch.float32:
             args, kwargs = cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
         # Without gradients DDP has nothing to add, and would wait for buffers of ranks that do not evaluate.
         return (self._ddp if self._ddp and torch.is_grad_enabled() else self.module)(*args, **kwargs)
-
-    def finish_gradients(self) -> None:
-        if self._copies is not None:
-            self._copies.take_gradients()
-
-    def finish_step(self) -> None:
-        super().finish_step()
-        if self._copies is not None:
-            self._copies.give_weights()
 
 
 def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
