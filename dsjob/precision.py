@@ -18,6 +18,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 class Precision:
     """`compute`: dtype of forward and backward; `reduce`: dtype in which gradients travel between ranks.
 
+    `predivide`: what gradients are divided by before they are summed over the ranks; None: the number of ranks.
     `accumulate`: dtype that gradients of several micro steps are added up in; None: as the ZeRO stage has it.
 
     `autocast`: dtype that torch.autocast lowers operators to, and that the gradients of `safe` modules (classes by
@@ -29,18 +30,20 @@ class Precision:
     autocast: torch.dtype | None = None
     safe: Sequence[str] | None = None
     accumulate: torch.dtype | None = None
+    predivide: float | None = None
 
     @classmethod
     def of(cls, spec: EngineSpec, device: torch.device) -> Precision:
         """As the job asks; gradients travel in the compute dtype unless communication_data_type says otherwise."""
         compute = torch.bfloat16 if spec.bf16.enabled else torch.float16 if spec.fp16.enabled else torch.float32
         named = spec.communication_data_type
-        asked, summed = spec.torch_autocast, spec.data_types.grad_accum_dtype
+        asked, summed, factor = spec.torch_autocast, spec.data_types.grad_accum_dtype, spec.gradient_predivide_factor
         return cls(
             compute=compute,
             reduce=DTYPES[named] if named else compute,
             autocast=_find_autocast(asked.dtype, device) if asked.enabled else None,
             safe=asked.lower_precision_safe_modules,
+            predivide=None if spec.prescale_gradients or factor == 1 else factor,
             accumulate=DTYPES[summed] if summed else None,
         )
 

@@ -167,6 +167,8 @@ class EngineSpec:
     trainer: Trainer
     gradient_clipping: float
     gradient_allreduce_op: Literal["mean", "sum"]
+    prescale_gradients: bool
+    gradient_predivide_factor: float
     communication_data_type: Dtype | None
     bf16: Precision
     fp16: Fp16

@@ -61,10 +61,11 @@ class Replicated(Strategy):
                 find_unused_parameters=True,
                 init_sync=False,
             )
+            before = precision.predivide or world.world_size
             if precision.autocast is not None:
-                self._ddp.register_comm_hook(precision.reduce, _reduce_each)
-            elif precision.reduce != precision.compute:
-                self._ddp.register_comm_hook(precision.reduce, _reduce_in)
+                self._ddp.register_comm_hook((precision.reduce, before), _reduce_each)
+            elif precision.reduce != precision.compute or before != world.world_size:
+                self._ddp.register_comm_hook((precision.reduce, before), _reduce_in)
 
     def start_micro_step(self, boundary: bool) -> None:
         self._boundary = boundary
@@ -80,34 +81,46 @@ class Replicated(Strategy):
         return (self._ddp if self._ddp and torch.is_grad_enabled() else self.module)(*args, **kwargs)
 
 
-def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
-    """Averages a bucket of gradients in `dtype`."""
-    own = bucket.buffer()
-    sent = own.to(dtype).div_(dist.get_world_size())
-    work = dist.all_reduce(sent, async_op=True)
+def _reduce_in(how: tuple[torch.dtype, float], bucket: GradBucket) -> Future[Tensor]:
+    """Averages a bucket of gradients in a dtype; they are divided by a number before, and by the rest afterwards."""
+    (dtype, before), own = how, bucket.buffer()
+    (sent,) = flats = [own.to(dtype, copy=True)]
 
     def copy_back(_: Any) -> Tensor:
+        _divide_rest(flats, before)
         own.copy_(sent)
         return own
 
-    future: Future[Tensor] = work.get_future().then(copy_back)
+    future: Future[Tensor] = _sum(flats, before)[0].then(copy_back)
     return future
 
 
-def _reduce_each(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
-    """Averages the gradients in a bucket, each in the dtype that its parameter is marked with, else in `dtype`."""
-    own = bucket.buffer()
+def _reduce_each(how: tuple[torch.dtype, float], bucket: GradBucket) -> Future[Tensor]:
+    """As `_reduce_in`, each gradient in the dtype that its parameter is marked with, where it is."""
+    (dtype, before), own = how, bucket.buffer()
     groups: dict[torch.dtype, list[Tensor]] = {}
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         groups.setdefault(marked_dtype(parameter) or dtype, []).append(gradient)
     sent = [torch.cat([g.reshape(-1) for g in group]).to(low) for low, group in groups.items()]
-    works = [dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True) for flat in sent]
 
     def copy_back(_: Any) -> Tensor:
+        _divide_rest(sent, before)
         for flat, group in zip(sent, groups.values(), strict=True):
             parts = torch.split_with_sizes(flat, [g.numel() for g in group])
             torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
         return own
 
-    future: Future[Tensor] = collect_all([work.get_future() for work in works]).then(copy_back)
+    future: Future[Tensor] = collect_all(_sum(sent, before)).then(copy_back)
     return future
+
+
+def _sum(flats: list[Tensor], before: float) -> list[Future[Any]]:
+    """Begins to sum tensors over the ranks, in place, divided by `before`."""
+    works = [dist.all_reduce(flat.div_(before), async_op=True) for flat in flats]
+    return [work.get_future() for work in works]
+
+
+def _divide_rest(flats: list[Tensor], before: float) -> None:
+    rest = before / dist.get_world_size()
+    if rest != 1:
+        torch._foreach_mul_(flats, rest)
