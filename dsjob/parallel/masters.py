@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dsjob.optim.shards import local
+from dsjob.plan.model import choose_share
 
 HOST = torch.device("cpu")
 
@@ -129,11 +130,6 @@ def _add(pair: _Pair, gradient: Tensor) -> None:
 
 
 def choose_host(parameters: Mapping[str, nn.Parameter], ratio: float) -> set[str]:
-    """Names of parameters that make up a share of all elements, or as much of it as whole parameters can."""
-    left = ratio * sum(parameter.numel() for parameter in parameters.values())
-    chosen = set()
-    for name, parameter in sorted(parameters.items(), key=lambda item: -item[1].numel()):
-        if parameter.numel() <= left:
-            chosen.add(name)
-            left -= parameter.numel()
-    return chosen
+    """Names of the parameters whose masters a share of all elements on the host takes, as `plan` counts them."""
+    names = list(parameters)
+    return {names[number] for number in choose_share([p.numel() for p in parameters.values()], ratio)}
