@@ -106,6 +106,8 @@ class Zero:
     stage: int
     offload_param: OffloadParam | None
     offload_optimizer: OffloadOptimizer | None
+    stage3_prefetch_bucket_size: int | None
+    stage3_max_live_parameters: int | None
     zero_hpz_partition_size: int
     mics_shard_size: int
     stage3_gather_16bit_weights_on_model_save: bool

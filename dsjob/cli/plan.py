@@ -165,6 +165,8 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         accumulate=_BYTES[summed] if summed else 0,
         ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
         group=max(zero.mics_shard_size, 0) if zero.stage == 3 else 0,
+        ahead=zero.stage3_prefetch_bucket_size or 0,
+        live=zero.stage3_max_live_parameters,
         second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
     )
     if layout.offload_problem:

@@ -23,6 +23,7 @@ from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.parallel.masters import Masters, choose_host
 from dsjob.parallel.wrap import find_blocks
+from dsjob.plan.model import choose_ahead
 from dsjob.precision import Precision
 from dsjob.spec import Zero
 
@@ -48,9 +49,12 @@ class Sharded(Strategy):
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         for safe in mark_safe(model, precision):
             _shard_safe(safe, options, precision.autocast)
-        for block in find_blocks(model):
+        blocks = find_blocks(model)
+        for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mp_policy=policy, **options)
+        if zero.stage == 3 and zero.stage3_prefetch_bucket_size:
+            _prefetch(blocks, zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
         # What is outside the blocks is used at both ends of the model: freeing it in between would gather it twice.
         fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
         self.module = model
@@ -137,6 +141,20 @@ def _shard_safe(module: nn.Module, options: dict[str, Any], dtype: torch.dtype |
     fully_shard(module, mp_policy=low, **options)
     for parameter in module.parameters():
         mark(parameter, cast(torch.dtype, dtype))
+
+
+def _prefetch(blocks: list[nn.Module], bucket: int, live: int | None) -> None:
+    """Gathers blocks ahead of their use, in both directions; FSDP2 does so with one of them by itself."""
+    for order in (blocks, blocks[::-1]):
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in order]
+        for number, ahead in enumerate(choose_ahead(sizes, bucket, live)):
+            following = cast("list[FSDPModule]", order[number + 1 : number + 1 + ahead])
+            unit = cast(FSDPModule, order[number])
+            set_next = (
+                unit.set_modules_to_forward_prefetch if order is blocks else unit.set_modules_to_backward_prefetch
+            )
+            if ahead > 1:
+                set_next(following)
 
 
 def _cast(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:

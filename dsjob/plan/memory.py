@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dsjob.plan.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, choose_share, count
+from dsjob.plan.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, choose_ahead, choose_share, count
 
 Moment = Literal["forward", "backward", "step"]
 Place = Literal["device", "host"]
@@ -233,11 +233,11 @@ def _pass_items(model: Model, layout: Layout) -> list[Item]:
     if not model.blocks_known:
         gathered = sum(units.values()) * compute if layout.stage < 3 else 0
         return [Item("gathered parameters", gathered, gathered, 0, note="until the last backward pass of the step")]
-    rest, blocks = units.pop(0, 0), sorted(units.values(), reverse=True)
-    two, largest = sum(blocks[:2]), max([*blocks[:1], 0])
+    rest, blocks = units.pop(0, 0), list(units.values())
+    largest = max(blocks, default=0)
     kept, held = (rest + sum(blocks), "until the last backward pass of the step")
     if layout.stage == 3:
-        kept, held = rest + two, "two blocks, and what is outside the blocks"
+        kept, held = rest + _reach(blocks, layout), "the blocks in use, and what is outside the blocks"
     ahead = 2 * (largest or rest) * compute
     copies = sum(blocks) * compute // layout.second if layout.second else 0
     sent = layout.compute + 2 * layout.reduce
@@ -248,6 +248,14 @@ def _pass_items(model: Model, layout: Layout) -> list[Item]:
         Item("all-gather buffers", ahead, 0, 0, note="two blocks" if blocks else "the whole model"),
         Item("reduce-scatter buffers", largest * sent, (rest or largest) * sent, 0, note=note),
     ]
+
+
+def _reach(blocks: list[int], layout: Layout) -> int:
+    """Elements of the blocks that stage 3 has gathered at a time."""
+    if not layout.ahead:
+        return sum(sorted(blocks)[-2:])
+    numbers = choose_ahead(blocks, layout.ahead, layout.live)
+    return max((sum(blocks[i : i + 1 + ahead]) for i, ahead in enumerate(numbers)), default=0)
 
 
 def _state_item(weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool) -> Item:

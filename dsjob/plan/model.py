@@ -85,6 +85,7 @@ class Layout:
     `accumulate`: bytes an element in which micro batches add up; 0: as the stage has it. `offload`: `optimizer` keeps
     masters, their gradients and the optimizer's state on the host, or a share of them (`ratio`), `param` the parameters
     as masters. `group`: ranks over which MiCS shards; `second`: those that hold hpZ's second copy; 0: none.
+    `ahead`, `live`: elements of blocks that stage 3 gathers ahead, and at a time; 0: one block ahead.
     """
 
     stage: int
@@ -98,6 +99,8 @@ class Layout:
     ratio: float = 1.0
     group: int = 0
     second: int = 0
+    ahead: int = 0
+    live: int | None = None
 
     @property
     def replicated(self) -> bool:
@@ -141,6 +144,21 @@ def choose_share(sizes: Sequence[int], ratio: float) -> set[int]:
             chosen.add(number)
             left -= size
     return chosen
+
+
+def choose_ahead(sizes: Sequence[int], bucket: int, live: int | None = None) -> list[int]:
+    """How many of the blocks that follow are gathered ahead while each one computes, at stage 3: at least one.
+
+    `sizes`: elements of the blocks in the order of use. Those ahead have at most `bucket` elements, and with the one
+    that computes at most `live`.
+    """
+    found = []
+    for number, own in enumerate(sizes):
+        room = bucket if live is None else min(bucket, live - own)
+        reached = [sum(sizes[number + 1 : end]) for end in range(number + 2, len(sizes) + 1)]
+        fitting = sum(elements <= room for elements in reached)
+        found.append(max(fitting, 1) if reached else 0)
+    return found
 
 
 def count(weights: Iterable[Weight]) -> int:
