@@ -31,6 +31,8 @@ from dsjob.spec import JobSpec, Trainer, view
 from dsjob.targets import build_callable, call_target
 from dsjob.trust import Trust
 
+_ON_HOST = {"none": "", "optimizer": ", optimizer on the host", "param": ", parameters and optimizer on the host"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -188,7 +190,7 @@ def _describe(run: loop.Run, run_dir: str, loaded: Loaded | None, display: Displ
         ),
         ("steps", f"{run.max_steps:,}{epochs}"),
         ("precision", _describe_precision(engine)),
-        ("ZeRO", f"stage {stage}{alone}"),
+        ("ZeRO", f"stage {stage}{alone}{_ON_HOST[spec.zero_optimization.offload]}"),
         ("optimizer", f"{type(engine.optimizer).__name__}{rate}{schedule}, clipping {spec.gradient_clipping:g}"),
         ("device", f"{world.device.type}, {ranks}"),
         ("output", run_dir),

@@ -36,13 +36,14 @@ class Sharded(Strategy):
         self._boundary: bool | None = None
         _refuse_scalars(model)
         _refuse_groups(zero, world)
+        mesh = world.make_mesh(max(zero.mics_shard_size, 0))
         align(model, world)
         widen(model)
         gpu = world.device.type == "cuda"
         keep_off = zero.offload_param if zero.offload == "param" else None
         group = zero.zero_hpz_partition_size
         options: dict[str, Any] = {
-            "mesh": world.make_mesh(max(zero.mics_shard_size, 0)),
+            "mesh": mesh,
             "offload_policy": CPUOffloadPolicy(pin_memory=keep_off.pin_memory and gpu) if keep_off else OffloadPolicy(),
             "reshard_after_forward": zero.stage == 3 and (group if group > 1 else True),
         }
