@@ -61,8 +61,9 @@ class Sharded(Strategy):
         self.module = model
         self._set_masters(zero, precision)
         self._all = dict(model.named_parameters())
-        sums = precision.accumulate or precision.reduce
-        self._defers = zero.stage == 1 and sums == precision.reduce
+        # FSDP2 adds up in the dtype that a unit reduces in; in a wider one the sharded parameters can.
+        travels_low = precision.reduce != torch.float32 or precision.autocast is not None
+        self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
         self._has_buffers = any(True for _ in model.buffers())
         self._buffers_differ = True
         self._evaluated = False

@@ -115,7 +115,7 @@ class Layout:
     @property
     def defers(self) -> bool:
         """Whether sharded gradients stay whole until the boundary."""
-        return self.stage == 1 and self.accumulate in (0, self.reduce)
+        return self.stage == 1 and not self.accumulate == MASTER_SIZE > self.reduce
 
     @property
     def sums_in_masters(self) -> bool:

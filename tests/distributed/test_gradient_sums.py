@@ -101,3 +101,33 @@ def test_gradients_may_be_divided_before_and_after_they_are_summed(world_size: i
         }
         for losses, _ in found.values():
             assert losses == pytest.approx(expected, rel=1e-6)
+
+
+class InLinear(nn.Module):
+    """The same by a layer that autocast lowers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).float().sum()
+
+
+def sum_up_lowered(world: World) -> dict[str | None, float]:
+    found = {}
+    for asked in (None, "fp32"):
+        types = {"data_types": {"grad_accum_dtype": asked}} if asked else {}
+        lower = {"enabled": True, "dtype": "bfloat16"}
+        engine = make_engine(1, net=InLinear(), accumulation=4, torch_autocast=lower, gradient_clipping=0, **types)
+        for value in MICRO:
+            engine.backward(engine(torch.full((4,), value)))
+            engine.step()
+        found[asked] = engine.get_global_grad_norm()
+    return found
+
+
+@pytest.mark.slow
+def test_what_autocast_sends_low_may_add_up_in_fp32() -> None:
+    for found in run_ranks(sum_up_lowered, 2):
+        assert found == {None: ROUNDED, "fp32": WHOLE}
