@@ -24,6 +24,8 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 _JOB_SECTIONS = (
     "gradient_clipping",
     "gradient_allreduce_op",
+    "prescale_gradients",
+    "gradient_predivide_factor",
     "communication_data_type",
     "bf16",
     "fp16",

@@ -106,7 +106,7 @@ def build_engine(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
     prepare_blocks(model, spec)
-    strategy = build_strategy(model, stage=spec.zero_optimization.stage, world=world, precision=precision)
+    strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision)
     masters = strategy.masters
     over = list(masters.values()) if groups is None else _find_groups(groups, masters)
     built: Optimizer | None = None

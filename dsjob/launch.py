@@ -114,7 +114,7 @@ def join(document: Mapping[str, Any], *, trust: Trust) -> dict[str, Any]:
 
 def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     from dsjob.job import run_job
-    from dsjob.mesh import join_world
+    from dsjob.mesh import join_world, leave_world
 
     def stop(number: int, _: Any) -> None:
         raise Interrupted(number)
@@ -124,6 +124,7 @@ def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_job(document, run_dir, join_world(device=document["launch"]["device"]), trust)
+        leave_world()  # one rank has a group where its parameters come from the host
     finally:
         signal.signal(signal.SIGTERM, before)
 

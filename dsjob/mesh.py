@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore
+from torch.distributed import FileStore, HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dsjob.errors import LaunchError
@@ -29,9 +29,15 @@ class World:
     world_size: int
     device: torch.device
 
-    def make_mesh(self) -> DeviceMesh:
-        """A mesh with one axis, `data`, over all ranks."""
-        return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
+    def make_mesh(self, group: int = 0) -> DeviceMesh:
+        """A mesh with one axis, `data`, over all ranks; of groups of `group` successive ones: `replica` and `data`."""
+        if not dist.is_initialized():
+            backend = _choose_backend("auto", self.device)
+            dist.init_process_group(backend, store=HashStore(), rank=self.rank, world_size=self.world_size)
+        if not group:
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
+        shape = (self.world_size // group, group)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "data"))
 
 
 def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 1800.0) -> World:

@@ -1,4 +1,4 @@
-"""Precision: the dtypes by name, casting of inputs, and fp32 master weights for a model that computes in less."""
+"""Precision: the dtypes by name, those of a job, and casting of inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsjob.spec import Dtype, DtypeName, EngineSpec
 
@@ -18,6 +18,9 @@ DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 class Precision:
     """`compute`: dtype of forward and backward; `reduce`: dtype in which gradients travel between ranks.
 
+    `predivide`: what gradients are divided by before they are summed over the ranks; None: the number of ranks.
+    `accumulate`: dtype that gradients of several micro steps are added up in; None: as the ZeRO stage has it.
+
     `autocast`: dtype that torch.autocast lowers operators to, and that the gradients of `safe` modules (classes by
     dotted name; None: torch's linear and convolution layers) travel in; None: no autocast.
     """
@@ -26,18 +29,22 @@ class Precision:
     reduce: torch.dtype
     autocast: torch.dtype | None = None
     safe: Sequence[str] | None = None
+    accumulate: torch.dtype | None = None
+    predivide: float | None = None
 
     @classmethod
     def of(cls, spec: EngineSpec, device: torch.device) -> Precision:
         """As the job asks; gradients travel in the compute dtype unless communication_data_type says otherwise."""
         compute = torch.bfloat16 if spec.bf16.enabled else torch.float16 if spec.fp16.enabled else torch.float32
         named = spec.communication_data_type
-        asked = spec.torch_autocast
+        asked, summed, factor = spec.torch_autocast, spec.data_types.grad_accum_dtype, spec.gradient_predivide_factor
         return cls(
             compute=compute,
             reduce=DTYPES[named] if named else compute,
             autocast=_find_autocast(asked.dtype, device) if asked.enabled else None,
             safe=asked.lower_precision_safe_modules,
+            predivide=None if spec.prescale_gradients or factor == 1 else factor,
+            accumulate=DTYPES[summed] if summed else None,
         )
 
     @property
@@ -76,33 +83,3 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(cast_floats(item, dtype) for item in value)
     return value
-
-
-class Masters:
-    """fp32 copies of a model's trainable parameters; the model itself is cast to `dtype` in place.
-
-    Frozen parameters have no copy, and buffers keep their dtype (as in DeepSpeed).
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        named = dict(model.named_parameters())
-        self.weights: dict[str, nn.Parameter] = {
-            name: nn.Parameter(parameter.detach().float().clone())
-            for name, parameter in named.items()
-            if parameter.requires_grad and parameter.is_floating_point()
-        }
-        for parameter in named.values():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-        self._model_side: Sequence[nn.Parameter] = [named[name] for name in self.weights]
-
-    def take_gradients(self) -> None:
-        """Moves the model's gradients to the masters, as fp32."""
-        for master, parameter in zip(self.weights.values(), self._model_side, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-
-    @torch.no_grad()
-    def give_weights(self) -> None:
-        """Copies the masters' values to the model."""
-        torch._foreach_copy_([p.data for p in self._model_side], [m.data for m in self.weights.values()])

@@ -91,9 +91,40 @@ class TorchAutocast:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadParam:
+    device: Literal["none", "cpu", "nvme"]
+    pin_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptimizer:
+    device: Literal["none", "cpu", "nvme"]
+    pin_memory: bool
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class Zero:
     stage: int
+    offload_param: OffloadParam | None
+    offload_optimizer: OffloadOptimizer | None
+    stage3_prefetch_bucket_size: int | None
+    stage3_max_live_parameters: int | None
+    zero_hpz_partition_size: int
+    mics_shard_size: int
     stage3_gather_16bit_weights_on_model_save: bool
+
+    @property
+    def offload(self) -> Literal["none", "optimizer", "param"]:
+        """What is on the host: nothing, the optimizer with its masters, or these as the parameters themselves."""
+        if self.offload_param is not None and self.offload_param.device != "none":
+            return "param"
+        return "optimizer" if self.offload_optimizer and self.offload_optimizer.device != "none" else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class DataTypes:
+    grad_accum_dtype: Dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +192,13 @@ class EngineSpec:
     trainer: Trainer
     gradient_clipping: float
     gradient_allreduce_op: Literal["mean", "sum"]
+    prescale_gradients: bool
+    gradient_predivide_factor: float
     communication_data_type: Dtype | None
     bf16: Precision
     fp16: Fp16
     torch_autocast: TorchAutocast
+    data_types: DataTypes
     zero_optimization: Zero
     activation_checkpointing: ActivationCheckpointing
     compile: Compile

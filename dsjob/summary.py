@@ -10,6 +10,7 @@ from dsjob.progress import shorten
 from dsjob.spec import EngineSpec, JobSpec
 
 Rows = list[tuple[str, str]]
+_ON_HOST = {"none": "", "optimizer": ", optimizer on the host", "param": ", parameters and optimizer on the host"}
 
 
 def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
@@ -49,7 +50,7 @@ def _describe_engine(engine: Engine) -> Rows:
     rows = [
         ("model", f"{path}, {shorten(total)} parameters{share}"),
         ("precision", _describe_precision(engine)),
-        ("ZeRO", f"stage {stage}{alone}"),
+        ("ZeRO", f"stage {stage}{alone}{_ON_HOST[spec.zero_optimization.offload]}"),
         *_describe_blocks(spec),
     ]
     if engine.optimizer is not None:

@@ -82,7 +82,9 @@ def describe_status(schema: Schema) -> str:
     """The status of a key and the reason for it; nothing where it does what it says."""
     status = schema.get("x-status", "")
     note = schema.get("x-note", "")
-    return ": ".join(part for part in (STATUSES.get(status, status), note) if part)
+    told = ": ".join(part for part in (STATUSES.get(status, status), note) if part)
+    refused = [f"{value} is not supported: {why}" for value, why in schema.get("x-unsupported", {}).items()]
+    return "; ".join([*([told] if told else []), *refused])
 
 
 def describe_age(schema: Schema) -> str:

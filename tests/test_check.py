@@ -191,11 +191,11 @@ def test_an_unsupported_key_may_be_left_at_its_default() -> None:
 )
 def test_an_old_spelling_is_told_and_stands_for_what_it_stood_for(old: dict[str, bool], now: str) -> None:
     (key,) = old
-    spelling, meaning = check_job(make_job(zero_optimization={"stage": 3, **old}))
+    spelling, meaning = check_job(make_job(zero_optimization={"stage": 0, **old}))
     assert (spelling.dotted, spelling.rule) == (f"zero_optimization.{key}", "deprecated")
     assert now in spelling.hint
-    assert (meaning.dotted, meaning.rule) == (f"zero_optimization.{key}", "unsupported")
-    assert meaning.message == f'stands for zero_optimization.{now}.device: "cpu" is not supported by dsjob'
+    assert (meaning.dotted, meaning.severity) == (f"zero_optimization.{key}", "error")
+    assert meaning.message.startswith(f"stands for zero_optimization.{now}.device: needs stage")
     (only,) = problems(zero_optimization={key: False}).values()
     assert only.severity == "warning"
 
@@ -343,8 +343,17 @@ def test_unknown_keys_are_found_in_maps_and_lists() -> None:
 
 
 def test_unsupported_keys_are_found_at_any_depth() -> None:
-    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    assert problem("zero_optimization.offload_optimizer.device", zero_optimization=section).rule == "unsupported"
+    section = {"stage": 3, "zeropp_loco_param": {"reset_T": 3}, "zero_quantized_weights": True}
+    found = problems(zero_optimization=section)
+    assert {found[f"zero_optimization.{key}"].rule for key in list(section)[1:]} == {"unsupported"}
+
+
+def test_a_value_that_is_not_supported_names_the_nearest_that_is() -> None:
+    section = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}
+    found = problems(zero_optimization=section)["zero_optimization.offload_optimizer.device"]
+    assert (found.rule, found.message) == ("unsupported", '"nvme" is not supported by dsjob')
+    assert "cpu" in found.hint
+    assert problems(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}) == {}
 
 
 def test_a_key_without_effect_is_a_warning_with_the_reason() -> None:

@@ -95,9 +95,7 @@ SPELLINGS: list[tuple[dict[str, Any], set[tuple[str, str]]]] = [
         {Z: {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}},
         {
             (f"{Z}.cpu_offload", "deprecated"),
-            (f"{Z}.cpu_offload", "unsupported"),
             (f"{Z}.cpu_offload_use_pin_memory", "deprecated"),
-            (f"{Z}.cpu_offload_use_pin_memory", "no-effect"),
         },
     ),
     ({Z: {"cpu_offload": False}}, {(f"{Z}.cpu_offload", "deprecated")}),
@@ -105,7 +103,6 @@ SPELLINGS: list[tuple[dict[str, Any], set[tuple[str, str]]]] = [
         {Z: {"stage": 1, "cpu_offload_params": True}},
         {
             (f"{Z}.cpu_offload_params", "deprecated"),
-            (f"{Z}.cpu_offload_params", "unsupported"),
             (f"{Z}.cpu_offload_params", "offload-param-stage"),
         },
     ),
@@ -173,18 +170,16 @@ def test_fairscales_flags_are_a_stage(words: str, stage: int) -> None:
     assert [(w.dotted, w.rule) for w in done.warnings] == [("sharded_ddp", "deprecated")]
 
 
-def test_fairscales_offloading_is_refused_at_its_flag() -> None:
-    *_, told = lines("job.json", make_job(sharded_ddp="zero_dp_3 auto_wrap cpu_offload"))
-    assert told.startswith(
-        "job.json:21:3: error[unsupported]: sharded_ddp: stands for zero_optimization.offload_param.device: "
-        '"cpu" is not supported by dsjob; '
-    )
+def test_a_mistake_in_what_fairscales_flags_stand_for_is_told_at_them() -> None:
+    flags = make_job(sharded_ddp="zero_dp_3 auto_wrap cpu_offload", zero_optimization={"stage": 2})
+    *_, told = lines("job.json", flags)
+    assert told.startswith("job.json:21:3: error[offload-param-stage]: sharded_ddp: stands for")
     told = lines("job.json", make_job(sharded_ddp="zero_dp_4"))[-1]
     assert "error[pattern]: sharded_ddp" in told
 
 
 def test_warnings_stay_beside_the_errors_of_a_config() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_config({"train_batch_size": 8, Z: {"cpu_offload": True, "stage": 1}}, world_size=1, locate=nowhere)
-    assert [problem.rule for problem in caught.value.problems] == ["unsupported"]
+        resolve_config({"train_batch_size": 8, Z: {"cpu_offload": True, "stage": 0}}, world_size=1, locate=nowhere)
+    assert [problem.rule for problem in caught.value.problems] == ["offload-optimizer-stage"]
     assert [problem.rule for problem in caught.value.warnings] == ["deprecated"]

@@ -118,7 +118,8 @@ def test_whole_floats_become_integers_where_integers_are_asked(number: float) ->
 
 def test_other_spellings_become_the_real_ones() -> None:
     resolved = resolve(make_job(zero_optimization={"stage": 3, "gather_16bit_weights_on_model_save": True}))
-    assert resolved["zero_optimization"] == {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    found = resolved["zero_optimization"]
+    assert {key: found[key] for key in found if "gather" in key} == {"stage3_gather_16bit_weights_on_model_save": True}
 
 
 def test_arguments_of_a_target_are_left_alone() -> None:

@@ -59,6 +59,25 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("amp-with-half-precision", {"amp": ON, "bf16": ON}, "amp.enabled", {"amp": {"enabled": False}, "bf16": ON}),
     ("amp-with-half-precision", {"amp": ON, **zero(1)}, "amp.enabled", {"amp": ON, **zero(0)}),
     (
+        "sum-in-other-precision",
+        {"data_types": {"grad_accum_dtype": "fp16"}, "bf16": ON},
+        "data_types.grad_accum_dtype",
+        {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": ON},
+    ),
+    (
+        "sum-in-half-precision-sharded",
+        {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": ON, **zero(2)},
+        "data_types.grad_accum_dtype",
+        {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": ON, **zero(2)},
+    ),
+    ("predivide-stage", {"prescale_gradients": True, **zero(1)}, "prescale_gradients", {"prescale_gradients": True}),
+    (
+        "predivide-stage",
+        {"gradient_predivide_factor": 2, **zero(3)},
+        "gradient_predivide_factor",
+        {"gradient_predivide_factor": 1.0, **zero(3)},
+    ),
+    (
         "autocast-with-half-precision",
         {"torch_autocast": ON, "bf16": ON},
         "torch_autocast.enabled",

@@ -28,7 +28,17 @@ RECIPES = sorted(
     for item in resources.files("dsjob.conf").joinpath("recipe").iterdir()
     if item.name.endswith(".yaml")
 )
-OWN_KEYWORDS = {"x-status", "x-note", "x-aliases", "x-auto", "x-alias-of", "x-replaced-by", "x-deepspeed", "x-inherits"}
+OWN_KEYWORDS = {
+    "x-status",
+    "x-note",
+    "x-unsupported",
+    "x-aliases",
+    "x-auto",
+    "x-alias-of",
+    "x-replaced-by",
+    "x-deepspeed",
+    "x-inherits",
+}
 KEYS = (Path(__file__).parent / "data" / "deepspeed_keys.txt").read_text().splitlines()
 TYPES = {
     "optimizer": [
@@ -264,6 +274,8 @@ def test_fill_defaults_fills_what_has_an_effect_and_nothing_else() -> None:
         "overlap_comm": False,
         "stage": 0,
         "stage3_gather_16bit_weights_on_model_save": False,
+        "zero_hpz_partition_size": 1,
+        "mics_shard_size": -1,
     }
     assert {"seed": 42, "log_every": 20, "eval_every": 0}.items() <= filled["trainer"].items()
     assert not {"micro_batch", "max_steps"} & set(filled["trainer"])

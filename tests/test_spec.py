@@ -38,7 +38,8 @@ def differences(kind: type[Any], schema: Schema, path: str = "") -> Iterator[str
         yield f"{path}{name} is a field, but no key that has an effect"
     for name in sorted(named & set(hints)):
         below = keys[name]
-        certain = "default" in below or name in schema.get("required", ()) or bool(below.get("x-auto"))
+        filled = "default" in below and "x-status" not in below
+        certain = filled or name in schema.get("required", ()) or bool(below.get("x-auto") and "x-status" not in below)
         union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
         arms = typing.get_args(hints[name]) if union else (hints[name],)
         if (type(None) in arms) == certain:

@@ -7,10 +7,10 @@ import io
 import torch
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dsjob import storage
 from dsjob.checkpoint.state import TrainingState
+from dsjob.optim.shards import whole
 
 
 def save_model(url: str, state: TrainingState, *, dtype: torch.dtype, writes: bool) -> None:
@@ -20,9 +20,9 @@ def save_model(url: str, state: TrainingState, *, dtype: torch.dtype, writes: bo
     """
     gathered: dict[str, Tensor] = {}
     for name, tensor in {**state.weights, **state.buffers}.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = whole(tensor.detach())
         if writes:
-            gathered[name] = whole.detach().to(dtype if whole.is_floating_point() else whole.dtype).cpu().contiguous()
+            gathered[name] = full.to(dtype if full.is_floating_point() else full.dtype).cpu().contiguous()
     if not writes:
         return
     for alias, name in state.aliases.items():

@@ -76,7 +76,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--world-size", type=parse_count, metavar="N", help="ranks to plan for (launch.nproc)")
     parser.add_argument("--device-memory", type=_parse_size, metavar="SIZE", help="memory of a device: 80GiB")
-    parser.add_argument("--offload", choices=_OFFLOADS, help="predict DeepSpeed's offloading (dsjob has not built it)")
+    parser.add_argument("--offload", choices=_OFFLOADS, help="offload, whatever the document says")
     parser.add_argument("--sweep-stages", action="store_true", help="a table of ZeRO stage x offload x micro batch")
     parser.add_argument("--require-fit", action="store_true", help="exit with 3 where it does not fit")
     parser.add_argument("--format", choices=("text", "json"), default="text")
@@ -112,7 +112,7 @@ def _parse_size(text: str) -> int:
 
 def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespace, trust: Trust) -> Plan:
     spec = view(JobSpec, document)
-    layout = _read_layout(spec, document, world_size, args.offload)
+    layout = _read_layout(spec, world_size, args.offload)
     notes: list[str] = []
     if args.params is not None:
         if layout.offload == "param":
@@ -125,8 +125,6 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         model, state, activations, course = _look(spec, world_size, notes, trust)
     if spec.torch_autocast.enabled:
         notes.append("torch_autocast: activations are counted as fp32, and are smaller")
-    if layout.offload != "none":
-        notes.append("offloading is a prediction after DeepSpeed's documentation: dsjob cannot do it yet")
     if layout.stage and world_size == 1 and layout.offload == "none":
         notes.append(f"stage {layout.stage} on one rank: nothing to shard")
     return Plan(
@@ -150,12 +148,9 @@ def _name_precision(spec: JobSpec) -> Dtype:
     return "bf16" if spec.bf16.enabled else "fp16" if spec.fp16.enabled else "fp32"
 
 
-def _read_layout(spec: JobSpec, document: dict[str, Any], world_size: int, offload: Offload | None) -> Layout:
+def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Layout:
     compute = _name_precision(spec)
-    zero = document["zero_optimization"]
-    if offload is None:
-        asked = [kind for kind in ("optimizer", "param") if _is_offloaded(zero.get(f"offload_{kind}"))]
-        offload = "param" if "param" in asked else "optimizer" if asked else "none"
+    zero, summed = spec.zero_optimization, spec.data_types.grad_accum_dtype
     layout = Layout(
         stage=spec.zero_optimization.stage,
         world_size=world_size,
@@ -163,7 +158,13 @@ def _read_layout(spec: JobSpec, document: dict[str, Any], world_size: int, offlo
         reduce=_BYTES[spec.communication_data_type or compute],
         grad_accum=spec.trainer.grad_accum,
         micro_batch=spec.trainer.micro_batch,
-        offload=offload,
+        offload=offload or zero.offload,
+        accumulate=_BYTES[summed] if summed else 0,
+        ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
+        group=max(zero.mics_shard_size, 0) if zero.stage == 3 else 0,
+        ahead=zero.stage3_prefetch_bucket_size or 0,
+        live=zero.stage3_max_live_parameters,
+        second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
     )
     if layout.offload_problem:
         raise UsageError(
@@ -171,10 +172,6 @@ def _read_layout(spec: JobSpec, document: dict[str, Any], world_size: int, offlo
             hint=f"zero_optimization.stage={3 if layout.offload == 'param' else '1, 2 or 3'}",
         )
     return layout
-
-
-def _is_offloaded(section: Any) -> bool:
-    return isinstance(section, dict) and section.get("device", "none") != "none"
 
 
 _Looked = tuple[Model, OptimizerState, Activations, Course]

@@ -126,7 +126,7 @@ def _print_sweep(console: Console, plan: Plan, rows: Sequence[Row]) -> None:
         table.add_row(str(row.stage), row.offload, *peaks, show_bytes(row.host) if row.host else "")
     console.print(table)
     if plan.limit is not None:
-        console.print(f"x: does not fit into {show_bytes(plan.limit)}; rows that offload are predictions")
+        console.print(f"x: does not fit into {show_bytes(plan.limit)}")
 
 
 def _mark(peak: int, limit: int | None) -> str:

@@ -6,6 +6,7 @@ An update that looks at each element alone is taken on the own parts; what looks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,25 +25,32 @@ def add_parts(sums: Tensor, parameters: Sequence[Tensor]) -> None:
     `sums`: [len(parameters), n], row by row what was summed up over the own part of each parameter. One collective for
     all parameters that are spread over the same ranks; all ranks have to call it with the same parameters.
     """
-    spread: dict[dist.ProcessGroup, list[int]] = {}
+    spread: dict[tuple[dist.ProcessGroup, str], list[int]] = {}
     for row, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
             for dim, placement in enumerate(parameter.placements):
                 if not placement.is_replicate():
-                    spread.setdefault(parameter.device_mesh.get_group(dim), []).append(row)
-    for group, rows in spread.items():
-        if len(rows) == len(parameters):
+                    mesh = parameter.device_mesh
+                    spread.setdefault((mesh.get_group(dim), mesh.device_type), []).append(row)
+    for (group, device), rows in spread.items():
+        if len(rows) == len(parameters) and sums.device.type == device:
             dist.all_reduce(sums, group=group)
             continue
         index = torch.tensor(rows, device=sums.device)
-        part = sums[index]
+        part = sums[index].to(device)
         dist.all_reduce(part, group=group)
-        sums[index] = part
+        sums[index] = part.to(sums.device)
+
+
+def on_mesh(tensor: DTensor) -> DTensor:
+    """`tensor` on the device by which its ranks communicate: parts of it may be on the host."""
+    device = tensor.device_mesh.device_type
+    return tensor if tensor.device.type == device else cast(DTensor, tensor.to(device))
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of `tensor` on every rank that has a part of it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return on_mesh(tensor).full_tensor().to(tensor.device) if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(value: Tensor, like: Tensor) -> Tensor:

@@ -7,10 +7,14 @@ from dsjob.parallel.base import Strategy as Strategy
 from dsjob.parallel.replicated import Replicated
 from dsjob.parallel.sharded import Sharded
 from dsjob.precision import Precision
+from dsjob.spec import Zero
 
 
-def build_strategy(model: nn.Module, *, stage: int, world: World, precision: Precision) -> Strategy:
-    """The strategy for a ZeRO stage. On one rank there is nothing to shard, whatever the stage."""
-    if stage == 0 or world.world_size == 1:
-        return Replicated(model, world=world, precision=precision)
-    return Sharded(model, stage=stage, world=world, precision=precision)
+def build_strategy(model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> Strategy:
+    """The strategy for a ZeRO stage. On one rank there is nothing to shard; parameters on the host come in by blocks.
+
+    Raises UsageError for groups of ranks that do not divide the world size.
+    """
+    if zero.stage == 0 or (world.world_size == 1 and zero.offload != "param"):
+        return Replicated(model, zero=zero, world=world, precision=precision)
+    return Sharded(model, zero=zero, world=world, precision=precision)

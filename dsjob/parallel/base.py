@@ -13,6 +13,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dsjob.autocast import find_safe_modules, mark
 from dsjob.mesh import World
+from dsjob.optim.shards import local, on_mesh
+from dsjob.parallel.masters import Masters
 from dsjob.precision import Precision
 
 
@@ -34,6 +36,7 @@ class Strategy:
 
     module: nn.Module
     masters: dict[str, nn.Parameter]
+    copies: Masters | None = None  # where masters are no parameters of the model
 
     def start_micro_step(self, boundary: bool) -> None:
         """A forward and backward pass follows; `boundary`: the optimizer steps after it."""
@@ -44,6 +47,8 @@ class Strategy:
 
     def finish_gradients(self) -> None:
         """All backward passes of this step are done."""
+        if self.copies is not None:
+            self.copies.take_gradients()
 
     @torch.no_grad()
     def clip(self, max_norm: float, scale: float = 1.0) -> Tensor:
@@ -58,7 +63,7 @@ class Strategy:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = get_total_norm(gradients, norm_type=2.0)
         if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+            norm = on_mesh(norm).full_tensor()
         if scale != 1.0:
             norm = norm / scale
             torch._foreach_div_(gradients, scale)
@@ -78,22 +83,21 @@ class Strategy:
         """The masters have new values, or the step is left out; gradients are done with."""
         for master in self.masters.values():
             master.grad = None  # also of those that the optimizer was not given
+        if self.copies is not None:
+            self.copies.give_weights()
 
     def drop_gradients(self) -> None:
         """Forgets what the backward passes of a step that will not be finished have added up."""
         self.module.zero_grad(set_to_none=True)
         for master in self.masters.values():
             master.grad = None
+        if self.copies is not None:
+            self.copies.drop_gradients()
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
         frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
         return {**{name: master.data for name, master in self.masters.items()}, **frozen}
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's share of a sharded tensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -14,43 +14,76 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _broadcast_coalesced
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from dsjob.autocast import DEFAULT_SAFE_MODULES, mark
-from dsjob.errors import ContractError
+from dsjob.errors import ContractError, UsageError
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
+from dsjob.parallel.masters import Masters, choose_host
 from dsjob.parallel.wrap import find_blocks
+from dsjob.plan.model import choose_ahead
 from dsjob.precision import Precision
+from dsjob.spec import Zero
 
 
 class Sharded(Strategy):
     """The repeated blocks of a model, and what remains, each sharded as one unit."""
 
-    def __init__(self, model: nn.Module, *, stage: int, world: World, precision: Precision) -> None:
-        self._stage = stage
+    def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
+        self._stage = zero.stage
         self._boundary: bool | None = None
         _refuse_scalars(model)
+        _refuse_groups(zero, world)
+        mesh = world.make_mesh(max(zero.mics_shard_size, 0))
         align(model, world)
         widen(model)
-        mesh = world.make_mesh()
+        gpu = world.device.type == "cuda"
+        keep_off = zero.offload_param if zero.offload == "param" else None
+        group = zero.zero_hpz_partition_size
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "offload_policy": CPUOffloadPolicy(pin_memory=keep_off.pin_memory and gpu) if keep_off else OffloadPolicy(),
+            "reshard_after_forward": zero.stage == 3 and (group if group > 1 else True),
+        }
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         for safe in mark_safe(model, precision):
-            _shard_safe(safe, mesh, stage, precision.autocast)
-        for block in find_blocks(model):
-            if isinstance(block, FSDPModule):
-                continue
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
+            _shard_safe(safe, options, precision.autocast)
+        blocks = find_blocks(model)
+        for block in blocks:
+            if not isinstance(block, FSDPModule):
+                fully_shard(block, mp_policy=policy, **options)
+        if zero.stage == 3 and zero.stage3_prefetch_bucket_size:
+            _prefetch(blocks, zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
         # What is outside the blocks is used at both ends of the model: freeing it in between would gather it twice.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
         self.module = model
-        self.masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._set_masters(zero, precision)
         self._all = dict(model.named_parameters())
+        # FSDP2 adds up in the dtype that a unit reduces in; in a wider one the sharded parameters can.
+        travels_low = precision.reduce != torch.float32 or precision.autocast is not None
+        self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
         self._has_buffers = any(True for _ in model.buffers())
         self._buffers_differ = True
         self._evaluated = False
+
+    def _set_masters(self, zero: Zero, precision: Precision) -> None:
+        """The sharded parameters; where the optimizer alone is offloaded, copies of them on the host."""
+        trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.masters = trainable
+        offload = zero.offload_optimizer
+        if offload is None or zero.offload != "optimizer":
+            return
+        # Gradients take the dtype of the shards: with another one on their way they would lose what they have.
+        low = precision.compute if precision.compute == precision.reduce != torch.float32 else None
+        host = choose_host(trainable, offload.ratio)
+        copied = {name: p for name, p in trainable.items() if low or name in host}
+        self.copies = Masters(copied, host, pin=offload.pin_memory)
+        if low:
+            _cast(self.module, list(copied.values()), low)
+        self.copies.stream(lambda: True)
+        self.masters = {name: self.copies.weights.get(name, p) for name, p in trainable.items()}
 
     def start_micro_step(self, boundary: bool) -> None:
         if self._buffers_differ and self._has_buffers:
@@ -62,7 +95,7 @@ class Sharded(Strategy):
             return
         self._boundary = boundary
         root = cast(FSDPModule, self.module)
-        if self._stage == 1:
+        if self._defers:
             root.set_requires_gradient_sync(boundary)
         if self._stage < 3:
             root.set_reshard_after_backward(boundary)
@@ -94,22 +127,42 @@ class Sharded(Strategy):
 
     def weights(self) -> dict[str, Tensor]:
         # After an evaluation the module may still show gathered parameters: these are the sharded ones, always.
-        return {name: parameter.data for name, parameter in self._all.items()}
+        return {name: self.masters.get(name, parameter).data for name, parameter in self._all.items()}
 
 
-def _shard_safe(module: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dtype | None) -> None:
+def _shard_safe(module: nn.Module, options: dict[str, Any], dtype: torch.dtype | None) -> None:
     """Shards a module whose gradients travel in `dtype`; at stage 3, as with DeepSpeed, its parameters do so too.
 
     It is a unit of its own, since a unit has one dtype, and one of several modules waits for all of them to be used.
     """
     # Only what autocast would lower in any case: other operators may not take parameters and inputs of two dtypes.
-    gathers_low = stage == 3 and type(module) in DEFAULT_SAFE_MODULES
+    gathers_low = options["reshard_after_forward"] and type(module) in DEFAULT_SAFE_MODULES
     low = MixedPrecisionPolicy(
         param_dtype=dtype if gathers_low else None, reduce_dtype=dtype, cast_forward_inputs=False
     )
-    fully_shard(module, mesh=mesh, mp_policy=low, reshard_after_forward=stage == 3)
+    fully_shard(module, mp_policy=low, **options)
     for parameter in module.parameters():
         mark(parameter, cast(torch.dtype, dtype))
+
+
+def _prefetch(blocks: list[nn.Module], bucket: int, live: int | None) -> None:
+    """Gathers blocks ahead of their use, in both directions; FSDP2 does so with one of them by itself."""
+    for order in (blocks, blocks[::-1]):
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in order]
+        for number, ahead in enumerate(choose_ahead(sizes, bucket, live)):
+            following = cast("list[FSDPModule]", order[number + 1 : number + 1 + ahead])
+            unit = cast(FSDPModule, order[number])
+            set_next = (
+                unit.set_modules_to_forward_prefetch if order is blocks else unit.set_modules_to_backward_prefetch
+            )
+            if ahead > 1:
+                set_next(following)
+
+
+def _cast(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+    """Gives sharded parameters another dtype, in place; FSDP2 looks at it again when the first forward pass begins."""
+    chosen = {id(parameter) for parameter in parameters}
+    model._apply(lambda tensor: tensor.to(dtype) if id(tensor) in chosen else tensor)  # type: ignore[no-untyped-call]
 
 
 def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
@@ -117,6 +170,19 @@ def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
     # One group before torch 2.13, a list of them since.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def _refuse_groups(zero: Zero, world: World) -> None:
+    for key, size in (
+        ("zero_hpz_partition_size", zero.zero_hpz_partition_size),
+        ("mics_shard_size", zero.mics_shard_size),
+    ):
+        if size > 0 and world.world_size % size:
+            fits = [str(n) for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+            raise UsageError(
+                f"zero_optimization.{key}: {world.world_size} ranks are no groups of {size}",
+                hint=f"{', '.join(fits)} divide {world.world_size}; or start another number of ranks",
+            )
 
 
 def _refuse_scalars(model: nn.Module) -> None:

@@ -27,28 +27,39 @@ def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
 
     Stage 0 all-reduces the gradients at the boundary. Stages 1 to 3 gather parameters in the compute dtype (once a
     step; at stage 3 in every micro step, blocks in both passes) and reduce-scatter gradients (at the boundary; from
-    stage 2 in every micro step).
+    stage 2 in every micro step). MiCS does so in its groups, and all-reduces shards between them; with hpZ the backward
+    pass gathers in its groups.
     """
-    size = layout.world_size
-    if size == 1:
+    size, ranks = layout.shards, layout.world_size
+    if ranks == 1:
         return ()
-    moved: list[tuple[Collective, str, int]] = []
+    moved: list[tuple[Collective, str, int, int]] = []
     if layout.stage == 0:
-        moved.append(("all-reduce", "gradients", count(model.trainable) * layout.reduce))
+        times = layout.grad_accum if layout.sums_in_masters else 1
+        moved.append(("all-reduce", "gradients", count(model.trainable) * layout.reduce * times, ranks))
     else:
         units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units().items()}
         rest, blocks = units.get(0, 0), sum(elements for number, elements in units.items() if number)
-        gathered = rest + blocks
+        gathered, again = rest + blocks, 0
         if layout.stage == 3:
-            gathered = layout.grad_accum * (rest + 2 * blocks if model.blocks_known else 2 * rest)
+            again = layout.grad_accum * (blocks if model.blocks_known else rest)
+            gathered *= layout.grad_accum
+        second = layout.second or size
         reduced = sum(w.padded(size) for w in model.trainable) * size
-        times = layout.grad_accum if layout.stage > 1 else 1
-        moved.append(("all-gather", "parameters", gathered * layout.compute))
-        moved.append(("reduce-scatter", "gradients", reduced * layout.reduce * times))
+        times = 1 if layout.defers else layout.grad_accum
+        if second == size:
+            gathered, again = gathered + again, 0
+        moved.append(("all-gather", "parameters", gathered * layout.compute, size))
+        moved.append(("all-gather", "second copies", again * layout.compute, second))
+        moved.append(("reduce-scatter", "gradients", reduced * layout.reduce * times, size))
+        if size < ranks:
+            moved.append(("all-reduce", "shards of gradients", reduced // size * layout.reduce * times, ranks // size))
     if model.buffers:
-        moved.append(("broadcast", "model buffers", model.buffers))
+        moved.append(("broadcast", "model buffers", model.buffers, ranks))
     return tuple(
-        Transfer(kind, what, whole, whole * _ROUNDS[kind] * (size - 1) // size) for kind, what, whole in moved if whole
+        Transfer(kind, what, whole, whole * _ROUNDS[kind] * (group - 1) // group)
+        for kind, what, whole, group in moved
+        if whole
     )
 
 

@@ -99,6 +99,16 @@ def _list_remedies(job: Job, checkpointed: int | None, limit: int) -> Iterator[t
         if layout.world_size > 1 and higher.memory().peak <= limit:
             yield f"zero_optimization.stage={stage}", higher
             break
+    for offload, least in (("optimizer", max(layout.stage, 1)), ("param", 3)):
+        off = job.change(offload=offload, stage=least)
+        if (
+            layout.offload == "none"
+            and off.memory().peak <= limit
+            and (offload != "param" or job.activations is not None)
+        ):
+            at = "" if least == layout.stage else f" at zero_optimization.stage={least}"
+            yield f"zero_optimization.offload_{offload}.device=cpu{at}", off
+            break
     ranks = 2 * layout.world_size
     while ranks <= _MOST_RANKS:
         stage = layout.stage or 3

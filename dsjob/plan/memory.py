@@ -4,16 +4,16 @@
 state). `backward`: its backward pass is about to reduce the gradients of the last unit. `step`: all gradients are
 reduced, and the optimizer is about to step. Between the first two, gradients come as activations go.
 
-What exists when is that of `parallel.replicated`, `parallel.sharded`, `precision.Masters` and FSDP2.
+What exists when is that of `parallel.replicated`, `parallel.sharded`, `parallel.masters` and FSDP2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from dsjob.plan.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, count
+from dsjob.plan.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, choose_ahead, choose_share, count
 
 Moment = Literal["forward", "backward", "step"]
 Place = Literal["device", "host"]
@@ -84,18 +84,13 @@ def predict_memory(
     moved_activations: int = 0,
     rank: int = 0,
 ) -> Memory:
-    """The memory of `rank`, of which rank 0 has the most.
+    """The memory of `rank`; among those that share the model, the first has the most.
 
     `activations`: bytes that a forward pass over a micro batch leaves for the backward pass, or the most that there is
     while blocks are computed again; left out where None. `moved_activations`: bytes that wait on the host meanwhile.
     `largest_activation`: bytes of one of them; the backward pass holds its gradient while most are still there.
     """
-    if layout.offload != "none":
-        items = _offloaded(model, layout, state, rank)
-    elif layout.replicated:
-        items = _replicated(model, layout, state)
-    else:
-        items = _sharded(model, layout, state, rank)
+    items = _replicated(model, layout, state) if layout.replicated else _sharded(model, layout, state, rank)
     if model.buffers:
         items.append(_always("model buffers", model.buffers))
     if activations is not None:
@@ -109,19 +104,75 @@ def predict_memory(
 def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Item]:
     """Stage 0 or one rank: below fp32 the model is a copy of fp32 masters; DDP's buckets hold the gradients."""
     cast, ddp = layout.compute < MASTER_SIZE, layout.world_size > 1
-    held = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.weights)
+    near, far = _split(model, layout)
+    if far:
+        return [
+            _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
+            *_streamed_items(model, layout, near),
+            *_master_items(near, [w.elements for w in near], state, cast),
+            *_host_items(far, [w.elements for w in far], state),
+        ]
     own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
     masters = MASTER_SIZE * count(model.trainable) if cast else 0
-    accumulated = own if layout.grad_accum > 1 else 0  # under DDP beside the buckets: without a reduction no views
-    before = accumulated + (own if ddp else 0)
+    several = layout.grad_accum > 1
+    sums = masters if several and layout.sums_in_masters else 0
+    accumulated = own if several and not sums else 0  # under DDP beside the buckets: without a reduction no views
+    before = accumulated + sums + (own if ddp else 0)
     kept = own if ddp or not cast else 0  # a lone model's gradients are dropped as the masters' are made
     note = "DDP keeps its buckets" + (", and the masters have fp32 ones" if cast else "") if ddp else ""
     return [
-        _always("parameters", held, note="cast in place" if cast else ""),
-        Item("gradients", before, own, kept + masters, note=note),
-        _always("fp32 masters", masters),
-        _state_item(model.trainable, [w.elements for w in model.trainable], state, cast),
+        _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
+        Item("gradients", before, own + sums, kept + masters, note=note),
+        *_master_items(model.trainable, [w.elements for w in model.trainable], state, cast),
         *(_bucket_items(model, layout) if ddp and layout.reduce != layout.compute else []),
+    ]
+
+
+def _held(model: Model, layout: Layout) -> int:
+    cast = layout.compute < MASTER_SIZE
+    return sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.weights)
+
+
+def _split(model: Model, layout: Layout) -> tuple[list[Weight], list[Weight]]:
+    """The trained parameters whose masters are on the device, and those whose are on the host."""
+    trainable = model.trainable
+    if layout.offload == "none":
+        return list(trainable), []
+    ratio = layout.ratio if layout.offload == "optimizer" else 1.0
+    chosen = choose_share([w.elements for w in trainable], ratio)
+    return (
+        [w for number, w in enumerate(trainable) if number not in chosen],
+        [w for number, w in enumerate(trainable) if number in chosen],
+    )
+
+
+def _streamed_items(model: Model, layout: Layout, near: list[Weight]) -> list[Item]:
+    """Gradients of a rank that holds the whole model: each goes to its master as soon as it is there."""
+    cast = layout.compute < MASTER_SIZE
+    own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
+    kept = count(near) * MASTER_SIZE if cast else sum(w.elements * w.itemsize for w in near)
+    waiting = (kept if layout.sums_in_masters else own) if layout.grad_accum > 1 else 0
+    largest = max((w.elements for w in model.trainable), default=0) * layout.compute
+    return [
+        Item("gradients", waiting, kept, kept, note="whole while accumulating" if waiting > kept else ""),
+        Item("gradients on their way", 0, largest, 0, note="to the host"),
+    ]
+
+
+def _master_items(weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool) -> list[Item]:
+    """Masters beside the model, if it is `cast`, and the optimizer's state, on the device."""
+    masters = MASTER_SIZE * sum(elements) if cast else 0
+    return [_always("fp32 masters", masters), _state_item(weights, elements, state, cast)]
+
+
+def _host_items(weights: list[Weight], elements: list[int], state: OptimizerState) -> list[Item]:
+    """Masters, their gradients and the optimizer's state on the host, where all of them stay from step to step."""
+    fp32 = MASTER_SIZE * sum(elements)
+    kept = round(state.copies * fp32) + state.per_parameter * len(weights)
+    return [
+        _always("fp32 masters", fp32, place="host"),
+        _always("gradients", fp32, place="host", note="kept from step to step"),
+        _always("optimizer state", kept, place="host"),
     ]
 
 
@@ -134,74 +185,84 @@ def _bucket_items(model: Model, layout: Layout) -> list[Item]:
 
 def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> list[Item]:
     """FSDP2: the parameters are shards of the fp32 masters; compute copies are gathered for the pass."""
-    size = layout.world_size
+    if layout.offload == "optimizer":
+        return _sharded_beside(model, layout, state, rank)
+    size = layout.shards
+    place: Place = "host" if layout.offload == "param" else "device"
     held = sum(w.padded(size) * w.itemsize for w in model.weights)
     reduced = sum(w.padded(size) * w.itemsize for w in model.trainable)
-    if layout.grad_accum == 1:
-        waiting, note = 0, ""
-    elif layout.stage == 1:
+    waiting, note = (reduced, "") if layout.grad_accum > 1 and not layout.defers else (0, "")
+    if layout.grad_accum > 1 and layout.defers:
         waiting, note = count(model.trainable) * layout.reduce, "whole while accumulating"
-    else:
-        waiting, note = reduced, ""
+    shards = [w.shard(size, rank % size) for w in model.trainable]
+    kept = _state_item(model.trainable, shards, state, False)
     return [
-        _always("parameters", held, note="shards, which are the masters"),
-        Item("gradients", waiting, reduced, reduced, note=note),
-        _state_item(model.trainable, [w.shard(size, rank) for w in model.trainable], state, False),
-        *_pass_items(model, layout, whole=False),
+        _always("parameters", held, place=place, note="shards, which are the masters"),
+        Item("gradients", waiting, reduced, reduced, place=place, note=note),
+        replace(kept, place=place),
+        *_pass_items(model, layout),
     ]
 
 
-def _pass_items(model: Model, layout: Layout, *, whole: bool) -> list[Item]:
-    """What FSDP2 holds during a pass: gathered parameters (unless `whole` ones stay), and buffers of collectives.
+def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: int) -> list[Item]:
+    """FSDP2 with masters beside its shards, which are in the compute dtype where gradients travel in it too."""
+    size, cast = layout.shards, layout.compute == layout.reduce < MASTER_SIZE
+    near, far = _split(model, layout)
+    held = sum(w.padded(size) * (layout.compute if cast and w.trainable else w.itemsize) for w in model.weights)
+    shards = [w.shard(size, rank % size) for w in near]
+    # Without a copy a gradient is a part of what its unit has reduced, and keeps all of that.
+    units = {w.unit for w in near}
+    whole = sum(w.padded(size) * w.itemsize for w in model.trainable if w.unit in units)
+    reduced = MASTER_SIZE * sum(shards) if cast else whole
+    waiting, note = (reduced, "") if layout.grad_accum > 1 else (0, "")
+    if layout.grad_accum > 1 and layout.defers:
+        waiting, note = count(model.trainable) * layout.reduce, "whole while accumulating"
+    return [
+        _always("parameters", held, note="shards in the compute dtype" if cast else "shards"),
+        Item("gradients", waiting, reduced, reduced, note=note),
+        *_master_items(near, shards, state, cast),
+        *_host_items(far, [w.shard(size, rank % size) for w in far], state),
+        *_pass_items(model, layout),
+    ]
+
+
+def _pass_items(model: Model, layout: Layout) -> list[Item]:
+    """What FSDP2 holds during a pass: gathered parameters, hpZ's second copies, and buffers of collectives.
 
     Collectives overlap with computing, so that buffers of two blocks may be there at once. A model given as a number
     of parameters has no blocks to tell their sizes.
     """
-    size, compute = layout.world_size, layout.compute
+    size, compute = layout.shards, layout.compute
     units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units().items()}
     if not model.blocks_known:
-        gathered = sum(units.values()) * compute if layout.stage < 3 and not whole else 0
+        gathered = sum(units.values()) * compute if layout.stage < 3 else 0
         return [Item("gathered parameters", gathered, gathered, 0, note="until the last backward pass of the step")]
-    rest, blocks = units.pop(0, 0), sorted(units.values(), reverse=True)
-    two, largest = sum(blocks[:2]), max([*blocks[:1], 0])
-    items = []
-    if not whole:
-        kept, note = (rest + sum(blocks), "until the last backward pass of the step")
-        if layout.stage == 3:
-            kept, note = rest + two, "two blocks, and what is outside the blocks"
-        ahead = 2 * (largest or rest) * compute
-        items = [
-            Item("gathered parameters", kept * compute, (rest if layout.stage == 3 else kept) * compute, 0, note=note),
-            Item("all-gather buffers", ahead, 0, 0, note="two blocks" if blocks else "the whole model"),
-        ]
+    rest, blocks = units.pop(0, 0), list(units.values())
+    largest = max(blocks, default=0)
+    kept, held = (rest + sum(blocks), "until the last backward pass of the step")
+    if layout.stage == 3:
+        kept, held = rest + _reach(blocks, layout), "the blocks in use, and what is outside the blocks"
+    ahead = 2 * (largest or rest) * compute
+    copies = sum(blocks) * compute // layout.second if layout.second else 0
     sent = layout.compute + 2 * layout.reduce
     note = "gradients of one unit, and two on their way"
-    return [*items, Item("reduce-scatter buffers", largest * sent, (rest or largest) * sent, 0, note=note)]
+    return [
+        Item("gathered parameters", kept * compute, (rest if layout.stage == 3 else kept) * compute, 0, note=held),
+        Item("second copies", copies, 0, 0, note=f"of the blocks, over {layout.second} ranks"),
+        Item("all-gather buffers", ahead, 0, 0, note="two blocks" if blocks else "the whole model"),
+        Item("reduce-scatter buffers", largest * sent, (rest or largest) * sent, 0, note=note),
+    ]
+
+
+def _reach(blocks: list[int], layout: Layout) -> int:
+    """Elements of the blocks that stage 3 has gathered at a time."""
+    if not layout.ahead:
+        return sum(sorted(blocks)[-2:])
+    numbers = choose_ahead(blocks, layout.ahead, layout.live)
+    return max((sum(blocks[i : i + 1 + ahead]) for i, ahead in enumerate(numbers)), default=0)
 
 
 def _state_item(weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool) -> Item:
     sizes = (MASTER_SIZE if cast else weight.itemsize for weight in weights)
     kept = round(state.copies * sum(n * size for n, size in zip(elements, sizes, strict=True)))
     return _always("optimizer state", kept + state.per_parameter * len(elements))
-
-
-def _offloaded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> list[Item]:
-    """What offloading to host memory would leave where, as DeepSpeed does it: dsjob has not built it yet.
-
-    The device keeps compute copies (whole below stage 3); masters, fp32 gradients and optimizer state are on the host
-    in shards. Source: DeepSpeed's docs, "Memory Requirements" (docs/code-docs/source/memory.rst).
-    """
-    size = layout.world_size
-    shards = [w.shard(size, rank) for w in model.trainable]
-    owned = sum(w.shard(size, rank) for w in model.weights) if layout.stage == 3 else count(model.weights)
-    fp32 = MASTER_SIZE * sum(shards)
-    waits = count(model.trainable) * layout.compute if layout.stage == 1 and layout.grad_accum > 1 else 0
-    place: Place = "host" if layout.offload == "param" else "device"
-    return [
-        _always("parameters", owned * layout.compute, place=place, note="in the compute dtype"),
-        Item("gradients", waits, waits, 0, note="whole while accumulating"),
-        _always("fp32 gradients", fp32, place="host"),
-        _always("fp32 masters", fp32, place="host"),
-        _always("optimizer state", round(state.copies * fp32) + state.per_parameter * len(shards), place="host"),
-        *_pass_items(model, layout, whole=layout.stage < 3),
-    ]

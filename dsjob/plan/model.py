@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,8 +82,10 @@ class OptimizerState:
 class Layout:
     """How a job is spread. `compute` and `reduce`: bytes an element in which it computes and reduces gradients.
 
-    `offload`: `optimizer` keeps masters, their gradients and the optimizer's state on the host, `param` the
-    parameters too.
+    `accumulate`: bytes an element in which micro batches add up; 0: as the stage has it. `offload`: `optimizer` keeps
+    masters, their gradients and the optimizer's state on the host, or a share of them (`ratio`), `param` the parameters
+    as masters. `group`: ranks over which MiCS shards; `second`: those that hold hpZ's second copy; 0: none.
+    `ahead`, `live`: elements of blocks that stage 3 gathers ahead, and at a time; 0: one block ahead.
     """
 
     stage: int
@@ -93,20 +95,70 @@ class Layout:
     grad_accum: int = 1
     micro_batch: int = 1
     offload: Offload = "none"
+    accumulate: int = 0
+    ratio: float = 1.0
+    group: int = 0
+    second: int = 0
+    ahead: int = 0
+    live: int | None = None
 
     @property
     def replicated(self) -> bool:
         """Whether every rank holds the whole model, as `parallel.build_strategy` decides."""
-        return self.stage == 0 or self.world_size == 1
+        return self.stage == 0 or (self.world_size == 1 and self.offload != "param")
+
+    @property
+    def shards(self) -> int:
+        """Ranks that model states are spread over."""
+        return self.group or self.world_size
+
+    @property
+    def defers(self) -> bool:
+        """Whether sharded gradients stay whole until the boundary."""
+        return self.stage == 1 and not self.accumulate == MASTER_SIZE > self.reduce
+
+    @property
+    def sums_in_masters(self) -> bool:
+        """Whether a rank that holds the whole model adds up in the gradients of masters beside it."""
+        beside = self.compute < MASTER_SIZE or self.offload == "optimizer"
+        return beside and (self.accumulate == MASTER_SIZE if self.accumulate else self.stage > 1)
 
     @property
     def offload_problem(self) -> str:
-        """Why DeepSpeed does not offload in this layout; empty where it does."""
+        """Why this layout cannot be offloaded; empty where it can."""
         if self.offload == "optimizer" and self.stage == 0:
             return "offloading the optimizer needs stage 1 or higher"
         if self.offload == "param" and self.stage != 3:
             return "offloading parameters needs stage 3"
         return ""
+
+
+def choose_share(sizes: Sequence[int], ratio: float) -> set[int]:
+    """Numbers of the parameters, taken largest first, that make up a share of all elements or as much as fits in it.
+
+    `sizes`: elements of each parameter.
+    """
+    left, chosen = ratio * sum(sizes), set()
+    for number, size in sorted(enumerate(sizes), key=lambda item: -item[1]):
+        if size <= left:
+            chosen.add(number)
+            left -= size
+    return chosen
+
+
+def choose_ahead(sizes: Sequence[int], bucket: int, live: int | None = None) -> list[int]:
+    """How many of the blocks that follow are gathered ahead while each one computes, at stage 3: at least one.
+
+    `sizes`: elements of the blocks in the order of use. Those ahead have at most `bucket` elements, and with the one
+    that computes at most `live`.
+    """
+    found = []
+    for number, own in enumerate(sizes):
+        room = bucket if live is None else min(bucket, live - own)
+        reached = [sum(sizes[number + 1 : end]) for end in range(number + 2, len(sizes) + 1)]
+        fitting = sum(elements <= room for elements in reached)
+        found.append(max(fitting, 1) if reached else 0)
+    return found
 
 
 def count(weights: Iterable[Weight]) -> int:

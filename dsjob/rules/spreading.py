@@ -51,6 +51,31 @@ def _lamb_scale(document: Document) -> Iterator[Finding]:
         yield "fp16.loss_scale", f"must be 0 (dynamic) with {kind}", "leave loss_scale out"
 
 
+@enter("sum-in-other-precision")
+def _accumulation(document: Document) -> Iterator[Finding]:
+    """Gradients are added up in the dtype of computing or in fp32: in another one they would only lose."""
+    asked = read(document, "data_types.grad_accum_dtype")
+    computes = next((name for name in ("fp16", "bf16") if is_on(document, name)), "fp32")
+    if asked in ("fp16", "bf16") and asked != computes:
+        yield "data_types.grad_accum_dtype", f"is {asked}, but the model computes in {computes}", "use fp32"
+
+
+@enter("sum-in-half-precision-sharded", severity="warning")
+def _accumulation_sharded(document: Document) -> Iterator[Finding]:
+    """At stages 2 and 3 gradients are reduced into the shards of fp32 masters, and are added up there."""
+    if read(document, "data_types.grad_accum_dtype") in ("fp16", "bf16") and read_stage(document) > 1:
+        yield "data_types.grad_accum_dtype", "has no effect on several ranks: sums are in fp32", "use fp32"
+
+
+@enter("predivide-stage", severity="warning")
+def _predivide(document: Document) -> Iterator[Finding]:
+    """Reduce-scatters are FSDP2's: it divides fp16 in two parts so that nothing overflows; DeepSpeed refuses both."""
+    if read_stage(document) > 0:
+        for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+            if read(document, key, off) != off:
+                yield key, "has no effect at stages 1 to 3", "leave it out"
+
+
 # ZeRO and offloading
 
 

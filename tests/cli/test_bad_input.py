@@ -32,7 +32,7 @@ CASES = [
     (["output.dir=cfg.json/run"], 1, ["cannot make the folder cfg.json/run"]),
     (["checkpoint.dir=my_model.py/x"], 1, ["my_model.py/x"]),
     (["launch.device=cuda"], 1, ["needs a GPU of its own"]),
-    (["zero_optimization.offload_optimizer.device=cpu"], 2, ["not supported by dsjob"]),
+    (["zero_optimization.offload_optimizer.device=nvme"], 2, ["not supported by dsjob"]),
 ]
 
 

@@ -79,7 +79,7 @@ PLAIN: dict[str, tuple[dict[str, Any], int]] = {
             "train_batch_size": 4,
             "optimizer": {"type": "RAdam", "params": {"lr": 0.01}},
             "scheduler": {"type": "StepLR", "params": {"step_size": 30, "gamma": 0.1}},
-            "prescale_gradients": True,
+            "sparse_gradients": True,
             "tensorboard": {"enabled": True, "output_path": "logs"},
         },
         1,
@@ -105,7 +105,7 @@ def test_every_key_of_a_config_is_in_the_job(tmp_path: Path, name: str) -> None:
 def test_what_a_job_has_no_section_for_goes_to_deepspeed(tmp_path: Path) -> None:
     document = import_texts(tmp_path, {"ds.json": PLAIN["torch's own"][0]}).document
     assert document["deepspeed"] == {
-        "prescale_gradients": True,
+        "sparse_gradients": True,
         "tensorboard": {"enabled": True, "output_path": "logs"},
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 from torch import Tensor
@@ -61,7 +62,12 @@ def count_live() -> int:
     gc.collect()
     alive = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
     alive += [tensor.grad for tensor in alive if tensor.is_leaf and tensor.grad is not None]
-    return sum(dict(_storage(tensor) for tensor in alive).values())
+    return count_bytes(alive)
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages under some tensors, each once."""
+    return sum(dict(_storage(tensor) for tensor in tensors).values())
 
 
 def count_settled() -> int:
