@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +21,7 @@ from dsjob import document as documents
 from dsjob import storage
 from dsjob.data import Epochs, TrainingLoader
 from dsjob.engine import Engine
-from dsjob.errors import ConfigError, Problem, UsageError
+from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.mesh import World, join_world
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.schedules import settle_length
@@ -57,26 +59,35 @@ def initialize(
     gives this rank's micro batches of one epoch each time it is iterated over. `trust`: prefixes of what a `_target_`
     in the config may name beside `dsjob.trust.LISTED` and modules in the current folder and the config file's.
 
-    Raises ConfigError for a config that is wrong, with all its problems.
+    Raises ConfigError for a config that is wrong, with all its problems; rank 0 warns (ConfigWarning) of keys without
+    effect and of what "auto" has become.
     """
-    if model is None:
-        raise UsageError("dsjob.initialize needs a model")
+    if not isinstance(model, nn.Module):
+        found = "" if model is None else f", not {_name(model)}"
+        raise UsageError(f"dsjob.initialize needs a model: a torch.nn.Module{found}", hint="model=net")
     if mpu is not None:
         raise UsageError("model-parallel units (mpu) are not supported", hint="use the ZeRO stages to spread the model")
     given, folders, locate = _read_config(args, config if config is not None else config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = join_world()
-    spec, _ = resolve_config(given, world_size=world.world_size, locate=locate)
-    engine = build_engine(
-        model,
-        spec,
-        world,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        trust=Trust(prefixes=tuple(trust), folders=folders),
-    )
+    spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
+    if world.rank == 0:
+        for problem in told:
+            warnings.warn(str(problem), ConfigWarning, stacklevel=2)
+    try:
+        engine = build_engine(
+            model,
+            spec,
+            world,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            trust=Trust(prefixes=tuple(trust), folders=folders),
+        )
+    except TargetError as error:
+        granted = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
+        raise TargetError(error.message, hint=granted) from error
     if training_data is not None:
         loader = TrainingLoader(
             training_data,
@@ -167,15 +178,32 @@ def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dic
     if config is None:
         raise UsageError("dsjob.initialize needs a config", hint='config={"train_batch_size": 8, "optimizer": {...}}')
     if isinstance(config, Mapping):
+        _refuse_job(config, "config")
         return dict(config), (os.getcwd(),), lambda path: ("config", 0, 0)
+    if not isinstance(config, (str, os.PathLike)):
+        raise UsageError(f"the config is {_name(config)}", hint="give a dict, or the path of a JSON file")
     source = os.fspath(config)
     document = documents.parse(storage.read_text(source), source)
+    _refuse_job(document.value, source)
     beside = () if "://" in source else (os.path.dirname(os.path.abspath(source)),)
     return (
         document.value,
         (os.getcwd(), *beside),
         lambda path: (document.source, document.mark(path).line, document.mark(path).column),
     )
+
+
+def _refuse_job(config: Mapping[Any, Any], source: str) -> None:
+    """Raises ConfigError for a job document, which only `dsjob run` can make something of."""
+    sections = [key for key in ("model", "data", "trainer", "deepspeed") if key in config]
+    if sections:
+        message = f"this is a job document: it has {', '.join(sections)}. initialize takes a DeepSpeed config"
+        hint = "run it with the command dsjob, or give its sections for the engine with DeepSpeed's batch sizes"
+        raise ConfigError([Problem(message, (sections[0],), "job-document", hint, source)])
+
+
+def _name(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def init_distributed(

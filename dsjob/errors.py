@@ -106,6 +106,10 @@ class ConfigError(DocumentError):
     """A DeepSpeed config given to `dsjob.initialize` is wrong."""
 
 
+class ConfigWarning(UserWarning):
+    """Of what a DeepSpeed config asks for and does not get, or gets in another way."""
+
+
 class TargetError(DsjobError):
     """A `_target_` cannot be imported, or does not take the arguments that the document gives it."""
 
