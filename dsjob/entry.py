@@ -27,7 +27,7 @@ from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
 from dsjob.precision import Precision
-from dsjob.resolve import Locate, resolve_config
+from dsjob.resolve import Locate, complete_config, resolve_config
 from dsjob.spec import EngineSpec
 from dsjob.trust import Trust
 
@@ -84,6 +84,7 @@ def initialize(
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,
             trust=Trust(prefixes=tuple(trust), folders=folders),
+            config=complete_config(given, spec),
         )
     except TargetError as error:
         granted = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
@@ -110,8 +111,12 @@ def build_engine(
     model_parameters: Parameters | None = None,
     lr_scheduler: LRScheduler | MakeScheduler | None = None,
     trust: Trust = Trust(),  # noqa: B008 (frozen)
+    config: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule."""
+    """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule.
+
+    `config`: the whole DeepSpeed config, for the engine's getters.
+    """
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
@@ -135,7 +140,15 @@ def build_engine(
         scheduler = lr_scheduler  # type: ignore[assignment]
     elif spec.scheduler is not None and built is not None:
         scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built, trust)
-    return Engine(strategy, spec=spec, world=world, precision=precision, optimizer=built, lr_scheduler=scheduler)
+    return Engine(
+        strategy,
+        spec=spec,
+        world=world,
+        precision=precision,
+        optimizer=built,
+        lr_scheduler=scheduler,
+        config=config,
+    )
 
 
 def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> list[dict[str, Any]] | None:

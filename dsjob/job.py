@@ -25,6 +25,7 @@ from dsjob.optim.changes import apply_changes
 from dsjob.optim.schedules import settle_length
 from dsjob.precision import name_dtype
 from dsjob.progress import Display, make_console, shorten, show_seconds
+from dsjob.resolve import complete_config
 from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
 from dsjob.spec import JobSpec, Trainer, view
@@ -89,7 +90,8 @@ def _prepare(
     evaluation = build(spec.data.eval) if spec.data.eval else None
     steps = count_steps(trainer, loader.samples_per_epoch)
     schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
-    engine = build_engine(model, dataclasses.replace(spec, scheduler=schedule), world, trust=trust)
+    config = complete_config(document, spec)
+    engine = build_engine(model, dataclasses.replace(spec, scheduler=schedule), world, trust=trust, config=config)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
     checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)

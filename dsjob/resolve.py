@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,6 +131,16 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
         message = f'"auto" has become {get_at(resolved, path)}: {how.removeprefix("auto: ")}'
         problems.append(Problem(message, dsconfig.to_config_path(path), "auto", "give a value", severity="warning"))
     return view(EngineSpec, resolved), place_problems(problems, locate)
+
+
+def complete_config(given: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any]:
+    """A checked DeepSpeed config, or a resolved job's sections of that name, with all defaults and `spec`'s batch."""
+    schema = contract.deepspeed_schema()
+    config = contract.prune({key: value for key, value in given.items() if key in schema["properties"]}, schema)
+    config = _own_numbers(resolve_auto(_rename(legacy.map_amp(legacy.expand(config)), schema))[0], schema)
+    trainer = spec.trainer
+    batch = zip(dsconfig.BATCH_KEYS, (trainer.train_batch, trainer.micro_batch, trainer.grad_accum), strict=True)
+    return {**contract.fill_defaults({k: v for k, v in config.items() if v != "auto"}, schema), **dict(batch)}
 
 
 def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate: Locate) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -22,10 +23,11 @@ class Strategy:
     1. the constructor, which shards, wraps or casts `module` in place
     2. `masters`, to build the optimizer over: fp32 weights by name, tied ones once, frozen ones left out
     for each micro step
-    3. `start_micro_step(boundary)` before a forward pass that will be differentiated
-    4. `forward(...)`, then the loss's own backward
+    3. `start_micro_step(boundary, sync)` before a forward pass that will be differentiated
+    4. `forward(...)`, then the loss's own backward; several times perhaps
     at the boundary
-    5. `finish_gradients()`: the masters' `.grad` is then the mean over all ranks
+    5. `reduce_gradients()`: what backward passes have left on their rank is reduced; then `finish_gradients()`: the
+       masters' `.grad` is the mean over all ranks
     6. `clip(max_norm, scale)`, the optimizer's step (left out where the norm is not finite and gradients are dropped)
     7. `finish_step()`
     and around checkpoints
@@ -35,12 +37,18 @@ class Strategy:
     module: nn.Module
     masters: dict[str, nn.Parameter]
 
-    def start_micro_step(self, boundary: bool) -> None:
-        """A forward and backward pass follows; `boundary`: the optimizer steps after it."""
+    def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
+        """A forward and backward pass follows; `boundary`: the optimizer steps after it.
+
+        Without `sync` its gradients stay on their rank, to be reduced with later ones or by `reduce_gradients`.
+        """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
         return self.module(*args, **kwargs)
+
+    def reduce_gradients(self) -> None:
+        """Reduces what backward passes have left on their rank; nothing where they reduce all. A collective."""
 
     def finish_gradients(self) -> None:
         """All backward passes of this step are done."""
@@ -84,6 +92,17 @@ class Strategy:
         self.module.zero_grad(set_to_none=True)
         for master in self.masters.values():
             master.grad = None
+
+    def free_gathered(self) -> None:
+        """Frees what forward passes have gathered."""
+
+    def close(self) -> None:
+        """There will be no more passes."""
+        self.drop_gradients()
+
+    def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Puts `move(tensor)` in the place of every parameter, its gradient, every buffer and every master."""
+        self.module._apply(move)  # type: ignore[no-untyped-call]
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""

@@ -2,6 +2,7 @@
 
 # Without `from __future__ import annotations`: DDP compares those of a communication hook with its own classes.
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ class Replicated(Strategy):
         self.module = model.to(world.device)
         if world.world_size > 1:
             align(model, world)  # DDP would do it too late: after the masters have been copied
-        self._dtype = precision.compute
+        self._dtype, self._reduce, self._device = precision.compute, precision.reduce, world.device
+        self._armed = False  # whether DDP was told to reduce in a backward pass of this step
+        self._by_hand = False  # whether there may be gradients in this step that it does not reduce
         self._copies: Masters | None
         if precision.compute == torch.float32:
             widen(model)
@@ -51,9 +54,32 @@ class Replicated(Strategy):
             elif precision.reduce != precision.compute:
                 self._ddp.register_comm_hook(precision.reduce, _reduce_in)
 
-    def start_micro_step(self, boundary: bool) -> None:
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = boundary
+    def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
+        if self._ddp is None:
+            return
+        # DDP reduces in the one backward pass that follows the forward pass it was told to: not in one of another
+        # forward pass, nor if the boundary is moved in between.
+        self._by_hand = self._by_hand or self._armed
+        self._armed = self._armed or (boundary and sync)
+        self._ddp.require_backward_grad_sync = boundary and sync
+
+    def reduce_gradients(self) -> None:
+        if self._ddp is None or (self._armed and not self._by_hand):
+            return
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)  # a gradient that some ranks lack is zero there
+        found = [p for p, is_used in zip(trainable, used.tolist(), strict=True) if is_used]
+        for parameter in found:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if found:
+            # What DDP has averaged already stays what it is: the mean of equal numbers.
+            gradients = [p.grad for p in found if p.grad is not None]
+            for work, copy_back in _average(found, gradients, self._reduce):
+                work.wait()
+                copy_back()
+        self._armed, self._by_hand = True, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._dtype != torch.float32:
@@ -65,8 +91,22 @@ class Replicated(Strategy):
         if self._copies is not None:
             self._copies.take_gradients()
 
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._armed = self._by_hand = False
+
+    def close(self) -> None:
+        super().close()
+        self._ddp = None
+
+    def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
+        super().move_weights(move)
+        for master in self._copies.weights.values() if self._copies else ():
+            master.data = move(master.data)
+
     def finish_step(self) -> None:
         super().finish_step()
+        self._armed = self._by_hand = False
         if self._copies is not None:
             self._copies.give_weights()
 
@@ -88,17 +128,35 @@ def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
 def _reduce_each(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
     """Averages the gradients in a bucket, each in the dtype that its parameter is marked with, else in `dtype`."""
     own = bucket.buffer()
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        groups.setdefault(marked_dtype(parameter) or dtype, []).append(gradient)
-    sent = [torch.cat([g.reshape(-1) for g in group]).to(low) for low, group in groups.items()]
-    works = [dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True) for flat in sent]
+    pairs = _average(bucket.parameters(), bucket.gradients(), dtype)
 
     def copy_back(_: Any) -> Tensor:
-        for flat, group in zip(sent, groups.values(), strict=True):
-            parts = torch.split_with_sizes(flat, [g.numel() for g in group])
-            torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
+        for _, copy in pairs:
+            copy()
         return own
 
-    future: Future[Tensor] = collect_all([work.get_future() for work in works]).then(copy_back)
+    future: Future[Tensor] = collect_all([work.get_future() for work, _ in pairs]).then(copy_back)
     return future
+
+
+def _average(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], dtype: torch.dtype
+) -> list[tuple[Any, Callable[[], None]]]:
+    """Starts to average gradients over the ranks, each in the dtype that its parameter is marked with, else in `dtype`.
+
+    One collective a dtype: what to wait for, and what then puts the result into its gradients.
+    """
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        groups.setdefault(marked_dtype(parameter) or dtype, []).append(gradient)
+
+    def start(low: torch.dtype, group: list[Tensor]) -> tuple[Any, Callable[[], None]]:
+        flat = torch.cat([g.reshape(-1) for g in group]).to(low).div_(dist.get_world_size())
+
+        def copy_back() -> None:
+            parts = torch.split_with_sizes(flat, [g.numel() for g in group])
+            torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
+
+        return dist.all_reduce(flat, async_op=True), copy_back
+
+    return [start(low, group) for low, group in groups.items()]

@@ -17,8 +17,9 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
 
-from dsjob.autocast import DEFAULT_SAFE_MODULES, mark
+from dsjob.autocast import DEFAULT_SAFE_MODULES, mark, marked_dtype
 from dsjob.errors import ContractError
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
@@ -31,11 +32,12 @@ class Sharded(Strategy):
 
     def __init__(self, model: nn.Module, *, stage: int, world: World, precision: Precision) -> None:
         self._stage = stage
-        self._boundary: bool | None = None
+        self._flags: tuple[bool, bool] | None = None
+        self._reduce_dtype = precision.reduce
         _refuse_scalars(model)
         align(model, world)
         widen(model)
-        mesh = world.make_mesh()
+        mesh = self._mesh = world.make_mesh()
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         for safe in mark_safe(model, precision):
             _shard_safe(safe, mesh, stage, precision.autocast)
@@ -52,20 +54,33 @@ class Sharded(Strategy):
         self._buffers_differ = True
         self._evaluated = False
 
-    def start_micro_step(self, boundary: bool) -> None:
+    def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         if self._buffers_differ and self._has_buffers:
             # As DDP does: each step begins with rank 0's buffers, so that one checkpoint speaks for all ranks. A model
             # may have put new tensors in the place of old ones.
             _broadcast_coalesced(_get_default_group(), list(self.module.buffers()), 25 << 20, 0)
             self._buffers_differ = False
-        if boundary == self._boundary:
+        if (boundary, sync) == self._flags:
             return
-        self._boundary = boundary
+        self._flags = (boundary, sync)
         root = cast(FSDPModule, self.module)
-        if self._stage == 1:
-            root.set_requires_gradient_sync(boundary)
+        root.set_requires_gradient_sync(sync and (boundary or self._stage > 1))
         if self._stage < 3:
             root.set_reshard_after_backward(boundary)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        waiting = [p for unit in self._units() for p in _list_fsdp_parameters(unit) if _own_gradient(p) is not None]
+        for parameter in waiting:  # in the same order on every rank
+            gradient = cast(Tensor, _own_gradient(parameter))
+            sent = gradient.to(marked_dtype(parameter.sharded_param) or self._reduce_dtype) / self._mesh.size()
+            whole = DTensor.from_local(sent, self._mesh, [Partial()], run_check=False)
+            placed = whole.redistribute(placements=parameter.sharded_param.placements)
+            share = placed.to(parameter.sharded_param.dtype)
+            before = parameter.sharded_param.grad
+            parameter.sharded_param.grad = share if before is None else before + share
+            parameter.unsharded_accumulated_grad = None
+            parameter._unsharded_param.grad = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluated = self._evaluated or not torch.is_grad_enabled()
@@ -74,10 +89,10 @@ class Sharded(Strategy):
     def finish_step(self) -> None:
         super().finish_step()
         self._buffers_differ = True
-        if self._evaluated:
-            # Only a backward pass frees what a forward pass has gathered: after an evaluation it would be stale.
-            for unit in self._units():
-                unit.reshard()
+        if self._evaluated or self._flags is None or not self._flags[0]:
+            # Only a backward pass at the boundary frees what a forward pass has gathered: after an evaluation, or where
+            # the program has moved the boundary since, it would be stale.
+            self.free_gathered()
             self._evaluated = False
 
     def drop_gradients(self) -> None:
@@ -88,6 +103,10 @@ class Sharded(Strategy):
                 parameter.unsharded_accumulated_grad = None
             unit.reshard()
         super().drop_gradients()
+
+    def free_gathered(self) -> None:
+        for unit in self._units():
+            unit.reshard()
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
@@ -117,6 +136,14 @@ def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
     # One group before torch 2.13, a list of them since.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def _own_gradient(parameter: Any) -> Tensor | None:
+    """What backward passes that were told not to reduce have added up: the whole gradient of this rank."""
+    if parameter.unsharded_accumulated_grad is not None:
+        return cast(Tensor, parameter.unsharded_accumulated_grad)
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return unsharded.grad if unsharded is not None else None
 
 
 def _refuse_scalars(model: nn.Module) -> None:
