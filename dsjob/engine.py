@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dsjob import residence
+from dsjob import parameters, residence
 from dsjob.autocast import cast_operators
 from dsjob.backward import drive, watch_outputs
 from dsjob.errors import UsageError
@@ -61,6 +61,7 @@ class Engine(Saving):
         self._syncs = True  # False inside no_sync
         self._scaled = False  # whether `scale` was called for a backward pass of the program's own
         self._aliases = find_aliases(self.module)
+        parameters.register(self)
 
     @property
     def module(self) -> nn.Module:
@@ -309,6 +310,7 @@ class Engine(Saving):
     def destroy(self) -> None:
         """Frees gradients and optimizer state; the engine cannot train afterwards."""
         self.strategy.close()
+        parameters.forget(self)
         if self.optimizer is not None:
             self.optimizer.state.clear()
 

@@ -52,6 +52,8 @@ LAYERS: dict[int, set[str]] = {
         "settings",
         "saving",
         "residence",
+        "parameters",
+        "zero",
         "entry",
         "torch_autocast",
         "callbacks",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -104,6 +104,15 @@ class Strategy:
         """Puts `move(tensor)` in the place of every parameter, its gradient, every buffer and every master."""
         self.module._apply(move)  # type: ignore[no-untyped-call]
 
+    def shown(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by which a program may know a parameter, with its name: the model's, and the optimizer's."""
+        yield from self.module.named_parameters()
+        yield from self.masters.items()
+
+    def weights_changed(self) -> None:
+        """A program has written into `weights()`: what has been made of them is made anew."""
+        self.free_gathered()
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
         frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
@@ -119,6 +128,8 @@ def local(tensor: Tensor) -> Tensor:
 def align(model: nn.Module, world: World) -> None:
     """Gives all ranks rank 0's parameters and buffers: ranks that begin apart would train another model each."""
     for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.is_meta:
+            continue  # laid aside: see presharded
         sent = tensor.data.to(world.device)
         dist.broadcast(sent, src=0)
         if sent.data_ptr() != tensor.data_ptr():

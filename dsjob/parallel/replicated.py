@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dsjob.autocast import marked_dtype
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
+from dsjob.parallel.presharded import make_whole
 from dsjob.precision import Masters, Precision, cast_floats
 
 
@@ -22,6 +23,7 @@ class Replicated(Strategy):
     """DDP, or the bare module on one rank; below fp32, the model computes on a copy of fp32 masters."""
 
     def __init__(self, model: nn.Module, *, world: World, precision: Precision) -> None:
+        make_whole(model)
         self.module = model.to(world.device)
         if world.world_size > 1:
             align(model, world)  # DDP would do it too late: after the masters have been copied
@@ -98,6 +100,10 @@ class Replicated(Strategy):
     def close(self) -> None:
         super().close()
         self._ddp = None
+
+    def weights_changed(self) -> None:
+        if self._copies is not None:
+            self._copies.give_weights()
 
     def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
         super().move_weights(move)

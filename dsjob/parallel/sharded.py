@@ -9,6 +9,7 @@ stage  gradients                                        parameters
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from dsjob.autocast import DEFAULT_SAFE_MODULES, mark, marked_dtype
 from dsjob.errors import ContractError
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
+from dsjob.parallel.presharded import lay_aside, write_back
 from dsjob.parallel.wrap import find_blocks
 from dsjob.precision import Precision
 
@@ -35,6 +37,7 @@ class Sharded(Strategy):
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
         _refuse_scalars(model)
+        placed = lay_aside(model)
         align(model, world)
         widen(model)
         mesh = self._mesh = world.make_mesh()
@@ -47,6 +50,7 @@ class Sharded(Strategy):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
         # What is outside the blocks is used at both ends of the model: freeing it in between would gather it twice.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        write_back(model, placed, world.device)
         self.module = model
         self.masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._all = dict(model.named_parameters())
@@ -103,6 +107,10 @@ class Sharded(Strategy):
                 parameter.unsharded_accumulated_grad = None
             unit.reshard()
         super().drop_gradients()
+
+    def shown(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().shown()
+        yield from self._all.items()
 
     def free_gathered(self) -> None:
         for unit in self._units():

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from dsjob.parallel.presharded import is_external
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -14,13 +16,14 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, outermost ones, in order: siblings of one class in a list, each made of parts.
 
     A block that shares a parameter with anything outside it is left out, since one parameter can be sharded in one
-    unit alone: it then belongs to what remains of the model.
+    unit alone: it then belongs to what remains of the model. So is one with a parameter that was said to be used
+    elsewhere.
     """
     found = [block for block in _search(model) if any(True for _ in block.parameters())]
     owners: Counter[int] = Counter()
     for parameter_id in _owned_ids(model, found):
         owners[parameter_id] += 1
-    return [block for block in found if all(owners[id(p)] == 1 for p in block.parameters())]
+    return [block for block in found if all(owners[id(p)] == 1 and not is_external(p) for p in block.parameters())]
 
 
 def _search(module: nn.Module) -> Iterator[nn.Module]:
