@@ -1,0 +1,3 @@
+"""`deepspeed.runtime`."""
+
+from dsjob.deepspeed.runtime import lr_schedules as lr_schedules
