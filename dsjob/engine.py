@@ -1,7 +1,7 @@
 """The engine: DeepSpeed's call names over a strategy, an optimizer and a schedule.
 
 It owns the rhythm of forward, backward and step. How the model is spread is the strategy's matter; what is counted
-that of `rhythm`, what the config says of `settings`, saving of `saving`.
+that of `rhythm` and `readings`, what the config says of `settings`, saving of `saving`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dsjob import parameters, residence
 from dsjob.autocast import cast_operators
 from dsjob.backward import drive, watch_outputs
+from dsjob.data import Epochs, TrainingLoader
 from dsjob.errors import UsageError
 from dsjob.mesh import World
 from dsjob.optim.scaler import LossScaler
 from dsjob.parallel import Strategy
 from dsjob.precision import Precision
+from dsjob.readings import Readings
 from dsjob.rhythm import Rhythm
 from dsjob.saving import Saving, find_aliases
 from dsjob.spec import EngineSpec
 
 
-class Engine(Saving):
+class Engine(Readings, Saving):
     """A model in training. Made by `dsjob.initialize`.
 
     One optimizer step is `gradient_accumulation_steps()` rounds of `forward`, `backward`, `step`; the last of them is
@@ -195,86 +197,6 @@ class Engine(Saving):
         """Whether the last call of `step` has changed the weights: False off the boundary, and after an overflow."""
         return self._step_applied
 
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps so far, those that an overflow left out too."""
-        return self.rhythm.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of those steps, over all ranks."""
-        return self.rhythm.global_samples
-
-    @property
-    def micro_steps(self) -> int:
-        """Calls of `step` so far."""
-        return self.rhythm.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that were left out since gradients overflowed fp16; `global_steps` counts them too."""
-        return self._scaler.skipped if self._scaler is not None else 0
-
-    def loss_scale(self) -> float:
-        """What the next backward pass multiplies the loss by; 1.0 where losses are not scaled."""
-        return self._scaler.scale if self._scaler is not None else 1.0
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
-        return self._scaler is not None and self._scaler.dynamic
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro step ends with an optimizer step."""
-        return self.rhythm.boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Says of this and the following micro steps whether they end with an optimizer step; None: count again."""
-        self.rhythm.forced = is_boundary
-
-    def train_batch_size(self) -> int:
-        """Samples in one optimizer step, over all ranks."""
-        return self.rhythm.train_batch
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in one forward pass of one rank."""
-        return self.rhythm.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backward passes in one optimizer step."""
-        return self.rhythm.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Train batch, micro batch and accumulation steps."""
-        return self.rhythm.train_batch, self.rhythm.micro_batch, self.rhythm.accumulation
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another train batch, by another number of accumulation steps. Raises UsageError for no multiple of one."""
-        self.rhythm.set_train_batch(train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another micro batch, and with the same number of accumulation steps another train batch."""
-        self.rhythm.micro_batch = micro_batch_size
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group, as the next optimizer step will use it."""
-        return [float(rate) for rate in self._read_groups("lr")]
-
-    def set_lr(self, lr: float) -> None:
-        """Gives every parameter group the rate `lr`; a schedule sets it anew when it steps."""
-        for group in self.optimizer.param_groups if self.optimizer else ():
-            group["lr"] = lr
-
-    def get_mom(self) -> list[Any]:
-        """Momentum of each parameter group: `betas`, or `momentum` where the optimizer has none."""
-        return self._read_groups("momentum" if self._read_groups("momentum") else "betas")
-
-    def get_type(self) -> list[Any]:
-        """`type` of each parameter group, 0.0 where it has none."""
-        return [group.get("type", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
-
-    def _read_groups(self, key: str) -> list[Any]:
-        return [group[key] for group in self.optimizer.param_groups if key in group] if self.optimizer else []
-
     def get_global_grad_norm(self) -> float:
         """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping; 0.0 before any.
 
@@ -285,6 +207,33 @@ class Engine(Saving):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those that are still being accumulated too."""
         self.strategy.drop_gradients()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Epochs:
+        """A loader of this rank's micro batches, an epoch each time it is iterated over; shuffled for `route` train."""
+        if data_sampler is not None:
+            raise UsageError("deepspeed_io takes no sampler", hint="make a torch DataLoader with it, on each rank")
+        size = batch_size or self.rhythm.micro_batch
+        loader = TrainingLoader(
+            dataset,
+            micro_batch=size,
+            world=self.world,
+            seed=self.spec.trainer.seed,
+            shuffle=route == "train",
+            collate=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+            name="training_data",
+        )
+        return Epochs(loader, size * self.world.world_size)
 
     def train(self, mode: bool = True) -> Engine:
         """As nn.Module.train."""

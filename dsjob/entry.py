@@ -7,19 +7,15 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob import document as documents
 from dsjob import storage
-from dsjob.data import Epochs, TrainingLoader
+from dsjob.data import Epochs
 from dsjob.engine import Engine
 from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.mesh import World, join_world
@@ -27,6 +23,7 @@ from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
 from dsjob.precision import Precision
+from dsjob.rendezvous import init_distributed
 from dsjob.resolve import Locate, complete_config, resolve_config
 from dsjob.spec import EngineSpec
 from dsjob.trust import Trust
@@ -90,15 +87,7 @@ def initialize(
         granted = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
         raise TargetError(error.message, hint=granted) from error
     if training_data is not None:
-        loader = TrainingLoader(
-            training_data,
-            micro_batch=spec.trainer.micro_batch,
-            world=world,
-            seed=spec.trainer.seed,
-            collate=collate_fn,
-            name="training_data",
-        )
-        engine.training_dataloader = Epochs(loader, spec.trainer.micro_batch * world.world_size)
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn, pin_memory=False)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -184,7 +173,7 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
 
 def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
     """The config, the folders whose modules it may name, and the places of its values."""
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None:
         raise UsageError("the config is given twice: as an argument, and as args.deepspeed_config")
     config = config if config is not None else from_args
@@ -219,38 +208,13 @@ def _name(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta = timedelta(minutes=30),
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Joins torch.distributed's process group, if nobody has yet. With nothing set, or one rank, a group of one."""
-    if dist.is_initialized() or dist_init_required is False:
-        return
-    if auto_mpi_discovery and "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
-        for ours, theirs in (("RANK", "RANK"), ("WORLD_SIZE", "SIZE"), ("LOCAL_RANK", "LOCAL_RANK")):
-            os.environ[ours] = os.environ[f"OMPI_COMM_WORLD_{theirs}"]
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if init_method is not None:
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-        return
-    join_world(backend=dist_backend or "auto", timeout=timeout.total_seconds())
-    if not dist.is_initialized():
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds `--deepspeed` and `--deepspeed_config`, as `deepspeed.add_config_arguments` does."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", action="store_true", help="use the engine (kept for programs that look at it)")
     group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed config, a JSON file")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # its name before it was released
+    group.add_argument("--deepscale_config", default=None, help=argparse.SUPPRESS)
     return parser
 
 

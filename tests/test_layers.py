@@ -48,6 +48,7 @@ LAYERS: dict[int, set[str]] = {
     4: {
         "engine",
         "rhythm",
+        "readings",
         "backward",
         "settings",
         "saving",
@@ -55,6 +56,7 @@ LAYERS: dict[int, set[str]] = {
         "parameters",
         "zero",
         "entry",
+        "rendezvous",
         "torch_autocast",
         "callbacks",
         "contract",
