@@ -20,7 +20,10 @@ import time
 from pathlib import Path
 
 SITE = """
-import importlib, importlib.abc, importlib.machinery, multiprocessing, sys, types
+import importlib, importlib.abc, importlib.machinery, importlib.util, json, multiprocessing, sys, types
+
+if importlib.util.find_spec("hjson") is None:
+    sys.modules["hjson"] = json  # the tests write hjson that is JSON
 
 class Stub(type):
     def __getattr__(cls, name):
@@ -56,11 +59,11 @@ class Mirror(types.ModuleType):
         super().__init__(name)
         self.__dict__.update(_real=real, __path__=[], __all__=list(getattr(real, "__all__", [])))
     def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
         real = self.__dict__["_real"]
         if real is not None and hasattr(real, name):
             return getattr(real, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
         return make_stub(self.__name__ + "." + name)
     def __setattr__(self, name, value):
         real = self.__dict__.get("_real")
@@ -68,7 +71,22 @@ class Mirror(types.ModuleType):
             setattr(real, name, value)
         super().__setattr__(name, value)
 
-sys.meta_path.insert(0, Shim())
+class Patch(importlib.abc.MetaPathFinder):
+    # The tests give the number of their device to DistributedDataParallel and to torch.tensor, which the CPU has not.
+    def find_spec(self, name, path=None, target=None):
+        if name == "unit.common":
+            from torch.nn.parallel import DistributedDataParallel as DDP
+            before = DDP.__init__
+            def init(self, module, device_ids=None, output_device=None, **others):
+                before(self, module, **others)
+            DDP.__init__ = init
+            from dsjob.deepspeed import get_accelerator
+            if get_accelerator().device_name() == "cpu":
+                get_accelerator().current_device = lambda: "cpu"
+            sys.meta_path.remove(self)
+        return None
+
+sys.meta_path[:0] = [Shim(), Patch()]
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "dsjob.deepspeed"])
 """
 

@@ -140,7 +140,11 @@ def complete_config(given: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any
     config = _own_numbers(resolve_auto(_rename(legacy.map_amp(legacy.expand(config)), schema))[0], schema)
     trainer = spec.trainer
     batch = zip(dsconfig.BATCH_KEYS, (trainer.train_batch, trainer.micro_batch, trainer.grad_accum), strict=True)
-    return {**contract.fill_defaults({k: v for k, v in config.items() if v != "auto"}, schema), **dict(batch)}
+    known: dict[str, Any] = {key: value for key, value in config.items() if value != "auto"}
+    for key, section in schema["properties"].items():
+        if section.get("type") == "object" and not section.get("deprecated") and key not in ("optimizer", "scheduler"):
+            known.setdefault(key, {})
+    return {**contract.fill_defaults(known, schema, idle=True), **dict(batch)}
 
 
 def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate: Locate) -> list[Problem]:

@@ -6,7 +6,7 @@ What it leaves to others: how a model in training is sharded (`parallel`), and r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ from dsjob.mesh import join_world
 from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
 from dsjob.parallel.presharded import mark_external, shard_parameters
+from dsjob.parallel.wrap import is_leaf, mark_leaf
 from dsjob.parameters import find_owned
 
 
@@ -215,6 +216,53 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Takes back what `register_external_parameter` has said."""
     parameter.__dict__.pop("_dsjob_external", None)
+
+
+def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
+    """Says, before `initialize`, whether the parameters inside a module are sharded and gathered together."""
+    mark_leaf(module, flag)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The same of all modules in `model` of these classes (or their names, dotted or not): experts, for example, of
+    which ranks use different ones. Returns them; raises UsageError where there is none."""
+    found = _find_modules(model, leaf_module_classes)
+    if not found and raise_if_not_found:
+        raise UsageError(f"no module of the model is one of {list(leaf_module_classes)}")
+    for module in found:
+        mark_leaf(module)
+    return found
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Takes that back."""
+    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
+    for module in found:
+        mark_leaf(module, False)
+    return found
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of which it was said."""
+    return [module for module in model.modules() if is_leaf(module)]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Whether it was said of a module."""
+    return is_leaf(module)
+
+
+def _find_modules(model: nn.Module, classes: Sequence[type | str]) -> list[nn.Module]:
+    def is_one(module: nn.Module) -> bool:
+        kind = type(module)
+        names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
+        return any(wanted in names if isinstance(wanted, str) else isinstance(module, wanted) for wanted in classes)
+
+    return [module for module in model.modules() if is_one(module)]
 
 
 def _world_group() -> dist.ProcessGroup | None:

@@ -27,4 +27,5 @@ dist = comm
 API_VERSION = "0.19.6"  # of the DeepSpeed whose calls these are
 __version__ = version = API_VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
+__git_hash__ = __git_branch__ = None
 dsjob_version = _version("dsjob")

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch.distributed as _dist
+from torch import Tensor
 
 from dsjob.entry import init_distributed as init_distributed
 
@@ -28,6 +29,14 @@ def get_local_rank() -> int:
 def get_world_group() -> _dist.ProcessGroup | None:
     """All ranks."""
     return _dist.group.WORLD
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: _dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """As torch's; a scalar counts as a tensor of one element, which gloo asks for."""
+    given = input_tensor.reshape(1) if input_tensor.dim() == 0 else input_tensor
+    return _dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,19 @@ from dsjob.parallel.presharded import is_external
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
+_LEAF = "_dsjob_leaf"
+
+
+def mark_leaf(module: nn.Module, flag: bool = True) -> None:
+    """Says of a module that nothing inside it is a unit of its own: ranks may use different parts of it."""
+    setattr(module, _LEAF, flag)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether `mark_leaf` was called of it."""
+    return bool(getattr(module, _LEAF, False))
+
+
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, outermost ones, in order: siblings of one class in a list, each made of parts.
 
@@ -27,6 +40,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _search(module: nn.Module) -> Iterator[nn.Module]:
+    if is_leaf(module):
+        return
     children = list(module.children())
     if isinstance(module, _CONTAINERS):
         counts = Counter(type(child) for child in children)

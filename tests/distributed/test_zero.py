@@ -292,3 +292,32 @@ def test_a_tensor_of_no_engine_has_no_values() -> None:
         safe_set_full_fp32_param(nn.Parameter(torch.zeros(2)), torch.ones(2))
     with pytest.raises(UsageError, match="mpu"):
         zero.Init(mpu=object())
+
+
+class Choice(nn.Module):
+    """Uses one of its experts, on each rank another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = self.experts[number](x)
+        return x.square().mean() + 0.0 * sum(p.sum() for p in self.experts[1 - number].parameters())
+
+
+def train_experts(world: World) -> bool:
+    torch.manual_seed(0)
+    model = Choice()
+    assert zero.set_z3_leaf_modules(model, ["ModuleList"]) == [model.experts]
+    assert zero.get_z3_leaf_modules(model) == [model.experts]
+    engine = engine_of(model, 3)
+    before = whole_state(engine)
+    engine.backward(engine(torch.ones(2, WIDTH), world.rank))
+    engine.step()
+    after = whole_state(engine)
+    return all(not torch.equal(before[f"model.experts.{n}.gain"], after[f"model.experts.{n}.gain"]) for n in range(2))
+
+
+def test_ranks_may_use_different_parts_of_a_leaf() -> None:
+    assert run_ranks(train_experts, 2) == [True, True]

@@ -22,6 +22,11 @@ from dsjob.parameters import safe_set_local_fp32_param as safe_set_local_fp32_pa
 from dsjob.parameters import safe_set_local_grad as safe_set_local_grad
 from dsjob.parameters import safe_set_local_optimizer_state as safe_set_local_optimizer_state
 from dsjob.parameters import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
+from dsjob.zero import get_z3_leaf_modules as get_z3_leaf_modules
+from dsjob.zero import set_z3_leaf_module as set_z3_leaf_module
+from dsjob.zero import set_z3_leaf_modules as set_z3_leaf_modules
+from dsjob.zero import unset_z3_leaf_modules as unset_z3_leaf_modules
+from dsjob.zero import z3_leaf_module as z3_leaf_module
 
 logger = logging.getLogger("dsjob")
 
