@@ -6,7 +6,7 @@ that of `rhythm` and `readings`, what the config says of `settings`, saving of `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ class Engine(Readings, Saving):
     `engine.backward(loss)` a program may call `loss.backward()`, with fp16 `engine.scale(loss).backward()`, at any
     stage, also of a loss over the outputs of several engines. What an engine lacks is looked up in the model.
     """
+
+    sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
 
     def __init__(
         self,

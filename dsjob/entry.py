@@ -144,7 +144,7 @@ def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> lis
     """Parameter groups with names in place of tensors: sharding replaces the tensors."""
     if parameters is None:
         return None
-    groups: list[Any] = list(parameters)
+    groups: list[Any] = [parameters] if isinstance(parameters, dict) else list(parameters)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     named = []

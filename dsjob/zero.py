@@ -10,19 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._pytree import tree_map
 
 from dsjob.errors import UsageError
 from dsjob.mesh import join_world
 from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
-from dsjob.parallel.presharded import mark_external, shard_parameters
+from dsjob.parallel.presharded import ShardStatus, announce, mark_external, shard_parameters
 from dsjob.parallel.wrap import is_leaf, mark_leaf
 from dsjob.parameters import find_owned
 
@@ -30,8 +34,8 @@ from dsjob.parameters import find_owned
 class Init:
     """While it is entered, each module's parameters are sharded over all ranks as soon as it is part of another.
 
-    So a model is never whole anywhere: at most one module's own parameters are, for the moment of their making. All
-    ranks build the same model, and rank 0's values count. `Module.apply` (for initialisation) sees whole parameters,
+    So a model is never whole anywhere: at most one module's own parameters are, for the moment of their making; those of
+    the outermost one until the end. All ranks build the same model, and rank 0's values count. `Module.apply` (for initialisation) sees whole parameters,
     module by module. `module`: one that is there already, to be sharded at once. `dtype`: what parameters become; they
     stay as they are made where it is absent, since they are masters too. On one rank, and without `enabled`, nothing
     happens. The other arguments are DeepSpeed's, and have no counterpart here.
@@ -71,8 +75,21 @@ class Init:
             if child is not None:
                 shard_parameters(child, mesh, self._dtype)
 
-        handle = register_module_module_registration_hook(shard)
-        self._stack.callback(handle.remove)
+        built: WeakSet[nn.Module] = WeakSet()
+
+        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            built.add(module)
+
+        def shard_rest() -> None:
+            for module in list(built):  # what is part of no other module
+                shard_parameters(module, mesh, self._dtype)
+
+        for handle in (
+            register_module_module_registration_hook(shard),
+            register_module_parameter_registration_hook(note),
+        ):
+            self._stack.callback(handle.remove)
+        self._stack.callback(shard_rest)
         self._stack.enter_context(_apply_to_whole())
         return self
 
@@ -145,6 +162,7 @@ class GatheredParameters:
                 whole = nn.Parameter(gather(parameter.detach()), requires_grad=parameter.requires_grad)
                 parameter._whole = whole  # type: ignore[attr-defined]
                 parameter.__class__ = _Gathered
+                announce(parameter, ShardStatus.AVAILABLE)
                 self._gathered.append(parameter)
         return self
 
@@ -157,6 +175,7 @@ class GatheredParameters:
         for parameter in self._gathered:
             parameter.__class__ = DTensor
             del parameter._whole  # type: ignore[attr-defined]
+            announce(parameter)
         self._gathered = []
         changed = set()
         for parameter, value in zip(self._params, values, strict=False):

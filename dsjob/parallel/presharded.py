@@ -6,6 +6,7 @@ form, and writes them back. No rank ever holds more than one of them whole.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import cast
 
 import torch
@@ -14,6 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 _EXTERNAL = "_dsjob_external"
+
+
+class ShardStatus(Enum):
+    """DeepSpeed's words for whether a sharded parameter is whole here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def announce(parameter: Tensor, status: ShardStatus = ShardStatus.NOT_AVAILABLE) -> None:
+    """Gives a sharded parameter the attributes by which programs for DeepSpeed know that it has to be gathered."""
+    shape = parameter.shape
+    marks = {"ds_id": id(parameter), "ds_shape": shape, "ds_numel": shape.numel(), "ds_status": status}
+    for name, value in marks.items():
+        setattr(parameter, name, value)
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
@@ -30,6 +47,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | N
                 value = parameter.detach().to(mesh.device_type)
                 value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
                 made[id(parameter)] = _replace(parameter, distribute_tensor(value, mesh, [Shard(0)]))
+                announce(made[id(parameter)])
             owner._parameters[name] = made[id(parameter)]
 
 

@@ -24,7 +24,7 @@ from dsjob.autocast import DEFAULT_SAFE_MODULES, mark, marked_dtype
 from dsjob.errors import ContractError
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
-from dsjob.parallel.presharded import lay_aside, write_back
+from dsjob.parallel.presharded import announce, lay_aside, write_back
 from dsjob.parallel.wrap import find_blocks
 from dsjob.precision import Precision
 
@@ -54,6 +54,8 @@ class Sharded(Strategy):
         self.module = model
         self.masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._all = dict(model.named_parameters())
+        for parameter in self._all.values():
+            announce(parameter)
         self._has_buffers = any(True for _ in model.buffers())
         self._buffers_differ = True
         self._evaluated = False

@@ -113,6 +113,34 @@ def measure_building(world: World, sharded: bool) -> tuple[int, int]:
     return built, ready
 
 
+def maybe_whole(parameter: Any) -> Tensor:
+    """As programs for DeepSpeed collect weights: by the attributes of its sharded parameters."""
+    if hasattr(parameter, "ds_id"):
+        assert parameter.ds_status.name == "NOT_AVAILABLE"
+        assert parameter.ds_numel == parameter.ds_shape.numel() == WIDTH * WIDTH
+        with zero.GatheredParameters([parameter]):
+            assert parameter.ds_status.name == "AVAILABLE"
+            return parameter.data.detach().cpu().clone()  # type: ignore[no-any-return]
+    return parameter.detach().cpu().clone()  # type: ignore[no-any-return]
+
+
+def collect(world: World) -> list[Tensor]:
+    torch.manual_seed(world.rank)
+    with zero.Init():
+        lone = nn.Linear(WIDTH, WIDTH)
+    assert isinstance(lone.weight, DTensor)
+    before = maybe_whole(lone.weight)
+    engine = engine_of(nn.Sequential(lone), 3)
+    return [before, maybe_whole(next(iter(engine.module.parameters())))]
+
+
+def test_a_lone_module_is_sharded_at_the_end_and_collected_as_programs_do_it() -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(WIDTH, WIDTH).weight.detach()
+    for collected in run_ranks(collect, 2):
+        assert all(type(weight) is Tensor and torch.equal(weight, expected) for weight in collected)
+
+
 class Watched(nn.Module):
     """A stack whose live bytes are measured after each block is built."""
 
