@@ -34,11 +34,11 @@ from dsjob.parameters import find_owned
 class Init:
     """While it is entered, each module's parameters are sharded over all ranks as soon as it is part of another.
 
-    So a model is never whole anywhere: at most one module's own parameters are, for the moment of their making; those of
-    the outermost one until the end. All ranks build the same model, and rank 0's values count. `Module.apply` (for initialisation) sees whole parameters,
-    module by module. `module`: one that is there already, to be sharded at once. `dtype`: what parameters become; they
-    stay as they are made where it is absent, since they are masters too. On one rank, and without `enabled`, nothing
-    happens. The other arguments are DeepSpeed's, and have no counterpart here.
+    So a model is never whole anywhere: at most one module's own parameters are, for the moment of their making; those
+    of the outermost one until the end. All ranks build the same model, and rank 0's values count. `Module.apply` (for
+    initialisation) sees whole parameters, module by module. `module`: one that is there already, to be sharded at
+    once. `dtype`: what parameters become; they stay as they are made where it is absent, since they are masters too.
+    On one rank, and without `enabled`, nothing happens. The other arguments are DeepSpeed's, and have no counterpart.
     """
 
     def __init__(

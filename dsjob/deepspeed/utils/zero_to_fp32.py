@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from dsjob.checkpoint.convert import convert, parse_size
 from dsjob.checkpoint.weights import read_weights
 
+Place = str | os.PathLike[str]
+
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_dir: Place,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
@@ -20,17 +22,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return read_weights(os.fspath(checkpoint_dir), tag=tag)
 
 
-def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
-) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place, tag: str | None = None) -> nn.Module:
     """Loads the weights of a checkpoint into a model on the CPU that has no engine."""
     model.cpu().load_state_dict(read_weights(os.fspath(checkpoint_dir), tag=tag), strict=False)
     return model
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
+    checkpoint_dir: Place,
+    output_dir: Place,
     max_shard_size: str = "5GB",
     safe_serialization: bool = True,
     tag: str | None = None,
