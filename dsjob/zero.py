@@ -255,6 +255,32 @@ def set_z3_leaf_modules(
     return found
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, leaf_module_names: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The same of the modules with these names in the model."""
+    return _mark_named(model, lambda name: name in leaf_module_names, leaf_module_names, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, leaf_module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The same of the modules whose names end so."""
+    endings = tuple(leaf_module_name_suffixes)
+    return _mark_named(model, lambda name: name.endswith(endings), endings, raise_if_not_found)
+
+
+def _mark_named(
+    model: nn.Module, takes: Callable[[str], bool], wanted: Sequence[str], raise_if_not_found: bool
+) -> list[nn.Module]:
+    found = [module for name, module in model.named_modules() if name and takes(name)]
+    if not found and raise_if_not_found:
+        raise UsageError(f"no module of the model is named {' or '.join(wanted)}")
+    for module in found:
+        mark_leaf(module)
+    return found
+
+
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:

@@ -334,6 +334,18 @@ class Choice(nn.Module):
         return x.square().mean() + 0.0 * sum(p.sum() for p in self.experts[1 - number].parameters())
 
 
+def test_leaves_are_found_by_class_name_or_suffix() -> None:
+    model = Choice()
+    assert zero.set_z3_leaf_modules_by_name(model, ["experts.0"]) == [model.experts[0]]
+    assert zero.z3_leaf_module(model.experts[0])
+    assert zero.set_z3_leaf_modules_by_suffix(model, ["inner"]) == [block.inner for block in model.experts]
+    assert zero.unset_z3_leaf_modules(model, [Block]) == list(model.experts)
+    assert zero.get_z3_leaf_modules(model) == [block.inner for block in model.experts]
+    with pytest.raises(UsageError, match="no module of the model is named nothing"):
+        zero.set_z3_leaf_modules_by_name(model, ["nothing"])
+    assert zero.set_z3_leaf_modules(model, ["Nothing"], raise_if_not_found=False) == []
+
+
 def train_experts(world: World) -> bool:
     torch.manual_seed(0)
     model = Choice()

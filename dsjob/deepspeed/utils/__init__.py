@@ -25,6 +25,8 @@ from dsjob.parameters import safe_update_full_grad_vectorized as safe_update_ful
 from dsjob.zero import get_z3_leaf_modules as get_z3_leaf_modules
 from dsjob.zero import set_z3_leaf_module as set_z3_leaf_module
 from dsjob.zero import set_z3_leaf_modules as set_z3_leaf_modules
+from dsjob.zero import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+from dsjob.zero import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
 from dsjob.zero import unset_z3_leaf_modules as unset_z3_leaf_modules
 from dsjob.zero import z3_leaf_module as z3_leaf_module
 
