@@ -35,16 +35,19 @@ def run(call: str, environments: list[dict[str, str]]) -> list[str]:
     return [process.communicate(timeout=120)[0].strip() for process in processes]
 
 
+@pytest.mark.slow
 def test_nothing_set_is_a_group_of_one() -> None:
     assert run("dsjob.init_distributed()", [{}]) == ["0 1 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")])
 def test_mpi_tells_rank_and_size(words: tuple[str, str], unused_port: int) -> None:
     environments = [{words[0]: str(rank), words[1]: "2", "MASTER_PORT": str(unused_port)} for rank in range(2)]
     assert run("dsjob.init_distributed()", environments) == ["0 2 3", "1 2 3"]
 
 
+@pytest.mark.slow
 def test_a_rendezvous_is_given(tmp_path: Path) -> None:
     calls = f'init_method="file://{tmp_path}/store", world_size=2, dist_backend="gloo"'
     environments = [{"NUMBER": str(rank)} for rank in range(2)]

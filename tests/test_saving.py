@@ -62,6 +62,7 @@ def exchange_weights(world: World, stage: int, bf16: bool) -> tuple[dict[str, Te
     return weights, whole_state(second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "bf16"), [(0, True), (1, False), (3, False), (3, True)])
 def test_module_state_dicts_are_whole_and_load_at_every_stage(stage: int, bf16: bool) -> None:
     for weights, loaded in run_ranks(exchange_weights, 2, stage, bf16):
@@ -81,6 +82,7 @@ def save_apart(world: World, folder: str, mode: str) -> str:
     return Path(folder, "latest").read_text().strip()
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_on_a_tag_are_told_or_refused(tmp_path: Path) -> None:
     assert run_ranks(save_apart, 2, str(tmp_path / "a"), "Warn") == ["tag0", "tag0"]
     refused = run_ranks(save_apart, 2, str(tmp_path / "b"), "Fail")

@@ -56,6 +56,7 @@ if deepspeed.comm.get_rank() == 0:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_program_runs_unchanged_but_for_its_import(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -93,6 +94,9 @@ def test_schedules_are_of_their_classes_whoever_makes_them() -> None:
     assert isinstance(schedule, WarmupLR)
     assert not isinstance(schedule, WarmupDecayLR)
     assert CYCLE_MIN_LR == "cycle_min_lr"
+    for wrong in ({"warmup_num_steps": -5}, {"warmup_num_stesp": 5}, {"warmup_num_steps": None}):
+        with pytest.raises(ValueError, match="warmup_num_st"):
+            WarmupLR(optimizer, **wrong)
     config = {"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": {}}}
     made = deepspeed.initialize(model=nn.Linear(2, 2), optimizer=optimizer.__class__, config=config)[3]
     assert isinstance(made, WarmupLR)

@@ -16,6 +16,8 @@ from dsjob.engine import Engine
 from dsjob.errors import UsageError
 from dsjob.mesh import World
 
+pytestmark = pytest.mark.slow
+
 ROWS, STEPS = 12, 3
 Way = Callable[[Engine, list[tuple[Tensor, Tensor]]], None]
 FP16 = {"enabled": True, "initial_scale_power": 6}

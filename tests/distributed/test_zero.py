@@ -29,6 +29,8 @@ from dsjob.parameters import (
     safe_set_local_fp32_param,
 )
 
+pytestmark = pytest.mark.slow
+
 WIDTH, LAYERS = 128, 12
 
 

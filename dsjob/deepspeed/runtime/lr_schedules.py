@@ -10,12 +10,15 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dsjob import schema as contract
+from dsjob.check import check_config
 from dsjob.deepspeed.defaults import fill_params
+from dsjob.errors import ConfigError
 from dsjob.optim import schedules
 
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
 WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+_PARAMS = ("scheduler", "params")
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 
 
@@ -25,7 +28,12 @@ class _Named(type):
     def __call__(cls, optimizer: Optimizer, *unnamed: Any, **given: Any) -> Any:
         kind = getattr(schedules, cls.__name__)
         names = list(_list_arguments(cls.__name__))
-        filled = fill_params("scheduler", cls.__name__, {**dict(zip(names, unnamed, strict=False)), **given})
+        given = {**dict(zip(names, unnamed, strict=False)), **given}
+        problems = check_config({"scheduler": {"type": cls.__name__, "params": given}})
+        wrong = [problem for problem in problems if problem.severity == "error" and problem.path[:2] == _PARAMS]
+        if wrong:
+            raise ConfigError(wrong)
+        filled = fill_params("scheduler", cls.__name__, given)
         return kind(optimizer, **filled)
 
     def __instancecheck__(cls, instance: object) -> bool:
