@@ -46,6 +46,17 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     assert "emb.weight" not in torch.load(tmp_path / "w.bin")
 
 
+def test_skipped_steps_are_counted_on_without_the_optimizers_state(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+    engine = make_engine(0, fp16=fp16)
+    train_engine(engine, 0, 3)
+    assert engine.skipped_steps == 3
+    engine.save_checkpoint(str(tmp_path))
+    again = make_engine(0, fp16=fp16)
+    again.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert (again.skipped_steps, again.global_steps) == (3, 3)
+
+
 @pytest.mark.parametrize("folder", ["", None])
 def test_a_folder_is_needed(folder: str | None) -> None:
     with pytest.raises(UsageError, match="a folder or URL is needed"):
