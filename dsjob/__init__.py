@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from dsjob.batch import BatchConfig as BatchConfig
     from dsjob.engine import Engine as Engine
     from dsjob.entry import add_config_arguments as add_config_arguments
-    from dsjob.entry import init_distributed as init_distributed
     from dsjob.entry import initialize as initialize
+    from dsjob.rendezvous import init_distributed as init_distributed
 
     __version__: str
 
@@ -24,7 +24,7 @@ _HOMES = {
     "BatchConfig": "dsjob.batch",
     "Engine": "dsjob.engine",
     "add_config_arguments": "dsjob.entry",
-    "init_distributed": "dsjob.entry",
+    "init_distributed": "dsjob.rendezvous",
     "initialize": "dsjob.entry",
 }
 __all__ = [

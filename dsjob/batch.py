@@ -6,12 +6,20 @@ there.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsjob.errors import DocumentError, Problem
+from dsjob.errors import ConfigError, DocumentError, Problem
+
+_KEYS = {  # ours, and DeepSpeed's
+    "train_batch": "train_batch_size",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "grad_accum": "gradient_accumulation_steps",
+}
+_ALLOWED = f"allowed are {', '.join(_KEYS)}, or {', '.join(_KEYS.values())}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +30,43 @@ class BatchConfig:
     micro_batch: int | None = None
     grad_accum: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what is no whole number; whole floats (8.0) become integers."""
+        wrong = []
+        for name in _KEYS:
+            value = getattr(self, name)
+            if isinstance(value, float) and value.is_integer():
+                object.__setattr__(self, name, int(value))
+            elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                wrong.append(Problem(f"must be an integer, not {value!r}", (name,), "type", "8, for example"))
+        if wrong:
+            raise ConfigError(wrong)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BatchConfig:
-        """From a `trainer` section, or a DeepSpeed config; "auto" counts as not given."""
-        names = {
-            "train_batch": "train_batch_size",
-            "micro_batch": "train_micro_batch_size_per_gpu",
-            "grad_accum": "gradient_accumulation_steps",
-        }
-        given = {ours: values.get(ours, values.get(theirs)) for ours, theirs in names.items()}
-        return cls(**{name: None if value in (None, "auto") else int(value) for name, value in given.items()})
+        """From the three keys as a job document or a DeepSpeed config spells them; "auto" counts as not given.
+
+        Raises ConfigError for any other key.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError([Problem(f"batch sizes are made from a mapping, not {type(values).__name__}")])
+        ours = {theirs: name for name, theirs in _KEYS.items()} | {name: name for name in _KEYS}
+        unknown = [key for key in values if key not in ours]
+        if unknown:
+            hints = {key: difflib.get_close_matches(str(key), ours, n=1) for key in unknown}
+            raise ConfigError(
+                [
+                    Problem("unknown key", (key,), "unknown-key", f'did you mean "{near[0]}"?' if near else _ALLOWED)
+                    for key, near in hints.items()
+                ]
+            )
+        given = {ours[key]: value for key, value in values.items() if value is not None and value != "auto"}
+        return cls(**given)
+
+    @classmethod
+    def of_trainer(cls, section: Mapping[str, Any]) -> BatchConfig:
+        """The batch sizes of a (checked) `trainer` section, its other keys left aside."""
+        return cls.from_dict({name: section.get(name) for name in _KEYS})
 
     def resolve(self, world_size: int, *, name: Callable[[str], str] = lambda key: "", ranks: str = "") -> BatchConfig:
         """All three numbers for `world_size` data-parallel ranks.

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, TypeVar
 
+from dsjob import legacy
 from dsjob import schema as contract
 from dsjob.batch import BatchConfig as Triad
 from dsjob.check import check_config, suggest
@@ -28,19 +29,19 @@ class Config(MutableMapping[str, Any]):
     section: ClassVar[str | None] = None
     parts: ClassVar[Mapping[str, type[Config]]] = {}  # configs inside this one
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        kind = type(self).__name__
+        if unnamed:
+            message = f"{kind} takes its values by name, not {unnamed[0]!r} alone"
+            raise ConfigError([Problem(message, (), "type", f"{kind}(key=value), or {kind}.from_dict({{...}})")])
         allowed = self._keys()
-        known = set(allowed) | set(self.parts)
-        if self.section is not None or self.parts:
-            wrong = [key for key in values if key not in known]
-            if wrong:
-                kind = type(self).__name__
-                raise ConfigError(
-                    [
-                        Problem(f"{kind} has no key {key}", (key,), "unknown-key", suggest(key, sorted(known)))
-                        for key in wrong
-                    ]
-                )
+        known = sorted({*allowed, *self.parts})
+        wrong = [key for key in values if known and key not in known]
+        if wrong:
+            hints = {key: suggest(key, known) or f"allowed are {', '.join(known[:12])}" for key in wrong}
+            raise ConfigError(
+                [Problem(f"{kind} has no key {key}", (key,), "unknown-key", hint) for key, hint in hints.items()]
+            )
         filled = {key: copy.deepcopy(below.get("default")) for key, below in allowed.items()}
         made = {key: kind() for key, kind in self.parts.items() if key not in values}
         given = {key: self._build(key, value) for key, value in values.items()}
@@ -49,7 +50,7 @@ class Config(MutableMapping[str, Any]):
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
         """The config that a dict describes."""
-        return cls(**values)
+        return cls(**_require_mapping(values, cls.__name__))
 
     @classmethod
     def _keys(cls) -> Mapping[str, contract.Schema]:
@@ -60,7 +61,9 @@ class Config(MutableMapping[str, Any]):
 
     def _build(self, key: str, value: Any) -> Any:
         kind = self.parts.get(key)
-        return kind.from_dict(value) if kind is not None and not isinstance(value, Config) else value
+        if kind is None or isinstance(value, kind):
+            return value
+        return kind.from_dict(_require_mapping(value, key))
 
     def to_dict(self) -> dict[str, Any]:
         """The config as a dict, what is not set (None) left out."""
@@ -161,14 +164,33 @@ class TrainingConfig(Config):
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
         """The config that a dict describes: by parts, or with the batch sizes at its top as DeepSpeed has them."""
+        values = _require_mapping(values, cls.__name__)
+        if "bfloat16" in values:
+            values = legacy.expand({**values, "bfloat16": _require_mapping(values["bfloat16"], "bfloat16")})
         top = {key: values[key] for key in BATCH_KEYS if key in values}
         parts = {key: values[key] for key in cls.parts if key in values}
         if top:
-            parts["batch"] = {**parts.get("batch", {}), **top}
+            parts["batch"] = {**_require_mapping(parts.get("batch", {}), "batch"), **top}
         others = {key: values[key] for key in values if key not in cls.parts and key not in BATCH_KEYS}
-        known = contract.deepspeed_schema()["properties"]
-        return cls(**parts, **{key: value for key, value in others.items() if key not in known})
+        known = [*contract.deepspeed_schema()["properties"], *cls.parts]
+        wrong = [
+            Problem("unknown key", (key,), "unknown-key", suggest(key, known)) for key in others if key not in known
+        ]
+        if wrong:
+            raise ConfigError(wrong)
+        return cls(**parts)
 
     def _as_config(self) -> dict[str, Any]:
         sections = {key: value.to_dict() for key, value in self.items() if key != "batch"}
         return {**self.batch.to_dict(), **sections}
+
+
+def _require_mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        message = f"must be an object, not {type(value).__name__} {value!r}"
+        hint = f'write {{"enabled": {str(value).lower()}}}' if isinstance(value, bool) else '{"key": value, ...}'
+        raise ConfigError([Problem(message, (name,), "type", hint)])
+    wrong = [key for key in value if not isinstance(key, str)]
+    if wrong:
+        raise ConfigError([Problem(f"keys must be strings, not {wrong[0]!r}", (name,), "type")])
+    return dict(value)

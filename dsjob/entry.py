@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob import document as documents
 from dsjob import storage
 from dsjob.blocks import prepare_blocks
-from dsjob.data import Epochs, TrainingLoader
+from dsjob.data import Epochs
 from dsjob.engine import Engine
-from dsjob.errors import ConfigError, Problem, UsageError
+from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.mesh import World, join_world
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
 from dsjob.precision import Precision
-from dsjob.resolve import Locate, resolve_config
+from dsjob.rendezvous import init_distributed
+from dsjob.resolve import Locate, complete_config, resolve_config
 from dsjob.spec import EngineSpec
 from dsjob.trust import Trust
 
@@ -58,36 +57,38 @@ def initialize(
     gives this rank's micro batches of one epoch each time it is iterated over. `trust`: prefixes of what a `_target_`
     in the config may name beside `dsjob.trust.LISTED` and modules in the current folder and the config file's.
 
-    Raises ConfigError for a config that is wrong, with all its problems.
+    Raises ConfigError for a config that is wrong, with all its problems; rank 0 warns (ConfigWarning) of keys without
+    effect and of what "auto" has become.
     """
-    if model is None:
-        raise UsageError("dsjob.initialize needs a model")
+    if not isinstance(model, nn.Module):
+        found = "" if model is None else f", not {_name(model)}"
+        raise UsageError(f"dsjob.initialize needs a model: a torch.nn.Module{found}", hint="model=net")
     if mpu is not None:
         raise UsageError("model-parallel units (mpu) are not supported", hint="use the ZeRO stages to spread the model")
     given, folders, locate = _read_config(args, config if config is not None else config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = join_world()
-    spec, _ = resolve_config(given, world_size=world.world_size, locate=locate)
-    engine = build_engine(
-        model,
-        spec,
-        world,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        trust=Trust(prefixes=tuple(trust), folders=folders),
-    )
-    if training_data is not None:
-        loader = TrainingLoader(
-            training_data,
-            micro_batch=spec.trainer.micro_batch,
-            world=world,
-            seed=spec.trainer.seed,
-            collate=collate_fn,
-            name="training_data",
+    spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
+    if world.rank == 0:
+        for problem in told:
+            warnings.warn(str(problem), ConfigWarning, stacklevel=2)
+    try:
+        engine = build_engine(
+            model,
+            spec,
+            world,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            trust=Trust(prefixes=tuple(trust), folders=folders),
+            config=complete_config(given, spec),
         )
-        engine.training_dataloader = Epochs(loader, spec.trainer.micro_batch * world.world_size)
+    except TargetError as error:
+        granted = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
+        raise TargetError(error.message, hint=granted) from error
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn, pin_memory=False)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -100,8 +101,12 @@ def build_engine(
     model_parameters: Parameters | None = None,
     lr_scheduler: LRScheduler | MakeScheduler | None = None,
     trust: Trust = Trust(),  # noqa: B008 (frozen)
+    config: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule."""
+    """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule.
+
+    `config`: the whole DeepSpeed config, for the engine's getters.
+    """
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
@@ -126,14 +131,22 @@ def build_engine(
         scheduler = lr_scheduler  # type: ignore[assignment]
     elif spec.scheduler is not None and built is not None:
         scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built, trust)
-    return Engine(strategy, spec=spec, world=world, precision=precision, optimizer=built, lr_scheduler=scheduler)
+    return Engine(
+        strategy,
+        spec=spec,
+        world=world,
+        precision=precision,
+        optimizer=built,
+        lr_scheduler=scheduler,
+        config=config,
+    )
 
 
 def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> list[dict[str, Any]] | None:
     """Parameter groups with names in place of tensors: sharding replaces the tensors."""
     if parameters is None:
         return None
-    groups: list[Any] = list(parameters)
+    groups: list[Any] = [parameters] if isinstance(parameters, dict) else list(parameters)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     named = []
@@ -162,16 +175,20 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
 
 def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
     """The config, the folders whose modules it may name, and the places of its values."""
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None:
         raise UsageError("the config is given twice: as an argument, and as args.deepspeed_config")
     config = config if config is not None else from_args
     if config is None:
         raise UsageError("dsjob.initialize needs a config", hint='config={"train_batch_size": 8, "optimizer": {...}}')
     if isinstance(config, Mapping):
+        _refuse_job(config, "config")
         return dict(config), (os.getcwd(),), lambda path: ("config", 0, 0)
+    if not isinstance(config, (str, os.PathLike)):
+        raise UsageError(f"the config is {_name(config)}", hint="give a dict, or the path of a JSON file")
     source = os.fspath(config)
     document = documents.parse(storage.read_text(source), source)
+    _refuse_job(document.value, source)
     beside = () if "://" in source else (os.path.dirname(os.path.abspath(source)),)
     return (
         document.value,
@@ -180,31 +197,17 @@ def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dic
     )
 
 
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta = timedelta(minutes=30),
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Joins torch.distributed's process group, if nobody has yet. With nothing set, or one rank, a group of one."""
-    if dist.is_initialized() or dist_init_required is False:
-        return
-    if auto_mpi_discovery and "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
-        for ours, theirs in (("RANK", "RANK"), ("WORLD_SIZE", "SIZE"), ("LOCAL_RANK", "LOCAL_RANK")):
-            os.environ[ours] = os.environ[f"OMPI_COMM_WORLD_{theirs}"]
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if init_method is not None:
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-        return
-    join_world(backend=dist_backend or "auto", timeout=timeout.total_seconds())
-    if not dist.is_initialized():
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+def _refuse_job(config: Mapping[Any, Any], source: str) -> None:
+    """Raises ConfigError for a job document, which only `dsjob run` can make something of."""
+    sections = [key for key in ("model", "data", "trainer", "deepspeed") if key in config]
+    if sections:
+        message = f"this is a job document: it has {', '.join(sections)}. initialize takes a DeepSpeed config"
+        hint = "run it with the command dsjob, or give its sections for the engine with DeepSpeed's batch sizes"
+        raise ConfigError([Problem(message, (sections[0],), "job-document", hint, source)])
+
+
+def _name(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -212,6 +215,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", action="store_true", help="use the engine (kept for programs that look at it)")
     group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed config, a JSON file")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # its name before it was released
+    group.add_argument("--deepscale_config", default=None, help=argparse.SUPPRESS)
     return parser
 
 

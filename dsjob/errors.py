@@ -81,8 +81,8 @@ class DsjobError(Exception):
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
 
 
-class UsageError(DsjobError):
-    """The command line is wrong."""
+class UsageError(DsjobError, ValueError):
+    """The command line is wrong, or a call from Python: a ValueError to those who know no other."""
 
     exit_code = 2
 
@@ -102,8 +102,12 @@ class DocumentError(DsjobError):
         return type(self), (self.problems, self.warnings)
 
 
-class ConfigError(DocumentError):
-    """A DeepSpeed config given to `dsjob.initialize` is wrong."""
+class ConfigError(DocumentError, ValueError):
+    """A DeepSpeed config given to `dsjob.initialize` is wrong: a ValueError to those who know no other."""
+
+
+class ConfigWarning(UserWarning):
+    """Of what a DeepSpeed config asks for and does not get, or gets in another way."""
 
 
 class TargetError(DsjobError):

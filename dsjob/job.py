@@ -20,11 +20,11 @@ from dsjob.engines import Engines
 from dsjob.entry import build_engine
 from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
 from dsjob.mesh import World
-from dsjob.models import is_trainable, list_models
+from dsjob.models import is_trainable, list_models, take_model
 from dsjob.optim.changes import apply_changes
 from dsjob.optim.schedules import settle_length
 from dsjob.progress import Display, make_console, show_seconds
-from dsjob.resolve import resolve_model
+from dsjob.resolve import complete_config, resolve_model
 from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
 from dsjob.spec import JobSpec, Trainer, view
@@ -129,7 +129,11 @@ def _build_engines(document: Mapping[str, Any], steps: int, world: World, trust:
         if not is_trainable(document, name):
             model.requires_grad_(False)
         schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
-        engines[name] = build_engine(model, dataclasses.replace(spec, scheduler=schedule), world, trust=trust)
+        settled, config = (
+            dataclasses.replace(spec, scheduler=schedule),
+            complete_config(take_model(document, name), spec),
+        )
+        engines[name] = build_engine(model, settled, world, trust=trust, config=config)
     return Engines(engines)
 
 

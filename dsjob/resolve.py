@@ -125,9 +125,27 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     _raise_errors(problems, ConfigError)
     assert batch is not None
     schema = contract.job_schema()
-    resolved = contract.fill_defaults(_own_numbers(resolve_auto(_read_config(config))[0], schema), schema)
+    job, derived = resolve_auto(_read_config(config))
+    resolved = contract.fill_defaults(_own_numbers(job, schema), schema)
     resolved["trainer"].update(dataclasses.asdict(batch))
-    return view(EngineSpec, resolved), problems
+    for path, how in derived.items():
+        message = f'"auto" has become {get_at(resolved, path)}: {how.removeprefix("auto: ")}'
+        problems.append(Problem(message, dsconfig.to_config_path(path), "auto", "give a value", severity="warning"))
+    return view(EngineSpec, resolved), place_problems(problems, locate)
+
+
+def complete_config(given: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any]:
+    """A checked DeepSpeed config, or a resolved job's sections of that name, with all defaults and `spec`'s batch."""
+    schema = contract.deepspeed_schema()
+    config = contract.prune({key: value for key, value in given.items() if key in schema["properties"]}, schema)
+    config = _own_numbers(resolve_auto(_rename(legacy.map_amp(legacy.expand(config)), schema))[0], schema)
+    trainer = spec.trainer
+    batch = zip(dsconfig.BATCH_KEYS, (trainer.train_batch, trainer.micro_batch, trainer.grad_accum), strict=True)
+    known: dict[str, Any] = {key: value for key, value in config.items() if value != "auto"}
+    for key, section in schema["properties"].items():
+        if section.get("type") == "object" and not section.get("deprecated") and key not in ("optimizer", "scheduler"):
+            known.setdefault(key, {})
+    return {**contract.fill_defaults(known, schema, idle=True), **dict(batch)}
 
 
 def resolve_model(document: Mapping[str, Any], name: str) -> JobSpec:
@@ -187,7 +205,7 @@ def _check_config(config: dict[str, Any], world_size: int) -> tuple[list[Problem
     if any(p.severity == "error" and _is_of_batch(p) for p in problems):
         return problems, None
     try:
-        return problems, BatchConfig.from_dict(_read_config(config).get("trainer", {})).resolve(world_size)
+        return problems, BatchConfig.of_trainer(_read_config(config).get("trainer", {})).resolve(world_size)
     except DocumentError as error:
         given = [key for key in dsconfig.BATCH_KEYS if key in config]
         return problems + [dsconfig.to_config_words(replace(f, path=(*given[:1],))) for f in error.problems], None
@@ -259,7 +277,7 @@ def _own_numbers(value: Any, schema: Schema) -> Any:
 
 def _reopen_batch(trainer: dict[str, Any], before: Any, world_size: int, locate: Locate) -> BatchConfig:
     """The batch sizes that are asked for: without what was derived when the document was resolved before."""
-    asked = BatchConfig.from_dict(trainer)
+    asked = BatchConfig.of_trainer(trainer)
     triad = ("train_batch", "micro_batch", "grad_accum")
     if not isinstance(before, dict) or "world_size" not in before or None in dataclasses.astuple(asked):
         return asked

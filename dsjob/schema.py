@@ -155,8 +155,8 @@ def prune(value: Any, schema: Schema) -> Any:
     return kept
 
 
-def fill_defaults(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """`value` with the default of every key that does something; those without effect stay as they were given.
+def fill_defaults(value: dict[str, Any], schema: Schema, *, idle: bool = False) -> dict[str, Any]:
+    """`value` with the default of every key that does something; those without effect only if `idle`.
 
     "auto" where it is allowed counts as not given.
     """
@@ -164,13 +164,14 @@ def fill_defaults(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
     for key, below in schema.get("properties", {}).items():
         if key == "params" and "_target_" in value:  # of a target it would be an argument
             continue
-        if filled.get(key) == "auto" and below.get("x-auto") and "x-status" not in below:
+        acts = idle or "x-status" not in below
+        if filled.get(key) == "auto" and below.get("x-auto") and acts:
             del filled[key]
-        if key not in filled and "default" in below and "x-status" not in below and "x-alias-of" not in below:
+        if key not in filled and "default" in below and acts and "x-alias-of" not in below:
             filled[key] = copy.deepcopy(below["default"])
-        if isinstance(filled.get(key), dict) and "x-status" not in below and "x-inherits" not in below:
+        if isinstance(filled.get(key), dict) and acts and "x-inherits" not in below:
             inner = child(schema, key, filled)
-            filled[key] = fill_defaults(filled[key], inner or below)
+            filled[key] = fill_defaults(filled[key], inner or below, idle=idle)
     return filled
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dsjob
 from dsjob.batch import BatchConfig
-from dsjob.errors import DocumentError, Problem
+from dsjob.errors import ConfigError, DocumentError, Problem
 
 Triad = tuple[int | None, int | None, int | None]
 
@@ -150,13 +150,35 @@ def test_is_valid_wants_three_positive_numbers_that_multiply_out(triad: Triad) -
         {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
         {"train_batch": 32.0, "micro_batch": 8, "grad_accum": "auto"},
         {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
-        {"train_batch": 32, "micro_batch": 8, "seed": 1},
+        {"train_batch": 32, "micro_batch": 8, "grad_accum": None},
     ],
 )
 def test_from_dict_reads_both_spellings_and_leaves_auto_to_be_derived(values: dict[str, Any]) -> None:
     full = BatchConfig.from_dict(values).resolve(1)
     assert full == BatchConfig(32, 8, 4)
     assert isinstance(full.train_batch, int)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"train_batch_siez": 32}, 'train_batch_siez: unknown key; did you mean "train_batch_size"'),
+        ({"micro_batch": 8, "seed": 1}, "seed: unknown key; allowed are train_batch, micro_batch, grad_accum"),
+        ({"train_batch": "32"}, "train_batch: must be an integer, not '32'"),
+        ({"train_batch": True}, "must be an integer, not True"),
+        ({"train_batch": 8.5}, "must be an integer, not 8.5"),
+        ([32], "made from a mapping, not list"),
+    ],
+)
+def test_from_dict_refuses_what_it_cannot_read(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        BatchConfig.from_dict(values)
+
+
+def test_wrong_types_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        BatchConfig("32", micro_batch=[4])  # type: ignore[arg-type]
+    assert {problem.dotted for problem in caught.value.problems} == {"train_batch", "micro_batch"}
 
 
 def test_it_is_offered_at_the_top() -> None:

@@ -1,5 +1,7 @@
 """DeepSpeed configs as Python objects."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,3 +74,27 @@ def test_a_training_config_is_made_by_parts_or_from_deepspeeds() -> None:
     assert not both.is_valid()
     with pytest.raises(ConfigError, match="did you mean"):
         TrainingConfig.from_dict({"train_batch_size": 8, "fp61": {}})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FP16Config.from_dict([1]), "FP16Config: must be an object, not list [1]"),
+        (lambda: FP16Config.from_dict({1: 2}), "FP16Config: keys must be strings, not 1"),
+        (lambda: BatchConfig("32"), "BatchConfig takes its values by name, not '32' alone"),
+        (lambda: BatchConfig(train_batch_size="32").resolve(), "must be an integer, not '32'"),
+        (lambda: TrainingConfig(fp16=True), 'fp16: must be an object, not bool True; write {"enabled": true}'),
+        (lambda: TrainingConfig.from_dict({"bfloat16": True}), "bfloat16: must be an object, not bool True"),
+        (lambda: TrainingConfig.from_dict({"batch": 3, "train_batch_size": 3}), "batch: must be an object, not int 3"),
+        (lambda: TrainingConfig.from_dict({"train_batch_siez": 3}), 'did you mean "train_batch_size"?'),
+        (lambda: BatchConfig.from_dict({"train_batch": 3}), 'did you mean "train_batch_size"?'),
+    ],
+)
+def test_wrong_types_and_keys_are_config_errors_with_advice(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make()
+
+
+def test_the_old_name_of_bf16_is_read() -> None:
+    config = TrainingConfig.from_dict({"train_batch_size": 8, "bfloat16": {"enabled": True}})
+    assert config.bf16.enabled is True

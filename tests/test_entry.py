@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import dsjob
-from dsjob.errors import ConfigError, UsageError
+from dsjob.errors import ConfigError, ConfigWarning, TargetError, UsageError
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": ADAMW}
 
@@ -132,6 +133,11 @@ def test_configs_come_from_files_dicts_and_arguments(tmp_path: Path) -> None:
         ({"config": {"optimizer": ADAMW}}, "needs train_batch_size or train_micro_batch_size_per_gpu"),
         ({"config": None}, "needs a config"),
         ({"config": CONFIG, "model": None}, "needs a model"),
+        ({"config": CONFIG, "model": nn.Linear}, "a torch.nn.Module, not the class Linear"),
+        ({"config": CONFIG, "model": len}, "a torch.nn.Module, not of type builtin_function"),
+        ({"config": [CONFIG]}, "the config is of type list"),
+        ({"config": {"model": {"_target_": "x.Y"}, "trainer": {}}}, "job document: it has model, trainer"),
+        ({"config": {"train_batch_size": 4, "fp16": True}}, "fp16: must be an object"),
         ({"config": CONFIG, "model_parameters": [nn.Parameter(torch.zeros(1))]}, "no parameter of the model"),
     ],
 )
@@ -144,3 +150,25 @@ def test_a_program_without_a_launcher_gets_a_group_of_one() -> None:
     dsjob.init_distributed()
     assert torch.distributed.get_world_size() == 1
     dsjob.init_distributed()
+
+
+def test_what_a_config_does_not_get_is_told() -> None:
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+    }
+    with pytest.warns(ConfigWarning) as caught:
+        engine = dsjob.initialize(model=build_net(), config=config)[0]
+    told = [str(warning.message) for warning in caught]
+    assert engine.get_lr() == [5e-5]
+    assert [text for text in told if "optimizer.params.lr" in text and '"auto" has become 5e-05' in text]
+    assert [text for text in told if "zero_optimization.overlap_comm" in text]
+    assert len(told) == len(set(told))
+    assert caught[0].filename == __file__
+
+
+def test_a_target_that_is_not_trusted_is_granted_by_an_argument() -> None:
+    config = {"train_batch_size": 4, "optimizer": {"_target_": "torch.compile"}}
+    with pytest.raises(TargetError, match=re.escape('call initialize with trust=["torch.compile"]')):
+        dsjob.initialize(model=build_net(), config=config)

@@ -92,8 +92,9 @@ class Checkpointer:
         client_state: Mapping[str, Any] | None = None,
         latest: bool = True,
         replace: bool = False,
+        frozen: bool = True,
     ) -> Saved:
-        """Saves and commits; `replace`: also where the tag is taken.
+        """Saves and commits; `replace`: also where the tag is taken; `frozen`: with parameters that are not trained.
 
         Every rank gets CheckpointError or StorageError; older saves stay whole.
         """
@@ -102,7 +103,7 @@ class Checkpointer:
             raise CheckpointError(f"{tag!r} is no name for a checkpoint", hint="letters, digits, '.', '_' and '-'")
         self._attempt = self._attempt or self._on_rank_0(self._catalog.next_attempt)
         folder = f"{tag}-a{self._attempt:04d}"
-        state = engine.state()
+        state = engine.state() if frozen else engine.state().without_frozen()
         values = self._collect_values(engine, state, client_state)
         writer = ShardWriter(storage.join(self.url, folder), state.role)
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}

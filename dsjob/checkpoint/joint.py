@@ -33,6 +33,10 @@ class JointState:
         """See TrainingState."""
         return self._join(lambda state: state.optimizer_tensors())
 
+    def without_frozen(self) -> JointState:
+        """See TrainingState."""
+        return JointState({name: state.without_frozen() for name, state in self._states.items()})
+
     def role(self, name: str) -> str:
         """See TrainingState."""
         kind, owner, rest = name.split(".", 2)

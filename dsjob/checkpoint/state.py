@@ -7,7 +7,7 @@ so that a save of any world size and stage loads into any other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ class TrainingState:
             for key, value in entry.items()
             if isinstance(value, Tensor)
         }
+
+    def without_frozen(self) -> TrainingState:
+        """The same without parameters that are not trained."""
+        kept = {name: tensor for name, tensor in self.weights.items() if name in self.masters}
+        return replace(self, weights=kept, aliases={n: first for n, first in self.aliases.items() if first in kept})
 
     def role(self, name: str) -> str:
         """`parameter`, `buffer` or `optimizer`: what the tensor of a checkpoint name is."""

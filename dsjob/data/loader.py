@@ -143,6 +143,27 @@ class Epochs:
             yield from islice(self._loader, len(self))
 
 
+class RepeatingLoader:
+    """Any loader, begun again whenever it ends."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise DataError("the loader to be repeated yields nothing") from None
+
+
 class _Turns(IterableDataset[Any]):
     """An iterable dataset of which a rank takes every world_size-th sample, and a worker its share of those."""
 

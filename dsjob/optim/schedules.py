@@ -179,6 +179,12 @@ class OneCycle(ClosedForm):
             return low / (1 + self.decay_rate * self._decays(step))
         return low + (high - low) * self._height(step)
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each parameter group at this step; None where momentum is not cycled."""
+        if not self.cycles_momentum:
+            return None
+        return [(self.momentum(self.last_epoch), 0.99) for _ in self.optimizer.param_groups]
+
     def momentum(self, step: int) -> float:
         """The first beta at `step`."""
         if step == 0:

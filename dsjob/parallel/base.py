@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -24,10 +25,11 @@ class Strategy:
     1. the constructor, which shards, wraps or casts `module` in place
     2. `masters`, to build the optimizer over: fp32 weights by name, tied ones once, frozen ones left out
     for each micro step
-    3. `start_micro_step(boundary)` before a forward pass that will be differentiated
-    4. `forward(...)`, then the loss's own backward
+    3. `start_micro_step(boundary, sync)` before a forward pass that will be differentiated
+    4. `forward(...)`, then the loss's own backward; several times perhaps
     at the boundary
-    5. `finish_gradients()`: the masters' `.grad` is then the mean over all ranks
+    5. `reduce_gradients()`: what backward passes have left on their rank is reduced; then `finish_gradients()`: the
+       masters' `.grad` is the mean over all ranks
     6. `clip(max_norm, scale)`, the optimizer's step (left out where the norm is not finite and gradients are dropped)
     7. `finish_step()`
     and around checkpoints
@@ -38,12 +40,18 @@ class Strategy:
     masters: dict[str, nn.Parameter]
     copies: Masters | None = None  # where masters are no parameters of the model
 
-    def start_micro_step(self, boundary: bool) -> None:
-        """A forward and backward pass follows; `boundary`: the optimizer steps after it."""
+    def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
+        """A forward and backward pass follows; `boundary`: the optimizer steps after it.
+
+        Without `sync` its gradients stay on their rank, to be reduced with later ones or by `reduce_gradients`.
+        """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
         return self.module(*args, **kwargs)
+
+    def reduce_gradients(self) -> None:
+        """Reduces what backward passes have left on their rank; nothing where they reduce all. A collective."""
 
     def finish_gradients(self) -> None:
         """All backward passes of this step are done."""
@@ -94,6 +102,30 @@ class Strategy:
         if self.copies is not None:
             self.copies.drop_gradients()
 
+    def free_gathered(self) -> None:
+        """Frees what forward passes have gathered."""
+
+    def close(self) -> None:
+        """There will be no more passes."""
+        self.drop_gradients()
+
+    def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Puts `move(tensor)` in the place of every parameter, its gradient, every buffer and every master."""
+        self.module._apply(move)  # type: ignore[no-untyped-call]
+        if self.copies is not None:
+            self.copies.move(move)
+
+    def shown(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by which a program may know a parameter, with its name: the model's, and the optimizer's."""
+        yield from self.module.named_parameters()
+        yield from self.masters.items()
+
+    def weights_changed(self) -> None:
+        """A program has written into `weights()`: what has been made of them is made anew."""
+        self.free_gathered()
+        if self.copies is not None:
+            self.copies.give_weights()
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
         frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
@@ -104,6 +136,8 @@ class Strategy:
 def align(model: nn.Module, world: World) -> None:
     """Gives all ranks rank 0's parameters and buffers: ranks that begin apart would train another model each."""
     for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.is_meta:
+            continue  # laid aside: see presharded
         sent = tensor.data.to(world.device)
         dist.broadcast(sent, src=0)
         if sent.data_ptr() != tensor.data_ptr():

@@ -100,6 +100,12 @@ class Masters:
         if near[0]:
             torch._foreach_copy_(*near)
 
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Puts `move(tensor)` in the place of each master, but for those that are on the host anyhow."""
+        for pair in self._pairs.values():
+            if not pair.on_host:
+                pair.master.data = move(pair.master.data)
+
     def drop_gradients(self) -> None:
         """Forgets what was taken in this step, and what is on its way."""
         for pair in self._pairs.values():

@@ -2,6 +2,7 @@
 
 # Without `from __future__ import annotations`: DDP compares those of a communication hook with its own classes.
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dsjob.autocast import marked_dtype
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.parallel.masters import Masters, choose_host
+from dsjob.parallel.presharded import make_whole
 from dsjob.precision import Precision, cast_floats
 from dsjob.spec import Zero
 
@@ -23,10 +25,13 @@ class Replicated(Strategy):
     """DDP, or the bare module on one rank; below fp32, or offloaded, the model computes on a copy of fp32 masters."""
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
+        make_whole(model)
         self.module = model.to(world.device)
         if world.world_size > 1:
             align(model, world)  # DDP would do it too late: after the masters have been copied
-        self._dtype = precision.compute
+        self._dtype, self._device = precision.compute, world.device
+        self._armed = False  # whether DDP was told to reduce in a backward pass since gradients were last taken
+        self._by_hand = False  # whether there may be gradients in this step that it does not reduce
         low = precision.compute != torch.float32
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         offload = zero.offload_optimizer if zero.offload == "optimizer" else None
@@ -62,17 +67,51 @@ class Replicated(Strategy):
                 init_sync=False,
             )
             before = precision.predivide or world.world_size
+            self._how = (precision.reduce, before)
             if precision.autocast is not None:
-                self._ddp.register_comm_hook((precision.reduce, before), _reduce_each)
+                self._ddp.register_comm_hook(self._how, _reduce_each)
             elif precision.reduce != precision.compute or before != world.world_size:
-                self._ddp.register_comm_hook((precision.reduce, before), _reduce_in)
+                self._ddp.register_comm_hook(self._how, _reduce_in)
 
-    def start_micro_step(self, boundary: bool) -> None:
+    def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         self._boundary = boundary
         if self._sums_in_masters and self.copies is not None:
-            self.copies.take_gradients()  # of the micro step before
+            self._take_reduced(self.copies)
+        if self._ddp is None:
+            return
+        # DDP reduces in the one backward pass that follows the forward pass it was told to: not in one of another
+        # forward pass, nor if the boundary is moved in between.
+        reduces = sync and (boundary or self._sums_in_masters)
+        self._by_hand = self._by_hand or self._armed
+        self._armed = self._armed or reduces
+        self._ddp.require_backward_grad_sync = reduces
+
+    def _take_reduced(self, copies: Masters) -> None:
+        """Adds what earlier backward passes have left to the sums, once it is reduced."""
         if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = boundary or self._sums_in_masters
+            if not self._armed or all(p.grad is None for p in self.module.parameters()):
+                return
+            self.reduce_gradients()
+            self._armed = self._by_hand = False
+        copies.take_gradients()
+
+    def reduce_gradients(self) -> None:
+        if self._ddp is None or (self._armed and not self._by_hand):
+            return
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)  # a gradient that some ranks lack is zero there
+        found = [p for p, is_used in zip(trainable, used.tolist(), strict=True) if is_used]
+        for parameter in found:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if found:
+            # What DDP has averaged already stays what it is: the mean of equal numbers.
+            gradients = [p.grad for p in found if p.grad is not None]
+            for work, copy_back in _average(found, gradients, self._how):
+                work.wait()
+                copy_back()
+        self._armed, self._by_hand = True, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._dtype != torch.float32:
@@ -80,47 +119,74 @@ class Replicated(Strategy):
         # Without gradients DDP has nothing to add, and would wait for buffers of ranks that do not evaluate.
         return (self._ddp if self._ddp and torch.is_grad_enabled() else self.module)(*args, **kwargs)
 
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._armed = self._by_hand = False
 
-def _reduce_in(how: tuple[torch.dtype, float], bucket: GradBucket) -> Future[Tensor]:
-    """Averages a bucket of gradients in a dtype; they are divided by a number before, and by the rest afterwards."""
+    def finish_step(self) -> None:
+        super().finish_step()
+        self._armed = self._by_hand = False
+
+    def close(self) -> None:
+        super().close()
+        self._ddp = None
+
+
+How = tuple[torch.dtype, float]  # the dtype that gradients travel in, and what they are divided by before
+
+
+def _reduce_in(how: How, bucket: GradBucket) -> Future[Tensor]:
+    """Averages a bucket of gradients in a dtype; what they are not divided by before, they are afterwards."""
     (dtype, before), own = how, bucket.buffer()
-    (sent,) = flats = [own.to(dtype, copy=True)]
+    sent = own.to(dtype, copy=True)
+    work = dist.all_reduce(sent.div_(before), async_op=True)
 
     def copy_back(_: Any) -> Tensor:
-        _divide_rest(flats, before)
-        own.copy_(sent)
+        own.copy_(_divide_rest(sent, before))
         return own
 
-    future: Future[Tensor] = _sum(flats, before)[0].then(copy_back)
+    future: Future[Tensor] = work.get_future().then(copy_back)
     return future
 
 
-def _reduce_each(how: tuple[torch.dtype, float], bucket: GradBucket) -> Future[Tensor]:
+def _reduce_each(how: How, bucket: GradBucket) -> Future[Tensor]:
     """As `_reduce_in`, each gradient in the dtype that its parameter is marked with, where it is."""
-    (dtype, before), own = how, bucket.buffer()
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        groups.setdefault(marked_dtype(parameter) or dtype, []).append(gradient)
-    sent = [torch.cat([g.reshape(-1) for g in group]).to(low) for low, group in groups.items()]
+    own = bucket.buffer()
+    pairs = _average(bucket.parameters(), bucket.gradients(), how)
 
     def copy_back(_: Any) -> Tensor:
-        _divide_rest(sent, before)
-        for flat, group in zip(sent, groups.values(), strict=True):
-            parts = torch.split_with_sizes(flat, [g.numel() for g in group])
-            torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
+        for _, copy in pairs:
+            copy()
         return own
 
-    future: Future[Tensor] = collect_all(_sum(sent, before)).then(copy_back)
+    future: Future[Tensor] = collect_all([work.get_future() for work, _ in pairs]).then(copy_back)
     return future
 
 
-def _sum(flats: list[Tensor], before: float) -> list[Future[Any]]:
-    """Begins to sum tensors over the ranks, in place, divided by `before`."""
-    works = [dist.all_reduce(flat.div_(before), async_op=True) for flat in flats]
-    return [work.get_future() for work in works]
+def _average(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], how: How
+) -> list[tuple[Any, Callable[[], None]]]:
+    """Starts to average gradients over the ranks, each in the dtype that its parameter is marked with, where it is.
+
+    One collective a dtype: what to wait for, and what then puts the result into its gradients.
+    """
+    dtype, before = how
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        groups.setdefault(marked_dtype(parameter) or dtype, []).append(gradient)
+
+    def start(low: torch.dtype, group: list[Tensor]) -> tuple[Any, Callable[[], None]]:
+        flat = torch.cat([g.reshape(-1) for g in group]).to(low).div_(before)
+
+        def copy_back() -> None:
+            parts = torch.split_with_sizes(_divide_rest(flat, before), [g.numel() for g in group])
+            torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
+
+        return dist.all_reduce(flat, async_op=True), copy_back
+
+    return [start(low, group) for low, group in groups.items()]
 
 
-def _divide_rest(flats: list[Tensor], before: float) -> None:
+def _divide_rest(summed: Tensor, before: float) -> Tensor:
     rest = before / dist.get_world_size()
-    if rest != 1:
-        torch._foreach_mul_(flats, rest)
+    return summed.mul_(rest) if rest != 1 else summed

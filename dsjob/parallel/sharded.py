@@ -9,6 +9,7 @@ stage  gradients                                        parameters
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
 
-from dsjob.autocast import DEFAULT_SAFE_MODULES, mark
+from dsjob.autocast import DEFAULT_SAFE_MODULES, mark, marked_dtype
 from dsjob.errors import ContractError, UsageError
 from dsjob.mesh import World
+from dsjob.optim.shards import local
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
-from dsjob.parallel.masters import Masters, choose_host
+from dsjob.parallel.masters import HOST, Masters, choose_host
+from dsjob.parallel.presharded import announce, lay_aside, make_whole, write_back
 from dsjob.parallel.wrap import find_blocks
 from dsjob.plan.model import choose_ahead
 from dsjob.precision import Precision
@@ -33,10 +37,14 @@ class Sharded(Strategy):
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
         self._stage = zero.stage
-        self._boundary: bool | None = None
+        self._flags: tuple[bool, bool] | None = None
+        self._reduce_dtype = precision.reduce
         _refuse_scalars(model)
         _refuse_groups(zero, world)
-        mesh = world.make_mesh(max(zero.mics_shard_size, 0))
+        mesh = self._mesh = world.make_mesh(max(zero.mics_shard_size, 0))
+        if mesh.ndim > 1:
+            make_whole(model)  # its shards are those of another mesh
+        placed = lay_aside(model)
         align(model, world)
         widen(model)
         gpu = world.device.type == "cuda"
@@ -58,9 +66,12 @@ class Sharded(Strategy):
             _prefetch(blocks, zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
         # What is outside the blocks is used at both ends of the model: freeing it in between would gather it twice.
         fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
+        write_back(model, placed, HOST if keep_off else world.device)
         self.module = model
         self._set_masters(zero, precision)
         self._all = dict(model.named_parameters())
+        for parameter in self._all.values():
+            announce(parameter)
         # FSDP2 adds up in the dtype that a unit reduces in; in a wider one the sharded parameters can.
         travels_low = precision.reduce != torch.float32 or precision.autocast is not None
         self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
@@ -85,20 +96,35 @@ class Sharded(Strategy):
         self.copies.stream(lambda: True)
         self.masters = {name: self.copies.weights.get(name, p) for name, p in trainable.items()}
 
-    def start_micro_step(self, boundary: bool) -> None:
+    def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         if self._buffers_differ and self._has_buffers:
             # As DDP does: each step begins with rank 0's buffers, so that one checkpoint speaks for all ranks. A model
             # may have put new tensors in the place of old ones.
             _broadcast_coalesced(_get_default_group(), list(self.module.buffers()), 25 << 20, 0)
             self._buffers_differ = False
-        if boundary == self._boundary:
+        if (boundary, sync) == self._flags:
             return
-        self._boundary = boundary
+        self._flags = (boundary, sync)
         root = cast(FSDPModule, self.module)
-        if self._defers:
-            root.set_requires_gradient_sync(boundary)
+        root.set_requires_gradient_sync(sync and (boundary or not self._defers))
         if self._stage < 3:
             root.set_reshard_after_backward(boundary)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        waiting = [p for unit in self._units() for p in _list_fsdp_parameters(unit) if _own_gradient(p) is not None]
+        for parameter in waiting:  # in the same order on every rank
+            gradient = cast(Tensor, _own_gradient(parameter))
+            sent = gradient.to(marked_dtype(parameter.sharded_param) or self._reduce_dtype) / self._mesh.size()
+            whole = DTensor.from_local(sent, self._mesh, [Partial()] * self._mesh.ndim, run_check=False)
+            placed = whole.redistribute(placements=parameter.sharded_param.placements)
+            share = placed.to(parameter.sharded_param.dtype)
+            if parameter.offload_to_cpu:
+                share = parameter.to_sharded_dtensor(local(share).cpu())
+            before = parameter.sharded_param.grad
+            parameter.sharded_param.grad = share if before is None else before + share
+            parameter.unsharded_accumulated_grad = None
+            parameter._unsharded_param.grad = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluated = self._evaluated or not torch.is_grad_enabled()
@@ -107,10 +133,10 @@ class Sharded(Strategy):
     def finish_step(self) -> None:
         super().finish_step()
         self._buffers_differ = True
-        if self._evaluated:
-            # Only a backward pass frees what a forward pass has gathered: after an evaluation it would be stale.
-            for unit in self._units():
-                unit.reshard()
+        if self._evaluated or self._flags is None or not self._flags[0]:
+            # Only a backward pass at the boundary frees what a forward pass has gathered: after an evaluation, or where
+            # the program has moved the boundary since, it would be stale.
+            self.free_gathered()
             self._evaluated = False
 
     def drop_gradients(self) -> None:
@@ -121,6 +147,14 @@ class Sharded(Strategy):
                 parameter.unsharded_accumulated_grad = None
             unit.reshard()
         super().drop_gradients()
+
+    def shown(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().shown()
+        yield from self._all.items()
+
+    def free_gathered(self) -> None:
+        for unit in self._units():
+            unit.reshard()
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
@@ -170,6 +204,14 @@ def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
     # One group before torch 2.13, a list of them since.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def _own_gradient(parameter: Any) -> Tensor | None:
+    """What backward passes that were told not to reduce have added up: the whole gradient of this rank."""
+    if parameter.unsharded_accumulated_grad is not None:
+        return cast(Tensor, parameter.unsharded_accumulated_grad)
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return unsharded.grad if unsharded is not None else None
 
 
 def _refuse_groups(zero: Zero, world: World) -> None:

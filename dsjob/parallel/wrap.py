@@ -7,14 +7,30 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from dsjob.parallel.presharded import is_external
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+_LEAF = "_dsjob_leaf"
+
+
+def mark_leaf(module: nn.Module, flag: bool = True) -> None:
+    """Says of a module that nothing inside it is a unit of its own: ranks may use different parts of it."""
+    setattr(module, _LEAF, flag)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether `mark_leaf` was called of it."""
+    return bool(getattr(module, _LEAF, False))
 
 
 def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:
     """The repeated blocks of a model, outermost ones, in order: siblings of one class in a list, each made of parts.
 
     A block that shares a parameter with anything outside it is left out, since one parameter can be sharded in one
-    unit alone: it then belongs to what remains of the model. `sharing`: it is listed all the same.
+    unit alone: it then belongs to what remains of the model. So is one with a parameter that was said to be used
+    elsewhere. `sharing`: it is listed all the same.
     """
     found = [block for block in _search(model) if any(True for _ in block.parameters())]
     if sharing:
@@ -22,10 +38,12 @@ def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:
     owners: Counter[int] = Counter()
     for parameter_id in _owned_ids(model, found):
         owners[parameter_id] += 1
-    return [block for block in found if all(owners[id(p)] == 1 for p in block.parameters())]
+    return [block for block in found if all(owners[id(p)] == 1 and not is_external(p) for p in block.parameters())]
 
 
 def _search(module: nn.Module) -> Iterator[nn.Module]:
+    if is_leaf(module):
+        return
     children = list(module.children())
     if isinstance(module, _CONTAINERS):
         counts = Counter(type(child) for child in children)

@@ -1,0 +1,38 @@
+"""The weights of a checkpoint in memory, whole, for a program that wants a state dict. Files are `convert`'s matter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsjob.checkpoint import zero_to_fp32 as layout
+from dsjob.checkpoint.shards import DTYPES
+from dsjob.checkpoint.source import open_root, renamed
+
+
+def read_weights(url: str, *, tag: str | None = None) -> dict[str, Tensor]:
+    """Parameters and buffers by name, floating-point ones as fp32; tied names share one tensor.
+
+    `url`: a checkpoint folder, as given to `save_checkpoint`; `tag`: by default the newest. Raises NoCheckpointError,
+    CorruptCheckpointError, StorageError.
+    """
+    root = open_root(url)
+    with renamed(f"read {url}"):
+        checkpoint = layout.read_checkpoint(root, layout.find_commit(root, tag))
+        shards = layout.Shards(root, checkpoint)
+        found: dict[str, Tensor] = {}
+        try:
+            for name, entry in checkpoint.tensors.items():
+                if entry.role == "optimizer":
+                    continue
+                data = b"".join(bytes(block) for block in shards.stream(name))
+                dtype = DTYPES[entry.dtype]
+                tensor = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+                tensor = tensor.reshape(entry.shape)
+                found[name.removeprefix("model.")] = tensor.float() if tensor.is_floating_point() else tensor
+        finally:
+            shards.close()
+    aliases = checkpoint.manifest.get("aliases", {})
+    for alias, target in aliases.items():
+        found[alias.removeprefix("model.")] = found[target.removeprefix("model.")]
+    return found

@@ -1,0 +1,31 @@
+"""DeepSpeed's names over dsjob: `import dsjob.deepspeed as deepspeed` in place of `import deepspeed`.
+
+Its modules say where a program for DeepSpeed finds what it calls; what they offer lives elsewhere in dsjob. What
+dsjob lacks is not here, so that importing it fails at once.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version as _version
+
+from dsjob.deepspeed import comm as comm
+from dsjob.deepspeed import ops as ops
+from dsjob.deepspeed import runtime as runtime
+from dsjob.deepspeed import utils as utils
+from dsjob.deepspeed import zero as zero
+from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
+from dsjob.engine import Engine
+from dsjob.entry import add_config_arguments as add_config_arguments
+from dsjob.entry import init_distributed as init_distributed
+from dsjob.entry import initialize as initialize
+from dsjob.errors import ConfigError
+
+DeepSpeedEngine = Engine
+DeepSpeedConfigError = ConfigError
+dist = comm
+
+API_VERSION = "0.19.6"  # of the DeepSpeed whose calls these are
+__version__ = version = API_VERSION
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
+__git_hash__ = __git_branch__ = None
+dsjob_version = _version("dsjob")

@@ -1,0 +1,43 @@
+"""`deepspeed.comm`: torch.distributed, whose names it has, with DeepSpeed's way to start it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as _dist
+from torch import Tensor
+
+from dsjob.entry import init_distributed as init_distributed
+
+
+def is_available() -> bool:
+    """Whether torch can communicate."""
+    return _dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a group."""
+    return _dist.is_initialized()
+
+
+def get_local_rank() -> int:
+    """This process's rank on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> _dist.ProcessGroup | None:
+    """All ranks."""
+    return _dist.group.WORLD
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: _dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """As torch's; a scalar counts as a tensor of one element, which gloo asks for."""
+    given = input_tensor.reshape(1) if input_tensor.dim() == 0 else input_tensor
+    return _dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_dist, name)

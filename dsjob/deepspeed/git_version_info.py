@@ -1,0 +1,11 @@
+"""`deepspeed.git_version_info`: what the installed torch was built for."""
+
+import torch
+
+torch_info = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": torch.version.hip or "0.0",
+}

@@ -1,0 +1,17 @@
+"""`deepspeed.ops.adagrad`: torch's Adagrad with DeepSpeed's arguments and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad for state that stays on the host."""
+
+    def __init__(
+        self, model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

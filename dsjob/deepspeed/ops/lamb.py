@@ -1,0 +1,17 @@
+"""`deepspeed.ops.lamb`: LAMB with DeepSpeed's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dsjob.deepspeed.defaults import fill_params
+from dsjob.optim.lamb import Lamb
+
+
+class FusedLamb(Lamb):
+    """LAMB; arguments as `optimizer.params` of type Lamb has them."""
+
+    def __init__(self, params: Iterable[Any], **given: Any) -> None:
+        filled = fill_params("optimizer", "Lamb", given)
+        super().__init__(params, **{key: value for key, value in filled.items() if key != "amsgrad"})

@@ -1,0 +1,20 @@
+"""`deepspeed.ops.lion`: Lion with DeepSpeed's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dsjob.deepspeed.defaults import fill_params
+from dsjob.optim.lion import Lion
+
+
+class FusedLion(Lion):
+    """Lion; arguments as `optimizer.params` of type Lion has them."""
+
+    def __init__(self, params: Iterable[Any], **given: Any) -> None:
+        super().__init__(params, **fill_params("optimizer", "Lion", given))
+
+
+class DeepSpeedCPULion(FusedLion):
+    """The same for state that stays on the host."""

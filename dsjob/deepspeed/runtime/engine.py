@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.engine`."""
+
+from dsjob.engine import Engine
+
+DeepSpeedEngine = Engine

@@ -1,0 +1,73 @@
+"""`deepspeed.runtime.lr_schedules`: the five schedules with DeepSpeed's defaults, and the names of their arguments.
+
+The schedules that a config names are of these classes too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from dsjob import schema as contract
+from dsjob.check import check_config
+from dsjob.deepspeed.defaults import fill_params
+from dsjob.errors import ConfigError
+from dsjob.optim import schedules
+
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
+WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+_PARAMS = ("scheduler", "params")
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+
+
+class _Named(type):
+    """A class of DeepSpeed's name: making one fills in the defaults, and what a config has made is one too."""
+
+    def __call__(cls, optimizer: Optimizer, *unnamed: Any, **given: Any) -> Any:
+        kind = getattr(schedules, cls.__name__)
+        names = list(_list_arguments(cls.__name__))
+        given = {**dict(zip(names, unnamed, strict=False)), **given}
+        problems = check_config({"scheduler": {"type": cls.__name__, "params": given}})
+        wrong = [problem for problem in problems if problem.severity == "error" and problem.path[:2] == _PARAMS]
+        if wrong:
+            raise ConfigError(wrong)
+        filled = fill_params("scheduler", cls.__name__, given)
+        return kind(optimizer, **filled)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, getattr(schedules, cls.__name__))
+
+
+def _list_arguments(kind: str) -> dict[str, Any]:
+    section = contract.deepspeed_schema()["properties"]["scheduler"]
+    properties: dict[str, Any] = (contract.params_schema(section, kind) or {}).get("properties", {})
+    return properties
+
+
+class LRRangeTest(metaclass=_Named):
+    """See dsjob.optim.schedules."""
+
+
+class OneCycle(metaclass=_Named):
+    """See dsjob.optim.schedules."""
+
+
+class WarmupLR(metaclass=_Named):
+    """See dsjob.optim.schedules."""
+
+
+class WarmupDecayLR(metaclass=_Named):
+    """See dsjob.optim.schedules."""
+
+
+class WarmupCosineLR(metaclass=_Named):
+    """See dsjob.optim.schedules."""
+
+
+def __getattr__(name: str) -> str:
+    """CYCLE_MIN_LR is "cycle_min_lr", and so on for every argument."""
+    if name.isupper() and any(name.lower() in _list_arguments(kind) for kind in VALID_LR_SCHEDULES):
+        return name.lower()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

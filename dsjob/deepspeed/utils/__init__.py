@@ -1,0 +1,40 @@
+"""`deepspeed.utils`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as _dist
+
+from dsjob.data.loader import RepeatingLoader as RepeatingLoader
+from dsjob.deepspeed.utils import groups as groups
+from dsjob.parameters import safe_get_full_fp32_param as safe_get_full_fp32_param
+from dsjob.parameters import safe_get_full_grad as safe_get_full_grad
+from dsjob.parameters import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+from dsjob.parameters import safe_get_local_fp32_param as safe_get_local_fp32_param
+from dsjob.parameters import safe_get_local_grad as safe_get_local_grad
+from dsjob.parameters import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+from dsjob.parameters import safe_set_full_fp32_param as safe_set_full_fp32_param
+from dsjob.parameters import safe_set_full_grad as safe_set_full_grad
+from dsjob.parameters import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+from dsjob.parameters import safe_set_local_fp32_param as safe_set_local_fp32_param
+from dsjob.parameters import safe_set_local_grad as safe_set_local_grad
+from dsjob.parameters import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+from dsjob.parameters import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
+from dsjob.zero import get_z3_leaf_modules as get_z3_leaf_modules
+from dsjob.zero import set_z3_leaf_module as set_z3_leaf_module
+from dsjob.zero import set_z3_leaf_modules as set_z3_leaf_modules
+from dsjob.zero import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+from dsjob.zero import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
+from dsjob.zero import unset_z3_leaf_modules as unset_z3_leaf_modules
+from dsjob.zero import z3_leaf_module as z3_leaf_module
+
+logger = logging.getLogger("dsjob")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on the ranks that are named; -1, or none: on all."""
+    rank = _dist.get_rank() if _dist.is_initialized() else 0
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)

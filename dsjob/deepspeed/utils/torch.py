@@ -1,0 +1,16 @@
+"""`deepspeed.utils.torch`."""
+
+from __future__ import annotations
+
+import torch
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch is of these versions, of which the first two numbers count."""
+
+    def parse(version: float | str) -> tuple[int, int]:
+        major, _, rest = str(version).partition(".")
+        return int(major), int(rest.partition(".")[0] or 0)
+
+    own = parse(torch.__version__)
+    return (min_version is None or own >= parse(min_version)) and (max_version is None or own <= parse(max_version))

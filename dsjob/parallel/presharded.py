@@ -1,0 +1,111 @@
+"""Parameters that are sharded from the moment they are made, before any engine has seen their model.
+
+`shard_parameters` replaces the parameters of a module by shards; a strategy lays these aside, gives the model its own
+form, and writes them back. No rank ever holds more than one of them whole.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+_EXTERNAL = "_dsjob_external"
+
+
+class ShardStatus(Enum):
+    """DeepSpeed's words for whether a sharded parameter is whole here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def announce(parameter: Tensor, status: ShardStatus = ShardStatus.NOT_AVAILABLE) -> None:
+    """Gives a sharded parameter the attributes by which programs for DeepSpeed know that it has to be gathered."""
+    shape = parameter.shape
+    marks = {"ds_id": id(parameter), "ds_shape": shape, "ds_numel": shape.numel(), "ds_status": status}
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+    """Replaces every whole parameter in `module` by this rank's share of rank 0's values, on the mesh's device.
+
+    Floating-point ones become `dtype`, if given. Scalars stay whole: they have no dimension to be sharded along.
+    """
+    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is None or isinstance(parameter, DTensor) or parameter.dim() == 0:
+                continue
+            if id(parameter) not in made:
+                value = parameter.detach().to(mesh.device_type)
+                value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                made[id(parameter)] = _replace(parameter, distribute_tensor(value, mesh, [Shard(0)]))
+                announce(made[id(parameter)])
+            owner._parameters[name] = made[id(parameter)]
+
+
+def lay_aside(model: nn.Module) -> dict[str, DTensor]:
+    """Puts meta tensors of their whole shapes in the place of sharded parameters; these, by name."""
+    placed: dict[str, DTensor] = {}
+    made: dict[int, nn.Parameter] = {}
+    for prefix, owner in model.named_modules():
+        for name, parameter in list(owner._parameters.items()):
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in made:
+                placed[f"{prefix}.{name}" if prefix else name] = parameter
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                made[id(parameter)] = _replace(parameter, empty)
+            owner._parameters[name] = made[id(parameter)]
+    return placed
+
+
+@torch.no_grad()
+def write_back(model: nn.Module, placed: dict[str, DTensor], device: torch.device) -> None:
+    """Gives the parameters of a model that was sharded on meta the values that were laid aside; empties `placed`."""
+    if not placed:
+        return
+
+    def materialise(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    model._apply(materialise)  # type: ignore[no-untyped-call]
+    parameters = dict(model.named_parameters())
+    for name in list(placed):
+        cast(DTensor, parameters[name].data).to_local().copy_(placed.pop(name).to_local())
+
+
+def make_whole(model: nn.Module) -> None:
+    """Replaces sharded parameters by whole ones, for a model that is to be on every rank."""
+    for name, shard in lay_aside(model).items():
+        path, _, leaf = name.rpartition(".")
+        empty = model.get_submodule(path)._parameters[leaf]
+        whole = _replace(shard, shard.full_tensor().detach())
+        for owner in model.modules():
+            for key, parameter in list(owner._parameters.items()):
+                if parameter is empty:
+                    owner._parameters[key] = whole
+
+
+def mark_external(parameter: Tensor) -> None:
+    """Says of a parameter that modules other than its own use it too."""
+    setattr(parameter, _EXTERNAL, True)
+
+
+def is_external(parameter: Tensor) -> bool:
+    """Whether `mark_external` was called of it."""
+    return getattr(parameter, _EXTERNAL, False)
+
+
+def _replace(parameter: Tensor, value: Tensor) -> nn.Parameter:
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    if is_external(parameter):
+        mark_external(made)
+    return made

@@ -1,0 +1,179 @@
+"""One parameter of a training, as a program meets it on the model: its fp32 value, gradient and optimizer state.
+
+Whole (`full`), which is a collective of all ranks under sharding, or this rank's part (`local`). The names are
+DeepSpeed's; a parameter is found by the tensor that the model shows, or by the one that the optimizer was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dsjob.optim.shards import local, own_part, whole
+from dsjob.parallel import Strategy
+
+
+class Owner(Protocol):
+    """What has parameters: an engine."""
+
+    strategy: Strategy
+    optimizer: Optimizer | None
+
+
+class Owned(NamedTuple):
+    """A parameter of an engine, by its name there."""
+
+    owner: Owner
+    name: str
+
+    @property
+    def weight(self) -> Tensor:
+        """What a checkpoint keeps: the master, or the frozen parameter itself."""
+        return self.owner.strategy.weights()[self.name]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient, from the boundary's backward pass to the step; scaled, with fp16."""
+        carrier = self._carrier()
+        return carrier.grad if carrier is not None else None
+
+    def _carrier(self) -> Tensor | None:
+        """What has the gradient: the master, or before `step` the model's copy of it in lower precision."""
+        master = self.owner.strategy.masters.get(self.name)
+        if master is None or master.grad is not None:
+            return master
+        shown = dict(self.owner.strategy.module.named_parameters()).get(self.name)
+        return shown if shown is not None and shown.grad is not None else master
+
+    def state(self, key: str) -> Tensor | None:
+        """A tensor of the optimizer's state."""
+        master = self.owner.strategy.masters.get(self.name)
+        if master is None or self.owner.optimizer is None:
+            return None
+        value = self.owner.optimizer.state.get(master, {}).get(key)
+        return value if isinstance(value, Tensor) else None
+
+
+_known: WeakKeyDictionary[Owner, dict[int, tuple[str, Tensor]]] = WeakKeyDictionary()
+
+
+def register(owner: Owner) -> None:
+    """Makes the parameters of an engine known, for as long as it lives."""
+    _known[owner] = {}
+
+
+def forget(owner: Owner) -> None:
+    """They are known no longer."""
+    _known.pop(owner, None)
+
+
+def find_owned(parameter: Tensor) -> Owned | None:
+    """Where a parameter belongs; None where no engine knows it."""
+    for owner, by_id in list(_known.items()):
+        name, found = by_id.get(id(parameter), ("", None))
+        if found is not parameter:
+            by_id.update({id(tensor): (name, tensor) for name, tensor in owner.strategy.shown()})
+            name, found = by_id.get(id(parameter), ("", None))
+        if found is parameter:
+            return Owned(owner, name)
+    return None
+
+
+def _read(
+    parameter: Tensor, choose: Callable[[Owned], Tensor | None], part: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    owned = find_owned(parameter)
+    value = choose(owned) if owned is not None else None
+    if value is None:
+        return None
+    found = part(value.detach())
+    return found.to(torch.float32 if found.is_floating_point() else found.dtype, copy=True)
+
+
+@torch.no_grad()
+def _write(
+    parameter: Tensor, value: Tensor, choose: Callable[[Owned], Tensor | None], *, is_part: bool, weight: bool = False
+) -> None:
+    owned = find_owned(parameter)
+    place = choose(owned) if owned is not None else None
+    if owned is None or place is None:
+        raise ValueError("no engine has that of this parameter now")
+    local(place).copy_((value if is_part else own_part(value.to(place.device), place)).view_as(local(place)))
+    if weight:
+        owned.owner.strategy.weights_changed()
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """A parameter's fp32 value, whole; None where no engine has it."""
+    return _read(param, lambda owned: owned.weight, whole)
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Gives a parameter and its master a value, whole and the same on every rank."""
+    _write(param, value, lambda owned: owned.weight, is_part=False, weight=True)
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """A parameter's gradient as fp32, whole: from the boundary's backward pass to the step, None at other times.
+
+    With fp16 it is still multiplied by the loss scale.
+    """
+    return _read(param, lambda owned: owned.gradient, whole)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Puts a value, whole and the same on every rank, in the place of a gradient that is there."""
+    _write(param, value, lambda owned: owned.gradient, is_part=False)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """A tensor of a parameter's optimizer state (`exp_avg`), whole; None before the first step."""
+    return _read(param, lambda owned: owned.state(optim_state_key), whole)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Gives a tensor of a parameter's optimizer state a value, whole and the same on every rank."""
+    _write(param, value, lambda owned: owned.state(optim_state_key), is_part=False)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """This rank's part of a parameter's fp32 value: its rows, [rows of this rank, ...]."""
+    return _read(param, lambda owned: owned.weight, local)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Gives this rank's part of a parameter a value."""
+    _write(param, value, lambda owned: owned.weight, is_part=True, weight=True)
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    return _read(param, lambda owned: owned.gradient, local)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Puts a value in the place of this rank's part of a gradient."""
+    _write(param, value, lambda owned: owned.gradient, is_part=True)
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's part of a tensor of a parameter's optimizer state."""
+    return _read(param, lambda owned: owned.state(optim_state_key), local)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Gives this rank's part of a tensor of a parameter's optimizer state a value."""
+    _write(param, value, lambda owned: owned.state(optim_state_key), is_part=True)
+
+
+def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: Callable[..., Tensor]) -> None:
+    """Puts `update_func(gradient, parameter)` in the place of each gradient that is there, whole."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))

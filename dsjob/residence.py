@@ -1,0 +1,68 @@
+"""Where the state of a training lies: moving it to the host while something else needs the device, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dsjob.errors import UsageError
+from dsjob.parallel import Strategy
+
+STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names
+
+
+def offload(
+    strategy: Strategy,
+    optimizer: Optimizer | None,
+    include: Collection[Any] | None = None,
+    device: Any = "cpu",
+    pin_memory: bool = True,
+    non_blocking: bool = False,
+) -> None:
+    """Moves optimizer state, and parameters with their masters and gradients, to the host.
+
+    `include`: those of `STATES` to move, as strings or as an enum of them. Parameters and masters go together, and
+    gradients with them, since torch keeps a gradient where its parameter is; asked for alone, gradients stay.
+    `pin_memory`: in page-locked memory, where the device is a GPU. Raises UsageError for other names and devices.
+    """
+    if str(getattr(device, "value", device)) != "cpu":
+        raise UsageError(f"states are offloaded to the host, not to {device!r}", hint='device="cpu"')
+    names = {str(name.value if isinstance(name, Enum) else name) for name in include or STATES}
+    unknown = sorted(names - set(STATES))
+    if unknown:
+        raise UsageError(f"there is no state {unknown[0]!r} to offload", hint=f"allowed are {', '.join(STATES)}")
+    pins = pin_memory and torch.cuda.is_available()
+
+    def to_host(tensor: Tensor) -> Tensor:
+        moved = tensor.to("cpu", non_blocking=non_blocking)
+        return moved.pin_memory() if pins and not isinstance(moved, DTensor) else moved
+
+    if "optim_states" in names and optimizer is not None:
+        _move_optimizer(optimizer, to_host)
+    if names & {"hp_params", "lp_params"}:
+        strategy.move_weights(to_host)
+
+
+def reload(
+    strategy: Strategy, optimizer: Optimizer | None, device: torch.device, *, non_blocking: bool = False
+) -> None:
+    """Brings everything to `device`."""
+
+    def to_device(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=non_blocking)
+
+    strategy.move_weights(to_device)
+    if optimizer is not None:
+        _move_optimizer(optimizer, to_device)
+
+
+def _move_optimizer(optimizer: Optimizer, move: Any) -> None:
+    for entry in optimizer.state.values():
+        # `step` stays where the optimizer put it: most of torch's keep it on the host.
+        entry.update({k: move(v) for k, v in entry.items() if isinstance(v, Tensor) and k != "step"})

@@ -1,0 +1,229 @@
+"""What an engine saves and loads, by DeepSpeed's calls. Files and formats are the matter of `checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dsjob.checkpoint import export
+from dsjob.checkpoint.checkpointer import Checkpointer
+from dsjob.checkpoint.state import TrainingState, persistent_buffers
+from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
+from dsjob.optim.scaler import LossScaler
+from dsjob.optim.shards import own_part, whole
+from dsjob.parallel import Strategy
+from dsjob.rhythm import Rhythm
+from dsjob.settings import Settings
+
+
+class Saving(Settings):
+    """The part of an engine that saves and loads. Every rank must call each of these methods."""
+
+    strategy: Strategy
+    rhythm: Rhythm
+    optimizer: Optimizer | None
+    lr_scheduler: LRScheduler | None
+    _scaler: LossScaler | None
+    _aliases: dict[str, str]
+
+    def state(self) -> TrainingState:
+        """What a checkpoint of this engine holds; loading writes into the same tensors."""
+        return TrainingState(
+            weights=self.strategy.weights(),
+            buffers=persistent_buffers(self.strategy.module),
+            aliases=self._aliases,
+            masters=self.strategy.masters,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=self._scaler,
+            device=self.world.device,
+        )
+
+    def counters(self) -> dict[str, int]:
+        """The counters that a checkpoint keeps."""
+        skipped = {"skipped_steps": self._scaler.skipped} if self._scaler is not None else {}
+        return {**self.rhythm.counts(), **skipped}
+
+    def restore_counters(self, counters: Mapping[str, int]) -> None:
+        """Continues counting where a checkpoint left off; accumulation starts at the beginning of a step."""
+        self.rhythm.restore(counters)
+        if self._scaler is not None:
+            self._scaler.skipped = counters.get("skipped_steps", self._scaler.skipped)
+        self.strategy.drop_gradients()
+        self.strategy.finish_step()
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves everything to `save_dir` (a path or URL).
+
+        `tag`: `global_step<n>` where absent; a checkpoint of that tag is replaced once the new one is whole. Ranks that
+        give different ones are told, or refused, as `checkpoint.tag_validation` says; rank 0's counts.
+        `client_state`: JSON values to be given back by `load_checkpoint`.
+        """
+        checkpointer = Checkpointer(_require_folder(save_dir), world=self.world, keep=0)
+        checkpointer.save(
+            self,
+            tag=self._agree_on_tag(str(tag) if tag is not None else f"global_step{self.rhythm.global_steps}"),
+            client_state=client_state,
+            latest=save_latest,
+            replace=True,
+            frozen=not exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Loads the checkpoint `tag`, or the newest one, from `load_dir`, whatever number of ranks saved it.
+
+        `load_module_only`: the weights, with neither optimizer, schedule nor counters. `custom_load_fn` is not
+        supported: weights are read in place, never as one dict. Returns its folder and client_state; (None, None) where
+        there is no checkpoint, as DeepSpeed does.
+        """
+        if custom_load_fn is not None:
+            raise UsageError(
+                "load_checkpoint reads weights in place and has no dict to give to custom_load_fn",
+                hint="rename the weights in the model, or convert the checkpoint and call load_module_state_dict",
+            )
+        checkpointer = Checkpointer(_require_folder(load_dir), world=self.world, keep=0)
+        counters = self.counters()
+        try:
+            loaded = checkpointer.load(
+                self,
+                tag=str(tag) if tag is not None else None,
+                strict=load_module_strict,
+                optimizer=load_optimizer_states and not load_module_only,
+                scheduler=load_lr_scheduler_states and not load_module_only,
+            )
+        except NoCheckpointError as error:
+            if tag is not None:
+                raise
+            if self.world.rank == 0:
+                warnings.warn(f"nothing was loaded: {error.message}", stacklevel=2)
+            return None, None
+        if load_module_only:
+            self.restore_counters(counters)
+        return loaded.url, loaded.client_state
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the whole model's weights in the compute dtype to one file.
+
+        A name ending in `.safetensors` gives safetensors, any other torch.save's format. At stage 3 it needs
+        stage3_gather_16bit_weights_on_model_save; returns False, having written nothing, where that is not set.
+        """
+        zero = self.spec.zero_optimization
+        if zero.stage == 3 and self.world.world_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:
+            return False
+        state, url = self.state(), os.path.join(_require_folder(save_dir), save_filename)
+        if exclude_frozen_parameters:
+            state = state.without_frozen()
+        export.save_model(url, state, dtype=self.precision.compute, writes=self.world.rank == 0)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(
+        self,
+        destination: MutableMapping[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> MutableMapping[str, Tensor]:
+        """The model's weights and buffers by name, whole on every rank and in the compute dtype, whatever the stage.
+
+        At stage 3 that is a model's worth of memory on each rank: `save_16bit_model` writes it to a file instead.
+        `keep_vars` has no effect: what is returned are copies.
+        """
+        state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
+        found = {} if destination is None else destination
+        for name, tensor in state.weights.items():
+            value = whole(tensor).detach()
+            low = self.precision.compute if value.is_floating_point() else value.dtype
+            found[prefix + name] = value.to(low, copy=True)
+        found.update({prefix + name: buffer.detach().clone() for name, buffer in state.buffers.items()})
+        found.update(
+            {prefix + n: found[prefix + first] for n, first in state.aliases.items() if prefix + first in found}
+        )
+        return found
+
+    @torch.no_grad()
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Writes whole weights and buffers, given by name (or below `module`), into the model and its masters.
+
+        Raises CheckpointError for names that are missing or unknown, if `strict`, and for wrong shapes.
+        """
+        given = state_dict["module"] if isinstance(state_dict.get("module"), Mapping) else state_dict
+        state = self.state()
+        places = {**state.weights, **state.buffers}
+        missing = [name for name in places if name not in given]
+        unknown = [name for name in given if name not in places and name not in state.aliases]
+        if strict and (missing or unknown):
+            raise CheckpointError(f"the state dict is another model's: missing {missing[:3]}, unknown {unknown[:3]}")
+        for name, place in places.items():
+            if name not in given:
+                continue
+            if given[name].shape != place.shape:
+                raise CheckpointError(f"{name} is {list(place.shape)} in the model, {list(given[name].shape)} there")
+            value = given[name].to(device=self.world.device, dtype=place.dtype)
+            (place.to_local() if hasattr(place, "to_local") else place).copy_(own_part(value, place))
+        self.strategy.drop_gradients()
+        self.strategy.finish_step()
+
+    def _agree_on_tag(self, tag: str) -> str:
+        """Rank 0's tag. Raises CheckpointError where others differ and `checkpoint.tag_validation` is Fail."""
+        if self.world.world_size == 1:
+            return tag
+        tags: list[Any] = [None] * self.world.world_size
+        dist.all_gather_object(tags, tag)
+        if len(set(tags)) > 1:
+            mode = str(self.checkpoint_tag_validation()).lower()
+            message = f"ranks save under different tags: {', '.join(sorted(set(tags)))}"
+            if mode == "fail":
+                raise CheckpointError(message, hint="give the same tag on every rank")
+            if mode == "warn" and self.world.rank == 0:
+                warnings.warn(f"{message}; rank 0's is taken", stacklevel=3)
+        return str(tags[0])
+
+
+def find_aliases(module: nn.Module) -> dict[str, str]:
+    """Other names of tied parameters: name -> the name under which it is saved."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            aliases[name] = first[id(parameter)]
+        else:
+            first[id(parameter)] = name
+    return aliases
+
+
+def _require_folder(url: str | os.PathLike[str]) -> str:
+    if not url:
+        raise UsageError(f"a folder or URL is needed, not {url!r}")
+    return os.fspath(url)

@@ -1,0 +1,314 @@
+"""Models that are sharded while they are built, and parameters made whole for a while: DeepSpeed's `zero`.
+
+What it leaves to others: how a model in training is sharded (`parallel`), and reading one value (`parameters`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._pytree import tree_map
+
+from dsjob.errors import UsageError
+from dsjob.mesh import join_world
+from dsjob.optim.shards import local, own_part
+from dsjob.optim.shards import whole as gather
+from dsjob.parallel.presharded import ShardStatus, announce, mark_external, shard_parameters
+from dsjob.parallel.wrap import is_leaf, mark_leaf
+from dsjob.parameters import find_owned
+
+
+class Init:
+    """While it is entered, each module's parameters are sharded over all ranks as soon as it is part of another.
+
+    So a model is never whole anywhere: at most one module's own parameters are, for the moment of their making; those
+    of the outermost one until the end. All ranks build the same model, and rank 0's values count. `Module.apply` (for
+    initialisation) sees whole parameters, module by module. `module`: one that is there already, to be sharded at
+    once. `dtype`: what parameters become; they stay as they are made where it is absent, since they are masters too.
+    On one rank, and without `enabled`, nothing happens. The other arguments are DeepSpeed's, and have no counterpart.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        if mpu is not None or data_parallel_group not in (None, _world_group()):
+            raise UsageError("zero.Init shards over all ranks: neither mpu nor another group is supported")
+        if remote_device not in (None, "none", "cpu"):
+            raise UsageError(f"zero.Init: remote_device is {remote_device!r}", hint='allowed are "cpu" and None')
+        self._world = join_world() if enabled else None
+        self._dtype = dtype
+        self._stack = contextlib.ExitStack()
+        self._mesh = self._world.make_mesh() if self._world is not None and self._world.world_size > 1 else None
+        if module is not None and self._mesh is not None:
+            shard_parameters(module, self._mesh, dtype)
+
+    def __enter__(self) -> Init:
+        mesh = self._mesh
+        if mesh is None:
+            return self
+
+        def shard(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+            if child is not None:
+                shard_parameters(child, mesh, self._dtype)
+
+        built: WeakSet[nn.Module] = WeakSet()
+
+        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            built.add(module)
+
+        def shard_rest() -> None:
+            for module in list(built):  # what is part of no other module
+                shard_parameters(module, mesh, self._dtype)
+
+        for handle in (
+            register_module_module_registration_hook(shard),
+            register_module_parameter_registration_hook(note),
+        ):
+            self._stack.callback(handle.remove)
+        self._stack.callback(shard_rest)
+        self._stack.enter_context(_apply_to_whole())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+@contextmanager
+def _apply_to_whole() -> Iterator[None]:
+    """`Module.apply` gathers the parameters of each module that it is called for; what rank 0 makes of them counts."""
+    original = nn.Module.apply
+
+    def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+        for child in self.children():
+            child.apply(fn)
+        with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
+            fn(self)
+        return self
+
+    nn.Module.apply = apply  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.apply = original  # type: ignore[method-assign]
+
+
+class _Gathered(DTensor):
+    """A sharded parameter for as long as it is whole: all that is done with it is done with `_whole`."""
+
+    __slots__ = ()
+    _whole: nn.Parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def whole(value: Any) -> Any:
+            return value._whole if isinstance(value, _Gathered) else value
+
+        return func(*tree_map(whole, args), **tree_map(whole, kwargs or {}))
+
+
+class GatheredParameters:
+    """While it is entered, `params` are whole on every rank: the very objects, on their modules and elsewhere.
+
+    `modifier_rank`: what this rank has made of them by the end becomes their value on all ranks, and that of their
+    masters; without it changes are lost. Every rank has to enter and leave. May be nested; `fwd_module` has no
+    counterpart, since forward passes gather by themselves.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | nn.Module | Iterable[Tensor] | Mapping[str, Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, Mapping):
+            params = params.values()
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        self._params = list({id(p): p for p in listed}.values()) if enabled else []
+        self._modifier_rank = modifier_rank
+        self._gathered: list[Tensor] = []
+
+    def __enter__(self) -> GatheredParameters:
+        for parameter in self._params:
+            if isinstance(parameter, DTensor) and not isinstance(parameter, _Gathered):
+                whole = nn.Parameter(gather(parameter.detach()), requires_grad=parameter.requires_grad)
+                parameter._whole = whole  # type: ignore[attr-defined]
+                parameter.__class__ = _Gathered
+                announce(parameter, ShardStatus.AVAILABLE)
+                self._gathered.append(parameter)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        keeps = self._modifier_rank is not None and kind is None
+        values = [self._agree(_whole_of(parameter)) for parameter in self._params] if keeps else []
+        wholes = {id(parameter): parameter for parameter in self._gathered}
+        for parameter in self._gathered:
+            parameter.__class__ = DTensor
+            del parameter._whole  # type: ignore[attr-defined]
+            announce(parameter)
+        self._gathered = []
+        changed = set()
+        for parameter, value in zip(self._params, values, strict=False):
+            _write(parameter, value, inside=isinstance(parameter, _Gathered) and id(parameter) not in wholes)
+            owned = find_owned(parameter)
+            if owned is not None:
+                changed.add(owned.owner)
+        for owner in changed:
+            owner.strategy.weights_changed()
+
+    @torch.no_grad()
+    def _agree(self, value: Tensor) -> Tensor:
+        """`value` as the modifying rank has it."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            sent = value.data.contiguous()
+            dist.broadcast(sent, src=self._modifier_rank)
+            return sent
+        return value.data
+
+
+def _whole_of(parameter: Tensor) -> Tensor:
+    return parameter._whole if isinstance(parameter, _Gathered) else parameter
+
+
+@torch.no_grad()
+def _write(parameter: Tensor, value: Tensor, *, inside: bool) -> None:
+    """Puts a whole value into a parameter, its shares and its master; `inside`: it stays gathered for now."""
+    if inside:
+        _whole_of(parameter).data.copy_(value)
+        parameter.__class__, whole = DTensor, _whole_of(parameter)
+        local(parameter).copy_(own_part(value.to(parameter.dtype), parameter))
+        parameter.__class__ = _Gathered
+        parameter._whole = whole  # type: ignore[attr-defined]
+    else:
+        local(parameter).copy_(own_part(value.to(parameter.dtype), parameter))
+    owned = find_owned(parameter)
+    if owned is not None and local(owned.weight).data_ptr() != local(parameter).data_ptr():
+        master = owned.weight
+        local(master).copy_(own_part(value.to(master.dtype), master))
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Says that `module` uses a parameter of another module: it is then gathered for the whole forward pass.
+
+    Called in a model's constructor, before the model has an engine: raises UsageError afterwards.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(f"an external parameter is an nn.Parameter, not {type(parameter).__name__}")
+    if find_owned(parameter) is not None:
+        raise UsageError(
+            "register_external_parameter comes too late: the model is sharded already",
+            hint="call it in the constructor of the module that uses the parameter",
+        )
+    mark_external(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Takes back what `register_external_parameter` has said."""
+    parameter.__dict__.pop("_dsjob_external", None)
+
+
+def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
+    """Says, before `initialize`, whether the parameters inside a module are sharded and gathered together."""
+    mark_leaf(module, flag)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The same of all modules in `model` of these classes (or their names, dotted or not): experts, for example, of
+    which ranks use different ones. Returns them; raises UsageError where there is none."""
+    found = _find_modules(model, leaf_module_classes)
+    if not found and raise_if_not_found:
+        raise UsageError(f"no module of the model is one of {list(leaf_module_classes)}")
+    for module in found:
+        mark_leaf(module)
+    return found
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, leaf_module_names: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The same of the modules with these names in the model."""
+    return _mark_named(model, lambda name: name in leaf_module_names, leaf_module_names, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, leaf_module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The same of the modules whose names end so."""
+    endings = tuple(leaf_module_name_suffixes)
+    return _mark_named(model, lambda name: name.endswith(endings), endings, raise_if_not_found)
+
+
+def _mark_named(
+    model: nn.Module, takes: Callable[[str], bool], wanted: Sequence[str], raise_if_not_found: bool
+) -> list[nn.Module]:
+    found = [module for name, module in model.named_modules() if name and takes(name)]
+    if not found and raise_if_not_found:
+        raise UsageError(f"no module of the model is named {' or '.join(wanted)}")
+    for module in found:
+        mark_leaf(module)
+    return found
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Takes that back."""
+    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
+    for module in found:
+        mark_leaf(module, False)
+    return found
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of which it was said."""
+    return [module for module in model.modules() if is_leaf(module)]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Whether it was said of a module."""
+    return is_leaf(module)
+
+
+def _find_modules(model: nn.Module, classes: Sequence[type | str]) -> list[nn.Module]:
+    def is_one(module: nn.Module) -> bool:
+        kind = type(module)
+        names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
+        return any(wanted in names if isinstance(wanted, str) else isinstance(module, wanted) for wanted in classes)
+
+    return [module for module in model.modules() if is_one(module)]
+
+
+def _world_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None

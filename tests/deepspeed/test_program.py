@@ -1,0 +1,138 @@
+"""A program for DeepSpeed runs by changing its import, and finds what it calls."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dsjob.deepspeed as deepspeed
+from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from dsjob.deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WarmupDecayLR, WarmupLR
+from dsjob.deepspeed.utils import RepeatingLoader
+from dsjob.errors import DataError, UsageError
+
+# In the manner of DeepSpeed's getting-started guide: arguments, a config file, a loader, the three calls, a checkpoint.
+PROGRAM = """
+import argparse, torch
+import dsjob.deepspeed as deepspeed
+from dsjob.deepspeed.accelerator import get_accelerator
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+deepspeed.init_distributed()
+torch.manual_seed(0)
+with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+data = [(x, x.sum(dim=-1, keepdim=True)) for x in torch.randn(32, 4)]
+engine, optimizer, loader, scheduler = deepspeed.initialize(
+    args=args, model=net, model_parameters=net.parameters(), training_data=data
+)
+first = last = None
+for epoch in range(10):
+    for step, (x, y) in enumerate(loader):
+        x, y = x.to(engine.local_rank if torch.cuda.is_available() else "cpu"), y.to(engine.device)
+        loss = torch.nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        last = loss.item()
+        first = last if first is None else first
+engine.save_checkpoint("out", client_state={"epoch": epoch})
+_, client = engine.load_checkpoint("out")
+with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+    if deepspeed.comm.get_rank() == 0:
+        engine.module[0].bias.data.zero_()
+bias = deepspeed.utils.safe_get_full_fp32_param(engine.module[0].bias)
+if deepspeed.comm.get_rank() == 0:
+    print(first > 2 * last, client["epoch"], float(bias.abs().sum()), engine.global_steps)
+    print(get_accelerator().device_name())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_runs_unchanged_but_for_its_import(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.05}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+        "zero_optimization": {"stage": 3},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*start, "program.py", "--deepspeed", "--deepspeed_config", "ds.json"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.split() == ["True", "9", "0.0", "40", deepspeed.get_accelerator().device_name()]
+
+
+def test_optimizers_have_deepspeeds_defaults() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    adam = FusedAdam([weight])
+    group = adam.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (1e-3, 0.0, True)
+    assert DeepSpeedCPUAdam([weight], adamw_mode=False).param_groups[0]["decoupled_weight_decay"] is False
+    lamb = deepspeed.ops.lamb.FusedLamb([weight], lr=0.5)
+    assert (lamb.param_groups[0]["lr"], lamb.param_groups[0]["max_coeff"]) == (0.5, 10.0)
+    assert deepspeed.ops.lion.FusedLion([weight]).param_groups[0]["lr"] == 1e-3
+    with pytest.raises(UsageError, match="bias correction"):
+        FusedAdam([weight], bias_correction=False)
+
+
+def test_schedules_are_of_their_classes_whoever_makes_them() -> None:
+    optimizer = FusedAdam([nn.Parameter(torch.ones(2))], lr=0.1)
+    schedule = WarmupLR(optimizer, 0.0, 0.1, 10)
+    assert isinstance(schedule, WarmupLR)
+    assert not isinstance(schedule, WarmupDecayLR)
+    assert CYCLE_MIN_LR == "cycle_min_lr"
+    for wrong in ({"warmup_num_steps": -5}, {"warmup_num_stesp": 5}, {"warmup_num_steps": None}):
+        with pytest.raises(ValueError, match="warmup_num_st"):
+            WarmupLR(optimizer, **wrong)
+    config = {"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": {}}}
+    made = deepspeed.initialize(model=nn.Linear(2, 2), optimizer=optimizer.__class__, config=config)[3]
+    assert isinstance(made, WarmupLR)
+
+
+def test_a_repeating_loader_begins_again() -> None:
+    loader = iter(RepeatingLoader([1, 2, 3]))
+    assert [next(loader) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    with pytest.raises(DataError, match="yields nothing"):
+        next(RepeatingLoader([]))
+
+
+def test_what_dsjob_lacks_is_not_there() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        __import__("dsjob.deepspeed.moe")
+    assert deepspeed.comm.ReduceOp.SUM is torch.distributed.ReduceOp.SUM
+    assert deepspeed.comm.is_initialized() in (True, False)
+    assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine
+
+
+def test_weights_of_a_checkpoint_are_read_whole(tmp_path: Path) -> None:
+    from dsjob.deepspeed.utils.zero_to_fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
+
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "bf16": {"enabled": True}}
+    engine = deepspeed.initialize(model=net, config=config)[0]
+    engine.save_checkpoint(str(tmp_path))
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert weights["1.weight"] is weights["0.weight"]
+    assert weights["0.weight"].dtype == torch.float32
+    fresh = load_state_dict_from_zero_checkpoint(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), str(tmp_path))
+    assert torch.equal(fresh[1].weight, weights["0.weight"])  # type: ignore[index]
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))
+    assert list((tmp_path / "out").glob("*.safetensors"))

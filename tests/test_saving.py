@@ -1,0 +1,115 @@
+"""An engine's own saving and loading calls, on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engines import build_net, make_engine, train_engine, whole_state
+from ranks import run_ranks
+from torch import Tensor
+
+from dsjob.checkpoint.weights import read_weights
+from dsjob.errors import CheckpointError, UsageError
+from dsjob.mesh import World
+
+
+def test_weights_alone_leave_counters_and_optimizer(tmp_path: Path) -> None:
+    saver = make_engine(0)
+    train_engine(saver, 0, 2)
+    saver.save_checkpoint(str(tmp_path), tag=7, client_state={"epoch": 3})
+    other = make_engine(0)
+    train_engine(other, 5, 1)
+    moments = {k: v for k, v in whole_state(other).items() if k.startswith("optimizer.")}
+    path, client = other.load_checkpoint(str(tmp_path), tag=7, load_module_only=True)
+    assert path is not None
+    assert client == {"epoch": 3}
+    assert other.global_steps == 1
+    state, saved = whole_state(other), whole_state(saver)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, moments[name] if name in moments else saved[name]), name
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    net = build_net()
+    net.emb.weight.requires_grad_(False)
+    engine = make_engine(0, net=net)
+    engine.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+    assert set(build_net().state_dict()) - set(read_weights(str(tmp_path))) == {"emb.weight"}
+    again = make_engine(0)
+    with pytest.raises(CheckpointError, match=r"emb\.weight"):
+        again.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    again.load_checkpoint(str(tmp_path), load_optimizer_states=False, load_module_strict=False)
+    assert "emb.weight" not in engine.module_state_dict(exclude_frozen_parameters=True)
+    engine.save_16bit_model(str(tmp_path), "w.bin", exclude_frozen_parameters=True)
+    assert "emb.weight" not in torch.load(tmp_path / "w.bin")
+
+
+def test_skipped_steps_are_counted_on_without_the_optimizers_state(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+    engine = make_engine(0, fp16=fp16)
+    train_engine(engine, 0, 3)
+    assert engine.skipped_steps == 3
+    engine.save_checkpoint(str(tmp_path))
+    again = make_engine(0, fp16=fp16)
+    again.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert (again.skipped_steps, again.global_steps) == (3, 3)
+
+
+@pytest.mark.parametrize("folder", ["", None])
+def test_a_folder_is_needed(folder: str | None) -> None:
+    with pytest.raises(UsageError, match="a folder or URL is needed"):
+        make_engine(0).save_checkpoint(folder)  # type: ignore[arg-type]
+
+
+def exchange_weights(world: World, stage: int, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    first, second = make_engine(stage, bf16=bf16), make_engine(stage, bf16=bf16)
+    train_engine(first, 0, 1)
+    weights = dict(first.module_state_dict())
+    second.load_module_state_dict(weights)
+    with pytest.raises(CheckpointError, match="missing"):
+        second.load_module_state_dict({"nothing": torch.zeros(1)})
+    return weights, whole_state(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "bf16"), [(0, True), (1, False), (3, False), (3, True)])
+def test_module_state_dicts_are_whole_and_load_at_every_stage(stage: int, bf16: bool) -> None:
+    for weights, loaded in run_ranks(exchange_weights, 2, stage, bf16):
+        assert set(weights) == set(build_net().state_dict())
+        for name, tensor in weights.items():
+            if f"model.{name}" in loaded:
+                assert torch.equal(loaded[f"model.{name}"], tensor.to(loaded[f"model.{name}"].dtype)), name
+        assert weights["head.weight"].dtype == (torch.bfloat16 if bf16 else torch.float32)
+
+
+def save_apart(world: World, folder: str, mode: str) -> str:
+    engine = make_engine(1, checkpoint={"tag_validation": mode})
+    try:
+        engine.save_checkpoint(folder, tag=f"tag{world.rank}")
+    except CheckpointError as error:
+        return error.message
+    return Path(folder, "latest").read_text().strip()
+
+
+@pytest.mark.slow
+def test_ranks_that_disagree_on_a_tag_are_told_or_refused(tmp_path: Path) -> None:
+    assert run_ranks(save_apart, 2, str(tmp_path / "a"), "Warn") == ["tag0", "tag0"]
+    refused = run_ranks(save_apart, 2, str(tmp_path / "b"), "Fail")
+    assert refused == ["ranks save under different tags: tag0, tag1"] * 2
+
+
+def test_states_are_moved_to_the_host_and_back() -> None:
+    engine = make_engine(0, bf16=True)
+    train_engine(engine, 0, 1)
+    before = whole_state(engine)
+    engine.offload_states()
+    engine.reload_states()
+    after = whole_state(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    train_engine(engine, 1, 1)
+    with pytest.raises(UsageError, match="no state 'everything'"):
+        engine.offload_states(include=["everything"])
+    with pytest.raises(UsageError, match="to the host"):
+        engine.offload_states(device="nvme")
