@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from typing import IO, Any, Protocol
 
 from dsjob.engine import Engine
+from dsjob.engines import Engines
 from dsjob.run_folder import drop_non_finite
 
 
 class RunView(Protocol):
     """What a callback sees of the run."""
 
-    engine: Engine
     max_steps: int
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that counts steps and samples."""
+
+    @property
+    def engines(self) -> Engines:
+        """All engines by name."""
 
     @property
     def step(self) -> int:
@@ -32,10 +40,12 @@ class Callback:
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
         """A log record: step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second, eta_seconds;
-        with fp16 loss_scale too, and a grad_norm that is not finite where the step was skipped."""
+        with fp16 loss_scale too, and a grad_norm that is not finite where the step was skipped; what trainer.step
+        returned besides, and of each further model `<name>/lr`, `<name>/grad_norm`."""
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """An evaluation is done: `eval/loss` and the metrics of the document as `eval/<name>`."""
+        """An evaluation is done: `eval/loss` and the document's metrics as `eval/<name>`, or what trainer.eval_step
+        returned."""
 
     def on_save(self, run: RunView, url: str) -> None:
         """A checkpoint is committed."""

@@ -76,12 +76,16 @@ def _check_models(document: dict[str, Any], problems: list[Problem], told: list[
         return []
     known = {(problem.path, problem.rule) for problem in told}
     found = []
-    for name in models:
+    for name, entry in models.items():
         below = [replace(p, path=p.path[2:]) for p in problems if p.path[:2] == ("models", name)]
         for problem in _check_rules(take_model(document, name), problems + below, whole=True):
-            idle = problem.rule == "no-optimizer" and not is_trainable(document, name)
-            if not idle and (problem.path, problem.rule) not in known:
+            own = problem.path[:1] and problem.path[0] in entry
+            if problem.rule == "no-optimizer" and is_trainable(document, name):
                 found.append(replace(problem, path=("models", name, *problem.path)))
+            elif problem.rule != "no-optimizer" and (own or (problem.path, problem.rule) not in known):
+                message = problem.message if own else f"{problem.dotted} {problem.message}"
+                path = problem.path if own else ()
+                found.append(replace(problem, path=("models", name, *path), message=message))
     return found
 
 

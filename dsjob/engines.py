@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dsjob.checkpoint.joint import JointState
 from dsjob.engine import Engine
 
-_COUNTERS = ("global_steps", "global_samples", "micro_steps")
-
 
 class Engines(Mapping[str, Engine]):
     """Engines by name; the first one counts the steps and samples of the run."""
@@ -42,7 +40,8 @@ class Engines(Mapping[str, Engine]):
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Continues counting where a checkpoint left off."""
         for name, engine in self._engines.items():
-            engine.restore_counters({key: counters[f"{name}.{key}"] for key in _COUNTERS})
+            kept = {key: counters.get(f"{name}.{key}") for key in engine.counters()}
+            engine.restore_counters({key: count for key, count in kept.items() if count is not None})
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage of the first."""

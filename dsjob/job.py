@@ -73,6 +73,7 @@ def _prepare(
     spec: JobSpec, document: Mapping[str, Any], run_dir: str, world: World, display: Display, trust: Trust
 ) -> tuple[loop.Run, Loaded | None]:
     trainer, build = spec.trainer, functools.partial(call_target, trust=trust)
+    models = _build_models(document, trust)
     collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
     loader = TrainingLoader(
         build(spec.data.train),
@@ -86,7 +87,7 @@ def _prepare(
     )
     evaluation = build(spec.data.eval) if spec.data.eval else None
     steps = count_steps(trainer, loader.samples_per_epoch)
-    engines = _build_engines(document, steps, world, trust)
+    engines = _build_engines(models, document, steps, world, trust)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
     checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
@@ -115,19 +116,29 @@ def _prepare(
     return run, _resume(run, document)
 
 
-def _build_engines(document: Mapping[str, Any], steps: int, world: World, trust: Trust) -> Engines:
-    """The engine of each model; the models are made one after the other, from one seed."""
+def _build_models(document: Mapping[str, Any], trust: Trust) -> dict[str, nn.Module]:
+    """The models, made one after the other from one seed."""
     seed_rng(document["trainer"]["seed"])  # the same on every rank: the models have to begin the same
-    engines = {}
+    models = {}
     for name in list_models(document):
-        spec = resolve_model(document, name)
+        target = resolve_model(document, name).model
+        assert target is not None
         where = f"models.{name}" if document.get("models") else "model"
-        assert spec.model is not None
-        model = call_target(spec.model, trust=trust)
+        model = call_target(target, trust=trust)
         if not isinstance(model, nn.Module):
-            raise ContractError(f"{where}: {spec.model.path} returned {type(model).__name__}, not a torch.nn.Module")
+            raise ContractError(f"{where}: {target.path} returned {type(model).__name__}, not a torch.nn.Module")
         if not is_trainable(document, name):
             model.requires_grad_(False)
+        models[name] = model
+    return models
+
+
+def _build_engines(
+    models: Mapping[str, nn.Module], document: Mapping[str, Any], steps: int, world: World, trust: Trust
+) -> Engines:
+    engines = {}
+    for name, model in models.items():
+        spec = resolve_model(document, name)
         schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
         settled, config = (
             dataclasses.replace(spec, scheduler=schedule),

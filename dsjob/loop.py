@@ -26,7 +26,7 @@ from dsjob.engine import Engine
 from dsjob.engines import Engines
 from dsjob.errors import ContractError, NonFiniteLossError
 from dsjob.spec import JobSpec
-from dsjob.steps import MicroStep, UserStep, read_scalars
+from dsjob.steps import MicroStep, Names, UserStep, read_scalars
 
 Metric = Callable[[Any, Any], Any]
 
@@ -73,9 +73,10 @@ class _Meter:
 
     def __init__(self) -> None:
         self.scalars: dict[str, list[Tensor]] = {}  # by name, one of each step; `loss` first
-        self.skipped: set[int] = set()  # steps that an overflow of fp16 left out
+        self.skipped: dict[str, set[int]] = {}  # by engine, steps that an overflow of fp16 left out
         self.tokens = 0
         self.seconds = 0.0
+        self.names = Names("trainer.step")
         self._started = time.perf_counter()
 
     def start(self) -> None:
@@ -85,7 +86,7 @@ class _Meter:
         self.seconds += time.perf_counter() - self._started
 
     def reset(self) -> None:
-        self.scalars, self.skipped, self.tokens, self.seconds = {}, set(), 0, 0.0
+        self.scalars, self.skipped, self.tokens, self.seconds = {}, {}, 0, 0.0
 
 
 def train(run: Run) -> None:
@@ -101,8 +102,6 @@ def train(run: Run) -> None:
     meter.start()
     while run.step < run.max_steps:
         _take_step(run, batches, meter)
-        if not engine.was_step_applied():
-            meter.skipped.add(run.step)
         last = run.step == run.max_steps
         logs = last or run.step % trainer.log_every == 0
         evaluates = run.evaluation is not None and (last or (trainer.eval_every and run.step % trainer.eval_every == 0))
@@ -122,26 +121,48 @@ def train(run: Run) -> None:
 def _take_step(run: Run, batches: Iterator[Any], meter: _Meter) -> None:
     """One optimizer step; the meter gets its scalars, the means over this rank's micro batches."""
     engine, before = run.engine, run.step
+    counts = {name: each.skipped_steps for name, each in run.engines.items()}
     micro_steps = engine.gradient_accumulation_steps()
     sums: dict[str, Tensor] = {}
     for _ in range(micro_steps):
         batch = to_device(next(batches), engine.device)
-        for name, value in run.micro_step(run.engines, batch).items():
+        scalars = run.micro_step(run.engines, batch)
+        if run.spec.trainer.step is not None:
+            meter.names.require(scalars, engine.world.world_size)
+        for name, value in scalars.items():
             sums[name] = sums[name] + value if name in sums else value
         meter.tokens += count_elements(batch) if is_tokens(batch) else 0
-    if run.step == before:
-        raise ContractError(
-            f"trainer.step was called {micro_steps} times, and the first model took no step",
-            hint="call engine.backward(loss) and engine.step() of each engine in every call",
-        )
+    if run.spec.trainer.step is not None:
+        _require_step(run, before, micro_steps)
+    for name, each in run.engines.items():
+        if each.skipped_steps > counts[name]:
+            meter.skipped.setdefault(name, set()).add(run.step)
     for name, total in sums.items():
         meter.scalars.setdefault(name, []).append(total / micro_steps if micro_steps > 1 else total)
+
+
+def _require_step(run: Run, before: int, micro_steps: int) -> None:
+    """Raises ContractError where trainer.step has not made one step of the first engine, and whole ones of the rest."""
+    advice = "call engine.backward(loss) and engine.step() of each engine in every call"
+    if run.step != before + 1:
+        first, steps = next(iter(run.engines)), run.step - before
+        raise ContractError(
+            f"trainer.step was called {micro_steps} times, and the first model, {first}, took {steps} steps, not 1",
+            hint="let a model be first that takes one" if steps > 1 else advice,
+        )
+    for name, engine in run.engines.items():
+        if engine.rhythm.done:
+            raise ContractError(
+                f"{name} is in the midst of accumulating gradients as a step of the first model ends, where checkpoints"
+                " are made, which hold none",
+                hint=advice,
+            )
 
 
 def _record(run: Run, meter: _Meter) -> None:
     """Collects the scalars since the last record from all ranks, makes sure of them, and logs."""
     engine, world = run.engine, run.engine.world
-    scalars = torch.cat([torch.stack(values).float() for values in meter.scalars.values()])
+    scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
     if world.world_size > 1:
         dist.all_reduce(scalars)
         scalars /= world.world_size
@@ -150,8 +171,8 @@ def _record(run: Run, meter: _Meter) -> None:
     steps = len(losses)
     finite = _require_finite_losses(run, meter, losses.tolist())
     norm = engine.get_global_grad_norm()
-    if meter.skipped:
-        _tell_skipped(run, meter)
+    for name, skipped in meter.skipped.items():
+        _tell_skipped(run, name, skipped)
     seconds = max(meter.seconds, 1e-9)
     per_epoch = run.loader.samples_per_epoch
     own = {
@@ -166,7 +187,7 @@ def _record(run: Run, meter: _Meter) -> None:
     }
     if engine.precision.needs_scale:
         own["loss_scale"] = engine.loss_scale()
-    run.last_record = {**own, **{name: mean for name, mean in means.items() if name not in own}}
+    run.last_record = {**own, **means, **_read_others(run)}
     meter.reset()
     _tell(run, "on_log", run.last_record)
 
@@ -177,7 +198,8 @@ def _require_finite_losses(run: Run, meter: _Meter, losses: list[float]) -> list
     An overflow of fp16 may show in the loss already: the step is left out then, and has done no harm.
     """
     steps = dict(enumerate(losses, start=run.step - len(losses) + 1))
-    kept = {step: value for step, value in steps.items() if step not in meter.skipped or math.isfinite(value)}
+    skipped = meter.skipped.get(next(iter(run.engines)), set())
+    kept = {step: value for step, value in steps.items() if step not in skipped or math.isfinite(value)}
     for step, value in kept.items():
         _require_finite(run, "the loss", value, step)
     # Losses show what earlier steps have done to the weights; of the last step only its gradients tell, before a save.
@@ -188,9 +210,25 @@ def _require_finite_losses(run: Run, meter: _Meter, losses: list[float]) -> list
     return list(kept.values())
 
 
-def _tell_skipped(run: Run, meter: _Meter) -> None:
-    count, scale = len(meter.skipped), run.engine.loss_scale()
-    steps = f"{count} step{'s' if count > 1 else ''}, the last one {max(meter.skipped)}"
+def _read_others(run: Run) -> dict[str, float]:
+    """Rate, norm and loss scale of the engines after the first, by `<name>/...`; tells of one that does not train."""
+    values: dict[str, float] = {}
+    for name, engine in list(run.engines.items())[1:]:
+        if engine.optimizer is None:
+            continue
+        if engine.global_steps == 0:
+            run.say("idle", f"{name} has an optimizer, and has taken no step yet")
+            continue
+        values |= {f"{name}/lr": engine.last_lr[0], f"{name}/grad_norm": engine.get_global_grad_norm()}
+        if engine.precision.needs_scale:
+            values[f"{name}/loss_scale"] = engine.loss_scale()
+    return values
+
+
+def _tell_skipped(run: Run, name: str, skipped: set[int]) -> None:
+    count, scale = len(skipped), run.engines[name].loss_scale()
+    of = f" of {name}" if len(run.engines) > 1 else ""
+    steps = f"{count} step{'s' if count > 1 else ''}{of}, the last one {max(skipped)}"
     run.say("skipped", f"{steps}: gradients overflowed fp16; the loss scale is {scale:g} now")
 
 
@@ -215,9 +253,12 @@ def _evaluate(run: Run) -> None:
         max_batches=trainer.eval_batches,
     )
     names: list[str] = []
+    same = Names("trainer.eval_step")
     sums = torch.zeros(0, dtype=torch.float64)  # the names' values, and the samples
     for batch, weight in pairs:
         values = _evaluate_batch(run, to_device(batch, engine.device))
+        if run.eval_step is not None:
+            same.require(values, engine.world.world_size)
         if not names:
             names, sums = list(values), torch.zeros(len(values) + 1, dtype=torch.float64)
         if weight:
@@ -231,13 +272,16 @@ def _evaluate(run: Run) -> None:
     run.last_evaluation = dict(zip((f"eval/{name}" for name in names), means, strict=True))
     for each in run.engines.values():
         if isinstance(each.lr_scheduler, ReduceLROnPlateau):
-            each.lr_scheduler.step(means[0])
+            if "loss" not in names:
+                raise ContractError("trainer.eval_step returned no `loss`, which ReduceLROnPlateau follows")
+            each.lr_scheduler.step(means[names.index("loss")])
     _tell(run, "on_eval", run.last_evaluation)
 
 
 def _evaluate_batch(run: Run, batch: Any) -> dict[str, Tensor]:
     if run.eval_step is not None:
-        return read_scalars(run.eval_step(run.engines, batch), "trainer.eval_step")
+        scalars = read_scalars(run.eval_step(run.engines, batch), "trainer.eval_step")
+        return {name: scalars[name] for name in sorted(scalars)}
     outputs = call_model(run.engine, batch)
     metrics = {name: _scalar(name, metric(outputs, batch)) for name, metric in run.metrics.items()}
     return {"loss": find_loss(outputs, batch, run.loss), **metrics}

@@ -17,22 +17,25 @@ def list_models(document: Mapping[str, Any]) -> list[str]:
 def take_model(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     """`document` as it would be for this one of its models alone; it need not be complete.
 
-    A section of the model's own goes over the job's key by key, but an optimizer or scheduler replaces it: arguments
-    of one type are not those of another.
+    What the model says goes over what the job says, key by key, but an optimizer or scheduler replaces the job's:
+    arguments of one type are not those of another.
     """
     models = document.get("models")
     if not isinstance(models, dict) or not models:
         return dict(document)
     alone = {key: value for key, value in document.items() if key != "models"}
     for key, own in models[name].items():
-        common = alone.get(key)
-        if isinstance(own, dict) and isinstance(common, dict) and key not in ("model", "optimizer", "scheduler"):
-            own = {**common, **own}
-        alone[key] = own
-    trainable = alone.pop("trainable", True)
-    if not trainable:
+        alone[key] = own if key in ("model", "optimizer", "scheduler") else _merge(alone.get(key), own)
+    alone.pop("trainable", None)
+    if not is_trainable(document, name):
         alone = {key: value for key, value in alone.items() if key not in ("optimizer", "scheduler")}
     return alone
+
+
+def _merge(common: Any, own: Any) -> Any:
+    if not (isinstance(common, dict) and isinstance(own, dict)):
+        return own
+    return {**common, **{key: _merge(common.get(key), value) for key, value in own.items()}}
 
 
 def is_trainable(document: Mapping[str, Any], name: str) -> bool:

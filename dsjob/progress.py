@@ -87,17 +87,10 @@ class Display(Callback):
             self._bar = None
 
 
-_OWN = {
-    "step",
-    "epoch",
-    "loss",
-    "lr",
-    "grad_norm",
-    "loss_scale",
-    "samples_per_second",
-    "tokens_per_second",
-    "eta_seconds",
-}
+# What every log record has; scalars of a step of the user's own stand beside them.
+RECORD_KEYS = frozenset(
+    ["step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "samples_per_second", "tokens_per_second", "eta_seconds"]
+)
 
 
 def describe_record(record: Mapping[str, float]) -> str:
@@ -105,7 +98,7 @@ def describe_record(record: Mapping[str, float]) -> str:
     parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
     if "loss_scale" in record:
         parts.append(f"scale {record['loss_scale']:g}")
-    parts += [f"{name} {value:.4f}" for name, value in record.items() if name not in _OWN]
+    parts += [f"{name} {value:.4f}" for name, value in record.items() if name not in RECORD_KEYS and "/" not in name]
     parts.append(f"{shorten(record['samples_per_second'])} samples/s")
     if record.get("tokens_per_second"):
         parts.append(f"{shorten(record['tokens_per_second'])} tok/s")

@@ -110,6 +110,7 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     _raise_errors(problems)
     assert batch is not None
     job, derived = resolve_auto(job)
+    derived |= _resolve_models(job)
     resolved = contract.fill_defaults(_own_numbers(job, schema), schema)
     _tell_batch(derived, job.get("trainer", {}), batch, world_size)
     resolved["trainer"].update(dataclasses.asdict(batch))
@@ -146,6 +147,18 @@ def complete_config(given: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any
         if section.get("type") == "object" and not section.get("deprecated") and key not in ("optimizer", "scheduler"):
             known.setdefault(key, {})
     return {**contract.fill_defaults(known, schema, idle=True), **dict(batch)}
+
+
+def _resolve_models(job: dict[str, Any]) -> dict[Path, str]:
+    """Puts the values that "auto" stands for in place, in each of several models; how they came about, by path."""
+    derived: dict[Path, str] = {}
+    for name, entry in job.get("models", {}).items():
+        alone, how = resolve_auto(take_model(job, name))
+        for path, text in how.items():
+            if get_at(entry, path) == "auto":
+                get_at(entry, path[:-1])[path[-1]] = get_at(alone, path)
+                derived[("models", name, *path)] = text
+    return derived
 
 
 def resolve_model(document: Mapping[str, Any], name: str) -> JobSpec:

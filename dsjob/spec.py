@@ -212,7 +212,7 @@ class JobSpec(EngineSpec):
 
     name: str
     model: Target | None
-    models: Mapping[str, Mapping[str, Any]]
+    models: Mapping[str, Mapping[str, Any]] | None
     data: Data
     loss: Target | None
     metrics: Mapping[str, Target]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dsjob.contract import LossFunction, call_model, find_loss
 from dsjob.engines import Engines
 from dsjob.errors import ContractError
+from dsjob.progress import RECORD_KEYS
 
 UserStep = Callable[[Engines, Any], Any]
 MicroStep = Callable[[Engines, Any], dict[str, Tensor]]
 
 
 def make_micro_step(own: UserStep | None, loss: LossFunction | None) -> MicroStep:
-    """A function that trains on a batch and gives detached scalars by name, `loss` first among them."""
+    """A function that trains on a batch and gives detached scalars by name, `loss` first, the others sorted."""
     if own is None:
         return lambda engines, batch: _train_one(engines, batch, loss)
-    return lambda engines, batch: _put_loss_first(read_scalars(own(engines, batch), "trainer.step"))
+    return lambda engines, batch: _call_own(own, engines, batch)
 
 
 def _train_one(engines: Engines, batch: Any, loss: LossFunction | None) -> dict[str, Tensor]:
@@ -30,22 +33,57 @@ def _train_one(engines: Engines, batch: Any, loss: LossFunction | None) -> dict[
     return {"loss": found.detach()}
 
 
-def _put_loss_first(scalars: dict[str, Tensor]) -> dict[str, Tensor]:
-    if "loss" in scalars:
-        return {"loss": scalars.pop("loss"), **scalars}
-    return {"loss": next(iter(scalars.values())), **scalars}
+def _call_own(step: UserStep, engines: Engines, batch: Any) -> dict[str, Tensor]:
+    scalars = read_scalars(step(engines, batch), "trainer.step")
+    taken = scalars.keys() & (RECORD_KEYS - {"loss"})
+    if taken:
+        raise ContractError(
+            f"trainer.step returned {min(taken)!r}, which a log record has by itself", hint="give it another name"
+        )
+    first = "loss" if "loss" in scalars else next(iter(scalars))
+    return {"loss": scalars.pop(first), **{name: scalars[name] for name in sorted(scalars)}}
 
 
 def read_scalars(values: Any, what: str) -> dict[str, Tensor]:
     """What a step function returned, as detached scalars by name. Raises ContractError where it is something else."""
     named = values if isinstance(values, Mapping) else {"loss": values}
-    scalars = {str(name): value.detach() for name, value in named.items() if isinstance(value, Tensor)}
+    scalars = {
+        str(name): value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        for name, value in named.items()
+        if isinstance(value, (Tensor, int, float))
+    }
     if not named or len(scalars) < len(named) or any(value.numel() != 1 for value in scalars.values()):
-        shown = {
-            name: f"{type(v).__name__}{list(v.shape) if isinstance(v, Tensor) else ''}" for name, v in named.items()
-        }
+        kinds = {n: f"{type(v).__name__}{list(v.shape) if isinstance(v, Tensor) else ''}" for n, v in named.items()}
         raise ContractError(
-            f"{what} returned {', '.join(f'{name}: {kind}' for name, kind in shown.items()) or 'nothing'}",
+            f"{what} returned {', '.join(f'{name}: {kind}' for name, kind in kinds.items()) or 'nothing'}",
             hint="return the loss, a tensor of one element, or a dict of such tensors by name",
         )
     return {name: value.reshape(()) for name, value in scalars.items()}
+
+
+class Names:
+    """The names of the scalars that a step function gives: the same in every call, and on every rank."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._known: list[str] | None = None
+
+    def require(self, names: Collection[str], world_size: int) -> None:
+        """Raises ContractError for other names than before. The first call is a collective."""
+        if self._known is None:
+            self._known = list(names)
+            ranks: list[Any] = [self._known] * world_size
+            if world_size > 1:
+                dist.all_gather_object(ranks, self._known)
+            others = [(rank, found) for rank, found in enumerate(ranks) if found != ranks[0]]
+            if others:
+                rank, found = others[0]
+                raise ContractError(
+                    f"{self._what} returned {', '.join(ranks[0])} on rank 0, and {', '.join(found)} on rank {rank}",
+                    hint="return the same names everywhere",
+                )
+        if self._known != list(names):
+            raise ContractError(
+                f"{self._what} returned {', '.join(names)}, and {', '.join(self._known)} before",
+                hint="return the same names in every call",
+            )

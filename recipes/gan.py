@@ -11,14 +11,13 @@ from torch.nn import functional as F
 
 from dsjob.errors import ContractError
 
-LATENT = 16
 PIXELS = 8
 
 
 class Generator(nn.Module):
     """Makes images of noise."""
 
-    def __init__(self, width: int = 128, latent: int = LATENT) -> None:
+    def __init__(self, width: int = 128, latent: int = 16) -> None:
         super().__init__()
         self.latent = latent
         self.layers = nn.Sequential(
@@ -39,8 +38,8 @@ class Discriminator(nn.Module):
         self.layers = nn.Sequential(nn.Linear(PIXELS**2, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images, float [B, 1, 8, 8], to logits, [B]: above 0 where they look real."""
-        logits: Tensor = self.layers(images.flatten(1)).squeeze(1)
+        """Images, float [B, 1, 8, 8], to logits, [B, 1]: above 0 where they look real."""
+        logits: Tensor = self.layers(images.flatten(1))
         return logits
 
 
@@ -58,15 +57,15 @@ def step(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tens
             hint="trainer.grad_accum=1",
         )
     real = batch["images"]
-    noise = torch.randn(len(real), LATENT, device=real.device)
-    made = generator(noise)
-    logits = discriminator(torch.cat([real, made.detach()]))
+    made = generator(torch.randn(len(real), generator.module.latent, device=real.device)).float()
+    logits = discriminator(torch.cat([real, made.detach()])).float()
     on_real, on_made = logits.split(len(real))
     against = F.softplus(-on_real).mean() + F.softplus(on_made).mean()
     discriminator.backward(against)
     discriminator.step()
-    # The module itself: the engine would get ready to reduce gradients that are not wanted.
-    loss = F.softplus(-discriminator.module(made)).mean()
+    with discriminator.no_sync():  # its gradients are not wanted
+        logits = discriminator(made).float()
+    loss = F.softplus(-logits).mean()
     generator.backward(loss)
     generator.step()
     discriminator.zero_grad()
@@ -75,8 +74,7 @@ def step(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tens
 
 def evaluate(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """`distance`: the mean, over made images, of the Euclidean distance to the nearest real one of the batch."""
-    real = batch["images"]
+    real, generator = batch["images"], engines["generator"]
     seeded = torch.Generator().manual_seed(0)
-    noise = torch.randn(len(real), LATENT, generator=seeded).to(real.device)
-    made = engines["generator"](noise)
+    made = generator(torch.randn(len(real), generator.module.latent, generator=seeded).to(real.device)).float()
     return {"distance": torch.cdist(made.flatten(1), real.flatten(1)).min(dim=1).values.mean()}

@@ -120,7 +120,7 @@ def methods(node: Schema, kind: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"type": st.just(kind), **({"params": objects(params)} if params else {})})
 
 
-JOBS = objects(contract.job_schema(), ("trainer", "optimizer"))
+JOBS = objects(contract.job_schema(), ("model", "trainer", "optimizer"))
 DOCUMENTS = JOBS | objects(contract.deepspeed_schema(), ("train_batch_size",))
 
 

@@ -124,14 +124,13 @@ def test_validate_names_the_old_spelling_at_its_place(
         "config": {"train_batch_size": 8, **section},
     }
     write_json(Path("x.json"), documents[kind])
-    problems, text = validate("x.json", None)
-    assert text is not None
+    problems, texts = validate("x.json", None)
     prefix = "deepspeed." if kind == "section" else ""
     found = {(problem.dotted.removeprefix(prefix), problem.rule) for problem in problems}
     assert found == told
     for problem in problems:
         key = str(problem.path[-1])
-        assert text.split("\n")[problem.line - 1][problem.column - 1 :].startswith(f'"{key}"')
+        assert texts["x.json"].split("\n")[problem.line - 1][problem.column - 1 :].startswith(f'"{key}"')
         assert problem.severity == ("warning" if problem.rule in ("deprecated", "no-effect") else "error")
 
 

@@ -169,6 +169,7 @@ class Checkpointer:
             "files": writer.files,
             "tensors": writer.tensors,
             "aliases": {f"model.{name}": f"model.{target}" for name, target in state.aliases.items()},
+            **({"models": state.names} if isinstance(state, JointState) else {}),
             "state_sha256": hashlib.sha256(text).hexdigest(),
         }
 

@@ -80,10 +80,11 @@ def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
     def strip(full: str) -> str:
         return f"model.{full.removeprefix(start)}"
 
+    names = checkpoint.manifest.get("models", [])
+    if name not in names:
+        there = f"there are: {', '.join(names)}" if names else "it holds one model: leave out --model"
+        raise UsageError(f"the checkpoint holds no model {name!r}", hint=there)
     tensors = {strip(full): tensor for full, tensor in checkpoint.tensors.items() if full.startswith(start)}
-    if not tensors:
-        names = {full.split(".")[1] for full in checkpoint.tensors if full.startswith("model.")}
-        raise UsageError(f"the checkpoint holds no model {name!r}", hint=f"there are: {', '.join(sorted(names))}")
     aliases = {strip(a): strip(target) for a, target in checkpoint.aliases.items() if a.startswith(start)}
     return checkpoint._replace(tensors=tensors, aliases=aliases)
 

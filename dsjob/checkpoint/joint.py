@@ -20,6 +20,7 @@ class JointState:
 
     def __init__(self, states: Mapping[str, TrainingState]) -> None:
         self._states = states
+        self.names = list(states)
         self.device: torch.device = next(iter(states.values())).device
         self.aliases = {
             f"{name}.{alias}": f"{name}.{target}" for name, s in states.items() for alias, target in s.aliases.items()

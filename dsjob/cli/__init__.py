@@ -101,8 +101,8 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
 
 def parse_count(text: str) -> int:
     """A number of ranks among the arguments of a command: at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text}")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text[:20]}")
     return int(text)
 
 

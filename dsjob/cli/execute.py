@@ -11,6 +11,7 @@ from dsjob import launch
 from dsjob.cli.trusted import list_untrusted
 from dsjob.errors import DocumentError, Interrupted, Problem
 from dsjob.origins import Composed
+from dsjob.paths import Path, get_at
 from dsjob.resolve import read_nproc, resolve_job
 from dsjob.run_folder import list_commits, make_run_dir, read_resolved
 from dsjob.trust import Trust
@@ -55,11 +56,12 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
 def _require_same_job(run_dir: str, document: dict[str, Any]) -> None:
     """Checkpoints of another model or data set would be continued. Raises DocumentError."""
     there = read_resolved(run_dir)
-    for section, name in (("model", "model"), ("data", "train")):
-        ours, theirs = document.get(section, {}), there.get(section, {})
-        ours, theirs = (ours, theirs) if section == name else (ours[name], theirs.get(name, {}))
-        if theirs and ours.get("_target_") != theirs["_target_"]:
-            message = f"{run_dir} holds the run of another job: its {section} is {theirs['_target_']}"
+    paths: list[Path] = [("data", "train"), *(("models", name, "model") for name in there.get("models", {}))]
+    paths += [("model",)] if "model" in there else []
+    for path in paths:
+        theirs = get_at(there, (*path, "_target_"))
+        if theirs and theirs != get_at(document, (*path, "_target_")):
+            message = f"{run_dir} holds the run of another job: its {'.'.join(map(str, path[:2]))} is {theirs}"
             raise DocumentError([Problem(message, ("output", "dir"), "another-job", "choose another output.dir")])
 
 

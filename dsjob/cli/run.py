@@ -103,9 +103,14 @@ def _say_next(result: dict[str, Any], composed: Composed) -> None:
         ("train on", f"dsjob run {run_dir} {' '.join(longer)}"),
         ("convert", f"dsjob convert --to fp32 {result['checkpoint'].rpartition('/')[0]} {run_dir}/weights"),
         ("repeat", f"dsjob run {again}"),
-        ("sweep", f"dsjob -m {f'+recipe={composed.recipes[0]}' if composed.recipes else again} {_SWEEP}"),
+        ("sweep", f"dsjob -m {f'+recipe={composed.recipes[0]}' if composed.recipes else again} {_sweep(composed)}"),
     )
     print("next", *(f"  {name:<10} {command}" for name, command in lines), sep="\n")  # noqa: T201
+
+
+def _sweep(composed: Composed) -> str:
+    own = [name for name, entry in composed.document.get("models", {}).items() if "optimizer" in entry]
+    return _SWEEP if "optimizer" in composed.document or not own else f"models.{own[0]}.{_SWEEP}"
 
 
 def _print_yaml(document: dict[str, Any], package: str | None) -> None:

@@ -20,4 +20,5 @@ def complete(document: dict[str, Any], *, micro_batch: int | None = None) -> dic
     given = {*trainer, *(config if isinstance(config, dict) else ())}
     sized = given & {"train_batch", "micro_batch", *BATCH_KEYS[:2]}
     made = {"max_steps": 1, **({} if sized or micro_batch is None else {"micro_batch": micro_batch})}
-    return {**_UNNAMED, **document, "trainer": {**made, **trainer}}
+    rest = {key: value for key, value in document.items() if key != "models"}
+    return {**_UNNAMED, **rest, "trainer": {**made, **trainer}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dsjob import document as documents
-from dsjob import report, resolve
+from dsjob import report, resolve, storage
 from dsjob import schema as contract
 from dsjob.check import SHOWN
 from dsjob.cli import parse_count
@@ -161,14 +162,15 @@ def _without_config(document: Document) -> Document:
 def _find_remote(document: Document) -> Problem | None:
     """Nothing that a document names is fetched to check it, nor is a file of this machine read for one from a URL."""
     url = document.value.get("deepspeed")
-    if not (isinstance(url, str) and ("://" in url + document.source or "${" in url)):
+    if not isinstance(url, str) or ("${" not in url and all(storage.is_local(u) for u in (url, document.source))):
         return None
+    beside = "" if "://" in url or os.path.isabs(url) else document.source.rpartition("/")[0] + "/"
     mark = document.mark(("deepspeed",))
     return Problem(
         f"{url} is not read here: validate opens no connection",
         ("deepspeed",),
         "not-read",
-        f"check it by itself: dsjob validate {url}",
+        f"check it by itself: dsjob validate {beside}{url}" if "${" not in url else "",
         document.source,
         mark.line,
         mark.column,
@@ -185,14 +187,29 @@ def _hide_environment(problems: list[Problem], text: str) -> list[Problem]:
         names &= set(re.findall(r"[A-Za-z_]\w*", text))
     values = {name: value for name in sorted(names) if len(value := os.environ[name]) > 2}
 
+    spelt = {name: _list_spellings(value) for name, value in values.items()}
+
     def hide(shown: str) -> str:
-        for name, value in values.items():
-            shown = shown.replace(value, mask := "${oc.env:" + name + "}")
-            for length in range(min(len(value), SHOWN) - 1, 2, -1):  # long values are shown cut
-                shown = shown.replace(value[:length] + "...", mask + "...")
+        for name, spellings in spelt.items():
+            mask = "${oc.env:" + name + "}"
+            for value in spellings:
+                shown = shown.replace(value, mask)
+                for length in range(min(len(value), SHOWN) - 1, 2, -1):  # long values are shown cut
+                    shown = shown.replace(value[:length] + "...", mask + "...")
         return shown
 
     return [replace(p, message=hide(p.message), hint=hide(p.hint)) for p in problems]
+
+
+def _list_spellings(value: str) -> list[str]:
+    """The ways in which a value may stand in a message: as it is, escaped, or as the number that it is."""
+    spellings = [value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]]
+    try:
+        number = float(value)
+        spellings += [json.dumps(number), f"{number:g}", *([str(int(number))] if number.is_integer() else ())]
+    except (ValueError, OverflowError):
+        pass
+    return [text for text in dict.fromkeys(spellings) if len(text) > 2]
 
 
 def _require_own(document: Document) -> None:

@@ -145,6 +145,8 @@ class Sharded(Strategy):
             # Micro steps before the boundary may have left parameters gathered, and sums in a wider dtype beside them.
             for parameter in _list_fsdp_parameters(unit):
                 parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
             unit.reshard()
         super().drop_gradients()
 

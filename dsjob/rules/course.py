@@ -40,7 +40,8 @@ def _optimizer(document: Document) -> Iterator[Finding]:
 @enter("model-or-models", whole=True)
 def _models(document: Document) -> Iterator[Finding]:
     """One model is trained by the loop; how several train together is for a function of the user's to say."""
-    if read(document, "trainer.step") and "loss" in document:
+    evaluates = "eval" in read(document, "data", {}) and not read(document, "trainer.eval_step")
+    if read(document, "trainer.step") and "loss" in document and not evaluates:
         yield "loss", "is not used beside trainer.step", "compute it there"
     if read(document, "trainer.eval_step") and document.get("metrics"):
         yield "metrics", "are not used beside trainer.eval_step", "let it return them"
@@ -48,6 +49,13 @@ def _models(document: Document) -> Iterator[Finding]:
         return
     if "model" in document:
         yield "models", "and model exclude one another", "move it below models"
+    first, entry = next(iter(document["models"].items()))
+    if isinstance(entry, dict) and entry.get("trainable") is False:
+        yield (
+            f"models.{first}.trainable",
+            "the first model counts the steps: it has to be trained",
+            "name another first",
+        )
     if not read(document, "trainer.step"):
         yield "models", "need trainer.step", "trainer: {step: {_target_: my_module.step}}, called with (engines, batch)"
 

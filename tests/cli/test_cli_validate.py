@@ -456,6 +456,18 @@ def test_no_way_of_naming_the_environment_prints_it(
     assert "hun" not in "".join(out + err)
 
 
+@pytest.mark.parametrize("value", ['pa"ss\\word-tok', "1_2_3_4_5", "1e9"])
+def test_a_value_of_the_environment_is_hidden_in_other_spellings_too(
+    validate: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("DSJOB_TEST_SECRET", value)
+    decoded = "${oc.decode:${oc.env:DSJOB_TEST_SECRET}}" if value[0] == "1" else "${oc.env:DSJOB_TEST_SECRET}"
+    write_json(Path("job.json"), make_job(loss=[decoded], trainer={"micro_batch": decoded, "max_steps": 1}))
+    told = "".join(validate("job.json")[2])
+    assert told
+    assert not any(text in told for text in ('pa"ss', "word-tok", "12345", "1e9", "1000000000", "1e+09"))
+
+
 def test_an_environment_that_is_short_spoils_no_message(validate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSJOB_TEST_SECRET", "mustard")
     code, _, (line,) = validate(write("job.yaml", GOOD_YAML + "loss: 5\nname: ${oc.env:DSJOB_TEST_SECRET}\n"))

@@ -134,13 +134,60 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_converts(tmp_path: Path, world_si
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        ("pairs.forgetful", "trainer.step was called 6 times, and the first model took no step"),
+        ("pairs.forgetful", "was called 6 times, and the first model, student, took 0 steps, not 1"),
+        ("pairs.twice", "the first model, student, took 2 steps, not 1"),
+        ("pairs.uneven", "teacher is in the midst of accumulating"),
+        ("pairs.named_as_lr", "'lr', which a log record has"),
+        ("pairs.now_and_then", "returned loss, extra, teacher, and|and loss, extra, teacher before"),
         ("pairs.wordy", "trainer.step returned loss: str"),
     ],
 )
 def test_a_step_that_does_not_do_its_part_is_told(tmp_path: Path, step: str, said: str) -> None:
     document = make_document(str(tmp_path / "run"), trainer={"step": {"_target_": step}})
     with pytest.raises(ContractError, match=said):
+        run(document, join_world(device="cpu"))
+
+
+def run_with_ranks(world: World, folder: str) -> Any:
+    said = ""
+    try:
+        run(make_document(f"{folder}/a", trainer={"step": {"_target_": "pairs.named_by_rank"}}), world)
+    except ContractError as error:
+        said = error.message
+    sections = {"data": {"train": {"_target_": "pairs.Points"}, "eval": {"_target_": "pairs.Points", "count": 13}}}
+    trainer = {"step": {"_target_": "pairs.in_another_order"}, "eval_step": {"_target_": "pairs.evaluate"}}
+    records = run(make_document(f"{folder}/b", trainer=trainer, **sections), world)
+    return said, records
+
+
+def test_ranks_return_the_same_names_in_any_order_and_evaluate_uneven_batches(tmp_path: Path) -> None:
+    (said, records), (other, _) = run_ranks(run_with_ranks, 2, str(tmp_path))
+    assert said == other == "trainer.step returned loss, of_0, teacher on rank 0, and loss, of_1, teacher on rank 1"
+    assert (records[-2]["a"], records[-2]["b"]) == (1.0, 3.0)
+    assert records[-1]["eval/mean"] == pytest.approx(float(pairs.Points(13).x.mean()))
+
+
+def test_what_the_others_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = make_document(str(tmp_path / "a"))
+    document["models"]["teacher"]["fp16"] = {"enabled": True, "loss_scale": 1e30}
+    records = run(document, join_world(device="cpu"))
+    assert (records[0]["teacher/lr"], records[0]["teacher/loss_scale"]) == (0.03, 1e30)
+    assert "1 step of teacher, the last one 12: gradients overflowed fp16" in capsys.readouterr().out
+    run(
+        make_document(str(tmp_path / "b"), trainer={"step": {"_target_": "pairs.student_alone"}}),
+        join_world(device="cpu"),
+    )
+    assert "teacher has an optimizer, and has taken no step yet" in capsys.readouterr().out
+
+
+def test_a_plateau_needs_a_loss_to_follow(tmp_path: Path) -> None:
+    document = make_document(
+        str(tmp_path / "a"),
+        data={"train": {"_target_": "pairs.Points"}, "eval": {"_target_": "pairs.Points"}},
+        scheduler={"type": "ReduceLROnPlateau", "params": {}},
+        trainer={"eval_step": {"_target_": "pairs.without_loss"}, "eval_every": 4},
+    )
+    with pytest.raises(ContractError, match="no `loss`, which ReduceLROnPlateau follows"):
         run(document, join_world(device="cpu"))
 
 

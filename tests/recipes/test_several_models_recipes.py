@@ -29,7 +29,15 @@ def test_a_student_learns_from_its_teacher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["launch.nproc=2"], ["launch.nproc=2", "zero_optimization.stage=2"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["launch.nproc=2"],
+        ["launch.nproc=2", "zero_optimization.stage=2", "bf16.enabled=true"],
+        ["models.discriminator.fp16.enabled=true", "models.generator.model.latent=32"],
+    ],
+)
 def test_a_generator_comes_nearer_to_real_digits(tmp_path: Path, options: list[str]) -> None:
     done = dsjob("+recipe=gan_digits", "output.dir=run", "trainer.max_epochs=30", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

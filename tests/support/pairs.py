@@ -51,6 +51,53 @@ def forgetful(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
     return F.mse_loss(engines["teacher"](**batch), batch["y"])
 
 
+def twice(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    step(engines, batch)
+    return step(engines, batch)
+
+
+def uneven(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    loss = F.mse_loss(engines["student"](**batch), batch["y"])
+    engines["student"].backward(loss)
+    engines["student"].step()
+    if engines["student"].micro_steps % 4 == 1:
+        other = F.mse_loss(engines["teacher"](**batch), batch["y"])
+        engines["teacher"].backward(other)
+        engines["teacher"].step()
+    return loss
+
+
+def named_by_rank(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    found = step(engines, batch)
+    return {**found, f"of_{engines['student'].world.rank}": 1.0}
+
+
+def named_as_lr(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    return {**step(engines, batch), "lr": 1.0}
+
+
+def now_and_then(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    found = step(engines, batch)
+    return {**found, "extra": 1.0} if engines["student"].micro_steps % 2 else found
+
+
+def in_another_order(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    found = {"loss": step(engines, batch)["loss"], "a": 1.0, "b": 3}
+    return found if engines["student"].world.rank else dict(reversed(found.items()))
+
+
+def evaluate(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    """The mean of the inputs: of uneven batches it has to be weighted."""
+    return {"loss": F.mse_loss(engines["student"](**batch), batch["y"]), "mean": batch["x"].mean()}
+
+
+def student_alone(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    loss = F.mse_loss(engines["student"](**batch).float(), batch["y"])
+    engines["student"].backward(loss)
+    engines["student"].step()
+    return loss
+
+
 def wordy(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
     step(engines, batch)
     return {"loss": "small"}
@@ -62,3 +109,7 @@ def alone(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Tensor:
     engine.backward(loss)
     engine.step()
     return loss
+
+
+def without_loss(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
+    return {"accuracy": 1.0}
