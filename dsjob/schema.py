@@ -189,7 +189,7 @@ def unset_tree(schema: Schema) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, below in schema["properties"].items():
         sections = below.get("properties")
-        if key in ("params", "param_groups") or (below.get("default") == {} and not sections):
+        if key in ("params", "param_groups") or "x-inherits" in below or (below.get("default") == {} and not sections):
             tree[key] = {}
         elif sections and (not is_target(below) or "params" in sections):
             tree[key] = unset_tree(below)
