@@ -7,6 +7,7 @@ what a checkpoint looks like that of `checkpoint`.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,7 @@ class Engine:
     ) -> None:
         self.strategy, self.spec, self.world, self.precision = strategy, spec, world, precision
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        strategy.optimizer = optimizer
         self.training_dataloader: Any = None
         self.global_steps = 0
         self.global_samples = 0
@@ -269,6 +271,8 @@ class Engine:
             if tag is not None:
                 raise
             return None, None
+        for note in loaded.notes:
+            warnings.warn(f"{loaded.url}: {note}", stacklevel=2)
         return loaded.url, loaded.client_state
 
     def save_16bit_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:

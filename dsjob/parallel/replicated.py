@@ -53,7 +53,7 @@ class Replicated(Strategy):
 
     def start_micro_step(self, boundary: bool) -> None:
         if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = boundary
+            self._ddp.require_backward_grad_sync = boundary and not self.communicates
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._dtype != torch.float32:
@@ -67,6 +67,9 @@ class Replicated(Strategy):
 
     def finish_step(self) -> None:
         super().finish_step()
+        if self._ddp is not None:
+            # The next step begins with rank 0's buffers, also where this one has reduced nothing.
+            self._ddp.require_forward_param_sync = True
         if self._copies is not None:
             self._copies.give_weights()
 

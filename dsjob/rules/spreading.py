@@ -51,6 +51,16 @@ def _lamb_scale(document: Document) -> Iterator[Finding]:
         yield "fp16.loss_scale", f"must be 0 (dynamic) with {kind}", "leave loss_scale out"
 
 
+@enter("compressing-optimizer-stage")
+def _compressing(document: Document) -> Iterator[Finding]:
+    """OneBitAdam, OneBitLamb and ZeroOneAdam send momenta of whole parameters, and do not take gradients that were
+    reduced: they need each rank to have the whole model, as in DeepSpeed.
+    """
+    kind, stage = str(read(document, "optimizer.type", "")), read_stage(document)
+    if kind.lower() in ("onebitadam", "onebitlamb", "zerooneadam") and stage > 0:
+        yield "zero_optimization.stage", f"must be 0 with {kind}, not {stage}", "set stage to 0, or use AdamW"
+
+
 # ZeRO and offloading
 
 
