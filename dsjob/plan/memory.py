@@ -116,7 +116,7 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
         _always("parameters", held, note="cast in place" if cast else ""),
         Item("gradients", before, own, kept + masters, note=note),
         _always("fp32 masters", masters),
-        _state_item(model.trainable, [w.elements for w in model.trainable], state, cast),
+        _state_item(model.trainable, [w.elements for w in model.trainable], state, cast, layout.world_size),
         *(_bucket_items(model, layout) if ddp and layout.reduce != layout.compute else []),
     ]
 
@@ -175,9 +175,11 @@ def _pass_items(model: Model, layout: Layout, *, whole: bool) -> list[Item]:
     return [*items, Item("reduce-scatter buffers", largest * sent, (rest or largest) * sent, 0, note=note)]
 
 
-def _state_item(weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool) -> Item:
+def _state_item(
+    weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool, replicas: int = 1
+) -> Item:
     sizes = (MASTER_SIZE if cast else weight.itemsize for weight in weights)
-    kept = round(state.copies * sum(n * size for n, size in zip(elements, sizes, strict=True)))
+    kept = round(state.copies_on(replicas) * sum(n * size for n, size in zip(elements, sizes, strict=True)))
     return _always("optimizer state", kept + state.per_parameter * len(elements))
 
 

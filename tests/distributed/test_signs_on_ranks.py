@@ -105,8 +105,6 @@ def test_error_feedback_loses_nothing_over_time() -> None:
     for place, mask in enumerate(make_masks()):
         sent = sum((make_values(r, t)[place] * mask for r in range(2) for t in range(ROUNDS)), torch.tensor(0.0)) / 2
         arrived = sum((found[0][turn][0][place] for turn in range(ROUNDS)), torch.tensor(0.0))
-        waiting = (
-            sum((found[rank][-1][1][place].reshape(-1)[: sent.numel()] for rank in range(2)), torch.tensor(0.0)) / 2
-        )
+        waiting = sum(found[rank][-1][1][place].reshape(-1)[: sent.numel()] for rank in range(2)) / 2
         servers = torch.cat([found[rank][-1][2][place] for rank in range(2)])[: sent.numel()]
         torch.testing.assert_close(arrived.reshape(-1) + waiting + servers, sent.reshape(-1), rtol=1e-4, atol=1e-5)
