@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,16 @@ import torch
 from engines import make_engine, make_tokens, train_engine, whole_state
 from net import Net
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsjob.mesh import World
+from dsjob.plan.communication import predict_checkpoint
+from dsjob.plan.memory import predict_memory
+from dsjob.plan.model import Layout
+from dsjob.probe import probe_optimizer, size_model
+from dsjob.spec import Method
 
 COMMON: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 EARLY: list[dict[str, Any]] = [  # all of them compress from step 3 on
@@ -200,8 +206,30 @@ def train_and_resume(world: World, folder: str, optimizer: dict[str, Any], confi
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", EARLY, ids=name_optimizer)
 @pytest.mark.parametrize("config", [{"gradient_clipping": 0.5}, {"fp16": {"enabled": True}}], ids=["fp32", "fp16"])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Any, optimizer: dict[str, Any], config: dict[str, Any]) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, optimizer: dict[str, Any], config: dict[str, Any]) -> None:
     assert run_ranks(train_and_resume, 2, str(tmp_path), optimizer, config) == [[], []]
+
+
+def measure_state(world: World, optimizer: dict[str, Any], folder: str) -> tuple[int, int, int]:
+    """Bytes of state on this rank, and as planned; of the checkpoint as planned."""
+    net = Net(1031, 67, 3)
+    model, state = size_model(net), probe_optimizer(Method(optimizer["type"], optimizer["params"], None))
+    engine = make_engine(0, net=net, optimizer=optimizer)
+    train_engine(engine, 0, 5)
+    engine.save_checkpoint(folder)
+    held = sum(t.nbytes for entry in engine.optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
+    layout = Layout(0, world.world_size)
+    planned = next(i.bytes for i in predict_memory(model, layout, state).items if i.name == "optimizer state")
+    return held, planned, predict_checkpoint(model, layout, state).whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [EARLY[0], EARLY[1], EARLY[3]], ids=name_optimizer)
+def test_state_and_checkpoints_are_as_large_as_planned(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    for held, planned, saved in run_ranks(measure_state, 2, optimizer, str(tmp_path)):
+        assert held == pytest.approx(planned, rel=0.02)
+        files = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+        assert saved == pytest.approx(files, rel=0.02)
 
 
 def save_some(world: World, folder: str, optimizer: dict[str, Any]) -> dict[str, Tensor]:
@@ -227,7 +255,7 @@ def load_elsewhere(world: World, folder: str, optimizer: dict[str, Any]) -> dict
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("optimizer", EARLY, ids=name_optimizer)
 def test_on_another_number_of_ranks_the_errors_begin_anew_and_that_is_told(
-    tmp_path: Any, optimizer: dict[str, Any], ranks: int
+    tmp_path: Path, optimizer: dict[str, Any], ranks: int
 ) -> None:
     saved = run_ranks(save_some, 2, str(tmp_path), optimizer)[0]
     loaded = run_ranks(load_elsewhere, ranks, str(tmp_path), optimizer)
@@ -237,3 +265,40 @@ def test_on_another_number_of_ranks_the_errors_begin_anew_and_that_is_told(
         assert all(torch.equal(weight, saved[name]) for name, weight in own["weights"].items())
         assert all(torch.equal(weight, loaded[0]["after"][name]) for name, weight in own["after"].items())
         assert max(own["losses"]) < 5.0
+
+
+class Branches(nn.Module):
+    """After three passes each rank uses a branch of its own; a buffer adds up what the rank has seen."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.passes, self.found = rank, 0, []
+        self.branches = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found.append(float(self.seen))
+        self.seen += x.sum().detach()
+        self.passes += 1
+        used = list(self.branches) if self.passes <= 3 else [self.branches[self.rank]]
+        return sum((branch(x).square().mean() for branch in used), torch.zeros(()))
+
+
+def use_branches(world: World, optimizer: dict[str, Any]) -> tuple[list[float], list[list[float]]]:
+    torch.manual_seed(0)
+    net = Branches(world.rank)
+    engine = make_engine(0, net=net, optimizer=optimizer)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(12):  # ZeroOneAdam's ranks meet at the last
+        engine.backward(engine(torch.randn(2, 4, generator=generator)))
+        engine.step()
+    return net.found, [p.detach().flatten().tolist() for p in net.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [EARLY[0], EARLY[1], EARLY[3]], ids=name_optimizer)
+def test_ranks_may_use_other_parameters_and_begin_each_step_with_the_same_buffers(optimizer: dict[str, Any]) -> None:
+    (first, weights), (second, others) = run_ranks(use_branches, 2, optimizer)
+    assert first == second
+    assert len(set(first)) == 12
+    assert weights == others
