@@ -56,6 +56,7 @@ class Engine(Readings, Saving):
         self.strategy, self.spec, self.world, self.precision = strategy, spec, world, precision
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.config = config or {}
+        strategy.optimizer = optimizer
         self.training_dataloader: Any = None
         self.rhythm = Rhythm.of(spec.trainer, world.world_size)
         self.last_lr: list[float] = []  # the rates that the last optimizer step used

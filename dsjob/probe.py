@@ -28,7 +28,7 @@ from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel.wrap import find_blocks
-from dsjob.plan.model import Model, OptimizerState, Weight
+from dsjob.plan.model import COMPRESSING, Model, OptimizerState, Weight
 from dsjob.plan.report import Activations
 from dsjob.precision import Precision, cast_floats
 from dsjob.spec import ActivationCheckpointing, JobSpec, Method, Target
@@ -253,6 +253,8 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def probe_optimizer(method: Method, trust: Trust = Trust()) -> OptimizerState:  # noqa: B008 (frozen)
     """What an optimizer keeps of a parameter: seen after one step over a tiny one. Raises TargetError if it fails."""
+    if (method.type or "").lower() in COMPRESSING:  # a step shows nothing of what comes with the freeze
+        return COMPRESSING[(method.type or "").lower()]
     parameter = nn.Parameter(torch.ones(7, 5))
     optimizer = build_optimizer(method, [parameter], trust)
     parameter.grad = torch.ones(7, 5)

@@ -124,6 +124,8 @@ class Saving(Settings):
             return None, None
         if load_module_only:
             self.restore_counters(counters)
+        for note in loaded.notes:
+            warnings.warn(f"{loaded.url}: {note}", stacklevel=2)
         return loaded.url, loaded.client_state
 
     def save_16bit_model(

@@ -35,7 +35,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
     ]
     if loaded is not None:
         exact = "" if loaded.exact else "; on another world size, so with other random numbers"
-        rows.append(("resumed", f"{loaded.url} at step {loaded.step:,}{exact}"))
+        rows.append(("resumed", "; ".join([f"{loaded.url} at step {loaded.step:,}{exact}", *loaded.notes])))
     return rows
 
 

@@ -102,6 +102,18 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"fp16": {"enabled": True, "loss_scale": 0}, **optimizer("Lamb")},
     ),
     (
+        "compressing-optimizer-stage",
+        {**zero(1), **optimizer("OneBitAdam")},
+        "zero_optimization.stage",
+        {**zero(0), **optimizer("OneBitAdam")},
+    ),
+    (
+        "compressing-optimizer-stage",
+        {**zero(2), **optimizer("zerooneadam")},
+        "zero_optimization.stage",
+        {**zero(2), **optimizer("Lamb")},
+    ),
+    (
         "offload-param-stage",
         zero(2, offload_param={"device": "cpu"}),
         "zero_optimization.offload_param.device",

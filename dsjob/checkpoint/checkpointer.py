@@ -25,7 +25,7 @@ from dsjob.checkpoint.joint import JointState
 from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from dsjob.checkpoint.source import open_root, renamed
-from dsjob.checkpoint.state import TrainingState
+from dsjob.checkpoint.state import BY_RANK, Shapes, TrainingState
 from dsjob.checkpoint.values import decode, encode
 from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
 from dsjob.mesh import World
@@ -57,7 +57,7 @@ class Saved:
 class Loaded:
     """A checkpoint that was loaded; `job`: the resolved document that it carries.
 
-    `exact`: the run goes on bit for bit (same world size, all state restored).
+    `exact`: the run goes on bit for bit (same world size, all state restored). `notes`: what else begins anew.
     """
 
     tag: str
@@ -66,6 +66,7 @@ class Loaded:
     client_state: dict[str, Any]
     exact: bool
     job: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Checkpointer:
@@ -216,7 +217,8 @@ class Checkpointer:
         exact = same_world and optimizer and scheduler
         job_url = storage.join(url, "job.json")
         job = json.loads(storage.read_bytes(job_url)) if storage.exists(job_url) else None
-        return Loaded(checkpoint.tag, url, checkpoint.step, decode(values["client_state"]), exact, job)
+        notes = _describe_left_out(saved, optimizer_tensors) if optimizer else ()
+        return Loaded(checkpoint.tag, url, checkpoint.step, decode(values["client_state"]), exact, job, notes)
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Runs `action` on rank 0 and gives its result, or raises its error, on every rank."""
@@ -234,6 +236,12 @@ class Checkpointer:
         if answer[1] is not None:
             raise answer[1]
         return cast(T, answer[0])
+
+
+def _describe_left_out(saved: Shapes, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+    left_out = [name for name in saved if name.endswith(BY_RANK) and name not in loaded]
+    gone = sorted({name.rpartition(".")[2].removesuffix(BY_RANK) for name in left_out})
+    return (f"the optimizer's {', '.join(gone)} begin anew: they belong to another number of ranks",) if gone else ()
 
 
 def _read_values(url: str, checkpoint: layout.Checkpoint) -> dict[str, Any]:

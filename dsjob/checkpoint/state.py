@@ -1,7 +1,8 @@
 """What a checkpoint holds of a training run, as tensors by name and plain values; and the way back.
 
 Names: `model.<parameter or buffer>` and `optimizer.<parameter>.<key>`, the parameter as the unsharded model calls it,
-so that a save of any world size and stage loads into any other.
+so that a save of any world size and stage loads into any other. What an optimizer keeps that differs by rank (its
+`own_state`) is `optimizer.<parameter>.<key>@rank`, [ranks, ...], and loads at the same world size alone.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.checkpoint.values import decode, encode
 from dsjob.errors import CheckpointError
 from dsjob.optim.scaler import LossScaler
+from dsjob.optim.signs import count_ranks
 
+BY_RANK = "@rank"
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -41,12 +47,15 @@ class TrainingState:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's tensors under their checkpoint names."""
-        return {
-            f"optimizer.{name}.{key}": value
-            for name, entry in self._optimizer_entries().items()
-            for key, value in entry.items()
-            if isinstance(value, Tensor)
-        }
+        own = getattr(self.optimizer, "own_state", ())
+        tensors: dict[str, Tensor] = {}
+        for name, entry in self._optimizer_entries().items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and key in own:
+                    tensors[f"optimizer.{name}.{key}{BY_RANK}"] = _stack_ranks(value)
+                elif isinstance(value, Tensor):
+                    tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
 
     def without_frozen(self) -> TrainingState:
         """The same without parameters that are not trained."""
@@ -65,7 +74,7 @@ class TrainingState:
         names = self._names()
         groups = [
             {
-                **{key: encode(v, f"optimizer.{key}") for key, v in group.items() if key != "params"},
+                **{k: encode(v, f"optimizer.{k}") for k, v in group.items() if k not in ("params", "exp_avg_mask")},
                 "names": [names[id(p)] for p in group["params"]],
             }
             for group in self.optimizer.param_groups
@@ -83,13 +92,18 @@ class TrainingState:
     def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
         """Empty tensors for every optimizer tensor in `shapes` (by checkpoint name) of a parameter of this model.
 
-        A tensor of its parameter's shape is sharded like the parameter; any other is whole on every rank.
+        A tensor of its parameter's shape is sharded like the parameter; any other is whole on every rank. What differed
+        by rank on another number of ranks is left out.
         """
         made: dict[str, Tensor] = {}
         for full, (shape, dtype) in shapes.items() if self.optimizer is not None else ():
             name = full.removeprefix("optimizer.").rpartition(".")[0]
             master = self.masters.get(name)
             if master is None:
+                continue
+            if full.endswith(BY_RANK):
+                if shape[0] == count_ranks():
+                    made[full] = _stack_ranks(torch.empty(shape[1:], dtype=dtype, device=master.device))
                 continue
             like = tuple(master.shape) == shape
             made[full] = torch.empty_like(master.data, dtype=dtype) if like else torch.empty(shape, dtype=dtype)
@@ -117,6 +131,8 @@ class TrainingState:
         state: dict[int, dict[str, Any]] = {}
         for full, tensor in tensors.items():
             name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            if key.endswith(BY_RANK) and isinstance(tensor, DTensor):
+                key, tensor = key.removesuffix(BY_RANK), tensor.to_local()[0]
             state.setdefault(numbers[name], {})[key] = tensor
         for name, entry in values["values"].items():
             state.setdefault(numbers[name], {}).update({key: decode(value) for key, value in entry.items()})
@@ -154,6 +170,12 @@ class TrainingState:
             return {}
         names = self._names()
         return {names[id(parameter)]: entry for parameter, entry in self.optimizer.state.items()}
+
+
+def _stack_ranks(own: Tensor) -> DTensor:
+    """The ranks' own tensors of one shape as one, [ranks, ...]."""
+    mesh = DeviceMesh.from_group(dist.group.WORLD, own.device.type)  # type: ignore[arg-type]
+    return DTensor.from_local(own[None], mesh, [Shard(0)], run_check=False)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

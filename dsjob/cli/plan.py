@@ -16,7 +16,7 @@ from dsjob.cli.unnamed import complete
 from dsjob.errors import DataError, DocumentError, FitError, UsageError
 from dsjob.plan.communication import predict_checkpoint, predict_communication
 from dsjob.plan.fit import Job, find_remedies, sweep
-from dsjob.plan.model import Layout, Model, Offload, OptimizerState, assume_state
+from dsjob.plan.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
 from dsjob.plan.report import Activations, Course, Plan, show_bytes, to_json
 from dsjob.resolve import choose_world_size, resolve_job
 from dsjob.spec import Dtype, JobSpec, view
@@ -123,6 +123,8 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         model, state, activations, course = _count(spec, args.params, notes)
     else:
         model, state, activations, course = _look(spec, world_size, notes, trust)
+    if spec.optimizer and (spec.optimizer.type or "").lower() in COMPRESSING and world_size > 1:
+        notes.append("optimizer state is that after the freeze step; from there on a 32nd of the all-reduce is sent")
     if spec.torch_autocast.enabled:
         notes.append("torch_autocast: activations are counted as fp32, and are smaller")
     if layout.stage and world_size == 1 and layout.offload == "none":

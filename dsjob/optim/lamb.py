@@ -49,6 +49,13 @@ class Lamb(PartwiseOptimizer):
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = [self._direction(parameter, group) for parameter in parameters]
+        ratios = self.find_ratios(parameters, updates, group)
+        for parameter, update, ratio in zip(parameters, updates, ratios, strict=True):
+            rate = group["lr"] * self._correction(parameter, group)
+            local(parameter).sub_(update.mul_(ratio).mul_(rate))
+
+    def find_ratios(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> Tensor:
+        """c of each parameter: fp32 [len(parameters)]."""
         sums = torch.stack(
             [
                 torch.stack([_square(local(parameter)), _square(update)])
@@ -58,16 +65,16 @@ class Lamb(PartwiseOptimizer):
         add_parts(sums, parameters)
         weights, lengths = sums.sqrt().unbind(1)
         ratios = (weights / lengths).clamp(group["min_coeff"], group["max_coeff"])
-        ratios = torch.where((weights == 0) | (lengths == 0), 1.0, ratios)
-        for parameter, update, ratio in zip(parameters, updates, ratios, strict=True):
-            rate = group["lr"] * self._correction(parameter, group)
-            local(parameter).sub_(update.mul_(ratio).mul_(rate))
+        return torch.where((weights == 0) | (lengths == 0), 1.0, ratios)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """The own part of u, with the averages moved on."""
         average, square, _ = move_averages(self.state[parameter], parameter, group["betas"])
-        root = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
-        return (average / root).add_(local(parameter), alpha=group["weight_decay"])
+        return (average / self.root(square, group)).add_(local(parameter), alpha=group["weight_decay"])
+
+    def root(self, square: Tensor, group: dict[str, Any]) -> Tensor:
+        """The denominator of the update, for an average of squares."""
+        return (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
 
     def _correction(self, parameter: Tensor, group: dict[str, Any]) -> float:
         if not group["bias_correction"]:

@@ -16,6 +16,9 @@ from dsjob.optim.groups import check_overrides, split_groups
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
 from dsjob.optim.muon import MuonWithAuxAdam, split_matrices
+from dsjob.optim.onebit_adam import OneBitAdam
+from dsjob.optim.onebit_lamb import OneBitLamb
+from dsjob.optim.zero_one_adam import ZeroOneAdam
 from dsjob.spec import Method
 from dsjob.targets import call_target, describe_call_error
 from dsjob.trust import Trust
@@ -97,6 +100,13 @@ def _lion(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
     return Lion(groups, **{**params, "betas": tuple(params["betas"])})
 
 
+def _compressing(
+    groups: list[Any], params: Mapping[str, Any], *, kind: type[OneBitAdam | OneBitLamb | ZeroOneAdam]
+) -> Optimizer:
+    arguments = {key: value for key, value in params.items() if key != "amsgrad"}  # false: the schema allows no other
+    return kind(groups, **{**arguments, "betas": tuple(params["betas"])})
+
+
 def _muon(groups: list[Any], params: Mapping[str, Any], names: Mapping[int, str]) -> Optimizer:
     arguments = {key: params[key] for key in ("momentum", "ns_method", "eps", "weight_decay")}
     for ours, theirs in (("lr", "muon_lr"), ("adam_lr", "adam_lr")):
@@ -112,6 +122,9 @@ _NAMED: dict[str, Callable[[list[Any], Mapping[str, Any]], Optimizer]] = {
     "adagrad": _adagrad,
     "lamb": _lamb,
     "lion": _lion,
+    "onebitadam": functools.partial(_compressing, kind=OneBitAdam),
+    "onebitlamb": functools.partial(_compressing, kind=OneBitLamb),
+    "zerooneadam": functools.partial(_compressing, kind=ZeroOneAdam),
 }
 
 

@@ -13,23 +13,27 @@ from dsjob.optim.shards import local
 
 
 class PartwiseOptimizer(Optimizer):
-    """An optimizer that says how the parameters of a group are moved: those alone that have a gradient."""
+    """An optimizer that says how the parameters of a group are moved."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step for every parameter that has a gradient; what `closure` returns."""
+        """One step for every parameter that is to move; what `closure` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters = self.choose(group)
             if parameters:
                 self.update_group(parameters, group)
         return loss
 
+    def choose(self, group: dict[str, Any]) -> list[Tensor]:
+        """The parameters of a group that this step moves: those with a gradient."""
+        return [parameter for parameter in group["params"] if parameter.grad is not None]
+
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Moves `parameters`, all of them with gradients, as `group` says."""
+        """Moves `parameters`, those that `choose` gave, as `group` says."""
         raise NotImplementedError
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from dsjob.autocast import find_safe_modules, mark
 from dsjob.mesh import World
@@ -29,7 +30,7 @@ class Strategy:
     4. `forward(...)`, then the loss's own backward; several times perhaps
     at the boundary
     5. `reduce_gradients()`: what backward passes have left on their rank is reduced; then `finish_gradients()`: the
-       masters' `.grad` is the mean over all ranks
+       masters' `.grad` is the mean over all ranks (each rank's own if `communicates`)
     6. `clip(max_norm, scale)`, the optimizer's step (left out where the norm is not finite and gradients are dropped)
     7. `finish_step()`
     and around checkpoints
@@ -39,6 +40,12 @@ class Strategy:
     module: nn.Module
     masters: dict[str, nn.Parameter]
     copies: Masters | None = None  # where masters are no parameters of the model
+    optimizer: Optimizer | None = None  # the engine's, once it is made
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the optimizer communicates by itself in this step, and is to be given each rank's own gradients."""
+        return bool(getattr(self.optimizer, "communicates", False))
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         """A forward and backward pass follows; `boundary`: the optimizer steps after it.
@@ -63,11 +70,14 @@ class Strategy:
         """Divides all gradients by `scale`, then clips them to `max_norm` if that is > 0.
 
         Returns their L2 norm over all ranks (0-dim, between the two): the same on every rank, and not finite where a
-        gradient of any rank is not.
+        gradient of any rank is not. If the optimizer communicates, each rank clips its own gradients by their own norm,
+        and the root mean square of these norms is returned.
         """
         parameters = [p for p in self.masters.values() if p.grad is not None]
-        if not parameters:
-            return torch.zeros(())
+        norm = self._clip_own(parameters, max_norm, scale) if parameters else torch.zeros(())
+        return average_norms(norm, next(iter(self.masters.values()), norm).device) if self.communicates else norm
+
+    def _clip_own(self, parameters: list[nn.Parameter], max_norm: float, scale: float) -> Tensor:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = get_total_norm(gradients, norm_type=2.0)
         if isinstance(norm, DTensor):
@@ -130,6 +140,14 @@ class Strategy:
         """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
         frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
         return {**{name: master.data for name, master in self.masters.items()}, **frozen}
+
+
+def average_norms(norm: Tensor, device: torch.device) -> Tensor:
+    """The root mean square of all ranks' norms."""
+    square = norm.to(device, torch.float64).square()  # in fp32 it would overflow
+    if dist.is_initialized():
+        dist.all_reduce(square.div_(dist.get_world_size()))
+    return square.sqrt().float()
 
 
 @torch.no_grad()

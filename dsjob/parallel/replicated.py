@@ -81,14 +81,14 @@ class Replicated(Strategy):
             return
         # DDP reduces in the one backward pass that follows the forward pass it was told to: not in one of another
         # forward pass, nor if the boundary is moved in between.
-        reduces = sync and (boundary or self._sums_in_masters)
+        reduces = sync and not self.communicates and (boundary or self._sums_in_masters)
         self._by_hand = self._by_hand or self._armed
         self._armed = self._armed or reduces
         self._ddp.require_backward_grad_sync = reduces
 
     def _take_reduced(self, copies: Masters) -> None:
         """Adds what earlier backward passes have left to the sums, once it is reduced."""
-        if self._ddp is not None:
+        if self._ddp is not None and not self.communicates:
             if not self._armed or all(p.grad is None for p in self.module.parameters()):
                 return
             self.reduce_gradients()
@@ -96,7 +96,7 @@ class Replicated(Strategy):
         copies.take_gradients()
 
     def reduce_gradients(self) -> None:
-        if self._ddp is None or (self._armed and not self._by_hand):
+        if self._ddp is None or self.communicates or (self._armed and not self._by_hand):
             return
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
@@ -126,6 +126,9 @@ class Replicated(Strategy):
     def finish_step(self) -> None:
         super().finish_step()
         self._armed = self._by_hand = False
+        if self._ddp is not None:
+            # The next step begins with rank 0's buffers, also where this one has reduced nothing.
+            self._ddp.require_forward_param_sync = True
 
     def close(self) -> None:
         super().close()

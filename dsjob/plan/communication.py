@@ -84,6 +84,7 @@ def predict_checkpoint(model: Model, layout: Layout, state: OptimizerState) -> C
         kept = MASTER_SIZE if weight.trainable else layout.compute
         weights += weight.elements * (kept if cast else weight.itemsize)
     trained = sum(w.elements * (MASTER_SIZE if cast else w.itemsize) for w in model.trainable)
-    whole = weights + model.buffers + round(state.copies * trained) + state.per_parameter * len(model.trainable)
+    state_size = round(state.copies_saved(layout.world_size) * trained) + state.per_parameter * len(model.trainable)
+    whole = weights + model.buffers + state_size
     share = whole / count(model.weights) * sum(w.padded(layout.world_size) for w in model.weights) if whole else 0
     return CheckpointSize(whole, round(share), MASTER_SIZE * count(model.weights), 2 * count(model.weights))

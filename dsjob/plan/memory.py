@@ -123,7 +123,7 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
     return [
         _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
         Item("gradients", before, own + sums, kept + masters, note=note),
-        *_master_items(model.trainable, [w.elements for w in model.trainable], state, cast),
+        *_master_items(model.trainable, [w.elements for w in model.trainable], state, cast, layout.world_size),
         *(_bucket_items(model, layout) if ddp and layout.reduce != layout.compute else []),
     ]
 
@@ -159,10 +159,12 @@ def _streamed_items(model: Model, layout: Layout, near: list[Weight]) -> list[It
     ]
 
 
-def _master_items(weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool) -> list[Item]:
+def _master_items(
+    weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool, replicas: int = 1
+) -> list[Item]:
     """Masters beside the model, if it is `cast`, and the optimizer's state, on the device."""
     masters = MASTER_SIZE * sum(elements) if cast else 0
-    return [_always("fp32 masters", masters), _state_item(weights, elements, state, cast)]
+    return [_always("fp32 masters", masters), _state_item(weights, elements, state, cast, replicas)]
 
 
 def _host_items(weights: list[Weight], elements: list[int], state: OptimizerState) -> list[Item]:
@@ -262,7 +264,9 @@ def _reach(blocks: list[int], layout: Layout) -> int:
     return max((sum(blocks[i : i + 1 + ahead]) for i, ahead in enumerate(numbers)), default=0)
 
 
-def _state_item(weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool) -> Item:
+def _state_item(
+    weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool, replicas: int = 1
+) -> Item:
     sizes = (MASTER_SIZE if cast else weight.itemsize for weight in weights)
-    kept = round(state.copies * sum(n * size for n, size in zip(elements, sizes, strict=True)))
+    kept = round(state.copies_on(replicas) * sum(n * size for n, size in zip(elements, sizes, strict=True)))
     return _always("optimizer state", kept + state.per_parameter * len(elements))

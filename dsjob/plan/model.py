@@ -72,10 +72,23 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer keeps: elements of state for each element, and bytes for each parameter beside them."""
+    """What an optimizer keeps: elements of state for each element, and bytes for each parameter beside them.
+
+    `own`: elements more where there are several ranks, that differ by rank; a rank's share of a whole one, of error
+    feedback, comes with them.
+    """
 
     copies: float
     per_parameter: int = 0
+    own: float = 0
+
+    def copies_on(self, world_size: int) -> float:
+        """Elements of state for each element of a replicated parameter, on one of `world_size` ranks."""
+        return self.copies + (self.own + 1 / world_size if self.own and world_size > 1 else 0)
+
+    def copies_saved(self, world_size: int) -> float:
+        """Elements of state for each element in a checkpoint."""
+        return self.copies + (self.own * world_size + 1 if self.own and world_size > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +174,13 @@ def choose_ahead(sizes: Sequence[int], bucket: int, live: int | None = None) -> 
     return found
 
 
+COMPRESSING = {  # by the name of the optimizer: after its freeze step, when there is most
+    "onebitadam": OptimizerState(2, 4, own=1),  # the worker's error
+    "onebitlamb": OptimizerState(3, 16, own=1),
+    "zerooneadam": OptimizerState(2, 4, own=3),  # the momentum and its sum differ by rank too
+}
+
+
 def count(weights: Iterable[Weight]) -> int:
     """Elements of whole parameters."""
     return sum(weight.elements for weight in weights)
@@ -178,6 +198,8 @@ def assume_state(method: Method | None) -> tuple[OptimizerState, str]:
         return OptimizerState(2, 4), ""
     if name == "muon":
         return OptimizerState(2, 4), "Muon's state is taken to be as large as Adam's; of matrices it keeps half of that"
+    if name in COMPRESSING:
+        return COMPRESSING[name], ""
     if name == "lion":
         return OptimizerState(1), ""
     if name == "sgd":

@@ -76,6 +76,16 @@ def _predivide(document: Document) -> Iterator[Finding]:
                 yield key, "has no effect at stages 1 to 3", "leave it out"
 
 
+@enter("compressing-optimizer-stage")
+def _compressing(document: Document) -> Iterator[Finding]:
+    """OneBitAdam, OneBitLamb and ZeroOneAdam send momenta of whole parameters, and do not take gradients that were
+    reduced: they need each rank to have the whole model, as in DeepSpeed.
+    """
+    kind, stage = str(read(document, "optimizer.type", "")), read_stage(document)
+    if kind.lower() in ("onebitadam", "onebitlamb", "zerooneadam") and stage > 0:
+        yield "zero_optimization.stage", f"must be 0 with {kind}, not {stage}", "set stage to 0, or use AdamW"
+
+
 # ZeRO and offloading
 
 

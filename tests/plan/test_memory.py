@@ -137,6 +137,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
         ("lion", {}, 1),
         ("adam", {"amsgrad": True}, 3),
         ("SGD", {"momentum": 0.9}, 1),
+        ("OneBitAdam", {}, 2),
         ("SGD", {"momentum": 0.0}, 0),
     ],
 )
