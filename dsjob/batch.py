@@ -49,7 +49,9 @@ class BatchConfig:
         Raises ConfigError for any other key.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError([Problem(f"batch sizes are made from a mapping, not {type(values).__name__}")])
+            raise ConfigError(
+                [Problem(f"batch sizes are made from a mapping, not {type(values).__name__}", rule="type")]
+            )
         ours = {theirs: name for name, theirs in _KEYS.items()} | {name: name for name in _KEYS}
         unknown = [key for key in values if key not in ours]
         if unknown:

@@ -90,10 +90,10 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
 
     problems = _drop_repeated(check_job({**document, **dsconfig.build_on_given(given, config)}), given) + conflicts
     batch = None
-    touched: list[Path] = [("trainer",)]
+    touched: list[Path] = []
     for key in dsconfig.BATCH_KEYS:
         touched += [(key,), ("deepspeed", key), dsconfig.to_job_path((key,))[1:]]
-    if not any(p.severity == "error" and p.path[: len(place)] == place for p in problems for place in touched):
+    if not any(p.severity == "error" and (p.path in touched or _leaves_batch_open(p)) for p in problems):
         trainer = _own_numbers(job.get("trainer", {}), schema["properties"]["trainer"])
         asked = _reopen_batch(trainer, document.get("resolved"), world_size, locate)
         kept = {key for key, value in dataclasses.asdict(asked).items() if value and value == trainer.get(key)}
@@ -222,6 +222,15 @@ def _check_config(config: dict[str, Any], world_size: int) -> tuple[list[Problem
     except DocumentError as error:
         given = [key for key in dsconfig.BATCH_KEYS if key in config]
         return problems + [dsconfig.to_config_words(replace(f, path=(*given[:1],))) for f in error.problems], None
+
+
+def _leaves_batch_open(problem: Problem) -> bool:
+    """Whether a problem of a job's trainer section is of its batch sizes: one of them is wrong, or mistyped."""
+    if problem.path[:1] != ("trainer",):
+        return problem.path == ()
+    names = ("train_batch", "micro_batch", "grad_accum")
+    meant = problem.hint if problem.hint.startswith("did you mean") else ""
+    return len(problem.path) == 1 or problem.path[1] in names or any(name in meant for name in names)
 
 
 def _is_of_batch(problem: Problem) -> bool:

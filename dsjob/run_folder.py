@@ -11,6 +11,7 @@ from typing import Any
 
 from dsjob import storage
 from dsjob.errors import DsjobError
+from dsjob.paths import Path, get_at
 
 RESOLVED_NAME = "resolved.json"
 RESULT_NAME = "result.json"
@@ -44,6 +45,17 @@ def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
 def read_resolved(run_dir: str) -> dict[str, Any]:
     """The document that the run in a folder was last resolved to; empty where there is none."""
     return _read_json(os.path.join(run_dir, RESOLVED_NAME))
+
+
+def describe_other_job(run_dir: str, document: Mapping[str, Any]) -> str:
+    """Says of a folder that it holds the run of another model or data set, whose checkpoints would be continued."""
+    there = read_resolved(run_dir)
+    paths: list[Path] = [("data", "train"), *(("models", name, "model") for name in there.get("models", {}))]
+    for path in [*paths, ("model",)] if "model" in there else paths:
+        theirs = get_at(there, (*path, "_target_"))
+        if theirs and theirs != get_at(document, (*path, "_target_")):
+            return f"{run_dir} holds the run of another job: its {'.'.join(map(str, path[:2]))} is {theirs}"
+    return ""
 
 
 def write_result(run_dir: str, result: Mapping[str, Any]) -> None:

@@ -136,7 +136,7 @@ def test_warnings_come_back_and_errors_are_raised_all_at_once() -> None:
     warnings = resolve_job(document, world_size=1, locate=nowhere).warnings
     assert [warning.severity for warning in warnings] == ["warning"]
     document["trainer"] = {"seed": "x", "max_stps": 1}
-    assert {problem.dotted for problem in find_problems(document)} == {"trainer.seed", "trainer.max_stps"}
+    assert {problem.dotted for problem in find_problems(document)} == {"trainer", "trainer.seed", "trainer.max_stps"}
 
 
 # ---- precedence, as far as it is decided here

@@ -305,6 +305,13 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "metrics",
         {"data": EVAL, **course(eval_step=CALLED)},
     ),
+    (
+        "resume-word",
+        {"checkpoint": {"resume": "nver"}},
+        "checkpoint.resume",
+        {"checkpoint": {"resume": "step-00000120"}},
+    ),
+    ("resume-word", {"checkpoint": {"resume": "no"}}, "checkpoint.resume", {"checkpoint": {"resume": "never"}}),
     ("no-eval-data", course(eval_step=CALLED), "trainer.eval_step", {**course(eval_step=CALLED), "data": EVAL}),
     ("no-eval-data", course(eval_every=5), "trainer.eval_every", {**course(eval_every=5), "data": EVAL}),
     ("no-eval-data", course(eval_at_start=True), "trainer.eval_at_start", course(eval_at_start=False)),

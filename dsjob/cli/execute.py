@@ -11,9 +11,8 @@ from dsjob import launch
 from dsjob.cli.trusted import list_untrusted
 from dsjob.errors import DocumentError, Interrupted, Problem
 from dsjob.origins import Composed
-from dsjob.paths import Path, get_at
 from dsjob.resolve import read_nproc, resolve_job
-from dsjob.run_folder import list_commits, make_run_dir, read_resolved
+from dsjob.run_folder import describe_other_job, list_commits, make_run_dir
 from dsjob.trust import Trust
 
 
@@ -42,8 +41,8 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         return launch.join(document, trust=trust)
     run_dir = run_dir or make_run_dir(document["output"]["dir"], document["name"])
     before = list_commits(run_dir, document)
-    if before:
-        _require_same_job(run_dir, document)
+    if before and (other := describe_other_job(run_dir, document)):
+        raise DocumentError([Problem(other, ("output", "dir"), "another-job", "choose another output.dir")])
     try:
         return launch.start(document, run_dir, trust=trust, debug=debug)
     except (Exception, KeyboardInterrupt) as error:
@@ -51,18 +50,6 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         if stopped or list_commits(run_dir, document) != before:
             print(f"dsjob: to go on from the last checkpoint: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
         raise
-
-
-def _require_same_job(run_dir: str, document: dict[str, Any]) -> None:
-    """Checkpoints of another model or data set would be continued. Raises DocumentError."""
-    there = read_resolved(run_dir)
-    paths: list[Path] = [("data", "train"), *(("models", name, "model") for name in there.get("models", {}))]
-    paths += [("model",)] if "model" in there else []
-    for path in paths:
-        theirs = get_at(there, (*path, "_target_"))
-        if theirs and theirs != get_at(document, (*path, "_target_")):
-            message = f"{run_dir} holds the run of another job: its {'.'.join(map(str, path[:2]))} is {theirs}"
-            raise DocumentError([Problem(message, ("output", "dir"), "another-job", "choose another output.dir")])
 
 
 def _print_warnings(warnings: Sequence[Problem]) -> None:

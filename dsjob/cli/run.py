@@ -109,6 +109,11 @@ def _say_next(result: dict[str, Any], composed: Composed) -> None:
 
 
 def _sweep(composed: Composed) -> str:
+    schedule = composed.document.get("scheduler", {}).get("params", {})
+    if (
+        not composed.recipes and "warmup_max_lr" in schedule
+    ):  # a resolved document's own, which goes over the optimizer's
+        return "scheduler.params.warmup_max_lr=1e-3,3e-4"
     own = [name for name, entry in composed.document.get("models", {}).items() if "optimizer" in entry]
     return _SWEEP if "optimizer" in composed.document or not own else f"models.{own[0]}.{_SWEEP}"
 

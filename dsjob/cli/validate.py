@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from dsjob import document as documents
 from dsjob import report, resolve, storage
@@ -20,6 +21,7 @@ from dsjob.document import Document
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
 from dsjob.origins import STDIN, Composed, is_deepspeed, read_text, settle
 from dsjob.rules import EXPLANATIONS, RULES
+from dsjob.run_folder import describe_other_job, list_commits
 from dsjob.trust import require_job_file
 
 
@@ -129,7 +131,18 @@ def _check(document: Document, world_size: int | None, texts: dict[str, str]) ->
         known = [problem for problem in error.problems if not (unread and problem.rule in _LEFT_TO_CONFIG)]
         return [*known, *unread, *error.warnings]
     untrusted = list_untrusted(composed, done.document, grant(document))
-    return unread + done.warnings + [replace(found, severity="warning") for found in untrusted]
+    found = unread + done.warnings + [replace(one, severity="warning") for one in untrusted]
+    return found + resolve.place_problems(_find_other_job(done.document), composed.locate)
+
+
+def _find_other_job(document: dict[str, Any]) -> list[Problem]:
+    folder = os.path.expanduser(document["output"]["dir"])
+    try:
+        there = os.path.isdir(folder) and list_commits(folder, document)
+        other = describe_other_job(folder, document) if there else ""
+    except (DsjobError, ValueError):  # what lies there is no run's
+        return []
+    return [Problem(other, ("output", "dir"), "another-job", "choose another output.dir")] if other else []
 
 
 _LEFT_TO_CONFIG = ("batch", "no-total-steps")

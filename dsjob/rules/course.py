@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -97,6 +98,19 @@ def _cadence(document: Document) -> Iterator[Finding]:
         every = read(document, place)
         if isinstance(steps, int) and isinstance(every, int) and every > steps:
             yield place, f"{every} is beyond the last step, {steps}: no {what} on the way", "lower it"
+
+
+@enter("resume-word", severity="warning", whole=True)
+def _resume(document: Document) -> Iterator[Finding]:
+    """Any other word is the tag of a checkpoint, and a run that cannot find it ends before it begins."""
+    policy, words = read(document, "checkpoint.resume"), ("auto", "never", "required")
+    if not isinstance(policy, str) or policy in words:
+        return
+    meant = {"no": "never", "false": "never", "yes": "auto", "true": "auto"}.get(policy.lower())
+    near = difflib.get_close_matches(policy.lower(), words, n=1)
+    if meant or near:
+        hint = f'did you mean "{meant or near[0]}"?'
+        yield "checkpoint.resume", f'"{policy}" is taken for the tag of a checkpoint', hint
 
 
 @enter("nothing-saved", severity="warning", whole=True)

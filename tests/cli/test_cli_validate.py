@@ -274,6 +274,25 @@ def test_a_key_that_is_given_twice_hides_no_other_mistake(validate: Any) -> None
     ]
 
 
+def test_a_folder_that_holds_another_job_is_told(validate: Any) -> None:
+    Path("run/checkpoints/commits").mkdir(parents=True)
+    Path("run/checkpoints/commits/step-00000001.json").write_text("{}")
+    write_json(Path("run/resolved.json"), make_job(model={"_target_": "other.build"}))
+    code, _, (line,) = validate(write("job.yaml", GOOD_YAML + "output: {dir: run}\n"))
+    assert code == 2
+    assert line.startswith(
+        "job.yaml:9:10: error[another-job]: output.dir: run holds the run of another job: its model is"
+    )
+    write_json(Path("run/resolved.json"), make_job())
+    assert validate("job.yaml")[0] == 0
+
+
+def test_an_unknown_key_in_trainer_does_not_hide_the_batch(validate: Any) -> None:
+    text = GOOD_YAML.replace("  micro_batch: 4\n", "  micro_batch: 4\n  train_batch: 6\n  foo: 1\n")
+    told = validate(write("job.yaml", text))[2]
+    assert [line.split(": ")[1] for line in told] == ["error[batch]", "error[unknown-key]"]
+
+
 def test_what_an_unread_deepspeed_file_may_say_is_not_missed(validate: Any) -> None:
     text = GOOD_YAML.replace("  micro_batch: 4\n", "") + "seed: 1\ndeepspeed: "
     for name, kind in (("gone.json", "error[unreadable]"), ("s3://bucket/ds.json", "warning[not-read]")):
