@@ -266,6 +266,9 @@ def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
     if keyword == "enum":
         options = ", ".join(_show(option) for option in rule)
         words = [option for option in rule if isinstance(option, str)]
+        if str(value).lower() == "gpu":  # nearer to "cpu" than to what is meant
+            words = [word for word in words if word in ("cuda", "none")]
+            return f"must be one of {options}, not {shown}", f'did you mean "{words[0]}"?' if words else ""
         return f"must be one of {options}, not {shown}", suggest(str(value), words)
     texts = {
         "minimum": f"must be at least {rule}, not {shown}",
@@ -288,7 +291,7 @@ def _unquote_hint(value: Any, names: Sequence[str]) -> str:
         if _NUMBER.fullmatch(value):
             return f"write {value} without the quotes"
         try:
-            return f"write {float(value):g} without the quotes"
+            return f"write {float(value):g}{'' if '_' in value else ' without the quotes'}"
         except ValueError:
             return ""
     if "boolean" in names and value.lower() in ("true", "false"):

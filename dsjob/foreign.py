@@ -8,6 +8,13 @@ from dsjob import dsconfig
 from dsjob import schema as contract
 from dsjob.paths import Path
 
+_USUAL: dict[str, Path] = {  # what many loops call it
+    "epochs": ("trainer", "max_epochs"),
+    "num_epochs": ("trainer", "max_epochs"),
+    "steps": ("trainer", "max_steps"),
+    "batch_size": ("trainer", "micro_batch"),
+}
+
 
 def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) -> str:
     """A hint for an unknown key that another tool has; empty where none has.
@@ -31,6 +38,8 @@ def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) 
         if moved != (key,):
             return f"DeepSpeed's name for {_dotted(moved)}"
         return "it belongs under deepspeed"
+    if not bare and path in ((), ("trainer",)) and key in _USUAL:
+        return f'did you mean "{_dotted(_USUAL[key][len(path) :])}"?'
     in_config = bare or path[:1] == ("deepspeed",)
     argument = ARGUMENTS.get(key)
     if argument is None or path[:1] not in ((), ("trainer",), ("optimizer",), ("scheduler",), ("deepspeed",)):

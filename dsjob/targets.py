@@ -74,7 +74,7 @@ def find_target(path: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noq
     if len(parts) == 1 or trusting.find_top(parts[0], trust.folders) is None:
         raise TargetError(
             f"cannot import {path}: there is no module {parts[0]!r}",
-            hint="modules in the current folder and installed packages can be named",
+            hint="modules in the current folder or beside the job file can be named; an installed package with --trust",
         )
     module, length = _import(path, parts[0]), 1
     while length < len(parts) - 1 and hasattr(module, "__path__"):

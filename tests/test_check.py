@@ -508,3 +508,18 @@ def test_a_mistyped_key_is_refused_and_99_in_100_times_the_right_one_is_suggeste
         right += sum(hints[wrong] in suggestions for wrong, suggestions in meant.items())
     assert tried > 1500
     assert right / tried >= 0.99, f"{right} of {tried}"
+
+
+@pytest.mark.parametrize(
+    ("sections", "hint"),
+    [
+        ({"epochs": 3}, 'did you mean "trainer.max_epochs"?'),
+        ({"trainer": {"micro_batch": 1, "steps": 3}}, 'did you mean "max_steps"?'),
+        ({"batch_size": 3}, 'did you mean "trainer.micro_batch"?'),
+        ({"launch": {"device": "gpu"}}, 'did you mean "cuda"?'),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}, 'did you mean "none"?'),
+        ({"trainer": {"micro_batch": 1, "max_steps": "1_000"}}, "write 1000"),
+    ],
+)
+def test_what_people_mean_is_named(sections: dict[str, Any], hint: str) -> None:
+    assert hint in {problem.hint for problem in check_job(make_job(**sections))}

@@ -114,7 +114,11 @@ def _long_warmup(document: Document) -> Iterator[Finding]:
     for key in ("warmup_num_steps", "num_warmup_steps"):
         warmup = read_number(params.get(key))
         if warmup is not None and steps is not None and warmup > steps:
-            yield f"scheduler.params.{key}", f"{warmup:g} is longer than the run of {steps} steps", "shorten it"
+            yield (
+                f"scheduler.params.{key}",
+                f"{warmup:g} is longer than the run, or the schedule, of {steps} steps",
+                "shorten it",
+            )
 
 
 @enter("schedule-too-short", severity="warning", whole=True)
