@@ -149,7 +149,7 @@ def read_report(text: str, code: int, content: bytes) -> list[dict[str, Any]]:
     """The entries of a report in JSON, each complete and with a place inside the text."""
     assert code in (0, 2)
     entries: list[dict[str, Any]] = json.loads(text)
-    lines = content.decode(errors="replace").split("\n")
+    lines = content.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for entry in entries:
         assert set(entry) == ENTRY
         assert entry["severity"] in ("error", "warning")

@@ -103,7 +103,7 @@ def validate(url: str, world_size: int | None) -> tuple[list[Problem], dict[str,
     problems: list[Problem] = []
     try:
         text, source = read_text(url), _name(url)
-        texts[source] = text
+        texts[source] = text.replace("\r\n", "\n").replace("\r", "\n")
         document = documents.parse_open(text, source)
         texts[source] = document.text
         problems += document.duplicates
