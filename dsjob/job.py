@@ -73,7 +73,8 @@ def _prepare(
     spec: JobSpec, document: Mapping[str, Any], run_dir: str, world: World, display: Display, trust: Trust
 ) -> tuple[loop.Run, Loaded | None]:
     trainer, build = spec.trainer, functools.partial(call_target, trust=trust)
-    models = _build_models(document, trust)
+    specs = {name: resolve_model(document, name) for name in list_models(document)}
+    models = _build_models(specs, document, trust)
     collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
     loader = TrainingLoader(
         build(spec.data.train),
@@ -87,7 +88,7 @@ def _prepare(
     )
     evaluation = build(spec.data.eval) if spec.data.eval else None
     steps = count_steps(trainer, loader.samples_per_epoch)
-    engines = _build_engines(models, document, steps, world, trust)
+    engines = _build_engines(models, specs, document, steps, world, trust)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
     checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
@@ -113,15 +114,15 @@ def _prepare(
         collate=collate,
         metrics={name: build_callable(target, f"metrics.{name}", trust) for name, target in spec.metrics.items()},
     )
-    return run, _resume(run, document)
+    return run, _resume(run, specs)
 
 
-def _build_models(document: Mapping[str, Any], trust: Trust) -> dict[str, nn.Module]:
+def _build_models(specs: Mapping[str, JobSpec], document: Mapping[str, Any], trust: Trust) -> dict[str, nn.Module]:
     """The models, made one after the other from one seed."""
     seed_rng(document["trainer"]["seed"])  # the same on every rank: the models have to begin the same
     models = {}
-    for name in list_models(document):
-        target = resolve_model(document, name).model
+    for name, spec in specs.items():
+        target = spec.model
         assert target is not None
         where = f"models.{name}" if document.get("models") else "model"
         model = call_target(target, trust=trust)
@@ -134,16 +135,19 @@ def _build_models(document: Mapping[str, Any], trust: Trust) -> dict[str, nn.Mod
 
 
 def _build_engines(
-    models: Mapping[str, nn.Module], document: Mapping[str, Any], steps: int, world: World, trust: Trust
+    models: Mapping[str, nn.Module],
+    specs: Mapping[str, JobSpec],
+    document: Mapping[str, Any],
+    steps: int,
+    world: World,
+    trust: Trust,
 ) -> Engines:
     engines = {}
     for name, model in models.items():
-        spec = resolve_model(document, name)
+        spec = specs[name]
         schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
-        settled, config = (
-            dataclasses.replace(spec, scheduler=schedule),
-            complete_config(take_model(document, name), spec),
-        )
+        settled = dataclasses.replace(spec, scheduler=schedule)
+        config = complete_config(take_model(document, name), spec)
         engines[name] = build_engine(model, settled, world, trust=trust, config=config)
     return Engines(engines)
 
@@ -167,7 +171,7 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
     return min(limits)
 
 
-def _resume(run: loop.Run, document: Mapping[str, Any]) -> Loaded | None:
+def _resume(run: loop.Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
     """Continues from a checkpoint, as checkpoint.resume says."""
     policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
     newest = checkpointer.newest()
@@ -190,8 +194,8 @@ def _resume(run: loop.Run, document: Mapping[str, Any]) -> Loaded | None:
     for name, engine in run.engines.items():
         if loaded.job is None or engine.optimizer is None or name not in list_models(loaded.job):
             continue
-        before, now = resolve_model(loaded.job, name), resolve_model(document, name)
-        changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, now)
+        before = resolve_model(loaded.job, name)
+        changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, specs[name])
         if changed:
             of = f"{name} " if run.spec.models else ""
             run.say("changed", f"{of}since the checkpoint: {', '.join(changed)}")

@@ -137,8 +137,9 @@ def _check(document: Document, world_size: int | None, texts: dict[str, str]) ->
 
 def _find_other_job(document: dict[str, Any]) -> list[Problem]:
     folder = os.path.expanduser(document["output"]["dir"])
+    kept_here = storage.is_local(document["checkpoint"].get("dir") or folder)  # or listing them opened a connection
     try:
-        there = os.path.isdir(folder) and list_commits(folder, document)
+        there = kept_here and os.path.isdir(folder) and list_commits(folder, document)
         other = describe_other_job(folder, document) if there else ""
     except (DsjobError, ValueError):  # what lies there is no run's
         return []

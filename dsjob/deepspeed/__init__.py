@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib.metadata import version as _version
 
+from dsjob.deepspeed import checkpointing as checkpointing
 from dsjob.deepspeed import comm as comm
 from dsjob.deepspeed import ops as ops
 from dsjob.deepspeed import runtime as runtime

@@ -274,7 +274,7 @@ def test_a_key_that_is_given_twice_hides_no_other_mistake(validate: Any) -> None
     ]
 
 
-def test_a_folder_that_holds_another_job_is_told(validate: Any) -> None:
+def test_a_folder_that_holds_another_job_is_told(validate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run/checkpoints/commits").mkdir(parents=True)
     Path("run/checkpoints/commits/step-00000001.json").write_text("{}")
     write_json(Path("run/resolved.json"), make_job(model={"_target_": "other.build"}))
@@ -283,6 +283,10 @@ def test_a_folder_that_holds_another_job_is_told(validate: Any) -> None:
     assert line.startswith(
         "job.yaml:9:10: error[another-job]: output.dir: run holds the run of another job: its model is"
     )
+    away = GOOD_YAML + "output: {dir: run}\ncheckpoint: {dir: 'http://127.0.0.1:9/c'}\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "list_names", lambda url: pytest.fail(f"{url} was listed"))
+        assert validate(write("away.yaml", away))[0] == 0
     write_json(Path("run/resolved.json"), make_job())
     assert validate("job.yaml")[0] == 0
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import dsjob.checkpointing
 import dsjob.deepspeed as deepspeed
 from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from dsjob.deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WarmupDecayLR, WarmupLR
@@ -114,6 +115,7 @@ def test_a_repeating_loader_begins_again() -> None:
 def test_what_dsjob_lacks_is_not_there() -> None:
     with pytest.raises(ModuleNotFoundError):
         __import__("dsjob.deepspeed.moe")
+    assert deepspeed.checkpointing.checkpoint is dsjob.checkpointing.checkpoint
     assert deepspeed.comm.ReduceOp.SUM is torch.distributed.ReduceOp.SUM
     assert deepspeed.comm.is_initialized() in (True, False)
     assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine
@@ -136,5 +138,7 @@ def test_weights_of_a_checkpoint_are_read_whole(tmp_path: Path) -> None:
     assert weights["0.weight"].dtype == torch.float32
     fresh = load_state_dict_from_zero_checkpoint(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), str(tmp_path))
     assert torch.equal(fresh[1].weight, weights["0.weight"])  # type: ignore[index]
+    with pytest.raises(UsageError, match="does not say which"):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
     convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))
     assert list((tmp_path / "out").glob("*.safetensors"))
