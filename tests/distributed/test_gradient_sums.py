@@ -15,7 +15,8 @@ from dsjob.mesh import World
 
 # bf16 has 8 bits: a quarter beside 64 is lost in it, one at a time.
 MICRO = (256.0, 1.0, 1.0, 1.0)
-WHOLE, ROUNDED = 2 * 64.75, 2 * 64.0  # norms: the mean over micro batches in each of four elements
+# Norms: the mean over micro batches in each of four elements. Ranks add up squares of rounded norms of their own.
+WHOLE, ROUNDED = pytest.approx(2 * 64.75, rel=1e-6), pytest.approx(2 * 64.0, rel=1e-6)
 
 
 class Dot(nn.Module):
