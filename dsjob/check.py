@@ -62,11 +62,19 @@ def check_job(document: dict[str, Any]) -> list[Problem]:
     """
     schema = contract.job_schema()
     problems = _check_expanded(document, check_shape(document, schema), schema)
+    if document.get("engine") == "deepspeed":
+        problems = [problem for problem in problems if not _has_effect_there(problem)]
     config = document.get("deepspeed")
     rest = {k: v for k, v in config.items() if k not in schema["properties"]} if isinstance(config, dict) else {}
     whole = {**dsconfig.drop_moved(rest), **document}
     found = _check_rules(whole, problems, whole=True)
     return _drop_follow_ups(problems + found + _check_models(whole, problems, found))
+
+
+def _has_effect_there(problem: Problem) -> bool:
+    """Whether a key without effect here has one in the installed DeepSpeed, which is given it."""
+    path = problem.path[1:] if problem.path[:1] == ("deepspeed",) else problem.path
+    return problem.rule == "no-effect" and path[0] in dsconfig.ENGINE_SECTIONS
 
 
 def _check_models(document: dict[str, Any], problems: list[Problem], told: list[Problem]) -> list[Problem]:

@@ -39,6 +39,12 @@ _JOB_SECTIONS = (
     "compile",
     "data_types",
 )
+# Those that the installed DeepSpeed is given where a job asks for it; dsjob makes its optimizer and schedule.
+ENGINE_SECTIONS = tuple(
+    key
+    for key in _JOB_SECTIONS
+    if key not in ("optimizer", "scheduler", "amp", "activation_checkpointing", "pipeline", "compile")
+)
 
 
 def to_job(config: dict[str, Any]) -> dict[str, Any]:

@@ -247,6 +247,11 @@ class Engine(Readings, Saving):
         """As nn.Module.eval."""
         return self.train(False)
 
+    def count_parameters(self) -> tuple[int, int]:
+        """Elements of all parameters, tied ones once, and of those that are trained."""
+        total = sum(weight.numel() for weight in self.strategy.weights().values())
+        return total, sum(master.numel() for master in self.strategy.masters.values())
+
     def empty_partition_cache(self) -> None:
         """Frees what forward passes have gathered."""
         self.strategy.free_gathered()

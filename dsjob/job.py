@@ -16,6 +16,7 @@ from dsjob import loop, storage
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
 from dsjob.data import TrainingLoader
+from dsjob.engine import Engine
 from dsjob.engines import Engines
 from dsjob.entry import build_engine
 from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
@@ -147,9 +148,17 @@ def _build_engines(
         spec = specs[name]
         schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
         settled = dataclasses.replace(spec, scheduler=schedule)
-        config = complete_config(take_model(document, name), spec)
-        engines[name] = build_engine(model, settled, world, trust=trust, config=config)
+        engines[name] = _build_engine(model, settled, take_model(document, name), world, trust)
     return Engines(engines)
+
+
+def _build_engine(model: nn.Module, spec: JobSpec, document: Mapping[str, Any], world: World, trust: Trust) -> Engine:
+    config = complete_config(document, spec)
+    if spec.engine == "dsjob":
+        return build_engine(model, spec, world, trust=trust, config=config)
+    from dsjob import deepspeed_engine
+
+    return deepspeed_engine.build_engine(model, spec, world, trust=trust, config=config, document=document)
 
 
 def _build_callback(name: str, target: Any, trust: Trust) -> Callback:

@@ -29,11 +29,15 @@ class World:
     world_size: int
     device: torch.device
 
-    def make_mesh(self, group: int = 0) -> DeviceMesh:
-        """A mesh with one axis, `data`, over all ranks; of groups of `group` successive ones: `replica` and `data`."""
+    def ensure_group(self) -> None:
+        """Makes the process group of a rank that is alone, where there is none yet."""
         if not dist.is_initialized():
             backend = _choose_backend("auto", self.device)
             dist.init_process_group(backend, store=HashStore(), rank=self.rank, world_size=self.world_size)
+
+    def make_mesh(self, group: int = 0) -> DeviceMesh:
+        """A mesh with one axis, `data`, over all ranks; of groups of `group` successive ones: `replica` and `data`."""
+        self.ensure_group()
         if not group:
             return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
         shape = (self.world_size // group, group)

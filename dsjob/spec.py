@@ -216,6 +216,7 @@ class JobSpec(EngineSpec):
     data: Data
     loss: Target | None
     metrics: Mapping[str, Target]
+    engine: Literal["dsjob", "deepspeed"]
     checkpoint: Checkpoint
     callbacks: Mapping[str, Target]
     launch: Launch

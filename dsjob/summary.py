@@ -41,8 +41,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
 
 def _describe_engine(engine: Engine) -> Rows:
     spec = engine.spec
-    total = sum(weight.numel() for weight in engine.strategy.weights().values())
-    trainable = sum(master.numel() for master in engine.strategy.masters.values())
+    total, trainable = engine.count_parameters()
     share = "" if trainable == total else f", {shorten(trainable)} trainable" if trainable else ", none trainable"
     path = spec.model.path if isinstance(spec, JobSpec) and spec.model else ""
     stage = spec.zero_optimization.stage
@@ -51,6 +50,7 @@ def _describe_engine(engine: Engine) -> Rows:
         ("model", f"{path}, {shorten(total)} parameters{share}"),
         ("precision", _describe_precision(engine)),
         ("ZeRO", f"stage {stage}{alone}{_ON_HOST[spec.zero_optimization.offload]}"),
+        *([("engine", "DeepSpeed's")] if isinstance(spec, JobSpec) and spec.engine == "deepspeed" else []),
         *_describe_blocks(spec),
     ]
     if engine.optimizer is not None:

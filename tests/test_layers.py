@@ -59,6 +59,8 @@ LAYERS: dict[int, set[str]] = {
         "parameters",
         "zero",
         "entry",
+        "deepspeed_engine",
+        "deepspeed_state",
         "rendezvous",
         "torch_autocast",
         "callbacks",
@@ -84,6 +86,7 @@ HOMES: dict[str, set[str]] = {
     "torch.distributed.elastic": {"launch"},
     "rich": {"progress", "cli.sweep", "cli.plan_text"},
     "yaml": {"document", "compose", "cli.output"},
+    "deepspeed": {"deepspeed_engine", "deepspeed_state"},
     "numpy": {"checkpoint", "seeding"},
 }
 STANDALONE = "checkpoint.zero_to_fp32"

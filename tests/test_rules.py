@@ -16,6 +16,7 @@ from dsjob.errors import Problem
 from dsjob.rules import EXPLANATIONS, RULES
 
 ON = {"enabled": True}
+BY_DEEPSPEED = {"engine": "deepspeed"}
 CALLED = {"_target_": "mine.called"}
 TWO = {"a": {"model": CALLED}, "b": {"model": CALLED}}
 EVAL = {"train": {"_target_": "a.b"}, "eval": {"_target_": "a.b"}}
@@ -343,6 +344,32 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "checkpoint.dir",
         {"checkpoint": {"dir": "memory://c"}, "launch": {"nproc": 1}},
     ),
+    ("deepspeed-models", {**BY_DEEPSPEED, "model": None, "models": TWO, **course(step=CALLED)}, "engine", BY_DEEPSPEED),
+    (
+        "deepspeed-optimizer",
+        {**BY_DEEPSPEED, **optimizer("Lamb", lr=0.1)},
+        "optimizer.type",
+        {**BY_DEEPSPEED, **optimizer("Lion", lr=0.1)},
+    ),
+    ("deepspeed-compile", {**BY_DEEPSPEED, "compile": ON}, "compile.enabled", {"compile": ON}),
+    (
+        "deepspeed-fp16-stage",
+        {**BY_DEEPSPEED, "fp16": ON},
+        "fp16.enabled",
+        {**BY_DEEPSPEED, "fp16": ON, **zero(1)},
+    ),
+    (
+        "deepspeed-autocast",
+        {**BY_DEEPSPEED, "torch_autocast": ON},
+        "torch_autocast.dtype",
+        {**BY_DEEPSPEED, "torch_autocast": {**ON, "dtype": "bfloat16"}},
+    ),
+    (
+        "deepspeed-groups",
+        {**BY_DEEPSPEED, **zero(3, mics_shard_size=2)},
+        "zero_optimization.mics_shard_size",
+        {**BY_DEEPSPEED, **zero(3, mics_shard_size=-1)},
+    ),
     ("output-not-local", {"output": {"dir": "s3://runs/a"}}, "output.dir", {"output": {"dir": "runs/a"}}),
 ]
 # The same for bare DeepSpeed configs: what a job has no key for, or says in other words.
@@ -514,3 +541,13 @@ def test_problems_come_once_each() -> None:
         make_job(deepspeed={"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}})
     )
     assert len({(problem.dotted, problem.rule) for problem in problems}) == len(problems)
+
+
+def test_keys_that_deepspeed_is_given_have_an_effect_there() -> None:
+    idle = {**zero(2, overlap_comm=True), "deepspeed": {"wall_clock_breakdown": True}}
+    assert [p.dotted for p in of_rule("no-effect", check_job(make_job(**idle)))] == [
+        "zero_optimization.overlap_comm",
+        "deepspeed.wall_clock_breakdown",
+    ]
+    (found,) = of_rule("no-effect", check_job(make_job(**idle, **BY_DEEPSPEED)))
+    assert found.dotted == "deepspeed.wall_clock_breakdown"

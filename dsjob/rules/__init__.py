@@ -5,10 +5,10 @@ shape was told already, and finds places to complain about. `check` runs the tab
 the world size.
 """
 
-from dsjob.rules import course, methods, spreading
+from dsjob.rules import course, engines, methods, spreading
 from dsjob.rules.table import RULES as RULES
 
-__all__ = ["EXPLANATIONS", "RULES", "course", "methods", "spreading"]
+__all__ = ["EXPLANATIONS", "RULES", "course", "engines", "methods", "spreading"]
 
 _SHAPE = {
     "unknown-key": "A key that the contract does not have is a typo or stands at the wrong level. Other tools ignore "
