@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from dsjob import document as documents
 from dsjob import schema as contract
 from dsjob import storage
@@ -22,6 +20,7 @@ from dsjob.activation.stores import Store
 from dsjob.activation.timing import show_times
 from dsjob.check import check_config
 from dsjob.errors import ConfigError
+from dsjob.mpu import find_model_ranks
 from dsjob.spec import ActivationCheckpointing, view
 
 _SECTION = "activation_checkpointing"
@@ -84,6 +83,12 @@ def configure(
     _setup.configured = True
 
 
+def use_mpu(mpu: Any) -> None:
+    """Lets the model-parallel ranks be those of an engine's `mpu`, unless `configure` has been called."""
+    if mpu is not None and not _setup.configured:
+        _setup.mpu = mpu
+
+
 def adopt(section: ActivationCheckpointing) -> None:
     """Lets `section` hold in this process from now on, without its being configured."""
     _setup.store = make_store(section)
@@ -93,7 +98,7 @@ def make_store(section: ActivationCheckpointing) -> Store:
     """A store for the section, over the model-parallel ranks that `configure` was given."""
     if section.profile:
         show_times()
-    return Store(section, _find_group(_setup.mpu))
+    return Store(section, find_model_ranks(_setup.mpu).group)
 
 
 def is_configured() -> bool:
@@ -138,19 +143,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     In place of torch.cuda.manual_seed; to be called after `configure`. The second seed is Megatron's: seed + 2718 +
     rank within the model-parallel group.
     """
-    group = _find_group(_setup.mpu)
-    rank = dist.get_rank(group) if group is not None else 0
     TRACKER.reset()
     seed_generator(seed)
-    TRACKER.add(MODEL_PARALLEL, seed + 2718 + rank)
-
-
-def _find_group(mpu: Any) -> dist.ProcessGroup | None:
-    for name in ("get_model_parallel_group", "get_tensor_model_parallel_group"):
-        if hasattr(mpu, name):
-            group: dist.ProcessGroup = getattr(mpu, name)()
-            return group
-    return None
+    TRACKER.add(MODEL_PARALLEL, seed + 2718 + find_model_ranks(_setup.mpu).rank)
 
 
 __all__ = [

@@ -52,10 +52,11 @@ class Engine(Readings, Saving):
         optimizer: Optimizer | None,
         lr_scheduler: LRScheduler | None,
         config: Mapping[str, Any] | None = None,
+        mpu: Any = None,
     ) -> None:
         self.strategy, self.spec, self.world, self.precision = strategy, spec, world, precision
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.config = config or {}
+        self.config, self.mpu = config or {}, mpu
         strategy.optimizer = optimizer
         self.training_dataloader: Any = None
         self.rhythm = Rhythm.of(spec.trainer, world.world_size)
@@ -190,9 +191,10 @@ class Engine(Readings, Saving):
     def _find_culprits(self) -> list[str]:
         """Names of parameters whose gradients are not finite on any rank."""
         names = self.strategy.find_non_finite()
-        if self.world.world_size == 1:
+        ranks = self.world.everyone.world_size
+        if ranks == 1:
             return names
-        found: list[Any] = [None] * self.world.world_size
+        found: list[Any] = [None] * ranks
         dist.all_gather_object(found, names)
         return [name for name in self.strategy.masters if any(name in names for names in found)]
 

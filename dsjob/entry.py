@@ -13,13 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dsjob import checkpointing, storage
 from dsjob import document as documents
-from dsjob import storage
 from dsjob.blocks import prepare_blocks
 from dsjob.data import Epochs
 from dsjob.engine import Engine
 from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.mesh import World, join_world
+from dsjob.mpu import divide
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
@@ -54,8 +55,10 @@ def initialize(
     `config`: a DeepSpeed config as a dict or the path of a JSON file; `args.deepspeed_config` where absent. `optimizer`
     and `lr_scheduler`: objects, or callables of the parameters and the optimizer; the config's where absent.
     `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent. The dataloader
-    gives this rank's micro batches of one epoch each time it is iterated over. `trust`: prefixes of what a `_target_`
-    in the config may name beside `dsjob.trust.LISTED` and modules in the current folder and the config file's.
+    gives this rank's micro batches of one epoch each time it is iterated over. `mpu`: what divides the ranks into
+    data-parallel and model-parallel ones, of which each of the latter holds its own part of the model (`dsjob.mpu`).
+    `trust`: prefixes of what a `_target_` in the config may name beside `dsjob.trust.LISTED` and modules in the current
+    folder and the config file's.
 
     Raises ConfigError for a config that is wrong, with all its problems; rank 0 warns (ConfigWarning) of keys without
     effect and of what "auto" has become.
@@ -63,14 +66,13 @@ def initialize(
     if not isinstance(model, nn.Module):
         found = "" if model is None else f", not {_name(model)}"
         raise UsageError(f"dsjob.initialize needs a model: a torch.nn.Module{found}", hint="model=net")
-    if mpu is not None:
-        raise UsageError("model-parallel units (mpu) are not supported", hint="use the ZeRO stages to spread the model")
     given, folders, locate = _read_config(args, config if config is not None else config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    world = join_world()
+    world = divide(join_world(), mpu)
+    checkpointing.use_mpu(mpu)
     spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
-    if world.rank == 0:
+    if world.everyone.rank == 0:
         for problem in told:
             warnings.warn(str(problem), ConfigWarning, stacklevel=2)
     try:
@@ -83,6 +85,7 @@ def initialize(
             lr_scheduler=lr_scheduler,
             trust=Trust(prefixes=tuple(trust), folders=folders),
             config=complete_config(given, spec),
+            mpu=mpu,
         )
     except TargetError as error:
         granted = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
@@ -102,10 +105,11 @@ def build_engine(
     lr_scheduler: LRScheduler | MakeScheduler | None = None,
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     config: Mapping[str, Any] | None = None,
+    mpu: Any = None,
 ) -> Engine:
     """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule.
 
-    `config`: the whole DeepSpeed config, for the engine's getters.
+    `config` and `mpu`: the whole DeepSpeed config, and what has divided the world, for the engine's getters.
     """
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -122,6 +126,11 @@ def build_engine(
     elif spec.optimizer is not None:
         called = {id(master): name for name, master in masters.items()}
         built = build_optimizer(spec.optimizer, over, trust, called)
+    if world.model.size > 1 and hasattr(built, "communicates"):
+        raise UsageError(
+            f"{type(built).__name__} averages over all ranks, not over those that an mpu calls data-parallel",
+            hint="take an optimizer that does not communicate by itself",
+        )
     scheduler: LRScheduler | None = None
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         if built is None:
@@ -139,6 +148,7 @@ def build_engine(
         optimizer=built,
         lr_scheduler=scheduler,
         config=config,
+        mpu=mpu,
     )
 
 

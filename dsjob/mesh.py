@@ -1,5 +1,7 @@
 """The processes of a job and their devices: joining the process group, and the data-parallel mesh.
 
+Who divides the ranks into data-parallel and model-parallel ones is the matter of `mpu`.
+
 Ranks that dsjob started itself meet through a file in a private folder, so that nothing listens beyond loopback;
 ranks that torchrun or srun started meet as those say.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,14 +23,34 @@ from dsjob.errors import LaunchError
 STORE_VARIABLE = "DSJOB_STORE"
 
 
+class ModelRanks(NamedTuple):
+    """This process among those that hold one model together, each a part of it."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among those of the job."""
+    """This process among those that train on other data: all of the job's, unless a model-parallel unit divides them.
+
+    `group`: these ranks, where they are not all of the job's.
+    """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    model: ModelRanks = ModelRanks()  # noqa: RUF009 (a tuple)
+
+    @property
+    def everyone(self) -> World:
+        """This process among all of the job's."""
+        if self.group is None:
+            return self
+        return World(dist.get_rank(), self.local_rank, dist.get_world_size(), self.device)
 
     def ensure_group(self) -> None:
         """Makes the process group of a rank that is alone, where there is none yet."""
@@ -36,8 +59,11 @@ class World:
             dist.init_process_group(backend, store=HashStore(), rank=self.rank, world_size=self.world_size)
 
     def make_mesh(self, group: int = 0) -> DeviceMesh:
-        """A mesh with one axis, `data`, over all ranks; of groups of `group` successive ones: `replica` and `data`."""
+        """A mesh of one axis, `data`, over these ranks; of groups of `group` successive ones: `replica` and `data`."""
         self.ensure_group()
+        if self.group is not None:
+            assert not group  # the groups would have to be made by all ranks of the job together
+            return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("data",))
         if not group:
             return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
         shape = (self.world_size // group, group)

@@ -119,7 +119,7 @@ class Saving(Settings):
         except NoCheckpointError as error:
             if tag is not None:
                 raise
-            if self.world.rank == 0:
+            if self.world.everyone.rank == 0:
                 warnings.warn(f"nothing was loaded: {error.message}", stacklevel=2)
             return None, None
         if load_module_only:
@@ -139,6 +139,11 @@ class Saving(Settings):
         A name ending in `.safetensors` gives safetensors, any other torch.save's format. At stage 3 it needs
         stage3_gather_16bit_weights_on_model_save; returns False, having written nothing, where that is not set.
         """
+        if self.world.model.size > 1:
+            raise UsageError(
+                "save_16bit_model writes one file, and each model-parallel rank has a part of the model of its own",
+                hint="call save_checkpoint, and `dsjob convert --model mp_rank_00` for each part",
+            )
         zero = self.spec.zero_optimization
         if zero.stage == 3 and self.world.world_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:
             return False
@@ -199,16 +204,17 @@ class Saving(Settings):
 
     def _agree_on_tag(self, tag: str) -> str:
         """Rank 0's tag. Raises CheckpointError where others differ and `checkpoint.tag_validation` is Fail."""
-        if self.world.world_size == 1:
+        everyone = self.world.everyone
+        if everyone.world_size == 1:
             return tag
-        tags: list[Any] = [None] * self.world.world_size
+        tags: list[Any] = [None] * everyone.world_size
         dist.all_gather_object(tags, tag)
         if len(set(tags)) > 1:
             mode = str(self.checkpoint_tag_validation()).lower()
             message = f"ranks save under different tags: {', '.join(sorted(set(tags)))}"
             if mode == "fail":
                 raise CheckpointError(message, hint="give the same tag on every rank")
-            if mode == "warn" and self.world.rank == 0:
+            if mode == "warn" and everyone.rank == 0:
                 warnings.warn(f"{message}; rank 0's is taken", stacklevel=3)
         return str(tags[0])
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dsjob.mesh import World
 from dsjob.paths import get_at
@@ -185,7 +186,7 @@ class Settings:
     @property
     def global_rank(self) -> int:
         """This process's rank."""
-        return self.world.rank
+        return self.world.everyone.rank
 
     @property
     def local_rank(self) -> int:
@@ -194,12 +195,20 @@ class Settings:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job; all of them are data-parallel."""
+        """Ranks of the job."""
+        return self.world.everyone.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks: all, unless an mpu divides them."""
         return self.world.world_size
 
-    dp_world_size = world_size
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks; None without a process group."""
+        return self.world.group or (dist.group.WORLD if dist.is_initialized() else None)
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that share one copy of the model by tensor parallelism."""
-        return 1
+        """Ranks that hold one copy of the model together, as an mpu says."""
+        return self.world.model.size

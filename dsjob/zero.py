@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -23,7 +24,8 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_map
 
 from dsjob.errors import UsageError
-from dsjob.mesh import join_world
+from dsjob.mesh import World, join_world
+from dsjob.mpu import divide
 from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
 from dsjob.parallel.presharded import ShardStatus, announce, mark_external, shard_parameters
@@ -38,7 +40,8 @@ class Init:
     of the outermost one until the end. All ranks build the same model, and rank 0's values count. `Module.apply` (for
     initialisation) sees whole parameters, module by module. `module`: one that is there already, to be sharded at
     once. `dtype`: what parameters become; they stay as they are made where it is absent, since they are masters too.
-    On one rank, and without `enabled`, nothing happens. The other arguments are DeepSpeed's, and have no counterpart.
+    `mpu`, `data_parallel_group`: what says, in place of all ranks, which ones share. On one rank, and without
+    `enabled`, nothing happens. The other arguments are DeepSpeed's, and have no counterpart.
     """
 
     def __init__(
@@ -55,14 +58,12 @@ class Init:
         mpu: Any = None,
         **others: Any,
     ) -> None:
-        if mpu is not None or data_parallel_group not in (None, _world_group()):
-            raise UsageError("zero.Init shards over all ranks: neither mpu nor another group is supported")
         if remote_device not in (None, "none", "cpu"):
             raise UsageError(f"zero.Init: remote_device is {remote_device!r}", hint='allowed are "cpu" and None')
-        self._world = join_world() if enabled else None
+        world = _find_world(mpu, data_parallel_group) if enabled else None
         self._dtype = dtype
         self._stack = contextlib.ExitStack()
-        self._mesh = self._world.make_mesh() if self._world is not None and self._world.world_size > 1 else None
+        self._mesh = world.make_mesh() if world is not None and world.world_size > 1 else None
         if module is not None and self._mesh is not None:
             shard_parameters(module, self._mesh, dtype)
 
@@ -97,6 +98,14 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def _find_world(mpu: Any, group: dist.ProcessGroup | None) -> World:
+    """This process among those that parameters are to be sharded over."""
+    world = join_world()
+    if group is None or group is dist.group.WORLD:
+        return divide(world, mpu)
+    return replace(world, rank=dist.get_rank(group), world_size=dist.get_world_size(group), group=group)
 
 
 @contextmanager
@@ -135,9 +144,9 @@ class _Gathered(DTensor):
 class GatheredParameters:
     """While it is entered, `params` are whole on every rank: the very objects, on their modules and elsewhere.
 
-    `modifier_rank`: what this rank has made of them by the end becomes their value on all ranks, and that of their
-    masters; without it changes are lost. Every rank has to enter and leave. May be nested; `fwd_module` has no
-    counterpart, since forward passes gather by themselves.
+    `modifier_rank`: what this rank has made of them by the end becomes their value on all ranks (under an mpu it is
+    one of the data-parallel ranks), and that of their masters; without it changes are lost. Every rank has to enter
+    and leave. May be nested; `fwd_module` has no counterpart, since forward passes gather by themselves.
     """
 
     def __init__(
@@ -170,7 +179,7 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         keeps = self._modifier_rank is not None and kind is None
-        values = [self._agree(_whole_of(parameter)) for parameter in self._params] if keeps else []
+        values = [self._agree(parameter) for parameter in self._params] if keeps else []
         wholes = {id(parameter): parameter for parameter in self._gathered}
         for parameter in self._gathered:
             parameter.__class__ = DTensor
@@ -187,13 +196,23 @@ class GatheredParameters:
             owner.strategy.weights_changed()
 
     @torch.no_grad()
-    def _agree(self, value: Tensor) -> Tensor:
-        """`value` as the modifying rank has it."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            sent = value.data.contiguous()
-            dist.broadcast(sent, src=self._modifier_rank)
-            return sent
-        return value.data
+    def _agree(self, parameter: Tensor) -> Tensor:
+        """The value of `parameter` as the modifying rank has it."""
+        value, group = _whole_of(parameter).data, _find_group(parameter)
+        if group is not None and dist.get_world_size(group) > 1:
+            value = value.contiguous()
+            dist.broadcast(value, group=group, group_src=self._modifier_rank)
+        return value
+
+
+def _find_group(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that have the same parameter, or a part of it; None where this one is alone."""
+    owned = find_owned(parameter)
+    if owned is not None and owned.owner.strategy.world.group is not None:
+        return owned.owner.strategy.world.group
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
+        return parameter.device_mesh.get_group()
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _whole_of(parameter: Tensor) -> Tensor:
@@ -308,7 +327,3 @@ def _find_modules(model: nn.Module, classes: Sequence[type | str]) -> list[nn.Mo
         return any(wanted in names if isinstance(wanted, str) else isinstance(module, wanted) for wanted in classes)
 
     return [module for module in model.modules() if is_one(module)]
-
-
-def _world_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None

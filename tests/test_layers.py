@@ -44,7 +44,7 @@ LAYERS: dict[int, set[str]] = {
         "trust",
         "hub",
     },
-    2: {"mesh", "precision", "autocast", "optim", "data", "seeding", "activation", "checkpointing"},
+    2: {"mesh", "mpu", "precision", "autocast", "optim", "data", "seeding", "activation", "checkpointing"},
     3: {"parallel", "checkpoint", "blocks"},
     4: {
         "engine",

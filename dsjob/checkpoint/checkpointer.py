@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.catalog import Catalog, encode_json
-from dsjob.checkpoint.joint import JointState
+from dsjob.checkpoint.joint import JointState, name_part
 from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from dsjob.checkpoint.source import open_root, renamed
@@ -70,10 +70,14 @@ class Loaded:
 
 
 class Checkpointer:
-    """The checkpoints below one URL. Every rank calls each method; rank 0 does what is done once."""
+    """The checkpoints below one URL. Every rank calls each method; rank 0 does what is done once.
+
+    Model-parallel ranks have a part of the model each, with names and values of its own: see `joint`.
+    """
 
     def __init__(self, url: str, *, world: World, keep: int, job: Mapping[str, Any] | None = None) -> None:
-        self.url, self._world, self._keep, self._job = url, world, keep, job
+        self.url, self._keep, self._job = url, keep, job
+        self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
         self._catalog = Catalog(url)
         self._attempt = 0
 
@@ -104,16 +108,16 @@ class Checkpointer:
             raise CheckpointError(f"{tag!r} is no name for a checkpoint", hint="letters, digits, '.', '_' and '-'")
         self._attempt = self._attempt or self._on_rank_0(self._catalog.next_attempt)
         folder = f"{tag}-a{self._attempt:04d}"
-        state = engine.state() if frozen else engine.state().without_frozen()
-        values = self._collect_values(engine, state, client_state)
-        writer = ShardWriter(storage.join(self.url, folder), state.role)
+        state = self._view(engine) if frozen else self._view(engine).without_frozen()
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
+        plain = self._collect_plain(state, tensors)
+        writer = ShardWriter(storage.join(self.url, folder), plain["roles"].__getitem__)
         try:
             _run_dcp(lambda **how: dcp.save(tensors, storage_writer=writer, planner=_plan_saves(), **how))
             self._on_rank_0(
                 lambda: self._catalog.commit(
                     folder,
-                    self._describe(engine, state, writer, tag, folder, values),
+                    self._describe(engine, writer, tag, folder, plain, client_state),
                     self._attempt,
                     latest=latest,
                     replace=replace,
@@ -126,32 +130,48 @@ class Checkpointer:
         size = sum(entry["size"] for entry in writer.files.values())
         return Saved(tag, storage.join(self.url, folder), size, time.monotonic() - started)
 
-    def _collect_values(
-        self, engine: Savable, state: TrainingState | JointState, client_state: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        ranks: list[Any] = [capture_rng(state.device)]
-        if self._world.world_size > 1:
-            own, ranks = ranks[0], [None] * self._world.world_size
-            dist.all_gather_object(ranks, own)
-        return {
-            "counters": engine.counters(),
+    def _view(self, engine: Savable) -> TrainingState | JointState:
+        """The state of an engine; on model-parallel ranks by the name of this one's part."""
+        state = engine.state()
+        return JointState({name_part(self._model.rank): state}) if self._model.size > 1 else state
+
+    def _collect_plain(self, state: TrainingState | JointState, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """What is no tensor, of this rank's state and the parts of others; `rng`: the generators, by rank."""
+        own: dict[str, Any] = {
             "optimizer": state.optimizer_values(),
             "scheduler": state.scheduler_values(),
             "loss_scaler": state.scaler_values(),
-            "rng": {str(rank): entry for rank, entry in enumerate(ranks)},
-            "client_state": encode(dict(client_state or {}), "client_state"),
+            "aliases": dict(state.aliases),
+            "roles": {name: state.role(name) for name in tensors},
+            "models": state.names if isinstance(state, JointState) else [],
         }
+        ranks: list[Any] = [(capture_rng(state.device), own)]
+        if self._world.world_size > 1:
+            sent = ranks[0][0], own if self._model.size > 1 and self._data_rank == 0 else None
+            ranks = [None] * self._world.world_size
+            dist.all_gather_object(ranks, sent)
+        parts = [part for _, part in ranks if part is not None]
+        if self._model.size > 1:
+            models = sorted(name for part in parts for name in part.pop("models"))
+            own = {key: {name: value for part in parts for name, value in part[key].items()} for key in parts[0]}
+            own["models"] = models
+        return {**own, "rng": {str(rank): entry for rank, (entry, _) in enumerate(ranks)}}
 
     def _describe(
         self,
         engine: Savable,
-        state: TrainingState | JointState,
         writer: ShardWriter,
         tag: str,
         folder: str,
-        values: dict[str, Any],
+        plain: Mapping[str, Any],
+        client_state: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         """Writes what lies beside the shards; returns the manifest."""
+        values = {
+            "counters": engine.counters(),
+            **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler", "rng")},
+            "client_state": encode(dict(client_state or {}), "client_state"),
+        }
         root = storage.join(self.url, folder)
         for rank in range(self._world.world_size):
             if not storage.exists(storage.join(root, "done", f"r{rank:05d}.json")):
@@ -169,8 +189,9 @@ class Checkpointer:
             "zero_stage": engine.zero_optimization_stage(),
             "files": writer.files,
             "tensors": writer.tensors,
-            "aliases": {f"model.{name}": f"model.{target}" for name, target in state.aliases.items()},
-            **({"models": state.names} if isinstance(state, JointState) else {}),
+            "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
+            **({"models": plain["models"]} if plain["models"] else {}),
+            **({"model_ranks": self._model.size} if self._model.size > 1 else {}),
             "state_sha256": hashlib.sha256(text).hexdigest(),
         }
 
@@ -196,8 +217,8 @@ class Checkpointer:
             checkpoint = layout.read_checkpoint(root, record)
         url = storage.join(self.url, checkpoint.folder)
         values = _read_values(url, checkpoint)
-        state = engine.state()
-        tensors = _match(state.model_tensors(), checkpoint, url, strict)
+        state = self._view(engine)
+        tensors = self._match(state.model_tensors(), checkpoint, url, strict)
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
         optimizer_tensors = state.make_optimizer_tensors(saved) if optimizer else {}
         reader = ShardReader(root, checkpoint)
@@ -213,12 +234,25 @@ class Checkpointer:
         if same_world:
             restore_rng(values["rng"][str(self._world.rank)], state.device)
         else:
-            seed_rng(seed + 1_000_003 * checkpoint.step + self._world.rank)
+            seed_rng(seed + 1_000_003 * checkpoint.step + self._data_rank)
         exact = same_world and optimizer and scheduler
         job_url = storage.join(url, "job.json")
         job = json.loads(storage.read_bytes(job_url)) if storage.exists(job_url) else None
         notes = _describe_left_out(saved, optimizer_tensors) if optimizer else ()
         return Loaded(checkpoint.tag, url, checkpoint.step, decode(values["client_state"]), exact, job, notes)
+
+    def _match(
+        self, ours: dict[str, torch.Tensor], checkpoint: layout.Checkpoint, url: str, strict: bool
+    ) -> dict[str, torch.Tensor]:
+        saved = checkpoint.manifest.get("model_ranks", 1)
+        if saved != self._model.size:
+            raise CheckpointError(
+                f"{url} holds the parts of {saved} model-parallel rank{'s' * (saved > 1)}, and there are"
+                f" {self._model.size} now",
+                hint="load it with as many; `dsjob convert --model mp_rank_00` gives the weights of a part",
+            )
+        start = f"model.{name_part(self._model.rank)}." if saved > 1 else "model."
+        return _match(ours, checkpoint, url, strict, start)
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Runs `action` on rank 0 and gives its result, or raises its error, on every rank."""
@@ -253,10 +287,13 @@ def _read_values(url: str, checkpoint: layout.Checkpoint) -> dict[str, Any]:
 
 
 def _match(
-    ours: dict[str, torch.Tensor], checkpoint: layout.Checkpoint, url: str, strict: bool
+    ours: dict[str, torch.Tensor], checkpoint: layout.Checkpoint, url: str, strict: bool, start: str
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors that the checkpoint has. Raises CheckpointError where it is another model's."""
-    theirs = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if tensor.role != "optimizer"}
+    """The model's tensors that the checkpoint has. Raises CheckpointError where it is another model's.
+
+    `start`: of the names of those that belong to this rank.
+    """
+    theirs = {n: t.shape for n, t in checkpoint.tensors.items() if t.role != "optimizer" and n.startswith(start)}
     missing, extra = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
     shapes = [name for name in ours if name in theirs and tuple(ours[name].shape) != theirs[name]]
     lines = [f"not in the checkpoint: {_list(missing)}"] if missing and strict else []

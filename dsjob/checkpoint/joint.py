@@ -1,7 +1,8 @@
 """The state of several engines as one: what a checkpoint of them holds.
 
 A tensor `model.<parameter>` of the engine called `student` becomes `model.student.<parameter>`, as if its model were a
-module of that name in a larger one; so it is with the optimizer's, and with what is kept as plain values.
+module of that name in a larger one; so it is with the optimizer's, and with what is kept as plain values. The parts of
+a model that model-parallel ranks hold are called `mp_rank_00`, `mp_rank_01`, ...: a rank's joint state has its own.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from torch import Tensor
 from dsjob.checkpoint.state import Shapes, TrainingState
 
 
-class JointState:
-    """The same as TrainingState, over several of them by name."""
+def name_part(model_rank: int) -> str:
+    """What the part of a model that a model-parallel rank holds is called; DeepSpeed's files are called so."""
+    return f"mp_rank_{model_rank:02d}"
 
-    def __init__(self, states: Mapping[str, TrainingState]) -> None:
+
+class JointState:
+    """The same as TrainingState, over several of them, or of itself, by name."""
+
+    def __init__(self, states: Mapping[str, TrainingState | JointState]) -> None:
         self._states = states
         self.names = list(states)
         self.device: torch.device = next(iter(states.values())).device
-        self.aliases = {
+        self.aliases: dict[str, str] = {
             f"{name}.{alias}": f"{name}.{target}" for name, s in states.items() for alias, target in s.aliases.items()
         }
 
@@ -78,7 +84,7 @@ class JointState:
         """See TrainingState."""
         return {name: state.scaler_values() for name, state in self._states.items()}
 
-    def _join(self, read: Callable[[TrainingState], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _join(self, read: Callable[[TrainingState | JointState], dict[str, Tensor]]) -> dict[str, Tensor]:
         return {_name(full, name): t for name, state in self._states.items() for full, t in read(state).items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dsjob.autocast import find_safe_modules, mark
 from dsjob.mesh import World
+from dsjob.mpu import find_counted_elsewhere
 from dsjob.optim.shards import local, on_mesh
 from dsjob.parallel.masters import Masters
 from dsjob.precision import Precision
@@ -41,6 +42,10 @@ class Strategy:
     masters: dict[str, nn.Parameter]
     copies: Masters | None = None  # where masters are no parameters of the model
     optimizer: Optimizer | None = None  # the engine's, once it is made
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.world = world
+        self._counted_elsewhere = find_counted_elsewhere(model, world)  # sharding makes other parameters of these
 
     @property
     def communicates(self) -> bool:
@@ -69,24 +74,31 @@ class Strategy:
     def clip(self, max_norm: float, scale: float = 1.0) -> Tensor:
         """Divides all gradients by `scale`, then clips them to `max_norm` if that is > 0.
 
-        Returns their L2 norm over all ranks (0-dim, between the two): the same on every rank, and not finite where a
-        gradient of any rank is not. If the optimizer communicates, each rank clips its own gradients by their own norm,
-        and the root mean square of these norms is returned.
+        Returns their L2 norm over all ranks (0-dim, between the two), the parts of model-parallel ranks among them: the
+        same on every rank, and not finite where a gradient of any rank is not. If the optimizer communicates, each rank
+        clips its own gradients by their own norm, and the root mean square of these norms is returned.
         """
-        parameters = [p for p in self.masters.values() if p.grad is not None]
-        norm = self._clip_own(parameters, max_norm, scale) if parameters else torch.zeros(())
-        return average_norms(norm, next(iter(self.masters.values()), norm).device) if self.communicates else norm
-
-    def _clip_own(self, parameters: list[nn.Parameter], max_norm: float, scale: float) -> Tensor:
+        named = {name: p for name, p in self.masters.items() if p.grad is not None}
+        parameters = list(named.values())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = get_total_norm(gradients, norm_type=2.0)
+        norm = self._measure(named)
+        norm = norm / scale if scale != 1.0 else norm
+        if gradients and scale != 1.0:
+            torch._foreach_div_(gradients, scale)
+        if gradients and max_norm > 0:
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return average_norms(norm, self.world.device) if self.communicates else norm
+
+    def _measure(self, named: Mapping[str, nn.Parameter]) -> Tensor:
+        """The L2 norm of the gradients of parameters."""
+        counted = [p.grad for name, p in named.items() if p.grad is not None and name not in self._counted_elsewhere]
+        norm = get_total_norm(counted, norm_type=2.0) if counted else torch.zeros(())
         if isinstance(norm, DTensor):
             norm = on_mesh(norm).full_tensor()
-        if scale != 1.0:
-            norm = norm / scale
-            torch._foreach_div_(gradients, scale)
-        if max_norm > 0:
-            clip_grads_with_norm_(parameters, max_norm, norm)
+        if self.world.model.size > 1:
+            square = norm.to(self.world.device, torch.float64).square()
+            dist.all_reduce(square, group=self.world.model.group)
+            norm = square.sqrt().float().to(norm.device)
         return norm
 
     def find_non_finite(self) -> list[str]:
@@ -152,12 +164,12 @@ def average_norms(norm: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def align(model: nn.Module, world: World) -> None:
-    """Gives all ranks rank 0's parameters and buffers: ranks that begin apart would train another model each."""
+    """Gives all data-parallel ranks the first one's parameters and buffers: else each would train another model."""
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.is_meta:
             continue  # laid aside: see presharded
         sent = tensor.data.to(world.device)
-        dist.broadcast(sent, src=0)
+        dist.broadcast(sent, group=world.group, group_src=0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(sent)
 

@@ -10,9 +10,14 @@ from enum import Enum
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dsjob.errors import UsageError
+from dsjob.mesh import World
+from dsjob.mpu import copy_marks
 
 _EXTERNAL = "_dsjob_external"
 
@@ -82,6 +87,17 @@ def write_back(model: nn.Module, placed: dict[str, DTensor], device: torch.devic
         cast(DTensor, parameters[name].data).to_local().copy_(placed.pop(name).to_local())
 
 
+def require_shards(model: nn.Module, world: World) -> None:
+    """Raises UsageError where parameters are sharded over other ranks than those of `world`."""
+    ranks = dist.get_process_group_ranks(world.group) if dist.is_initialized() else [0]
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and sorted(parameter.device_mesh.mesh.flatten().tolist()) != sorted(ranks):
+            raise UsageError(
+                f"zero.Init has sharded {name} over other ranks than the data-parallel ones of the engine",
+                hint="give both the same mpu: zero.Init(mpu=mpu), initialize(mpu=mpu)",
+            )
+
+
 def make_whole(model: nn.Module) -> None:
     """Replaces sharded parameters by whole ones, for a model that is to be on every rank."""
     for name, shard in lay_aside(model).items():
@@ -108,4 +124,5 @@ def _replace(parameter: Tensor, value: Tensor) -> nn.Parameter:
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)
     if is_external(parameter):
         mark_external(made)
+    copy_marks(parameter, made)
     return made

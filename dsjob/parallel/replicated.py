@@ -3,7 +3,7 @@
 # Without `from __future__ import annotations`: DDP compares those of a communication hook with its own classes.
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from dsjob.autocast import marked_dtype
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.parallel.masters import Masters, choose_host
-from dsjob.parallel.presharded import make_whole
+from dsjob.parallel.presharded import make_whole, require_shards
 from dsjob.precision import Precision, cast_floats
 from dsjob.spec import Zero
 
@@ -25,6 +25,8 @@ class Replicated(Strategy):
     """DDP, or the bare module on one rank; below fp32, or offloaded, the model computes on a copy of fp32 masters."""
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
+        super().__init__(model, world)
+        require_shards(model, world)
         make_whole(model)
         self.module = model.to(world.device)
         if world.world_size > 1:
@@ -55,9 +57,12 @@ class Replicated(Strategy):
         copies = self.copies.weights if self.copies is not None else {}
         self.masters = {n: copies.get(n, p) for n, p in trainable.items() if n in copies or not low}
         self._ddp: DistributedDataParallel | None = None
+        before = precision.predivide or world.world_size
+        self._how = _How(precision.reduce, before, world.world_size, world.group)
         if world.world_size > 1 and trainable:
             self._ddp = DistributedDataParallel(
                 model,
+                process_group=world.group,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 # Accepts parameters without gradient. It also keeps DDP from rearranging its buckets after the first
@@ -66,8 +71,6 @@ class Replicated(Strategy):
                 find_unused_parameters=True,
                 init_sync=False,
             )
-            before = precision.predivide or world.world_size
-            self._how = (precision.reduce, before)
             if precision.autocast is not None:
                 self._ddp.register_comm_hook(self._how, _reduce_each)
             elif precision.reduce != precision.compute or before != world.world_size:
@@ -100,7 +103,9 @@ class Replicated(Strategy):
             return
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)  # a gradient that some ranks lack is zero there
+        dist.all_reduce(
+            used, op=dist.ReduceOp.MAX, group=self.world.group
+        )  # a gradient that some ranks lack is zero there
         found = [p for p, is_used in zip(trainable, used.tolist(), strict=True) if is_used]
         for parameter in found:
             if parameter.grad is None:
@@ -135,24 +140,35 @@ class Replicated(Strategy):
         self._ddp = None
 
 
-How = tuple[torch.dtype, float]  # the dtype that gradients travel in, and what they are divided by before
+class _How(NamedTuple):
+    """The dtype that gradients travel in, what they are divided by before, and among how many ranks they do."""
+
+    dtype: torch.dtype
+    before: float
+    ranks: int
+    group: dist.ProcessGroup | None
+
+    def divide_rest(self, summed: Tensor) -> Tensor:
+        """What sums were not divided by before."""
+        rest = self.before / self.ranks
+        return summed.mul_(rest) if rest != 1 else summed
 
 
-def _reduce_in(how: How, bucket: GradBucket) -> Future[Tensor]:
+def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:
     """Averages a bucket of gradients in a dtype; what they are not divided by before, they are afterwards."""
-    (dtype, before), own = how, bucket.buffer()
-    sent = own.to(dtype, copy=True)
-    work = dist.all_reduce(sent.div_(before), async_op=True)
+    own = bucket.buffer()
+    sent = own.to(how.dtype, copy=True)
+    work = dist.all_reduce(sent.div_(how.before), group=how.group, async_op=True)
 
     def copy_back(_: Any) -> Tensor:
-        own.copy_(_divide_rest(sent, before))
+        own.copy_(how.divide_rest(sent))
         return own
 
     future: Future[Tensor] = work.get_future().then(copy_back)
     return future
 
 
-def _reduce_each(how: How, bucket: GradBucket) -> Future[Tensor]:
+def _reduce_each(how: _How, bucket: GradBucket) -> Future[Tensor]:
     """As `_reduce_in`, each gradient in the dtype that its parameter is marked with, where it is."""
     own = bucket.buffer()
     pairs = _average(bucket.parameters(), bucket.gradients(), how)
@@ -167,29 +183,23 @@ def _reduce_each(how: How, bucket: GradBucket) -> Future[Tensor]:
 
 
 def _average(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], how: How
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], how: _How
 ) -> list[tuple[Any, Callable[[], None]]]:
     """Starts to average gradients over the ranks, each in the dtype that its parameter is marked with, where it is.
 
     One collective a dtype: what to wait for, and what then puts the result into its gradients.
     """
-    dtype, before = how
     groups: dict[torch.dtype, list[Tensor]] = {}
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        groups.setdefault(marked_dtype(parameter) or dtype, []).append(gradient)
+        groups.setdefault(marked_dtype(parameter) or how.dtype, []).append(gradient)
 
     def start(low: torch.dtype, group: list[Tensor]) -> tuple[Any, Callable[[], None]]:
-        flat = torch.cat([g.reshape(-1) for g in group]).to(low).div_(before)
+        flat = torch.cat([g.reshape(-1) for g in group]).to(low).div_(how.before)
 
         def copy_back() -> None:
-            parts = torch.split_with_sizes(_divide_rest(flat, before), [g.numel() for g in group])
+            parts = torch.split_with_sizes(how.divide_rest(flat), [g.numel() for g in group])
             torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
 
-        return dist.all_reduce(flat, async_op=True), copy_back
+        return dist.all_reduce(flat, group=how.group, async_op=True), copy_back
 
     return [start(low, group) for low, group in groups.items()]
-
-
-def _divide_rest(summed: Tensor, before: float) -> Tensor:
-    rest = before / dist.get_world_size()
-    return summed.mul_(rest) if rest != 1 else summed

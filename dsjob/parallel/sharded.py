@@ -25,7 +25,7 @@ from dsjob.mesh import World
 from dsjob.optim.shards import local
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.parallel.masters import HOST, Masters, choose_host
-from dsjob.parallel.presharded import announce, lay_aside, make_whole, write_back
+from dsjob.parallel.presharded import announce, lay_aside, make_whole, require_shards, write_back
 from dsjob.parallel.wrap import find_blocks
 from dsjob.plan.model import choose_ahead
 from dsjob.precision import Precision
@@ -36,12 +36,14 @@ class Sharded(Strategy):
     """The repeated blocks of a model, and what remains, each sharded as one unit."""
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
+        super().__init__(model, world)
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
         _refuse_scalars(model)
         _refuse_groups(zero, world)
         mesh = self._mesh = world.make_mesh(max(zero.mics_shard_size, 0))
+        require_shards(model, world)
         if mesh.ndim > 1:
             make_whole(model)  # its shards are those of another mesh
         placed = lay_aside(model)
@@ -100,7 +102,7 @@ class Sharded(Strategy):
         if self._buffers_differ and self._has_buffers:
             # As DDP does: each step begins with rank 0's buffers, so that one checkpoint speaks for all ranks. A model
             # may have put new tensors in the place of old ones.
-            _broadcast_coalesced(_get_default_group(), list(self.module.buffers()), 25 << 20, 0)
+            _broadcast_coalesced(self.world.group or _get_default_group(), list(self.module.buffers()), 25 << 20, 0)
             self._buffers_differ = False
         if (boundary, sync) == self._flags:
             return
@@ -221,6 +223,11 @@ def _refuse_groups(zero: Zero, world: World) -> None:
         ("zero_hpz_partition_size", zero.zero_hpz_partition_size),
         ("mics_shard_size", zero.mics_shard_size),
     ):
+        if size > 1 and world.model.size > 1:
+            raise UsageError(
+                f"zero_optimization.{key} is {size}: groups among the data-parallel ranks of an mpu are not supported",
+                hint="leave it out, to shard over all of them",
+            )
         if size > 0 and world.world_size % size:
             fits = [str(n) for n in range(1, world.world_size + 1) if world.world_size % n == 0]
             raise UsageError(
