@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dsjob.engine import Engine as Engine
     from dsjob.entry import add_config_arguments as add_config_arguments
     from dsjob.entry import initialize as initialize
+    from dsjob.mpu import ModelParallelUnit as ModelParallelUnit
     from dsjob.rendezvous import init_distributed as init_distributed
 
     __version__: str
@@ -23,6 +24,7 @@ _MODULES = ("checkpointing",)
 _HOMES = {
     "BatchConfig": "dsjob.batch",
     "Engine": "dsjob.engine",
+    "ModelParallelUnit": "dsjob.mpu",
     "add_config_arguments": "dsjob.entry",
     "init_distributed": "dsjob.rendezvous",
     "initialize": "dsjob.entry",
@@ -30,6 +32,7 @@ _HOMES = {
 __all__ = [
     "BatchConfig",
     "Engine",
+    "ModelParallelUnit",
     "__version__",
     "add_config_arguments",
     "checkpointing",

@@ -70,8 +70,10 @@ class BatchConfig:
         """The batch sizes of a (checked) `trainer` section, its other keys left aside."""
         return cls.from_dict({name: section.get(name) for name in _KEYS})
 
-    def resolve(self, world_size: int, *, name: Callable[[str], str] = lambda key: "", ranks: str = "") -> BatchConfig:
-        """All three numbers for `world_size` data-parallel ranks.
+    def resolve(
+        self, world_size: int, *, name: Callable[[str], str] = lambda key: "", ranks: str = "", parts: int = 1
+    ) -> BatchConfig:
+        """All three numbers for `world_size` data-parallel ranks, each of which is `parts` ranks of the job.
 
         Raises DocumentError, naming the numbers and a change that would make them hold, where they do not multiply out.
         `name` and `ranks` say where a number and the world size come from, to be put behind them.
@@ -86,7 +88,7 @@ class BatchConfig:
                 f"grad_accum {full.grad_accum}{name('grad_accum')} x world size {world_size}"
                 f"{f' ({ranks})' if ranks else ''}"
             )
-            raise _problem(message, full._remedy(world_size))
+            raise _problem(message, full._remedy(world_size, parts))
         return full
 
     def is_valid(self, world_size: int) -> bool:
@@ -123,11 +125,12 @@ class BatchConfig:
             return BatchConfig(micro * accum * world_size, micro, accum)
         return None
 
-    def _remedy(self, world_size: int) -> str:
+    def _remedy(self, world_size: int, parts: int) -> str:
         train, micro, accum = self.train_batch or 0, max(self.micro_batch or 0, 1), max(self.grad_accum or 0, 1)
         ways = []
         if train % (micro * accum) == 0:
-            ways.append(f"it holds for world size {train // (micro * accum)}: launch.nproc={train // (micro * accum)}")
+            fitting = train // (micro * accum)
+            ways.append(f"it holds for world size {fitting}: launch.nproc={fitting * parts}")
         if train % (micro * world_size) == 0:
             ways.append(f"or trainer.grad_accum={train // (micro * world_size)}")
         elif train % (accum * world_size) == 0:

@@ -62,7 +62,7 @@ class MetricsFile(Callback):
         self._file: IO[str] | None = None
 
     def on_start(self, run: RunView) -> None:
-        if run.engine.world.rank == 0:
+        if run.engine.global_rank == 0:
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:

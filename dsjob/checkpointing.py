@@ -20,6 +20,7 @@ from dsjob.activation.stores import Store
 from dsjob.activation.timing import show_times
 from dsjob.check import check_config
 from dsjob.errors import ConfigError
+from dsjob.mesh import ModelRanks
 from dsjob.mpu import find_model_ranks
 from dsjob.spec import ActivationCheckpointing, view
 
@@ -40,7 +41,7 @@ class _Setup:
 
     def __init__(self) -> None:
         self.configured = False
-        self.mpu: Any = None
+        self.model = ModelRanks()
         self.store = Store(_read_section({}))
 
 
@@ -78,15 +79,15 @@ def configure(
     }
     given = {key: value for key, value in arguments.items() if value is not None}
     section = _read_section({**config.get(_SECTION, {}), **given})
-    _setup.mpu = mpu_
+    _setup.model = find_model_ranks(mpu_)
     adopt(section)
     _setup.configured = True
 
 
-def use_mpu(mpu: Any) -> None:
-    """Lets the model-parallel ranks be those of an engine's `mpu`, unless `configure` has been called."""
-    if mpu is not None and not _setup.configured:
-        _setup.mpu = mpu
+def use_ranks(model: ModelRanks) -> None:
+    """Lets the model-parallel ranks be those of an engine, unless `configure` has been called."""
+    if not _setup.configured:
+        _setup.model = model
 
 
 def adopt(section: ActivationCheckpointing) -> None:
@@ -98,7 +99,7 @@ def make_store(section: ActivationCheckpointing) -> Store:
     """A store for the section, over the model-parallel ranks that `configure` was given."""
     if section.profile:
         show_times()
-    return Store(section, find_model_ranks(_setup.mpu).group)
+    return Store(section, _setup.model.group)
 
 
 def is_configured() -> bool:
@@ -145,7 +146,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     """
     TRACKER.reset()
     seed_generator(seed)
-    TRACKER.add(MODEL_PARALLEL, seed + 2718 + find_model_ranks(_setup.mpu).rank)
+    TRACKER.add(MODEL_PARALLEL, seed + 2718 + _setup.model.rank)
 
 
 __all__ = [

@@ -56,7 +56,8 @@ def initialize(
     and `lr_scheduler`: objects, or callables of the parameters and the optimizer; the config's where absent.
     `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent. The dataloader
     gives this rank's micro batches of one epoch each time it is iterated over. `mpu`: what divides the ranks into
-    data-parallel and model-parallel ones, of which each of the latter holds its own part of the model (`dsjob.mpu`).
+    data-parallel and model-parallel ones, of which each of the latter holds its own part of the model (`dsjob.mpu`);
+    there is no dataloader where it says so.
     `trust`: prefixes of what a `_target_` in the config may name beside `dsjob.trust.LISTED` and modules in the current
     folder and the config file's.
 
@@ -70,7 +71,6 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = divide(join_world(), mpu)
-    checkpointing.use_mpu(mpu)
     spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
     if world.everyone.rank == 0:
         for problem in told:
@@ -90,7 +90,7 @@ def initialize(
     except TargetError as error:
         granted = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
         raise TargetError(error.message, hint=granted) from error
-    if training_data is not None:
+    if training_data is not None and world.loads:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn, pin_memory=False)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -114,6 +114,7 @@ def build_engine(
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
+    checkpointing.use_ranks(world.model)
     prepare_blocks(model, spec)
     strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision)
     masters = strategy.masters

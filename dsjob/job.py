@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,13 +15,14 @@ from torch import nn
 from dsjob import loop, storage
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
-from dsjob.data import TrainingLoader
+from dsjob.data import NoLoader, TrainingLoader
 from dsjob.engine import Engine
 from dsjob.engines import Engines
 from dsjob.entry import build_engine
 from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
 from dsjob.mesh import World
 from dsjob.models import is_trainable, list_models, take_model
+from dsjob.mpu import divide, gather, share
 from dsjob.optim.changes import apply_changes
 from dsjob.optim.schedules import settle_length
 from dsjob.progress import Display, make_console, show_seconds
@@ -75,21 +76,14 @@ def _prepare(
 ) -> tuple[loop.Run, Loaded | None]:
     trainer, build = spec.trainer, functools.partial(call_target, trust=trust)
     specs = {name: resolve_model(document, name) for name in list_models(document)}
+    mpu = build(trainer.mpu) if trainer.mpu else None
+    world = _divide(spec, world, mpu)
     models = _build_models(specs, document, trust)
     collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
-    loader = TrainingLoader(
-        build(spec.data.train),
-        micro_batch=trainer.micro_batch,
-        world=world,
-        seed=trainer.seed,
-        shuffle=spec.data.shuffle,
-        collate=collate,
-        num_workers=spec.data.num_workers,
-        pin_memory=spec.data.pin_memory,
-    )
-    evaluation = build(spec.data.eval) if spec.data.eval else None
+    loader = _build_loader(spec, world, collate, trust)
+    evaluation = build(spec.data.eval) if spec.data.eval and world.loads else None
     steps = count_steps(trainer, loader.samples_per_epoch)
-    engines = _build_engines(models, specs, document, steps, world, trust)
+    engines = _build_engines(models, specs, document, steps, world, trust, mpu)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
     checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
@@ -118,6 +112,47 @@ def _prepare(
     return run, _resume(run, specs)
 
 
+def _divide(spec: JobSpec, world: World, mpu: Any) -> World:
+    """The world as trainer.mpu divides it. Raises UsageError, ContractError."""
+    divided, parts = divide(world, mpu), spec.trainer.model_parallel_size
+    if divided.model.size != parts:
+        raise ContractError(
+            f"trainer.mpu says that {divided.model.size} ranks hold one model, and trainer.model_parallel_size {parts}",
+            hint=f"trainer.model_parallel_size={divided.model.size}",
+        )
+    steps = {
+        "trainer.step": spec.trainer.step,
+        **({"trainer.eval_step": spec.trainer.eval_step} if spec.data.eval else {}),
+    }
+    missing = [name for name, step in steps.items() if step is None]
+    if missing and not all(gather(divided.loads, world)):
+        raise ContractError(
+            f"trainer.mpu says that some ranks build no loader, and there is no {missing[0]} to do without a batch",
+            hint=f"{missing[0]}: {{_target_: my_module.step}} is called with (engines, None) there",
+        )
+    return divided
+
+
+def _build_loader(
+    spec: JobSpec, world: World, collate: Callable[..., Any] | None, trust: Trust
+) -> TrainingLoader | NoLoader:
+    """The training data of this rank; where it reads none, as many samples as the ranks that do."""
+    if not world.loads:
+        return NoLoader(share(None, world))
+    loader = TrainingLoader(
+        call_target(spec.data.train, trust=trust),
+        micro_batch=spec.trainer.micro_batch,
+        world=world,
+        seed=spec.trainer.seed,
+        shuffle=spec.data.shuffle,
+        collate=collate,
+        num_workers=spec.data.num_workers,
+        pin_memory=spec.data.pin_memory,
+    )
+    share(loader.samples_per_epoch, world)
+    return loader
+
+
 def _build_models(specs: Mapping[str, JobSpec], document: Mapping[str, Any], trust: Trust) -> dict[str, nn.Module]:
     """The models, made one after the other from one seed."""
     seed_rng(document["trainer"]["seed"])  # the same on every rank: the models have to begin the same
@@ -142,20 +177,23 @@ def _build_engines(
     steps: int,
     world: World,
     trust: Trust,
+    mpu: Any,
 ) -> Engines:
     engines = {}
     for name, model in models.items():
         spec = specs[name]
         schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
         settled = dataclasses.replace(spec, scheduler=schedule)
-        engines[name] = _build_engine(model, settled, take_model(document, name), world, trust)
+        engines[name] = _build_engine(model, settled, take_model(document, name), world, trust, mpu)
     return Engines(engines)
 
 
-def _build_engine(model: nn.Module, spec: JobSpec, document: Mapping[str, Any], world: World, trust: Trust) -> Engine:
+def _build_engine(
+    model: nn.Module, spec: JobSpec, document: Mapping[str, Any], world: World, trust: Trust, mpu: Any
+) -> Engine:
     config = complete_config(document, spec)
     if spec.engine == "dsjob":
-        return build_engine(model, spec, world, trust=trust, config=config)
+        return build_engine(model, spec, world, trust=trust, config=config, mpu=mpu)
     from dsjob import deepspeed_engine
 
     return deepspeed_engine.build_engine(model, spec, world, trust=trust, config=config, document=document)
@@ -226,7 +264,7 @@ def _say_complete(run: loop.Run, run_dir: str, display: Display) -> Result:
     )
     before = read_result(run_dir)
     result = Result(step=run.step, metrics=before.get("metrics", {}), checkpoint=run.last_saved)
-    if run.engine.world.rank == 0 and not before:
+    if run.engine.global_rank == 0 and not before:
         write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})
     return result
 
@@ -238,6 +276,6 @@ class _WriteResolved(Callback):
         self._run_dir, self._document, self._written = run_dir, document, False
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
-        if run.engine.world.rank == 0 and not self._written:
+        if run.engine.global_rank == 0 and not self._written:
             write_resolved(self._run_dir, self._document)
             self._written = True

@@ -20,11 +20,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dsjob.callbacks import Callback
 from dsjob.checkpoint.checkpointer import Checkpointer, Savable
 from dsjob.contract import LossFunction, call_model, find_loss
-from dsjob.data import TrainingLoader, iterate_evaluation, to_device
+from dsjob.data import EvaluationBatches, NoLoader, TrainingLoader, to_device
 from dsjob.data.batches import count_elements, is_tokens
 from dsjob.engine import Engine
 from dsjob.engines import Engines
 from dsjob.errors import ContractError, NonFiniteLossError
+from dsjob.mpu import share
 from dsjob.spec import JobSpec
 from dsjob.steps import MicroStep, Names, UserStep, read_scalars
 
@@ -37,7 +38,7 @@ class Run:
 
     spec: JobSpec
     engines: Engines
-    loader: TrainingLoader
+    loader: TrainingLoader | NoLoader
     max_steps: int
     checkpointer: Checkpointer
     callbacks: Sequence[Callback]
@@ -61,6 +62,11 @@ class Run:
     def savable(self) -> Savable:
         """What checkpoints hold: the one engine by itself, or all by name."""
         return self.engines if self.spec.models else self.engine
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on; `evaluation` is None also where this rank reads no data."""
+        return self.spec.data.eval is not None
 
     @property
     def step(self) -> int:
@@ -96,7 +102,7 @@ def train(run: Run) -> None:
     batches = iter(run.loader)
     meter = _Meter()
     _tell(run, "on_start")
-    if run.evaluation is not None and trainer.eval_at_start and run.step == 0:
+    if run.evaluates and trainer.eval_at_start and run.step == 0:
         _evaluate(run)
     run.engines.train()
     meter.start()
@@ -104,7 +110,7 @@ def train(run: Run) -> None:
         _take_step(run, batches, meter)
         last = run.step == run.max_steps
         logs = last or run.step % trainer.log_every == 0
-        evaluates = run.evaluation is not None and (last or (trainer.eval_every and run.step % trainer.eval_every == 0))
+        evaluates = run.evaluates and (last or (trainer.eval_every and run.step % trainer.eval_every == 0))
         saves = (last and checkpoint.at_end) or (checkpoint.every and run.step % checkpoint.every == 0)
         if not (logs or evaluates or saves):
             continue
@@ -128,7 +134,7 @@ def _take_step(run: Run, batches: Iterator[Any], meter: _Meter) -> None:
         batch = to_device(next(batches), engine.device)
         scalars = run.micro_step(run.engines, batch)
         if run.spec.trainer.step is not None:
-            meter.names.require(scalars, engine.world.world_size)
+            scalars = meter.names.require(scalars, engine.world)
         for name, value in scalars.items():
             sums[name] = sums[name] + value if name in sums else value
         meter.tokens += count_elements(batch) if is_tokens(batch) else 0
@@ -163,9 +169,11 @@ def _record(run: Run, meter: _Meter) -> None:
     """Collects the scalars since the last record from all ranks, makes sure of them, and logs."""
     engine, world = run.engine, run.engine.world
     scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
-    if world.world_size > 1:
-        dist.all_reduce(scalars)
-        scalars /= world.world_size
+    if world.everyone.world_size > 1:
+        summed = torch.cat([scalars, scalars.new_ones(1)])  # and the number of ranks that report
+        summed = summed if world.reports else torch.zeros_like(summed)
+        dist.all_reduce(summed)
+        scalars = summed[:-1] / summed[-1]
     losses, *others = torch.split(scalars, [len(values) for values in meter.scalars.values()])
     means = {name: float(values.mean()) for name, values in zip(list(meter.scalars)[1:], others, strict=True)}
     steps = len(losses)
@@ -243,29 +251,22 @@ def _require_finite(run: Run, what: str, value: float, step: int) -> None:
 
 @torch.no_grad()
 def _evaluate(run: Run) -> None:
-    engine, trainer = run.engine, run.spec.trainer
+    engine = run.engine
     run.engines.eval()
-    pairs = iterate_evaluation(
-        run.evaluation,
-        micro_batch=trainer.micro_batch,
-        world=engine.world,
-        collate=run.collate,
-        max_batches=trainer.eval_batches,
-    )
     names: list[str] = []
     same = Names("trainer.eval_step")
     sums = torch.zeros(0, dtype=torch.float64)  # the names' values, and the samples
-    for batch, weight in pairs:
+    for batch, weight in _read_evaluation(run):
         values = _evaluate_batch(run, to_device(batch, engine.device))
         if run.eval_step is not None:
-            same.require(values, engine.world.world_size)
+            values = same.require(values, engine.world)
         if not names:
             names, sums = list(values), torch.zeros(len(values) + 1, dtype=torch.float64)
-        if weight:
+        if weight and engine.world.reports:
             sums[:-1] += weight * torch.stack([values[name].detach().double().cpu() for name in names])
             sums[-1] += weight
     run.engines.train()
-    if engine.world.world_size > 1:
+    if engine.world.everyone.world_size > 1:
         sums = sums.to(engine.device)
         dist.all_reduce(sums)
     means = (sums[:-1] / sums[-1]).tolist()
@@ -278,9 +279,31 @@ def _evaluate(run: Run) -> None:
     _tell(run, "on_eval", run.last_evaluation)
 
 
+def _read_evaluation(run: Run) -> Iterator[tuple[Any, int]]:
+    """This rank's evaluation batches with their weights; None, with those of its model, where it reads no data."""
+    trainer, world = run.spec.trainer, run.engine.world
+    if not world.loads:
+        for _ in range(share(0, world)):
+            yield None, share(0, world)
+        return
+    pairs = EvaluationBatches(
+        run.evaluation,
+        micro_batch=trainer.micro_batch,
+        world=world,
+        collate=run.collate,
+        max_batches=trainer.eval_batches,
+    )
+    share(len(pairs), world)
+    for batch, weight in pairs:
+        yield batch, share(weight, world)
+
+
 def _evaluate_batch(run: Run, batch: Any) -> dict[str, Tensor]:
     if run.eval_step is not None:
-        scalars = read_scalars(run.eval_step(run.engines, batch), "trainer.eval_step")
+        given = run.eval_step(run.engines, batch)
+        if not run.engine.world.reports:
+            return {}
+        scalars = read_scalars(given, "trainer.eval_step")
         return {name: scalars[name] for name in sorted(scalars)}
     outputs = call_model(run.engine, batch)
     metrics = {name: _scalar(name, metric(outputs, batch)) for name, metric in run.metrics.items()}

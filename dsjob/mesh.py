@@ -35,7 +35,8 @@ class ModelRanks(NamedTuple):
 class World:
     """This process among those that train on other data: all of the job's, unless a model-parallel unit divides them.
 
-    `group`: these ranks, where they are not all of the job's.
+    `group`: these ranks, where they are not all of the job's. `loads`, `reports`: whether this one reads data, and
+    whether its metrics count.
     """
 
     rank: int
@@ -44,6 +45,8 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None
     model: ModelRanks = ModelRanks()  # noqa: RUF009 (a tuple)
+    loads: bool = True
+    reports: bool = True
 
     @property
     def everyone(self) -> World:

@@ -1,13 +1,15 @@
 """Model-parallel units: what a program says of which ranks hold one model together, and which train on other data.
 
 DeepSpeed's form is an object with get_{model,data}_parallel_{rank,world_size,group}(); Megatron calls the first half
-get_tensor_model_parallel_*. How the parts of a model work together is the program's own matter.
+get_tensor_model_parallel_*. Determined's is an object of four fields, without groups, which are then made here. How the
+parts of a model work together is the program's own matter.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,27 +17,67 @@ from torch import Tensor, nn
 from dsjob.errors import UsageError
 from dsjob.mesh import ModelRanks, World
 
+T = TypeVar("T")
 _METHODS = "get_data_parallel_{rank,world_size,group}() and get_model_parallel_{rank,world_size,group}()"
+_FIELDS = "data_parallel_rank, data_parallel_world_size, should_report_metrics, should_build_dataloader"
 _MODEL = ("get_model_parallel_", "get_tensor_model_parallel_")
 _MARKS = ("model_parallel", "tensor_model_parallel")  # DeepSpeed's and Megatron's attributes of parameters
 
 
+class ModelParallelUnit:
+    """Determined's form: what this rank does. Its last field has two spellings there."""
+
+    def __init__(
+        self,
+        data_parallel_rank: int,
+        data_parallel_world_size: int,
+        should_report_metrics: bool = True,
+        should_build_dataloader: bool | None = None,
+        *,
+        should_build_data_loader: bool | None = None,
+    ) -> None:
+        said = {should_build_dataloader, should_build_data_loader} - {None}
+        if len(said) > 1:
+            raise UsageError("should_build_dataloader and should_build_data_loader say different things")
+        self.data_parallel_rank, self.data_parallel_world_size = data_parallel_rank, data_parallel_world_size
+        self.should_report_metrics = should_report_metrics
+        self.should_build_dataloader = self.should_build_data_loader = said != {False}
+
+
+class _Said(NamedTuple):
+    """What a rank's unit says, for the other ranks to know."""
+
+    rank: int  # data-parallel
+    size: int
+    reports: bool
+    loads: bool
+
+
 def divide(world: World, mpu: Any) -> World:
-    """`world`, all ranks of the job, as `mpu` divides them. Raises UsageError where it does not fit them."""
+    """`world`, all ranks of the job, as `mpu` divides them. All ranks call it, each with its own.
+
+    Raises UsageError, on all ranks alike where they can know, for what does not fit them.
+    """
     if mpu is None:
         return world
-    model = find_model_ranks(mpu)
-    try:
-        rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        group = mpu.get_data_parallel_group()
-    except AttributeError as error:
-        raise UsageError(f"the mpu lacks a method: {error}", hint=f"it needs {_METHODS}") from error
+    unit = _read_fields(mpu)
+    rank, size = _read_data_ranks(mpu) if unit is None else (unit.data_parallel_rank, unit.data_parallel_world_size)
+    source: Any = unit or mpu
+    builds = [bool(getattr(source, f"should_build_{name}", True)) for name in ("dataloader", "data_loader")]
+    said = _Said(rank, size, bool(getattr(source, "should_report_metrics", True)), all(builds))
+    everyone = gather(said, world)
+    _require_duties(everyone)
+    if unit is None:
+        model, group = find_model_ranks(mpu), mpu.get_data_parallel_group()
+    else:
+        model, group = _form_groups(everyone)
     if size * model.size != world.world_size:
         raise UsageError(
             f"the mpu speaks of {size} data-parallel x {model.size} model-parallel ranks, and the job has"
             f" {world.world_size}",
             hint="these have to multiply out: pipeline and sequence parallelism are not supported through an mpu",
         )
+    world = dataclasses.replace(world, reports=said.reports, loads=said.loads)
     if model.size == 1:
         return world
     found = dist.get_rank(group), dist.get_world_size(group)
@@ -47,6 +89,76 @@ def divide(world: World, mpu: Any) -> World:
     return dataclasses.replace(world, rank=rank, world_size=size, group=group, model=model)
 
 
+def _read_fields(mpu: Any) -> ModelParallelUnit | None:
+    """Determined's four fields; None for an object with methods."""
+    if isinstance(mpu, Mapping):
+        try:
+            return ModelParallelUnit(**mpu)
+        except TypeError as error:
+            raise UsageError(f"the mpu is a dict of other keys: {error}", hint=f"it needs {_FIELDS}") from error
+    if hasattr(mpu, "get_data_parallel_rank") or not hasattr(mpu, "data_parallel_rank"):
+        return None
+    loads = {
+        key: getattr(mpu, key) for key in ("should_build_dataloader", "should_build_data_loader") if hasattr(mpu, key)
+    }
+    return ModelParallelUnit(
+        mpu.data_parallel_rank, mpu.data_parallel_world_size, getattr(mpu, "should_report_metrics", True), **loads
+    )
+
+
+def _read_data_ranks(mpu: Any) -> tuple[int, int]:
+    missing = [name for name in ("rank", "world_size", "group") if not hasattr(mpu, f"get_data_parallel_{name}")]
+    if missing:
+        raise UsageError(
+            f"the mpu, of type {type(mpu).__name__}, has no get_data_parallel_{missing[0]}()",
+            hint=f"it needs {_METHODS}; or the fields {_FIELDS}",
+        )
+    return mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+
+
+def gather(own: T, world: World) -> list[T]:
+    """`own` of every rank of the job."""
+    ranks: list[Any] = [own] * world.world_size
+    if world.world_size > 1:
+        dist.all_gather_object(ranks, own)
+    return ranks
+
+
+def _require_duties(everyone: list[_Said]) -> None:
+    sizes = sorted({said.size for said in everyone})
+    if len(sizes) > 1:
+        raise UsageError(f"the ranks' mpus say different data-parallel world sizes: {', '.join(map(str, sizes))}")
+    if not any(said.reports for said in everyone):
+        raise UsageError("no rank's mpu reports metrics", hint="should_report_metrics=True on one of them")
+    idle = {said.rank for said in everyone} - {said.rank for said in everyone if said.loads}
+    if idle:
+        raise UsageError(
+            f"no rank builds the loader of data-parallel rank {min(idle)}: its samples would be read by nobody",
+            hint="should_build_dataloader=True on one of its ranks",
+        )
+
+
+def _form_groups(everyone: list[_Said]) -> tuple[ModelRanks, dist.ProcessGroup | None]:
+    """Groups for fields: ranks that share a data-parallel rank hold one model, and those of one place in it share data.
+
+    A collective: every rank makes all groups.
+    """
+    size = everyone[0].size
+    models = [[number for number, said in enumerate(everyone) if said.rank == data] for data in range(size)]
+    lengths = {len(members) for members in models}
+    if len(lengths) > 1 or sum(map(len, models)) != len(everyone):
+        told = ", ".join(str(said.rank) for said in everyone)
+        raise UsageError(
+            f"the ranks' mpus say data-parallel ranks {told} of {size}",
+            hint=f"each of 0 to {size - 1} has to be that of equally many ranks",
+        )
+    if lengths == {1}:
+        return ModelRanks(), None
+    columns = [list(members) for members in zip(*models, strict=True)]
+    model, data = (dist.new_subgroups_by_enumeration(groups)[0] for groups in (models, columns))  # type: ignore[no-untyped-call]
+    return ModelRanks(dist.get_rank(model), dist.get_world_size(model), model), data
+
+
 def find_model_ranks(mpu: Any) -> ModelRanks:
     """What an mpu says of the ranks that hold one model; this rank alone where it says nothing."""
     for start in _MODEL:
@@ -54,6 +166,15 @@ def find_model_ranks(mpu: Any) -> ModelRanks:
             group = getattr(mpu, start + "group")()
             return ModelRanks(dist.get_rank(group), dist.get_world_size(group), group) if group else ModelRanks()
     return ModelRanks()
+
+
+def share(value: T, world: World) -> T:
+    """`value` as the first rank has it that holds the same model and builds a loader. A collective of these."""
+    if world.model.size == 1:
+        return value
+    found: list[Any] = [None] * world.model.size
+    dist.all_gather_object(found, (world.loads, value), group=world.model.group)
+    return next(given for loads, given in found if loads)  # type: ignore[no-any-return]
 
 
 def is_model_parallel(parameter: Tensor) -> bool:

@@ -25,6 +25,7 @@ from dsjob.spec import EngineSpec, JobSpec, view
 
 Place = tuple[str, int, int]  # source, line, column; line 0 where only the source is known
 Locate = Callable[[Path], Place]
+_PARTS = ("trainer", "model_parallel_size")
 
 
 def read_nproc(document: dict[str, Any]) -> int:
@@ -69,7 +70,7 @@ class Resolved:
 
 
 def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ranks_from: str = "") -> Resolved:
-    """The resolved document for `world_size` data-parallel ranks.
+    """The resolved document for `world_size` ranks, of which trainer.model_parallel_size hold one model together.
 
     `document`: as composed, "not set" left out (`schema.prune`). `ranks_from`: what says how many ranks there are.
     Raises DocumentError with all problems at once.
@@ -89,19 +90,24 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
         return locate(dsconfig.find_origin(path, given, config))
 
     problems = _drop_repeated(check_job({**document, **dsconfig.build_on_given(given, config)}), given) + conflicts
+    problems += _divides(job.get("trainer"), world_size, ranks_from)
     batch = None
     touched: list[Path] = []
     for key in dsconfig.BATCH_KEYS:
         touched += [(key,), ("deepspeed", key), dsconfig.to_job_path((key,))[1:]]
+    touched.append(_PARTS)
     if not any(p.severity == "error" and (p.path in touched or _leaves_batch_open(p)) for p in problems):
         trainer = _own_numbers(job.get("trainer", {}), schema["properties"]["trainer"])
-        asked = _reopen_batch(trainer, document.get("resolved"), world_size, locate)
+        parts = trainer.get("model_parallel_size", 1)
+        data_ranks = world_size // parts
+        asked = _reopen_batch(trainer, document.get("resolved"), data_ranks, parts, locate)
         kept = {key for key, value in dataclasses.asdict(asked).items() if value and value == trainer.get(key)}
         try:
             batch = asked.resolve(
-                world_size,
+                data_ranks,
                 name=lambda key: f" ({_describe(locate_origin(('trainer', key)))})" if key in kept else "",
-                ranks=ranks_from,
+                ranks=ranks_from if parts == 1 else f"{world_size} ranks / model_parallel_size {parts}",
+                parts=parts,
             )
         except DocumentError as error:
             named = [key for key in dataclasses.asdict(asked) if key in job.get("trainer", {})]
@@ -112,7 +118,7 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     job, derived = resolve_auto(job)
     derived |= _resolve_models(job)
     resolved = contract.fill_defaults(_own_numbers(job, schema), schema)
-    _tell_batch(derived, job.get("trainer", {}), batch, world_size)
+    _tell_batch(derived, job.get("trainer", {}), batch, world_size // resolved["trainer"]["model_parallel_size"])
     resolved["trainer"].update(dataclasses.asdict(batch))
     resolved["resolved"] = {**resolved.get("resolved", {}), "world_size": world_size}
     return Resolved(contract.sort_keys(resolved, schema), problems, derived)
@@ -297,7 +303,17 @@ def _own_numbers(value: Any, schema: Schema) -> Any:
     return value
 
 
-def _reopen_batch(trainer: dict[str, Any], before: Any, world_size: int, locate: Locate) -> BatchConfig:
+def _divides(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]:
+    """That the ranks are groups of model_parallel_size."""
+    parts = trainer.get("model_parallel_size", 1) if isinstance(trainer, dict) else 1
+    if not isinstance(parts, (int, float)) or parts < 1 or world_size % parts == 0:
+        return []
+    message = f"{world_size} rank{'s' * (world_size > 1)} ({ranks_from}) are no groups of {parts:g}"
+    hint = f"launch.nproc={int(parts) * max(1, world_size // int(parts))}"
+    return [Problem(message, _PARTS, "model-parallel-size", hint)]
+
+
+def _reopen_batch(trainer: dict[str, Any], before: Any, world_size: int, parts: int, locate: Locate) -> BatchConfig:
     """The batch sizes that are asked for: without what was derived when the document was resolved before."""
     asked = BatchConfig.of_trainer(trainer)
     triad = ("train_batch", "micro_batch", "grad_accum")
@@ -305,6 +321,6 @@ def _reopen_batch(trainer: dict[str, Any], before: Any, world_size: int, locate:
         return asked
     given = [name for name in triad if locate(("trainer", name))[0].startswith("command line")]
     if not given:
-        return asked if before["world_size"] == world_size else asked.move_to(world_size)
+        return asked if before["world_size"] == world_size * parts else asked.move_to(world_size)
     kept = [*given, {"train_batch": "micro_batch"}.get(given[0], "train_batch")] if len(given) == 1 else given
     return replace(asked, **{name: None for name in triad if name not in kept})

@@ -63,6 +63,8 @@ class Trainer:
     eval_batches: int | None
     step: Target | None
     eval_step: Target | None
+    mpu: Target | None
+    model_parallel_size: int
 
 
 @dataclass(frozen=True, slots=True)

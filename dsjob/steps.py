@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from dsjob.contract import LossFunction, call_model, find_loss
 from dsjob.engines import Engines
 from dsjob.errors import ContractError
+from dsjob.mesh import World
 from dsjob.progress import RECORD_KEYS
 
 UserStep = Callable[[Engines, Any], Any]
@@ -34,7 +35,10 @@ def _train_one(engines: Engines, batch: Any, loss: LossFunction | None) -> dict[
 
 
 def _call_own(step: UserStep, engines: Engines, batch: Any) -> dict[str, Tensor]:
-    scalars = read_scalars(step(engines, batch), "trainer.step")
+    given = step(engines, batch)
+    if not engines.first.world.reports:
+        return {}
+    scalars = read_scalars(given, "trainer.step")
     taken = scalars.keys() & (RECORD_KEYS - {"loss"})
     if taken:
         raise ContractError(
@@ -62,28 +66,37 @@ def read_scalars(values: Any, what: str) -> dict[str, Tensor]:
 
 
 class Names:
-    """The names of the scalars that a step function gives: the same in every call, and on every rank."""
+    """The names of the scalars that a step function gives: the same in every call, on every rank that reports."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._known: list[str] | None = None
 
-    def require(self, names: Collection[str], world_size: int) -> None:
-        """Raises ContractError for other names than before. The first call is a collective."""
+    def require(self, scalars: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+        """`scalars`, whose names are those of before; zeros where this rank reports nothing.
+
+        Raises ContractError for other names. The first call is a collective.
+        """
         if self._known is None:
-            self._known = list(names)
-            ranks: list[Any] = [self._known] * world_size
-            if world_size > 1:
-                dist.all_gather_object(ranks, self._known)
-            others = [(rank, found) for rank, found in enumerate(ranks) if found != ranks[0]]
-            if others:
-                rank, found = others[0]
-                raise ContractError(
-                    f"{self._what} returned {', '.join(ranks[0])} on rank 0, and {', '.join(found)} on rank {rank}",
-                    hint="return the same names everywhere",
-                )
-        if self._known != list(names):
+            self._known = self._agree(list(scalars) if world.reports else None, world.everyone.world_size)
+        if not world.reports:
+            return dict.fromkeys(self._known, torch.zeros(()))
+        if self._known != list(scalars):
             raise ContractError(
-                f"{self._what} returned {', '.join(names)}, and {', '.join(self._known)} before",
+                f"{self._what} returned {', '.join(scalars)}, and {', '.join(self._known)} before",
                 hint="return the same names in every call",
             )
+        return scalars
+
+    def _agree(self, names: list[str] | None, world_size: int) -> list[str]:
+        ranks: list[Any] = [names] * world_size
+        if world_size > 1:
+            dist.all_gather_object(ranks, names)
+        (first, known), *others = ((rank, found) for rank, found in enumerate(ranks) if found is not None)
+        for rank, found in others:
+            if found != known:
+                raise ContractError(
+                    f"{self._what} returned {', '.join(known)} on rank {first}, and {', '.join(found)} on rank {rank}",
+                    hint="return the same names everywhere",
+                )
+        return list(known)

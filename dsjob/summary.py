@@ -5,6 +5,7 @@ from __future__ import annotations
 from dsjob.checkpoint.checkpointer import Loaded
 from dsjob.engine import Engine
 from dsjob.loop import Run
+from dsjob.mesh import World
 from dsjob.precision import name_dtype
 from dsjob.progress import shorten
 from dsjob.spec import EngineSpec, JobSpec
@@ -18,7 +19,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
     spec, world, trainer = run.spec, run.engine.world, run.spec.trainer
     size = run.loader.samples_per_epoch
     epochs = f", {run.max_steps * trainer.train_batch / size:.3g} epochs" if size else ""
-    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+    ranks = _count_ranks(world)
     batch = f"{trainer.train_batch} = {trainer.micro_batch} micro x {trainer.grad_accum} accumulated x {ranks}"
     models: Rows = []
     for name, engine in run.engines.items():
@@ -30,13 +31,21 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         ("batch", batch),
         ("steps", f"{run.max_steps:,}{epochs}"),
         *([] if spec.models else models[1:]),
-        ("device", f"{world.device.type}, {ranks}"),
+        ("device", f"{world.device.type}, {_count_ranks(world.everyone)}{_describe_parts(world)}"),
         ("output", run_dir),
     ]
     if loaded is not None:
         exact = "" if loaded.exact else "; on another world size, so with other random numbers"
         rows.append(("resumed", "; ".join([f"{loaded.url} at step {loaded.step:,}{exact}", *loaded.notes])))
     return rows
+
+
+def _count_ranks(world: World) -> str:
+    return f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+
+
+def _describe_parts(world: World) -> str:
+    return f", {world.model.size} of which hold one model" if world.model.size > 1 else ""
 
 
 def _describe_engine(engine: Engine) -> Rows:

@@ -112,6 +112,7 @@ def _parse_size(text: str) -> int:
 
 def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespace, trust: Trust) -> Plan:
     spec = view(JobSpec, document)
+    world_size //= spec.trainer.model_parallel_size
     layout = _read_layout(spec, world_size, args.offload)
     notes: list[str] = []
     if args.params is not None:
@@ -125,6 +126,8 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         model, state, activations, course = _look(spec, world_size, notes, trust)
     if spec.optimizer and (spec.optimizer.type or "").lower() in COMPRESSING and world_size > 1:
         notes.append("optimizer state is that after the freeze step; from there on a 32nd of the all-reduce is sent")
+    if spec.trainer.model_parallel_size > 1:
+        notes.append("the model is taken for the part of a model-parallel rank, and ranks for the data-parallel ones")
     if spec.torch_autocast.enabled:
         notes.append("torch_autocast: activations are counted as fp32, and are smaller")
     if layout.stage and world_size == 1 and layout.offload == "none":

@@ -2,6 +2,7 @@
 
 from dsjob.data.batches import to_device as to_device
 from dsjob.data.loader import Epochs as Epochs
+from dsjob.data.loader import EvaluationBatches as EvaluationBatches
+from dsjob.data.loader import NoLoader as NoLoader
 from dsjob.data.loader import RepeatingLoader as RepeatingLoader
 from dsjob.data.loader import TrainingLoader as TrainingLoader
-from dsjob.data.loader import iterate_evaluation as iterate_evaluation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, islice
+from itertools import count, islice, repeat
 from typing import Any
 
 import torch
@@ -93,6 +93,19 @@ class TrainingLoader:
                 raise DataError(f"{self._name} ({type(self.dataset).__name__}) yields no full batch for rank {rank}")
             if once:
                 return
+
+
+class NoLoader:
+    """In the place of a TrainingLoader on a rank that reads no data: batches are None."""
+
+    def __init__(self, samples_per_epoch: int | None) -> None:
+        self.samples_per_epoch = samples_per_epoch
+
+    def seek(self, samples: int) -> None:
+        """There is no place to go to."""
+
+    def __iter__(self) -> Iterator[None]:
+        return repeat(None)
 
 
 class _Numbered:
@@ -196,29 +209,37 @@ def count_dataset(dataset: Any, name: str) -> int | None:
     return length
 
 
-def iterate_evaluation(
-    dataset: Any, *, micro_batch: int, world: World, collate: Collate | None, max_batches: int | None
-) -> Iterator[tuple[Any, int]]:
-    """This rank's evaluation batches, each with its weight: the number of samples in it.
+class EvaluationBatches:
+    """This rank's evaluation batches, each with its weight: the number of samples in it. `len`: how many.
 
     All ranks get equally many batches, since a sharded model runs on all of them at once: a rank that has none left
     gets its first one again with weight 0. `max_batches`: at most so many a rank, spread evenly over the dataset.
     """
-    length = count_dataset(dataset, "data.eval")
-    collate = collate or default_collate
-    if length is None:
-        samples: Sequence[Any] = list(islice(iter(dataset), (max_batches or 2**31) * micro_batch * world.world_size))
-        length = len(samples)
-        if not length:
-            raise DataError(f"data.eval ({type(dataset).__name__}) yields nothing")
-    else:
-        samples = dataset
-    total = math.ceil(length / micro_batch)
-    rounds = math.ceil(total / world.world_size)
-    limited = max_batches is not None and max_batches < rounds
-    taken = max_batches * world.world_size if limited and max_batches else total
-    for number in range(math.ceil(taken / world.world_size)):
-        index = number * world.world_size + world.rank
-        first = (index * total // taken) * micro_batch if index < taken else 0
-        batch = collate([samples[i] for i in range(first, min(first + micro_batch, length))])
-        yield batch, count_samples(batch) if index < taken else 0
+
+    def __init__(
+        self, dataset: Any, *, micro_batch: int, world: World, collate: Collate | None, max_batches: int | None
+    ) -> None:
+        self._collate, self._micro_batch, self._world = collate or default_collate, micro_batch, world
+        length = count_dataset(dataset, "data.eval")
+        self._samples: Sequence[Any] = dataset
+        if length is None:
+            most = (max_batches or 2**31) * micro_batch * world.world_size
+            self._samples = list(islice(iter(dataset), most))
+            length = len(self._samples)
+            if not length:
+                raise DataError(f"data.eval ({type(dataset).__name__}) yields nothing")
+        self._length, self._total = length, math.ceil(length / micro_batch)
+        limited = max_batches is not None and max_batches < math.ceil(self._total / world.world_size)
+        self._taken = max_batches * world.world_size if limited and max_batches else self._total
+
+    def __len__(self) -> int:
+        return math.ceil(self._taken / self._world.world_size)
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        for number in range(len(self)):
+            index = number * self._world.world_size + self._world.rank
+            first = (index * self._total // self._taken) * self._micro_batch if index < self._taken else 0
+            batch = self._collate(
+                [self._samples[i] for i in range(first, min(first + self._micro_batch, self._length))]
+            )
+            yield batch, count_samples(batch) if index < self._taken else 0

@@ -26,6 +26,7 @@ _SHAPE = {
     "given-twice": "A key and its other spelling are both given, and only one of them could count.",
     "conflict": "A job file and a DeepSpeed config say different things of one setting.",
     "batch": "train_batch = micro_batch x grad_accum x data-parallel world size has to hold, all of them at least 1.",
+    "model-parallel-size": "model_parallel_size ranks hold one model together: the number of ranks is a multiple.",
     "syntax": "The text is not JSON or YAML.",
     "duplicate-key": "A key is given twice in one object; JSON and YAML readers keep the last one without a word.",
     "number": "A number that no 64-bit float can hold.",

@@ -61,6 +61,17 @@ def _models(document: Document) -> Iterator[Finding]:
         yield "models", "need trainer.step", "trainer: {step: {_target_: my_module.step}}, called with (engines, batch)"
 
 
+@enter("no-mpu", whole=True)
+def _mpu(document: Document) -> Iterator[Finding]:
+    """Nothing says which ranks hold one model together, and what each of them holds is for the model to say."""
+    if read(document, "trainer.model_parallel_size", 1) != 1 and not read(document, "trainer.mpu"):
+        yield (
+            "trainer.model_parallel_size",
+            "is given without trainer.mpu",
+            "trainer: {mpu: {_target_: my_module.make_mpu}}",
+        )
+
+
 @enter("no-eval-data", whole=True)
 def _eval_data(document: Document) -> Iterator[Finding]:
     """A cadence of evaluation, or metrics, without a set to evaluate on are a mistake in one place or the other."""

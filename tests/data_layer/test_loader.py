@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from dsjob.data import Epochs, TrainingLoader, iterate_evaluation, to_device
+from dsjob.data import Epochs, EvaluationBatches, TrainingLoader, to_device
 from dsjob.data.batches import count_elements, count_samples, is_tokens
 from dsjob.errors import DataError
 from dsjob.mesh import World
@@ -78,7 +78,7 @@ def test_what_cannot_be_trained_on_is_refused_by_name(dataset: Any, message: str
 def test_evaluation_weighs_every_sample_once_in_equally_many_rounds(length: int, world_size: int) -> None:
     per_rank = [
         list(
-            iterate_evaluation(
+            EvaluationBatches(
                 list(range(length)), micro_batch=2, world=make_world(rank, world_size), collate=None, max_batches=None
             )
         )
@@ -95,13 +95,13 @@ def test_limited_evaluation_is_spread_over_the_dataset(world_size: int, expected
     firsts = []
     for rank in range(world_size):
         world = make_world(rank, world_size)
-        pairs = iterate_evaluation(list(range(66)), micro_batch=3, world=world, collate=None, max_batches=2)
+        pairs = EvaluationBatches(list(range(66)), micro_batch=3, world=world, collate=None, max_batches=2)
         firsts += [int(batch[0]) for batch, weight in pairs if weight]
     assert sorted(firsts) == expected
 
 
 def test_a_stream_is_evaluated_from_its_beginning() -> None:
-    pairs = iterate_evaluation(Stream(100), micro_batch=3, world=make_world(), collate=None, max_batches=2)
+    pairs = EvaluationBatches(Stream(100), micro_batch=3, world=make_world(), collate=None, max_batches=2)
     assert [batch.tolist() for batch, _ in pairs] == [[0, 1, 2], [3, 4, 5]]
 
 

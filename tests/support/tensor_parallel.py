@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from dsjob import ModelParallelUnit
 
 WIDTH, HIDDEN, SIZE = 6, 8, 2  # ranks that hold one model: SIZE
 
@@ -150,3 +155,75 @@ def make_rows(step: int, rows: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one global batch, the same for every caller."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(rows, 4, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+class Rows:
+    """Samples of a job; notes that it was built."""
+
+    built = 0
+
+    def __init__(self, length: int = 40, seed: int = 0) -> None:
+        type(self).built += 1
+        self.x, self.y = make_rows(seed, length)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+class Stream(IterableDataset[Any]):
+    """The same without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = Rows()
+        yield from (rows[index] for index in range(len(rows)))
+
+
+_made: list[Unit] = []  # by the job that runs here
+
+
+def make_mpu() -> Unit:
+    """A job's unit, with methods."""
+    _made[:] = [DeepSpeedUnit()]
+    return _made[0]
+
+
+def make_fields(spelling: str = "should_build_dataloader", form: str = "object") -> Any:
+    """A job's unit in Determined's form: the first rank of a model reads data, the last one reports."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    fields = {"data_parallel_rank": rank // SIZE, "data_parallel_world_size": size // SIZE}
+    fields |= {"should_report_metrics": rank % SIZE == SIZE - 1, spelling: rank % SIZE == 0}
+    _made[:] = [Unit()]
+    return fields if form == "dict" else SimpleNamespace(**fields) if form == "plain" else ModelParallelUnit(**fields)
+
+
+def build_own_part() -> ParallelNet:
+    """The part of the rank, as the job's unit says."""
+    return build_part(_made[0])
+
+
+def _give(batch: Any) -> Any:
+    """The batch that the first rank of the model has read."""
+    group = _made[0].get_tensor_model_parallel_group()
+    sent = [batch]
+    assert (batch is None) == (dist.get_rank(group) > 0)
+    dist.broadcast_object_list(sent, group=group, group_src=0)
+    return sent[0]
+
+
+def train_on_given(engines: Mapping[str, Any], batch: Any) -> Any:
+    """A step whose batch one rank of the model alone has, and whose loss another one tells."""
+    (engine,) = engines.values()
+    loss = engine(*_give(batch))
+    engine.backward(loss)
+    engine.step()
+    return {"loss": loss, "double": 2 * loss} if engine.world.reports else None
+
+
+def evaluate_given(engines: Mapping[str, Any], batch: Any) -> Any:
+    """The same for evaluation."""
+    (engine,) = engines.values()
+    loss = engine(*_give(batch))
+    return {"loss": loss} if engine.world.reports else {}
