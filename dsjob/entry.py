@@ -18,7 +18,7 @@ from dsjob import document as documents
 from dsjob.blocks import prepare_blocks
 from dsjob.data import Epochs
 from dsjob.engine import Engine
-from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
+from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, TargetError, UsageError
 from dsjob.mesh import World, join_world
 from dsjob.mpu import divide
 from dsjob.optim import build_optimizer, build_scheduler
@@ -67,7 +67,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         found = "" if model is None else f", not {_name(model)}"
         raise UsageError(f"dsjob.initialize needs a model: a torch.nn.Module{found}", hint="model=net")
-    given, folders, locate = _read_config(args, config if config is not None else config_params)
+    given, folders, locate = read_config(args, config if config is not None else config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = divide(join_world(), mpu)
@@ -184,7 +184,7 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
     return optimizer
 
 
-def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
+def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
     """The config, the folders whose modules it may name, and the places of its values."""
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None:
@@ -198,7 +198,10 @@ def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dic
     if not isinstance(config, (str, os.PathLike)):
         raise UsageError(f"the config is {_name(config)}", hint="give a dict, or the path of a JSON file")
     source = os.fspath(config)
-    document = documents.parse(storage.read_text(source), source)
+    try:
+        document = documents.parse(storage.read_text(source), source)
+    except DocumentError as error:
+        raise ConfigError(error.problems, error.warnings) from error
     _refuse_job(document.value, source)
     beside = () if "://" in source else (os.path.dirname(os.path.abspath(source)),)
     return (

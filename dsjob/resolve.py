@@ -141,18 +141,17 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     return view(EngineSpec, resolved), place_problems(problems, locate)
 
 
-def complete_config(given: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any]:
+def complete_config(given: Mapping[str, Any], spec: EngineSpec | None = None) -> dict[str, Any]:
     """A checked DeepSpeed config, or a resolved job's sections of that name, with all defaults and `spec`'s batch."""
     schema = contract.deepspeed_schema()
     config = contract.prune({key: value for key, value in given.items() if key in schema["properties"]}, schema)
     config = _own_numbers(resolve_auto(_rename(legacy.map_amp(legacy.expand(config)), schema))[0], schema)
-    trainer = spec.trainer
-    batch = zip(dsconfig.BATCH_KEYS, (trainer.train_batch, trainer.micro_batch, trainer.grad_accum), strict=True)
+    sizes = (spec.trainer.train_batch, spec.trainer.micro_batch, spec.trainer.grad_accum) if spec is not None else ()
     known: dict[str, Any] = {key: value for key, value in config.items() if value != "auto"}
     for key, section in schema["properties"].items():
         if section.get("type") == "object" and not section.get("deprecated") and key not in ("optimizer", "scheduler"):
             known.setdefault(key, {})
-    return {**contract.fill_defaults(known, schema, idle=True), **dict(batch)}
+    return {**contract.fill_defaults(known, schema, idle=True), **dict(zip(dsconfig.BATCH_KEYS, sizes, strict=False))}
 
 
 def _resolve_models(job: dict[str, Any]) -> dict[Path, str]:

@@ -351,6 +351,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "optimizer.type",
         {**BY_DEEPSPEED, **optimizer("Lion", lr=0.1)},
     ),
+    (
+        "deepspeed-mpu",
+        {**BY_DEEPSPEED, **course(mpu={"_target_": "my_ranks.make"})},
+        "trainer.mpu",
+        course(mpu={"_target_": "my_ranks.make"}),
+    ),
     ("deepspeed-compile", {**BY_DEEPSPEED, "compile": ON}, "compile.enabled", {"compile": ON}),
     (
         "deepspeed-fp16-stage",

@@ -39,7 +39,10 @@ class ClosedForm(LRScheduler):
         self._step_count = self.last_epoch + 1
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # compiled optimizers hold on to it
+            else:
+                group["lr"] = rate
 
 
 def spread(optimizer: Optimizer, value: Rates | None, name: str) -> list[float]:

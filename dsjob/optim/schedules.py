@@ -44,7 +44,22 @@ def _warm_up(i: int, steps: int, kind: str) -> float:
     return i / steps if kind == "linear" else math.log(i + 1) / math.log(steps)
 
 
-class WarmupLR(ClosedForm):
+class Schedule(ClosedForm):
+    """One of DeepSpeed's, which count from -1: their step i is step i + 1 here."""
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Goes on by one step, or to DeepSpeed's step `last_batch_iteration`."""
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration
+        super().step()
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """The step by DeepSpeed's count."""
+        return self.last_epoch - 1
+
+
+class WarmupLR(Schedule):
     """From warmup_min_lr up to warmup_max_lr within warmup_num_steps, then constant."""
 
     def __init__(
@@ -57,18 +72,18 @@ class WarmupLR(ClosedForm):
         last_batch_iteration: int,
         warmup_max_lr: Rates | None = None,
     ) -> None:
-        self.low = spread(optimizer, warmup_min_lr, "warmup_min_lr")
-        self.high = spread(optimizer, warmup_max_lr, "warmup_max_lr")
-        self.warm_up_steps, self.kind = max(2, warmup_num_steps), warmup_type
+        self.min_lrs = spread(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = spread(optimizer, warmup_max_lr, "warmup_max_lr")
+        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     def rate(self, group: int, step: int) -> float:
-        low, high = self.low[group], self.high[group]
+        low, high = self.min_lrs[group], self.max_lrs[group]
         return low + (high - low) * self.share(max(step - 1, 0))
 
     def share(self, i: int) -> float:
         """The share of the way from low to high at DeepSpeed's step i."""
-        return _warm_up(i, self.warm_up_steps, self.kind) if i < self.warm_up_steps else 1.0
+        return _warm_up(i, self.warmup_num_steps, self.warmup_type) if i < self.warmup_num_steps else 1.0
 
 
 class WarmupDecayLR(WarmupLR):
@@ -79,12 +94,12 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, **warm_up)
 
     def share(self, i: int) -> float:
-        if i < self.warm_up_steps:
+        if i < self.warmup_num_steps:
             return super().share(i)
-        return max(0.0, (self.total - i) / max(1.0, self.total - self.warm_up_steps))
+        return max(0.0, (self.total - i) / max(1.0, self.total - self.warmup_num_steps))
 
 
-class WarmupCosineLR(ClosedForm):
+class WarmupCosineLR(Schedule):
     """Each group's rate times a ratio that warms up, then follows half a cosine down to cos_min_ratio."""
 
     def __init__(
@@ -99,21 +114,27 @@ class WarmupCosineLR(ClosedForm):
         last_batch_iteration: int,
     ) -> None:
         self.base = spread(optimizer, None, "lr")
-        self.total, self.warm_up_steps, self.kind = total_num_steps, max(2, warmup_num_steps), warmup_type
+        self.total, self.warmup_num_steps, self.warmup_type = total_num_steps, max(2, warmup_num_steps), warmup_type
         self.low, self.end = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, last_batch_iteration)
 
     def rate(self, group: int, step: int) -> float:
-        return 0.0 if step == 0 else self.base[group] * self._ratio(step - 1)
+        return self.base[group] * self._ratio(step - 1)
+
+    def get_lr_ratio(self) -> float:
+        """What each group's rate is multiplied by at this step."""
+        return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, i: int) -> float:
-        if i < self.warm_up_steps:
-            return self.low + (1 - self.low) * _warm_up(i, self.warm_up_steps, self.kind)
-        progress = min(1.0, (i - self.warm_up_steps + 1) / max(1, self.total - self.warm_up_steps))
+        if i < 0:
+            return 0.0
+        if i < self.warmup_num_steps:
+            return self.low + (1 - self.low) * _warm_up(i, self.warmup_num_steps, self.warmup_type)
+        progress = min(1.0, (i - self.warmup_num_steps + 1) / max(1, self.total - self.warmup_num_steps))
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * progress)) / 2
 
 
-class LRRangeTest(ClosedForm):
+class LRRangeTest(Schedule):
     """Growing rates, to find the range in which a model learns."""
 
     def __init__(
@@ -126,16 +147,16 @@ class LRRangeTest(ClosedForm):
         lr_range_test_staircase: bool,
         last_batch_iteration: int,
     ) -> None:
-        self.low = spread(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.min_lrs = spread(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         self.size, self.growth, self.stairs = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
     def rate(self, group: int, step: int) -> float:
         interval = step // self.size if self.stairs else step / self.size
-        return self.low[group] * (1 + self.growth * interval)
+        return self.min_lrs[group] * (1 + self.growth * interval)
 
 
-class OneCycle(ClosedForm):
+class OneCycle(Schedule):
     """One cycle of the rate up and down, the first beta moving against it, then decay.
 
     As in DeepSpeed the second beta becomes 0.99 while momentum is cycled; optimizers without betas keep theirs.
@@ -151,30 +172,39 @@ class OneCycle(ClosedForm):
         cycle_first_step_size: int,
         decay_step_size: int,
         cycle_momentum: bool,
-        cycle_min_mom: float,
-        cycle_max_mom: float,
+        cycle_min_mom: Rates,
+        cycle_max_mom: Rates,
         decay_mom_rate: float,
         last_batch_iteration: int,
+        cycle_first_stair_count: int = 0,
         cycle_second_step_size: int | None = None,
-        **_stairs: int,
+        cycle_second_stair_count: int | None = None,
     ) -> None:
-        self.low = spread(optimizer, cycle_min_lr, "cycle_min_lr")
-        self.high = spread(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.min_lrs = spread(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = spread(optimizer, cycle_max_lr, "cycle_max_lr")
         self.up = cycle_first_step_size
-        self.total = self.up + (self.up if cycle_second_step_size is None else cycle_second_step_size)
+        self.down = self.up if cycle_second_step_size is None else cycle_second_step_size
+        self.total = self.up + self.down
+        self.step_ratio = self.up / self.total  # the share of the cycle that goes up
+        down_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.stairs = (cycle_first_stair_count, down_stairs)
         self.decay_rate, self.decay_size = decay_lr_rate, decay_step_size
-        self.low_momentum, self.high_momentum, self.momentum_decay = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        self.min_moms = spread(optimizer, cycle_min_mom, "cycle_min_mom")
+        self.max_moms = spread(optimizer, cycle_max_mom, "cycle_max_mom")
+        self.momentum_decay = decay_mom_rate
         self.cycles_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
         if self.cycles_momentum:
-            for group in self.optimizer.param_groups:
-                group["betas"] = (self.momentum(self.last_epoch), 0.99)
+            for index, group in enumerate(self.optimizer.param_groups):
+                # DeepSpeed makes the optimizer with the lowest, and counts from the highest.
+                first = self.min_moms[index] if self.last_epoch == 0 else self.momentum(index, self.last_epoch)
+                group["betas"] = (first, 0.99)
         return super().get_lr()
 
     def rate(self, group: int, step: int) -> float:
-        low, high = self.low[group], self.high[group]
+        low, high = self.min_lrs[group], self.max_lrs[group]
         if step > self.total:
             return low / (1 + self.decay_rate * self._decays(step))
         return low + (high - low) * self._height(step)
@@ -183,23 +213,25 @@ class OneCycle(ClosedForm):
         """The betas of each parameter group at this step; None where momentum is not cycled."""
         if not self.cycles_momentum:
             return None
-        return [(self.momentum(self.last_epoch), 0.99) for _ in self.optimizer.param_groups]
+        return [(self.momentum(index, self.last_epoch), 0.99) for index in range(len(self.max_moms))]
 
-    def momentum(self, step: int) -> float:
-        """The first beta at `step`."""
-        if step == 0:
-            return self.low_momentum
+    def momentum(self, group: int, step: int) -> float:
+        """The first beta of parameter group `group` at `step`."""
+        low, high = self.min_moms[group], self.max_moms[group]
         if step > self.total:
-            return self.high_momentum * (1 + self.momentum_decay * self._decays(step))
-        return self.high_momentum - (self.high_momentum - self.low_momentum) * self._height(step)
+            return high * (1 + self.momentum_decay * self._decays(step))
+        return high - (high - low) * self._height(step)
 
     def _decays(self, step: int) -> float:
         return (step - self.total) / self.decay_size if self.decay_size else 0.0
 
     def _height(self, step: int) -> float:
-        """Share of the way from low to high: 0 at the ends of the cycle, 1 at its top."""
-        x, top = step % self.total / self.total, self.up / self.total
-        return x / top if x <= top else (x - 1) / (top - 1)
+        """Share of the way from low to high: 0 at the ends of the cycle, 1 at its top; rounded down to a stair."""
+        at = step % self.total
+        done, size, stairs = (
+            (at, self.up, self.stairs[0]) if at <= self.up else (self.total - at, self.down, self.stairs[1])
+        )
+        return done * stairs // size / stairs if stairs else done / size
 
 
 _NAMED: dict[str, type[ClosedForm]] = {

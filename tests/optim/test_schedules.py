@@ -102,6 +102,44 @@ def test_one_cycle_moves_the_first_beta_against_the_rate() -> None:
         schedule.step()
 
 
+def test_one_cycle_may_take_stairs_and_has_momenta_by_group() -> None:
+    optimizer = make_optimizer(1.0, groups=2)
+    params = {"cycle_min_lr": 0, "cycle_max_lr": [1, 2], "cycle_first_step_size": 4, "cycle_second_step_size": 6}
+    stairs = {"cycle_first_stair_count": 2, "cycle_second_stair_count": 3}
+    schedule = make_schedule("OneCycle", {**params, **stairs, "cycle_min_mom": [0.8, 0.6]}, optimizer)
+    for height in [0, 0, 0.5, 0.5, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0]:
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([height, 2 * height])
+        momenta = [betas[0] for betas in schedule.get_mom()]
+        assert momenta == pytest.approx([0.9 - 0.1 * height, 0.9 - 0.3 * height])
+        optimizer.step()
+        schedule.step()
+    assert schedule.step_ratio == 0.4
+
+
+@pytest.mark.parametrize(("kind", "params", "lr", "expected"), GOLDEN)
+def test_a_program_may_step_to_any_step_of_deepspeeds_count(
+    kind: str, params: dict[str, Any], lr: float, expected: list[float]
+) -> None:
+    optimizer = make_optimizer(lr)
+    schedule = make_schedule(kind, params, optimizer)
+    assert schedule.last_batch_iteration == -1
+    for i in (4, 0, 3):
+        schedule.step(i)
+        assert schedule.last_batch_iteration == i
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected[min(i + 1, len(expected) - 1)], abs=1e-6)
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
+    rate = torch.tensor(1.0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    schedule = make_schedule("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 10}, optimizer)
+    schedule.step(1)
+    assert schedule.get_lr_ratio() == pytest.approx(0.5)
+    schedule.load_state_dict({"last_epoch": 4})
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 1.0
+
+
 @pytest.mark.parametrize(("kind", "params", "lr", "expected"), GOLDEN)
 @pytest.mark.parametrize("stop", [0, 1, 3, 6])
 def test_a_saved_schedule_goes_on_where_it_was(

@@ -1,7 +1,99 @@
-"""`deepspeed.runtime.config`."""
+"""`deepspeed.runtime.config`: a DeepSpeed config as an object to be read."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch.distributed as dist
+
+from dsjob import schema as contract
+from dsjob.check import check_shape
+from dsjob.entry import read_config
 from dsjob.errors import ConfigError
+from dsjob.paths import get_at
+from dsjob.resolve import complete_config, resolve_config
+from dsjob.settings import Settings
 
 DeepSpeedConfigError = ConfigError
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
 LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+
+
+class Section:
+    """A section of a config by itself, its values as attributes: all of them, with defaults, None where there is none.
+
+    `stage3_` may be left out of a name that begins with it. Raises ConfigError for values that can never be.
+    """
+
+    path: tuple[str, ...] = ()
+    parts: ClassVar[Mapping[str, type[Section]]] = {}
+
+    def __init__(self, **given: Any) -> None:
+        config: Any = given
+        for name in reversed(self.path):
+            config = {name: config}
+        schema = contract.deepspeed_schema()
+        wrong = [
+            problem for problem in check_shape(contract.prune(config, schema), schema) if problem.severity == "error"
+        ]
+        if wrong:
+            raise ConfigError(wrong)
+        self._take(get_at(complete_config(config), self.path) or {})
+        for key, part in self.parts.items():
+            if given.get(key) == {}:
+                setattr(self, key, part())
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Section:
+        """The section of these values, which are complete."""
+        section = cls.__new__(cls)
+        section._take(values)
+        return section
+
+    def _take(self, values: Mapping[str, Any]) -> None:
+        schema = contract.deepspeed_schema()
+        for name in self.path:
+            schema = schema["properties"][name]
+        known = schema["properties"].items() if self.path else ()
+        unset = {key: below.get("default") for key, below in known if "x-alias-of" not in below}
+        for key, value in {**unset, **values}.items():
+            part = self.parts.get(key, Section)
+            setattr(self, key.removeprefix("stage3_"), part.of(value) if isinstance(value, Mapping) else value)
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("stage3_"):
+            return getattr(self, key.removeprefix("stage3_"))
+        raise AttributeError(f"the config's section {'.'.join(self.path)} has no {key!r}")
+
+
+class DeepSpeedConfig:
+    """A whole config, of a dict or a file: its top-level values, its sections, and what an engine's getters say of it.
+
+    Batch sizes are completed for the ranks of this job. Read-only. Raises ConfigError.
+    """
+
+    def __init__(self, config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any = None) -> None:
+        self._param_dict, self._config, self._settings = *read_whole(config), Settings()
+        self._settings.config = self._config
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith(("__", "_config")):
+            raise AttributeError(key)
+        from dsjob.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        if key in ("zero_config", "zero_optimization_config"):
+            return DeepSpeedZeroConfig.of(self._config["zero_optimization"])
+        if key in self._config:
+            value = self._config[key]
+            return Section.of(value) if isinstance(value, Mapping) else value
+        getter = getattr(self._settings, key)
+        return getter() if callable(getter) else getter
+
+
+def read_whole(config: str | Mapping[str, Any] | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config as it is given, and complete. Raises ConfigError."""
+    given, _, locate = read_config(None, cast(str, config))
+    spec, _ = resolve_config(given, world_size=dist.get_world_size() if dist.is_initialized() else 1, locate=locate)
+    return given, complete_config(given, spec)

@@ -27,8 +27,10 @@ class _Named(type):
 
     def __call__(cls, optimizer: Optimizer, *unnamed: Any, **given: Any) -> Any:
         kind = getattr(schedules, cls.__name__)
-        names = list(_list_arguments(cls.__name__))
-        given = {**dict(zip(names, unnamed, strict=False)), **given}
+        known = _list_arguments(cls.__name__)
+        given = {**dict(zip(known, unnamed, strict=False)), **given}
+        # None is the default of what has no other.
+        given = {key: value for key, value in given.items() if value is not None or "default" in known.get(key, {})}
         problems = check_config({"scheduler": {"type": cls.__name__, "params": given}})
         wrong = [problem for problem in problems if problem.severity == "error" and problem.path[:2] == _PARAMS]
         if wrong:

@@ -1,10 +1,14 @@
-"""`deepspeed.runtime.zero.offload_config`: the words for where things lie."""
+"""`deepspeed.runtime.zero.offload_config`: what can be offloaded, where to, and the sections that say so."""
+
+from __future__ import annotations
 
 from enum import StrEnum
 
+from dsjob.deepspeed.runtime.config import Section
+
 
 class OffloadDeviceEnum(StrEnum):
-    """Where state is offloaded to."""
+    """Where state can be; dsjob has no NVMe."""
 
     none = "none"
     cpu = "cpu"
@@ -12,10 +16,27 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """What `engine.offload_states` moves: see dsjob.residence."""
+    """What `engine.offload_states` can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
     lp_params = "lp_params"
     lp_grads = "lp_grads"
     contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class DeepSpeedZeroOffloadParamConfig(Section):
+    """`zero_optimization.offload_param`."""
+
+    path = ("zero_optimization", "offload_param")
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(Section):
+    """`zero_optimization.offload_optimizer`."""
+
+    path = ("zero_optimization", "offload_optimizer")
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether reading or writing overlaps with the step."""
+        return bool(self.pipeline_read or self.pipeline_write)

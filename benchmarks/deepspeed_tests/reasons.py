@@ -1,0 +1,88 @@
+"""Which of DeepSpeed's tests are asked, and why those fail that do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+FILES = (
+    "checkpoint/test_convert_checkpoint.py",
+    "checkpoint/test_latest_checkpoint.py",
+    "checkpoint/test_lr_scheduler.py",
+    "checkpoint/test_mics_optimizer.py",
+    "checkpoint/test_other_optimizer.py",
+    "checkpoint/test_shared_weights.py",
+    "checkpoint/test_sparse.py",
+    "checkpoint/test_tag_validation.py",
+    "checkpoint/test_zero_optimizer.py",
+    "runtime/activation_checkpointing/test_activation_checkpointing.py",
+    "runtime/activation_checkpointing/test_activation_checkpointing_non_reentrant.py",
+    "runtime/half_precision/onebit/test_onebit.py",
+    "runtime/half_precision/test_dynamic_loss_scale.py",
+    "runtime/half_precision/test_fp16.py",
+    "runtime/half_precision/test_zero_optim_overflow.py",
+    "runtime/sparse_tensor/test_averaging_sparse_gradients.py",
+    "runtime/sparse_tensor/test_sparse_grads.py",
+    "runtime/test_autocast.py",
+    "runtime/test_data.py",
+    "runtime/test_ds_config_dict.py",
+    "runtime/test_ds_config_model.py",
+    "runtime/test_ds_initialize.py",
+    "runtime/test_lr_schedulers.py",
+    "runtime/test_multi_output_model.py",
+    "runtime/test_multiple_models.py",
+    "runtime/test_no_sync_ctxt.py",
+    "runtime/test_pld.py",
+    "runtime/test_precision_config_dynamic_scale.py",
+    "runtime/test_precision_config_loss_scale.py",
+    "runtime/test_runtime_utils.py",
+    "runtime/zero/test_ignore_unused_parameters.py",
+    "runtime/zero/test_unwrap_model.py",
+    "runtime/zero/test_zero_allreduce_fetch_params.py",
+    "runtime/zero/test_zero_autocast_mixed_dtype.py",
+    "runtime/zero/test_zero_config.py",
+    "runtime/zero/test_zero_context.py",
+    "runtime/zero/test_zero_context_ancestry.py",
+    "runtime/zero/test_zero_context_return.py",
+    "runtime/zero/test_zero_dynamic_class.py",
+    "runtime/zero/test_zero_grad_clip.py",
+    "runtime/zero/test_zero_hook_attribute_delegation.py",
+    "runtime/zero/test_zero_late_module_attach.py",
+    "runtime/zero/test_zero_leaf_module.py",
+    "runtime/zero/test_zero_linear_direct_init.py",
+    "runtime/zero/test_zero_nesting_init.py",
+    "runtime/zero/test_zero_offloadpp.py",
+    "runtime/zero/test_zero_tensor_fragment.py",
+    "runtime/zero/test_zero_tiled.py",
+    "runtime/zero/test_zeropp.py",
+    "v1/half_precision/test_bf16.py",
+    "v1/half_precision/test_gradient_clipping_default.py",
+    "v1/half_precision/test_mixed_precision_dtype.py",
+    "v1/half_precision/test_with_autocast.py",
+    "v1/zero/test_offload_states.py",
+    "v1/zero/test_overlap_comm_record_stream.py",
+    "v1/zero/test_stage2_flatten_on_gpu.py",
+    "v1/zero/test_zero.py",
+    "v1/zero/test_zero2_offload_multi_backward.py",
+    "v1/zero/test_zero_activation_checkpoint_lifecycle.py",
+    "v1/zero/test_zero_autocast.py",
+    "v1/zero/test_zero_coalesce_grad_reduction.py",
+    "v1/zero/test_zero_cpu_offload_grad_accum.py",
+    "v1/zero/test_zero_functorch_linear.py",
+    "v1/zero/test_zero_hook_count_regression.py",
+    "v1/zero/test_zero_init_pg_contradiction.py",
+    "v1/zero/test_zero_torch_func.py",
+    "v1/zero/test_zero_user_backward.py",
+)
+
+# The first pattern that an error or its trace has names the reason.
+PATTERNS: tuple[tuple[str, str], ...] = ()
+
+
+def find_reason(entry: dict[str, Any]) -> str:
+    """Why a test did not pass."""
+    if entry["outcome"] == "skipped":
+        said = str(entry["error"]).removeprefix("Skipped: ")
+        return "skipped: " + (said.splitlines() or ["no reason given"])[0]
+    said = f"{entry['error']}\n{entry['trace']}"
+    return next((reason for reason, pattern in PATTERNS if re.search(pattern, said)), "other")

@@ -1,0 +1,205 @@
+"""Becomes sitecustomize of every process of the tests: `import deepspeed` gives `dsjob.deepspeed` there.
+
+What that lacks is a stub: importing it works, using it fails the test that does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class Stub(type):
+    """What dsjob lacks."""
+
+    _path: str
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return make_stub(f"{cls._path}.{name}")
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return False
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"dsjob has no {cls._path}")
+
+
+def make_stub(path: str) -> Stub:
+    """A class of that dotted name."""
+    return Stub(path.rpartition(".")[2], (), {"_path": path})
+
+
+class Mirror(types.ModuleType):
+    """A module of deepspeed: what dsjob's module of that name has, and stubs."""
+
+    def __init__(self, name: str, real: types.ModuleType | None) -> None:
+        super().__init__(name)
+        self.__dict__.update(_real=real, __path__=[], __all__=list(getattr(real, "__all__", [])))
+
+    def __getattr__(self, name: str) -> Any:
+        real = self.__dict__["_real"]
+        if real is not None and hasattr(real, name):
+            return getattr(real, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "split_params_into_different_moe_groups_for_optimizer":
+            return lambda groups: groups  # of a model without experts
+        return make_stub(f"{self.__name__}.{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        real = self.__dict__.get("_real")
+        if real is not None and not isinstance(value, Mirror) and not name.startswith("__"):
+            setattr(real, name, value)
+        super().__setattr__(name, value)
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds deepspeed and all its modules."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "deepspeed":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        try:
+            return Mirror(spec.name, importlib.import_module("dsjob." + spec.name))
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("dsjob.deepspeed"):
+                raise
+            return Mirror(spec.name, None)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class HarnessFinder(importlib.abc.MetaPathFinder):
+    """Finds the tests' own harness once, to fit it to a machine without GPUs."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "unit.common":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_fit(module: types.ModuleType) -> None:
+                execute(module)
+                fit_torch()
+                fit_harness(module.DistributedExec)
+                fit_skips()
+
+            spec.loader.exec_module = execute_and_fit  # type: ignore[method-assign]
+        return spec
+
+
+def fit_torch() -> None:
+    """The tests give device numbers that a CPU has not, and their helpers compare parameters that are shards here."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    from dsjob.deepspeed import get_accelerator
+    from dsjob.engine import Engine
+
+    before = DistributedDataParallel.__init__
+
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **others: Any) -> None:
+        before(self, module, **others)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign,assignment]
+
+    def on_whole(compare: Callable[..., Any]) -> Callable[..., Any]:
+        def whole(value: Any) -> Any:
+            return value.full_tensor() if isinstance(value, DTensor) else value
+
+        return lambda a, b, *args, **kwargs: compare(whole(a), whole(b), *args, **kwargs)
+
+    torch.allclose, torch.equal = on_whole(torch.allclose), on_whole(torch.equal)
+    # What a helper asks for beside what is tested: the optimizer inside a wrapper, the name of a checkpoint's file.
+    torch.optim.Optimizer.optimizer = property(lambda self: self)  # type: ignore[attr-defined]
+    Engine._get_optimizer_ckpt_name = lambda self, *args: ""  # type: ignore[attr-defined]
+    if get_accelerator().device_name() == "cpu":
+        get_accelerator().current_device = lambda: "cpu"  # type: ignore[method-assign,assignment,return-value]
+
+
+def fit_harness(harness: Any) -> None:
+    """A rank that fails says why and leaves, so that the others need not be waited for.
+
+    Ranks are kept for the next test, as the harness itself does for some tests, until one of them fails.
+    """
+    import torch.distributed as dist
+    from _pytest.outcomes import Skipped
+
+    run, launch, launch_in_pool = harness._dist_run, harness._launch_procs, harness._launch_daemonic_procs
+
+    @functools.wraps(run)  # pickle finds a method by its name
+    def run_and_tell(self: Any, local_rank: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(self, local_rank, *args, **kwargs)
+        except Skipped:
+            raise
+        except BaseException as error:
+            told = {"rank": local_rank, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            with open(os.environ["REHOST_OUT"] + ".ranks", "a") as file:
+                file.write(json.dumps(told) + "\n")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if isinstance(error, Exception):
+                raise
+            raise AssertionError(str(error)) from None  # what pytest raises would end the process
+
+    def launch_kept(self: Any, *args: Any) -> None:
+        ordinary = self.init_distributed and self.set_dist_env and not self.non_daemonic_procs
+        self.reuse_dist_env = ordinary and os.environ["REHOST_KEEP"] == "1"
+        launch(self, *args)
+
+    def launch_until_failure(self: Any, num_procs: int, init_method: str) -> None:
+        try:
+            launch_in_pool(self, num_procs, init_method)
+        except BaseException:
+            pool = self._pool_cache.pop(num_procs, None)
+            if pool is not None:
+                pool.terminate()
+            raise
+
+    harness._dist_run, harness._launch_procs = run_and_tell, launch_kept
+    harness._launch_daemonic_procs = launch_until_failure
+
+
+def fit_skips() -> None:
+    """What DeepSpeed's own CPU accelerator does not support is tested here."""
+    import pytest
+
+    skip = pytest.skip
+
+    def skip_unless_cpu(reason: str = "", **others: Any) -> None:
+        if re.search("CPU accelerator does not support|timesout with CPU", reason, re.IGNORECASE) is None:
+            skip(reason, **others)
+
+    pytest.skip = skip_unless_cpu  # type: ignore[assignment]
+
+
+if importlib.util.find_spec("hjson") is None:
+    sys.modules["hjson"] = json  # the tests write hjson that is JSON
+sys.meta_path[:0] = [Finder(), HarnessFinder()]
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "dsjob.deepspeed"])

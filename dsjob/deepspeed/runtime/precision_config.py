@@ -1,0 +1,30 @@
+"""`deepspeed.runtime.precision_config`: the sections of a config about half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsjob.deepspeed.runtime.config import Section
+
+
+class DeepSpeedFP16Config(Section):
+    """`fp16`."""
+
+    path = ("fp16",)
+
+
+class DeepSpeedBF16Config(Section):
+    """`bf16`."""
+
+    path = ("bf16",)
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    """The fp16 section of a config."""
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """The bf16 section of a config, by its older name too."""
+    return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))

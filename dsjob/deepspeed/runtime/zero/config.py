@@ -1,0 +1,25 @@
+"""`deepspeed.runtime.zero.config`: the section of a config about ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsjob.deepspeed.runtime.config import Section
+from dsjob.deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
+
+
+class DeepSpeedZeroConfig(Section):
+    """`zero_optimization`."""
+
+    path = ("zero_optimization",)
+    parts = {  # noqa: RUF012
+        "offload_param": DeepSpeedZeroOffloadParamConfig,
+        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    }
+
+    def _take(self, values: Mapping[str, Any]) -> None:
+        super()._take({**values, "overlap_comm": values.get("overlap_comm", values["stage"] == 3)})
