@@ -63,9 +63,11 @@ class TrainingState:
         return replace(self, weights=kept, aliases={n: first for n, first in self.aliases.items() if first in kept})
 
     def role(self, name: str) -> str:
-        """`parameter`, `buffer` or `optimizer`: what the tensor of a checkpoint name is."""
+        """What the tensor of a checkpoint name is: `parameter`, `frozen` (untrained), `buffer` or `optimizer`."""
         kind, _, rest = name.partition(".")
-        return "optimizer" if kind == "optimizer" else "parameter" if rest in self.weights else "buffer"
+        if kind == "optimizer":
+            return kind
+        return "buffer" if rest not in self.weights else "parameter" if rest in self.masters else "frozen"
 
     def optimizer_values(self) -> dict[str, Any]:
         """The optimizer's parameter groups (with names in place of tensors) and values that are no tensors."""

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Turns a dsjob checkpoint into plain fp32 weights in safetensors files.
+"""Turns a dsjob checkpoint into plain fp32 weights in safetensors files, or in those that `torch.load` reads.
 
     python zero_to_fp32.py                                 the newest step, written beside this script
     python zero_to_fp32.py checkpoints/ weights/           model.safetensors, or shards and an index
-    python zero_to_fp32.py checkpoints/step-00000120-a0001 model.safetensors
+    python zero_to_fp32.py checkpoints/step-00000120-a0001 pytorch_model.bin
 
 Standalone: Python 3.8 or later and its standard library; a copy lies in every checkpoint folder. dsjob imports it too:
 it is the one place that reads commit records and manifests and streams tensors out of shards. Memory is bounded by a
@@ -17,7 +17,6 @@ import argparse
 import functools
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -25,11 +24,13 @@ import re
 import signal
 import struct
 import sys
+import zipfile
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
+Bytes = Union[bytes, memoryview]  # noqa: UP007 (it is evaluated, also by Python 3.8)
 FORMAT, VERSION = "dsjob-checkpoint", 1
 NAME = re.compile(
     r"(?!\.)[A-Za-z0-9._-]{1,255}"
@@ -38,7 +39,12 @@ DIGEST = re.compile(r"([0-9a-f]{64})?")
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "BOOL": 1}  # bytes an element
 WIDTH.update({"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1})
 MAX_RECORD, MAX_MANIFEST, MAX_DIMS, MAX_OPEN, BUFFER = 1 << 20, 256 << 20, 64, 32, 8 << 20
-OUTPUT = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+TORCH = (".bin", ".pt", ".pth", ".ckpt")  # files that hold what `torch.save` writes
+OUTPUT = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+STORAGES = {"F64": "Double", "F32": "Float", "F16": "Half", "BF16": "BFloat16", "C64": "ComplexFloat", "BOOL": "Bool"}
+STORAGES.update({"I64": "Long", "I32": "Int", "I16": "Short", "I8": "Char", "U8": "Byte"})
+LATER = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U16": "uint16", "U32": "uint32", "U64": "uint64"}
+ROLES = ("parameter", "frozen", "buffer")  # of what a model has; `frozen`: a parameter that is not trained
 ELSEWHERE = "restore the checkpoint from a copy, or choose the tag of another step"
 
 
@@ -118,6 +124,15 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     manifest: dict[str, Any]
+
+
+class Entry(NamedTuple):
+    """A tensor of the output; `source` is its name in the manifest, `size` in bytes."""
+
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
 
 
 class Written(NamedTuple):
@@ -405,12 +420,12 @@ def half_bits() -> list[int]:
 
 def weights(checkpoint: Checkpoint) -> dict[str, str]:
     """The names that a model has for its parameters and buffers, tied ones under each, in order: to manifest names."""
-    names = {name: name for name, tensor in checkpoint.tensors.items() if tensor.role in ("parameter", "buffer")}
+    names = {name: name for name, tensor in checkpoint.tensors.items() if tensor.role in ROLES}
     names.update({name: target for name, target in checkpoint.aliases.items() if target in names})
     found: dict[str, str] = {}
     for name, target in sorted(names.items()):
         short = name[6:] if name.startswith("model.") else name
-        if short in found or short == "__metadata__":
+        if short in found or short == "__metadata__" or not short.encode("utf-8", "ignore").decode() == short:
             raise Damaged(f"the manifest of {checkpoint.tag} has the name {short[:80]!r} twice, or may not have it")
         found[short] = target
     if not found:
@@ -427,23 +442,37 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def plan_files(out: str, sizes: dict[str, int], limit: int, overwrite: bool) -> dict[str, list[str]]:
-    """The paths to write and the tensors of each; Refused where something is in the way."""
-    if out.endswith(".safetensors"):
-        taken, files = os.path.exists(out), {out: list(sizes)}
-    elif os.path.isfile(out) or out.endswith((".bin", ".pt", ".pth", ".ckpt")):
-        raise Refused(f"cannot write {out}", "name a folder, or a file that ends in .safetensors")
+def without_frozen(checkpoint: Checkpoint) -> Checkpoint:
+    """The same without the parameters that were not trained."""
+    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.role != "frozen"}
+    aliases = {name: target for name, target in checkpoint.aliases.items() if target in kept}
+    return checkpoint._replace(tensors=kept, aliases=aliases)
+
+
+def plan_files(out: str, form: str, entries: dict[str, Entry], limit: int, overwrite: bool) -> dict[str, list[str]]:
+    """The paths to write and the names of each; Refused where something is in the way."""
+    if out.endswith((".safetensors", *TORCH)):
+        if form and (form == "torch") != out.endswith(TORCH):
+            raise Refused(f"{out} is no name for a file of format {form}", "name a folder, or leave --format out")
+        taken, files = os.path.exists(out), {out: list(entries)}
+    elif os.path.isfile(out):
+        raise Refused(f"cannot write {out}", f"name a folder, or a file that ends in .safetensors, {', '.join(TORCH)}")
     else:
         taken = os.path.isdir(out) and any(map(OUTPUT.fullmatch, os.listdir(out)))
         groups: list[list[str]] = [[]]
+        sources: set[str] = set()  # of what torch's files hold: a tensor of two names once, in the same file
         room = limit
-        for name, size in sizes.items():
-            if groups[-1] and size > room:
+        by_source = sorted(entries.items(), key=lambda item: item[1].source)
+        for name, entry in by_source if form == "torch" else entries.items():
+            size = 0 if form == "torch" and entry.source in sources else entry.size
+            if groups[-1] and size > max(room, 0):
                 groups.append([])
                 room = limit
+            sources.add(entry.source)
             groups[-1].append(name)
             room -= size
-        many = f"model-%05d-of-{len(groups):05d}.safetensors" if groups[1:] else "model.safetensors%.0s"
+        first, last = ("pytorch_model", ".bin") if form == "torch" else ("model", ".safetensors")
+        many = f"{first}-%05d-of-{len(groups):05d}{last}" if groups[1:] else f"{first}{last}%.0s"
         files = {os.path.join(out, many % number): group for number, group in enumerate(groups, 1)}
     if taken and not overwrite:
         raise Refused(f"{out} holds converted weights already", "choose another place, or add --overwrite")
@@ -458,52 +487,50 @@ def export(
     limit: int,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    form: str = "",
 ) -> list[Written]:
-    """Writes the weights to a local folder, or to one file `*.safetensors`; nothing is left there when it fails.
+    """Writes the weights to a local folder, or to one file; nothing is left there when it fails.
 
-    `limit`: bytes of tensors in one file of a folder; `progress` is told the bytes done and in all. Raises Problem.
+    `limit`: bytes of tensors in one file of a folder; `progress` is told the bytes done and in all; `form`: safetensors
+    or torch, by default that of the file's name, of a folder safetensors. Raises Problem.
     """
-    entries, shards, done = weights(checkpoint), Shards(source, checkpoint), 0
-    tensors = {name: checkpoint.tensors[entry] for name, entry in entries.items()}
-    dtypes = {name: cast.target(tensor.dtype) for name, tensor in tensors.items()}
-    sizes = {name: math.prod(tensor.shape) * WIDTH[dtypes[name]] for name, tensor in tensors.items()}
-    total, files = sum(sizes.values()), plan_files(out, sizes, limit, overwrite)
+    shards, done = Shards(source, checkpoint), 0
+    entries: dict[str, Entry] = {}
+    for name, place in weights(checkpoint).items():
+        tensor = checkpoint.tensors[place]
+        dtype = cast.target(tensor.dtype)
+        entries[name] = Entry(place, dtype, tensor.shape, math.prod(tensor.shape) * WIDTH[dtype])
+    files = plan_files(out, form, entries, limit, overwrite)
+    pack = pack_torch if form == "torch" or out.endswith(TORCH) else pack_safetensors
+    once = {entry.source: entry.size for entry in entries.values()}
+    total = sum(once.values() if pack is pack_torch else (entry.size for entry in entries.values()))
     folder = os.path.dirname(next(iter(files))) or "."
     if os.path.realpath(folder) == os.path.join(source.root, checkpoint.folder):
         raise Refused(f"{folder} is the folder of a step, which is never changed", "choose another output")
 
-    def read_blocks(names: list[str]) -> Iterator[memoryview]:
+    def read(name: str) -> Iterator[memoryview]:
         nonlocal done
-        for name in names:
-            for block in shards.stream(entries[name]):
-                yield (wide := cast(name, tensors[name].dtype, block))
-                done += len(wide)
-                progress(done, total)
+        place = entries[name].source
+        for block in shards.stream(place):
+            yield (wide := cast(name, checkpoint.tensors[place].dtype, block))
+            done += len(wide)
+            progress(done, total)
 
     temporary: dict[str, str] = {}
     written: list[Written] = []
     try:
-        for file in sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks}):
+        for file in sorted({chunk.file for entry in once for chunk in checkpoint.tensors[entry].chunks}):
             shards.open_file(file)  # what is missing or cut short is found before anything is written
         os.makedirs(folder, exist_ok=True)
         for path, names in files.items():
-            names.sort(key=lambda name: (-WIDTH[dtypes[name]], name))  # widest first: then all are aligned
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            end = 0
-            for name in names:
-                span = [end, end := end + sizes[name]]
-                header[name] = {"dtype": dtypes[name], "shape": tensors[name].shape, "data_offsets": span}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            start = [memoryview(struct.pack("<Q", len(text)) + text)]
-            size, digest = write_file(path, temporary, itertools.chain(start, read_blocks(names)))
-            written.append(Written(path, size, digest, len(names)))
+            blocks = pack({name: entries[name] for name in names}, read)
+            written.append(Written(path, *write_file(path, temporary, blocks), len(names)))
         if len(files) > 1:
             weight_map = {name: os.path.basename(path) for path, names in files.items() for name in names}
             index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-            path = os.path.join(folder, "model.safetensors.index.json")
-            written.append(Written(path, *write_file(path, temporary, iter([memoryview(index.encode())])), 0))
-        publish(folder, temporary, out.endswith(".safetensors"))
+            path = re.sub(r"-\d{5}-of-\d{5}(\.\w+)$", r"\1.index.json", next(iter(files)))
+            written.append(Written(path, *write_file(path, temporary, iter([index.encode()])), 0))
+        publish(folder, temporary, out in files)
     finally:
         shards.close()
         for path in temporary.values():
@@ -512,7 +539,95 @@ def export(
     return written
 
 
-def write_file(path: str, temporary: dict[str, str], blocks: Iterator[memoryview]) -> tuple[int, str]:
+def pack_safetensors(entries: dict[str, Entry], read: Callable[[str], Iterator[Bytes]]) -> Iterator[Bytes]:
+    """The bytes of a safetensors file; a tensor of two names is in it twice, since the format cannot share."""
+    names = sorted(entries, key=lambda name: (-WIDTH[entries[name].dtype], name))  # widest first: then all are aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        span = [end, end := end + entries[name].size]
+        header[name] = {"dtype": entries[name].dtype, "shape": entries[name].shape, "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in names:
+        yield from read(name)
+
+
+class Pipe:
+    """What zipfile writes, to be taken out again: a zip is made as it is written, without seeking."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Bytes] = []
+        self.position = 0
+
+    def write(self, data: Bytes) -> int:
+        self.blocks.append(data)
+        self.position += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+    def take(self) -> list[Bytes]:
+        taken, self.blocks = self.blocks, []
+        return taken
+
+
+def pack_torch(entries: dict[str, Entry], read: Callable[[str], Iterator[Bytes]]) -> Iterator[Bytes]:
+    """The bytes of a file as `torch.save` writes it: an uncompressed zip of a pickle and the tensors' bytes, each
+    at a multiple of 64. Tensors of one source share their bytes."""
+    pipe = Pipe()
+    unique = {entries[name].source: name for name in reversed(entries)}
+    keys = {source: str(number) for number, source in enumerate(unique)}
+    start = {"data.pkl": pickle_tensors(entries, keys), "byteorder": b"little", "version": b"3\n"}
+    members: list[tuple[str, int, Iterable[Bytes]]] = [(name, len(data), [data]) for name, data in start.items()]
+    members += [(f"data/{keys[source]}", entries[name].size, read(name)) for source, name in unique.items()]
+    with zipfile.ZipFile(pipe, "w") as archive:  # type: ignore[call-overload]
+        for name, size, blocks in members:
+            info, large = zipfile.ZipInfo(f"archive/{name}"), size >= 1 << 31
+            info.file_size = size
+            padding = -(pipe.position + 34 + len(info.filename) + 20 * large) % 64  # fixed part, and of zip64 20 bytes
+            info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
+            with archive.open(info, "w", force_zip64=large) as member:
+                for block in blocks:
+                    member.write(block)
+                    yield from pipe.take()
+    yield from pipe.take()
+
+
+def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
+    """The pickle of a dict of tensors, as torch loads it with `weights_only=True`; written out by its opcodes."""
+
+    def text(value: str) -> bytes:
+        data = value.encode()
+        return b"X" + struct.pack("<I", len(data)) + data
+
+    def number(value: int) -> bytes:
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        return b"\x8a" + bytes([len(data)]) + data
+
+    def found(module: str, name: str) -> bytes:
+        return f"c{module}\n{name}\n".encode()
+
+    def row(*items: bytes) -> bytes:
+        return b"(" + b"".join(items) + b"t"
+
+    parts = [b"\x80\x02}("]
+    for name, (source, dtype, shape, size) in entries.items():
+        old = dtype in STORAGES
+        storage = found("torch", f"{STORAGES[dtype]}Storage") if old else found("torch.storage", "UntypedStorage")
+        count = number(size // WIDTH[dtype] if old else size)
+        steps = [math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape))]
+        value = row(text("storage"), storage, text(keys[source]), text("cpu"), count) + b"Q" + number(0)
+        value += row(*map(number, shape)) + row(*map(number, steps))
+        value += b"\x89" + found("collections", "OrderedDict") + b")R"
+        made = found("torch._utils", "_rebuild_tensor_v2" if old else "_rebuild_tensor_v3")
+        parts.append(text(name) + made + b"(" + value + (b"" if old else found("torch", LATER[dtype])) + b"tR")
+    return b"".join([*parts, b"u."])
+
+
+def write_file(path: str, temporary: dict[str, str], blocks: Iterator[Bytes]) -> tuple[int, str]:
     """Writes what becomes `path` under a temporary name beside it, durably; its size in bytes and sha256."""
     digest = hashlib.sha256()
     folder, name = os.path.split(path)
@@ -552,7 +667,7 @@ def locate(place: Folder, parent: Folder, name: str, tag: str | None) -> tuple[F
 
 
 def report(checkpoint: Checkpoint, written: list[Written]) -> None:
-    parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values() if t.role == "parameter")
+    parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values() if t.role in ROLES[:2])
     entries = weights(checkpoint)
     print(f"{checkpoint.tag}, step {checkpoint.step}: {len(entries)} tensors, {parameters:,} parameters, fp32")
     unchecked = sum(not all(chunk.sha256 for chunk in checkpoint.tensors[entry].chunks) for entry in entries.values())
@@ -560,23 +675,38 @@ def report(checkpoint: Checkpoint, written: list[Written]) -> None:
         print(f"{unchecked} tensors were saved without sha256 and could not be verified")
     for path, size, digest, count in written:
         print(f"{path}  {size:,} bytes  {count} tensors  sha256 {digest}")
-    print("load with: from glob import glob; from safetensors.torch import load_file")
     files = [path for path, _, _, count in written if count]
-    shards = os.path.join(os.path.dirname(files[0]), "model-*.safetensors")
-    state = f"{{k: v for file in glob({shards!r}) for k, v in load_file(file).items()}}"
-    print(f"           model.load_state_dict({state if files[1:] else f'load_file({files[0]!r})'})")
+    torch = files[0].endswith(TORCH)
+    print(
+        "load with: from glob import glob; " + ("import torch" if torch else "from safetensors.torch import load_file")
+    )
+    load = "torch.load({}, weights_only=True)" if torch else "load_file({})"
+    shards = re.sub(r"\d{5}-of-\d{5}", "*", files[0])
+    state = f"{{k: v for file in glob({shards!r}) for k, v in {load.format('file')}.items()}}"
+    print(f"           model.load_state_dict({state if files[1:] else load.format(repr(files[0]))})")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; its exit code: 0 done, 1 damaged or a system's error, 2 wrong arguments or nothing there."""
-    parser = argparse.ArgumentParser(description="Turns a dsjob checkpoint into fp32 weights in safetensors files.")
+    parser = argparse.ArgumentParser(
+        description="Turns a dsjob checkpoint into fp32 weights: safetensors files, or those that torch.load reads.",
+        epilog="DeepSpeed's arguments are understood: zero_to_fp32.py CKPT_DIR pytorch_model.bin, and today's.",
+    )
     here = os.path.dirname(os.path.abspath(__file__))
     parser.add_argument("checkpoint_dir", nargs="?", default=here, help="checkpoint folder, or a step's folder in it")
-    parser.add_argument("output", nargs="?", help="a folder, or a file *.safetensors (default: the checkpoint folder)")
+    files = f"a folder, or a file *.safetensors, *{', *'.join(TORCH)} (default: the checkpoint folder)"
+    parser.add_argument("output", nargs="?", help=files)
     parser.add_argument("-t", "--tag", help="the checkpoint to convert, such as step-00000120 (default: the newest)")
     size_help = "bytes of tensors in one file of a folder (default: 5GB)"
     parser.add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help=size_help)
+    form_help = "of the files in a folder: safetensors (default), or torch for pytorch_model.bin"
+    parser.add_argument("--format", choices=("safetensors", "torch"), default="", help=form_help)
+    safe = ("--safe-serialization", "--safe_serialization")
+    parser.add_argument(*safe, dest="format", action="store_const", const="safetensors", help="--format safetensors")
+    frozen = ("--exclude-frozen-parameters", "--exclude_frozen_parameters")
+    parser.add_argument(*frozen, action="store_true", help="leave out the parameters that were not trained")
     parser.add_argument("--overwrite", action="store_true", help="replace earlier output")
+    parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`: nothing half-written stays
     try:
@@ -584,9 +714,14 @@ def main(arguments: list[str] | None = None) -> int:
         parent, name = os.path.split(place.root)
         source, record = locate(place, Folder(parent), name, given.tag)
         checkpoint = read_checkpoint(source, record)
-        written = export(source, checkpoint, given.output or source.root, Fp32(), limit, given.overwrite)
+        if given.exclude_frozen_parameters:
+            checkpoint = without_frozen(checkpoint)
+        out = given.output or source.root
+        written = export(source, checkpoint, out, Fp32(), limit, given.overwrite, form=given.format)
         report(checkpoint, written)
     except (Problem, OSError) as error:
+        if given.debug:
+            raise
         print(f"zero_to_fp32: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, Problem) else 1
     except KeyboardInterrupt:

@@ -428,9 +428,10 @@ def test_a_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert converted(out) == 1
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "c/step-00000120-a0001", "c/step-00000120-a0001/w.safetensors"])
+@pytest.mark.parametrize("name", ["weights.txt", "c/step-00000120-a0001", "c/step-00000120-a0001/w.safetensors"])
 def test_places_that_are_no_output(tmp_path: Path, name: str) -> None:
     save(tmp_path / "c", one(1))
+    (tmp_path / "weights.txt").touch()
     before = sorted(tmp_path.rglob("*"))
     refuse(2, tmp_path / "c", tmp_path / name, "--overwrite")
     assert sorted(tmp_path.rglob("*")) == before
