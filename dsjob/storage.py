@@ -10,7 +10,8 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, cast
+from datetime import datetime
+from typing import BinaryIO, NamedTuple, cast
 
 import fsspec
 
@@ -74,6 +75,40 @@ def size(url: str) -> int:
     with _renamed("look at", url):
         fs, path = _open_file_system(url)
         return int(fs.info(path)["size"])
+
+
+class Found(NamedTuple):
+    """A file: its size in bytes, and when it was written, in seconds since 1970 (None where nobody says)."""
+
+    size: int
+    written: float | None
+
+
+def find_files(url: str) -> dict[str, Found]:
+    """Every file below a folder, by its path there with `/` between names; links to folders are not entered."""
+    with _renamed("list", url):
+        fs, path = _open_file_system(url)
+        if is_local(url):
+            return dict(_walk(path))
+        found = {}
+        for name, entry in fs.find(path, detail=True).items():
+            when = next(
+                (entry[key] for key in ("LastModified", "last_modified", "mtime", "created") if key in entry), None
+            )
+            written = when.timestamp() if isinstance(when, datetime) else when if isinstance(when, float) else None
+            found[name[len(path.rstrip("/")) + 1 :]] = Found(int(entry["size"] or 0), written)
+        return found
+
+
+def _walk(path: str) -> Iterator[tuple[str, Found]]:
+    for folder, _, names in os.walk(path):
+        for name in names:
+            full = os.path.join(folder, name)
+            try:
+                status = os.stat(full)
+            except OSError:  # gone meanwhile, or a link to nothing
+                continue
+            yield os.path.relpath(full, path).replace(os.sep, "/"), Found(status.st_size, status.st_mtime)
 
 
 def list_names(url: str) -> list[str]:

@@ -84,7 +84,7 @@ HOMES: dict[str, set[str]] = {
     "torch.distributed.checkpoint": {"checkpoint"},
     "torch.distributed.launcher": {"launch"},
     "torch.distributed.elastic": {"launch"},
-    "rich": {"progress", "cli.sweep", "cli.plan_text"},
+    "rich": {"progress", "cli.sweep", "cli.plan_text", "cli.bar"},
     "yaml": {"document", "compose", "cli.output"},
     "deepspeed": {"deepspeed_engine", "deepspeed_state"},
     "numpy": {"checkpoint", "seeding"},

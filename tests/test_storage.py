@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -369,3 +370,15 @@ def test_a_place_where_one_may_not_write_is_named_with_what_to_do(local: str, ac
     with pytest.raises(StorageError, match=f"cannot {action} {local}/x: permission denied") as caught:
         call(f"{local}/x")
     assert caught.value.hint == "choose a folder you may write"
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_all_files_below_a_folder(tmp_path: Path, kind: str) -> None:
+    url = f"memory://{tmp_path}/x" if kind == "memory" else str(tmp_path / "x")
+    storage.make_folder(storage.join(url, "below"))
+    storage.write_bytes(storage.join(url, "a"), b"12")
+    storage.write_bytes(storage.join(url, "below", "b"), b"345")
+    found = storage.find_files(url)
+    assert {name: file.size for name, file in found.items()} == {"a": 2, "below/b": 3}
+    assert all(file.written is not None and abs(file.written - time.time()) < 600 for file in found.values())
+    assert storage.find_files(storage.join(url, "nothing")) == {}

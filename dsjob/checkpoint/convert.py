@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as plain
-from dsjob.checkpoint.source import UrlFolder, open_root, renamed
+from dsjob.checkpoint.source import UrlFolder, locate, renamed
 from dsjob.checkpoint.zero_to_fp32 import Written
 from dsjob.errors import UsageError
 
@@ -51,7 +51,7 @@ def convert(
     StorageError.
     """
     with renamed(f"convert {source}"):
-        place, record = _locate(source, tag)
+        place, record = locate(source, tag)
         if out is None and isinstance(place, UrlFolder):
             raise UsageError(f"{source} is not a local folder, and no output was named", hint="name a local folder")
         target = place.root if out is None else out
@@ -95,17 +95,6 @@ def parse_size(text: str) -> int:
         return plain.parse_size(text)
 
 
-def _locate(source: str, tag: str | None) -> tuple[plain.Folder, dict[str, Any]]:
-    """The checkpoint root that `source` means, and the commit record to convert."""
-    place = open_root(source)
-    if not place.names("commits"):
-        below = open_root(storage.join(place.root, "checkpoints"))
-        place = below if below.names("commits") else place
-    head, _, name = place.root.rstrip("/").rpartition("/")
-    has_parent = bool(name) and not head.endswith((":", ":/"))  # not above the bucket of a URL
-    return plain.locate(place, open_root(head or "/") if has_parent else place, name, tag)
-
-
 class Rounded(plain.Fp32):
     """What is written: floating dtypes become `dtype` (F32, BF16 or F16) by way of F32, as torch's `to` does.
 
@@ -125,7 +114,7 @@ class Rounded(plain.Fp32):
         if self.target(dtype) == dtype:
             return block
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            before = np.frombuffer(block, "<f8") if dtype == "F64" else _widen(dtype, block)
+            before = np.frombuffer(block, "<f8") if dtype == "F64" else widen(dtype, block)
             wide = before.astype("<f4", copy=False)
             if self.dtype == "BF16":
                 after = _round_to_bf16(wide)
@@ -139,7 +128,7 @@ class Rounded(plain.Fp32):
         return after.view(np.uint8).data
 
 
-def _widen(dtype: str, block: memoryview) -> Array:
+def widen(dtype: str, block: memoryview) -> Array:
     """Elements of F32, BF16 or F16 as float32; bit for bit what the script makes of them."""
     if dtype == "F32":
         return np.frombuffer(block, "<f4")

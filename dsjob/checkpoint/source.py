@@ -21,6 +21,33 @@ def open_root(url: str) -> layout.Folder:
     return layout.Folder(storage.local_path(url)) if storage.is_local(url) else UrlFolder(url)
 
 
+def find_root(url: str) -> tuple[layout.Folder, str]:
+    """The checkpoint root that a path or URL means, and the name below it where it is one step's, else "".
+
+    `url`: a run's folder (with `checkpoints/` in it), a checkpoint root, or one step's tag or folder in a root.
+    """
+    place = open_root(url)
+    if place.names("commits"):
+        return place, ""
+    below = open_root(storage.join(place.root, "checkpoints"))
+    if below.names("commits"):
+        return below, ""
+    head, _, name = place.root.rstrip("/").rpartition("/")
+    if name and not head.endswith((":", ":/")):  # not above the bucket of a URL
+        above = open_root(head or "/")
+        if above.names("commits"):
+            return above, name
+    return (below if below.names("") else place), ""
+
+
+def locate(url: str, tag: str | None = None) -> tuple[layout.Folder, dict[str, Any]]:
+    """The checkpoint root that a path or URL means (see find_root), and the commit record of a tag, or the newest."""
+    root, name = find_root(url)
+    if name and tag:
+        raise layout.Refused(f"{url} is one step's folder already", "leave --tag out, or name the folder above")
+    return root, layout.find_commit(root, name or tag)
+
+
 @contextmanager
 def renamed(action: str) -> Iterator[None]:
     """Renames what reading, writing and the script raise into the project's errors."""

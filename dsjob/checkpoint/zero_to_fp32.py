@@ -154,8 +154,8 @@ def read_exactly(file: io.RawIOBase, view: memoryview) -> bool:
     return True
 
 
-def read_json(source: Folder, name: str, limit: int, digest: str = "") -> dict[str, Any]:
-    """A JSON object of this format and version, of at most `limit` bytes, with this sha256 if one is given."""
+def read_object(source: Folder, name: str, limit: int, digest: str = "") -> dict[str, Any]:
+    """A JSON object of at most `limit` bytes, with this sha256 if one is given. Raises Damaged."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
@@ -171,13 +171,21 @@ def read_json(source: Folder, name: str, limit: int, digest: str = "") -> dict[s
         if not complete or len(data) > limit:
             raise Damaged(f"{place} is cut short, or has more than {limit} bytes")
         if digest and hashlib.sha256(data).hexdigest() != digest:
-            raise Damaged(f"{place} differs from the sha256 in its commit record")
+            raise Damaged(f"{place} differs from the sha256 that was committed")
         found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise Damaged(f"{place} is missing") from None
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{place} is not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict):
+        raise Damaged(f"{place} is no JSON object")
+    return found
+
+
+def read_json(source: Folder, name: str, limit: int, digest: str = "") -> dict[str, Any]:
+    """The same of this format and version."""
+    found, place = read_object(source, name, limit, digest), f"{source.root}/{name}"
+    if found.get("format") != FORMAT:
         raise Damaged(f'{place} does not say "format": "{FORMAT}"')
     if found.get("version") != VERSION:
         hint = "use the zero_to_fp32.py that lies in the checkpoint folder, or a newer dsjob"

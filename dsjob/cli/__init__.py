@@ -27,6 +27,7 @@ dsjob: train from a job document
   dsjob import FILE... [-- COMMAND ...]  make a job document of a DeepSpeed config, Trainer arguments, accelerate
   dsjob plan FILE | +recipe=NAME         will it fit: memory, communication, checkpoints, steps
   dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
+  dsjob ckpt COMMAND CKPT                checkpoints: ls, info, verify, diff, gc, copy
 
   dsjob COMMAND --help                   more about a command
   --cfg job|hydra|all, --info, --config-dir DIR, --hydra-help, -sc install=bash: as in every Hydra program
@@ -36,7 +37,7 @@ dsjob: train from a job document
   --version
 """
 
-_COMMANDS = ("run", "validate", "show", "plan", "schema", "import", "convert")
+_COMMANDS = ("run", "validate", "show", "plan", "schema", "import", "convert", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

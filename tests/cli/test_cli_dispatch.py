@@ -16,7 +16,7 @@ from dsjob import errors
 from dsjob.cli import USAGE, main, parse_count
 from dsjob.errors import DocumentError, DsjobError, Interrupted, Problem, UsageError
 
-COMMANDS = ["run", "validate", "show", "schema", "convert"]
+COMMANDS = ["run", "validate", "show", "schema", "convert", "ckpt"]
 SCRIPT = str(Path(sys.executable).with_name("dsjob"))
 
 
@@ -83,7 +83,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], words: lis
     assert all(f"dsjob {command} " in USAGE or command == "run" for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["validate", "show", "schema", "convert"])
+@pytest.mark.parametrize("command", ["validate", "show", "schema", "convert", "ckpt"])
 def test_each_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

@@ -1,0 +1,79 @@
+"""What in a checkpoint root no checkpoint needs, and deleting it: left by killed runs, and by runs that went back.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from dsjob import storage
+from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.inventory import take_inventory
+
+HOUR = 3600.0
+TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp")  # of storage.write_bytes; whole paths
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """A folder or file, `path` below the root; `age` in seconds since it was last written, None where nobody knows.
+
+    `kept`: why it is not deleted, "" where it is.
+    """
+
+    kind: Literal["partial", "superseded", "temporary"]
+    path: str
+    size: int
+    age: float | None
+    kept: str
+
+
+def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tuple[str, list[Garbage]]:
+    """The root that `url` means and what is garbage there, deleted unless `dry_run`. `older_than`: seconds.
+
+    A checkpoint with a commit record is never touched, damaged or not. Raises NoCheckpointError, StorageError.
+    """
+    inventory, now = take_inventory(url), time.time()
+    newest = Catalog(inventory.url).next_attempt() - 1
+    found: list[Garbage] = []
+    for entry in inventory.checkpoints:
+        if entry.state in ("partial", "superseded"):
+            age = None if entry.saved is None else now - entry.saved
+            attempt = int(entry.folder.rpartition("-a")[2])
+            kept = _find_reason_to_keep(entry.state == "partial" and attempt >= newest, age, older_than)
+            kind: Literal["partial", "superseded"] = "partial" if entry.state == "partial" else "superseded"
+            found.append(Garbage(kind, entry.folder, entry.size, age, kept))
+    folders = {entry.folder for entry in inventory.checkpoints}
+    gone = {entry.path for entry in found}
+    for path, file in storage.find_files(inventory.url).items():
+        age = None if file.written is None else now - file.written
+        if TEMPORARY.fullmatch(path) and path.partition("/")[0] not in gone:
+            found.append(Garbage("temporary", path, file.size, age, _find_reason_to_keep(False, age, older_than)))
+        record = re.fullmatch(r"superseded/([^/]+)\.json", path)
+        if record and (record[1] not in folders or record[1] not in gone):  # its folder is gone, or committed again
+            found.append(Garbage("superseded", path, file.size, age, _find_reason_to_keep(False, age, older_than)))
+    for item in found if not dry_run else ():
+        if not item.kept:
+            _delete(inventory.url, item)
+    return inventory.url, found
+
+
+def _find_reason_to_keep(newest_attempt: bool, age: float | None, older_than: float) -> str:
+    """Why somebody may still need it: an older attempt is over once a newer one has begun, and its last writes with it;
+    the newest one may be alive, but no save pauses for a day."""
+    if age is None:
+        return "its age is not known here"
+    limit = max(older_than, 24 * HOUR) if newest_attempt else older_than
+    if age >= limit:
+        return ""
+    return "a run of the newest attempt may be writing it" if newest_attempt else "written too recently"
+
+
+def _delete(root: str, item: Garbage) -> None:
+    if item.kind == "superseded":  # the record first: a folder that is half gone must not have one
+        storage.delete(storage.join(root, "superseded", f"{item.path.rpartition('/')[2].removesuffix('.json')}.json"))
+    storage.delete(storage.join(root, item.path))

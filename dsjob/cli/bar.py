@@ -1,0 +1,28 @@
+"""A bar on stderr for what takes a while, where somebody is watching."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def show_progress(what: str, *, bytes_: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """Gives what is to be called with what is done and what there is in all; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%")]
+    moving = [DownloadColumn(), TransferSpeedColumn()] if bytes_ else []
+    console = Console(stderr=True)
+    with Progress(*columns, *moving, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+
+        def update(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield update

@@ -1,0 +1,126 @@
+"""`dsjob ckpt`: what lies in a checkpoint folder, whether it is whole, how two differ; copying and tidying up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import asdict
+from typing import Any
+
+from dsjob.cli import ckpt_text as text
+from dsjob.cli.bar import show_progress
+from dsjob.errors import UsageError
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Runs a subcommand; its exit code: 1 also where `verify` finds damage or `diff` a difference."""
+    args = _parse(arguments)
+    code: int = args.action(args)
+    return code
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dsjob ckpt",
+        description="Look into checkpoints, check, compare, copy and tidy them up.",
+        epilog="CKPT: a run's folder, a checkpoint folder or one step's in it; a path or URL",
+    )
+    below = parser.add_subparsers(required=True, metavar="ls|info|verify|diff|gc|copy")
+
+    def add(name: str, action: Any, help_text: str, places: tuple[str, ...] = ("CKPT",)) -> argparse.ArgumentParser:
+        made = below.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
+        made.set_defaults(action=action)
+        for place in places:
+            made.add_argument(
+                place.lower(), metavar=place, help="a run's folder, a checkpoint folder, a step's; or URL"
+            )
+        made.add_argument("--json", action="store_true", help="print JSON")
+        return made
+
+    add("ls", _list, "list checkpoints: committed, damaged, partial, superseded")
+    info = add("info", _describe, "what is inside of a checkpoint")
+    info.add_argument("--tensors", action="store_true", help="list every tensor (JSON always does)")
+    verify = add("verify", _verify, "compare every byte with its digest; exit code 1 where one differs")
+    verify.add_argument("--all", action="store_true", help="every checkpoint (the newest)")
+    diff = add("diff", _diff, "how tensors differ; exit code 0 where all are equal, 1 where not", ("A",))
+    diff.add_argument("b", nargs="?", metavar="B", help="another, or safetensors files; left out: A with two --tag")
+    diff.add_argument("-t", "--tag", action="append", default=[], help="of A; given twice: of A and of B (the newest)")
+    gc = add("gc", _collect, "delete what killed runs, and runs that went back, have left")
+    gc.add_argument("--dry-run", "-n", action="store_true", help="only say what would be deleted")
+    gc.add_argument(
+        "--older-than", default="1h", metavar="AGE", help="only what was last written before: 90m, 2h, 7d (1h)"
+    )
+    copy = add("copy", _copy, "copy checkpoints to another path or URL, verified on the way", ("SRC", "DST"))
+    for one in (info, verify, copy):
+        one.add_argument("-t", "--tag", help="which checkpoint" + (" (all)" if one is copy else " (the newest)"))
+    return parser.parse_args(arguments)
+
+
+def _print(value: Any) -> None:
+    print(value if isinstance(value, str) else json.dumps(value, indent=2))  # noqa: T201
+
+
+def _list(args: argparse.Namespace) -> int:
+    from dsjob.checkpoint.inventory import take_inventory
+
+    inventory = take_inventory(args.ckpt)
+    _print(inventory.as_json() if args.json else text.show_inventory(inventory))
+    return 0
+
+
+def _describe(args: argparse.Namespace) -> int:
+    from dsjob.checkpoint.inventory import describe
+
+    found = describe(args.ckpt, args.tag)
+    _print(found if args.json else text.show_checkpoint(found, tensors=args.tensors))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from dsjob.checkpoint.verify import verify
+
+    if args.all and args.tag:
+        raise UsageError("--all and --tag are given both", hint="leave one of them out")
+    with show_progress("verifying") as progress:
+        found = verify(args.ckpt, args.tag, every=args.all, progress=progress)
+    _print([asdict(one) for one in found] if args.json else text.show_verified(found))
+    return int(any(one.damages for one in found))
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from dsjob.checkpoint.compare import compare
+
+    tags = [*args.tag, None, None][:2]
+    if len(args.tag) > 2 or (args.b is None and len(args.tag) < 2):
+        raise UsageError(
+            "two things are needed to compare", hint="dsjob ckpt diff A B, or diff A --tag ONE --tag OTHER"
+        )
+    with show_progress("comparing", bytes_=False) as progress:
+        found = compare(args.a, args.b or args.a, tags=(tags[0], tags[1]), progress=progress)
+    _print([asdict(one) for one in found] if args.json else text.show_differences(found))
+    return int(any(one.kind != "same" for one in found))
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from dsjob.checkpoint.garbage import collect
+
+    given = re.fullmatch(r"([0-9]{1,9})([smhd])", args.older_than)
+    if not given:
+        raise UsageError(f"--older-than {args.older_than!r} is no age", hint="write 90m, 2h or 7d")
+    age = int(given[1]) * SECONDS[given[2]]
+    root, found = collect(args.ckpt, older_than=age, dry_run=args.dry_run)
+    answer = {"url": root, "dry_run": args.dry_run, "found": [asdict(one) for one in found]}
+    _print(answer if args.json else text.show_garbage(root, found, dry_run=args.dry_run))
+    return 0
+
+
+def _copy(args: argparse.Namespace) -> int:
+    from dsjob.checkpoint.transfer import copy
+
+    with show_progress("copying") as progress:
+        found = copy(args.src, args.dst, tag=args.tag, progress=progress)
+    _print([asdict(one) for one in found] if args.json else text.show_copied(found))
+    return 0

@@ -1,0 +1,137 @@
+"""What `dsjob ckpt` prints for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dsjob.errors import make_printable
+from dsjob.plan.report import show_bytes
+
+if TYPE_CHECKING:
+    from dsjob.checkpoint.compare import Difference
+    from dsjob.checkpoint.garbage import Garbage
+    from dsjob.checkpoint.inventory import Inventory
+    from dsjob.checkpoint.transfer import Copied
+    from dsjob.checkpoint.verify import Verified
+
+SHOWN = 20  # lines of differences
+
+
+def show_inventory(inventory: Inventory) -> str:
+    """A line for each checkpoint and folder."""
+    now = time.time()
+    rows = [("state", "tag", "step", "saved", "size", "ranks", "ZeRO", "")]
+    for entry in inventory.checkpoints:
+        note = "newest" if entry.newest else entry.problem or (entry.folder if entry.state != "committed" else "")
+        age = "?" if entry.saved is None else f"{describe_age(now - entry.saved)} ago"
+        numbers = ("" if n is None else str(n) for n in (entry.world_size, entry.zero_stage))
+        step = "" if entry.step is None else str(entry.step)
+        rows.append((entry.state, entry.tag, step, age, show_bytes(entry.size), *numbers, note))  # type: ignore[arg-type]
+    return f"{make_printable(inventory.url)}\n\n{_align(rows)}"
+
+
+def show_checkpoint(found: dict[str, Any], *, tensors: bool) -> str:
+    """One checkpoint; with `tensors` a line for each of them."""
+    counters = found["counters"] if isinstance(found["counters"], dict) else {}
+    optimizer = found["optimizer"]
+    several = isinstance(optimizer, dict)
+    rows = [
+        ("checkpoint", found["url"]),
+        ("job", found["job"]),
+        ("step", found["step"]),
+        ("saved by", _plural(found["world_size"], "rank") + f", ZeRO stage {found['zero_stage']}"),
+        ("precision", found["precision"]),
+        ("models", ", ".join(map(str, found["models"])) or None),
+        ("optimizer", ", ".join(f"{k}: {v}" for k, v in optimizer.items()) if several else optimizer),
+        ("parameters", f"{found['parameters']:,}"),
+        *((f"{role} tensors", _sum(sums)) for role, sums in found["roles"].items()),
+        *((dtype, _sum(sums)) for dtype, sums in found["dtypes"].items()),
+        ("tied names", ", ".join(f"{a} = {b}" for a, b in list(found["aliases"].items())[:5]) or None),
+        ("files", f"{len(found['files'])}, {show_bytes(found['bytes'])}"),
+        *((key, value) for key, value in counters.items()),
+    ]
+    lines = _align([(name, str(value)) for name, value in rows if value is not None])
+    if not tensors:
+        return lines
+    listed = [("tensor", "role", "dtype", "shape", "size")]
+    for name, entry in found["tensors"].items():
+        listed.append((name, entry["role"], entry["dtype"], str(entry["shape"]), show_bytes(entry["bytes"])))
+    return f"{lines}\n\n{_align(listed)}"
+
+
+def show_verified(found: Sequence[Verified]) -> str:
+    """A line for each checkpoint, and one for each damage."""
+    lines = []
+    for one in found:
+        unchecked = f", {one.unchecked} of them saved without digest" if one.unchecked else ""
+        what = f"{one.chunks} chunks{unchecked}, {show_bytes(one.size)}"
+        lines.append(f"{one.tag}  {f'DAMAGED in {len(one.damages)} places' if one.damages else 'whole'}  {what}")
+        lines += [f"  {make_printable(str(damage))}" for damage in one.damages]
+    return "\n".join(lines)
+
+
+def show_differences(found: Sequence[Difference]) -> str:
+    """The greatest differences first, then how many tensors are the same."""
+    other = [one for one in found if one.kind != "same"]
+    other.sort(key=lambda one: (one.kind == "values", -one.max_abs, one.name))
+    rows = [("tensor", "", "max abs", "max rel", "elements", "")]
+    for one in other[:SHOWN]:
+        measured = one.kind in ("values", "dtype")
+        numbers = (f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.elements:,} of {one.size:,}")
+        what = " | ".join(part for part in (one.a, one.b) if part) if one.kind != "values" else one.a
+        rows.append((one.name, one.kind, *(numbers if measured else ("", "", "")), what))
+    lines = [_align(rows)] if other else []
+    if len(other) > SHOWN:
+        lines.append(f"... and {len(other) - SHOWN} more (--json lists all)")
+    same = len(found) - len(other)
+    return "\n".join([*lines, f"{_plural(same, 'tensor')} the same, {len(other)} not"])
+
+
+def show_garbage(root: str, found: Sequence[Garbage], *, dry_run: bool) -> str:
+    """A line for each piece, and the sum of what went."""
+    gone = [one for one in found if not one.kept]
+    rows = [
+        (
+            "keep" if one.kept else "would delete" if dry_run else "deleted",
+            one.kind,
+            one.path,
+            show_bytes(one.size),
+            "?" if one.age is None else f"{describe_age(one.age)} ago",
+            one.kept,
+        )
+        for one in found
+    ]
+    total = show_bytes(sum(one.size for one in gone))
+    end = f"{'would delete' if dry_run else 'deleted'} {len(gone)}, {total}" if gone else "nothing to delete"
+    return "\n".join([make_printable(root), *([_align(rows)] if rows else []), end])
+
+
+def show_copied(found: Sequence[Copied]) -> str:
+    """A line for each checkpoint."""
+    return _align([(one.tag, show_bytes(one.size) if one.size else "was there already", one.url) for one in found])
+
+
+def describe_age(seconds: float) -> str:
+    """An age in its largest unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def _plural(count: object, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _sum(sums: dict[str, int]) -> str:
+    return f"{sums['tensors']}, {show_bytes(sums['bytes'])}"
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns, two spaces apart; empty ones left out."""
+    columns = [i for i in range(len(rows[0])) if any(row[i] for row in rows)]
+    rows = [tuple(make_printable(row[i]) for i in columns) for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
