@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.checkpoint import export
 from dsjob.checkpoint.checkpointer import Checkpointer
+from dsjob.checkpoint.pretrained import describe_pretrained
 from dsjob.checkpoint.state import TrainingState, persistent_buffers
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
 from dsjob.optim.scaler import LossScaler
@@ -45,6 +46,7 @@ class Saving(Settings):
             scheduler=self.lr_scheduler,
             scaler=self._scaler,
             device=self.world.device,
+            pretrained=describe_pretrained(self.strategy.module),
         )
 
     def counters(self) -> dict[str, int]:

@@ -142,6 +142,7 @@ class Checkpointer:
             "scheduler": state.scheduler_values(),
             "loss_scaler": state.scaler_values(),
             "aliases": dict(state.aliases),
+            "pretrained": state.pretrained,
             "roles": {name: state.role(name) for name in tensors},
             "models": state.names if isinstance(state, JointState) else [],
         }
@@ -192,6 +193,7 @@ class Checkpointer:
             "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
             **({"models": plain["models"]} if plain["models"] else {}),
             **({"model_ranks": self._model.size} if self._model.size > 1 else {}),
+            **({"pretrained": plain["pretrained"]} if plain["pretrained"] else {}),
             "state_sha256": hashlib.sha256(text).hexdigest(),
         }
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,14 +19,43 @@ import numpy.typing as npt
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as plain
+from dsjob.checkpoint.pretrained import make_files
 from dsjob.checkpoint.source import UrlFolder, locate, renamed
-from dsjob.checkpoint.zero_to_fp32 import Written
+from dsjob.checkpoint.zero_to_fp32 import TORCH, Written
 from dsjob.errors import UsageError
 
 logger = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+
+
+@dataclass(frozen=True)
+class Names:
+    """Which tensors are written, and under which names: without the beginning `strip`, where a name has it, and with
+    `prefix` before. `trained`: without parameters that were not trained."""
+
+    strip: str = ""
+    prefix: str = ""
+    trained: bool = False
+
+    def apply(self, checkpoint: plain.Checkpoint) -> plain.Checkpoint:
+        """The checkpoint with other names. Raises UsageError where two tensors would have one, or `strip` fits none."""
+        if self.trained:
+            checkpoint = plain.without_frozen(checkpoint)
+        if not (self.strip or self.prefix):
+            return checkpoint
+        found = plain.weights(checkpoint)
+        if self.strip and not any(name.startswith(self.strip) for name in found):
+            raise UsageError(f"no name begins with {self.strip!r}", hint=f"names are such as {next(iter(found))}")
+        new = {name: f"model.{self.prefix}{name.removeprefix(self.strip)}" for name in found}
+        twice = [name for name, count in Counter(new.values()).items() if count > 1]
+        if twice:
+            raise UsageError(f"without {self.strip!r}, two tensors would be called {twice[0][6:]}", hint="strip less")
+        first = {place: new[name] for name, place in reversed(found.items())}
+        tensors = {name: checkpoint.tensors[place] for place, name in first.items()}
+        aliases = {new[name]: first[place] for name, place in found.items() if new[name] != first[place]}
+        return checkpoint._replace(tensors=tensors, aliases=aliases)
 
 
 def convert(
@@ -35,20 +67,28 @@ def convert(
     model: str | None = None,
     max_shard_size: int = 5_000_000_000,
     overwrite: bool = False,
+    form: Literal["safetensors", "torch", ""] = "",
+    names: Names = Names(),
+    pretrained: bool = False,
+    tokenizer: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Written]:
-    """Writes a checkpoint's parameters and buffers as safetensors files; returns what was written.
+    """Writes a checkpoint's parameters and buffers as files that any tool loads; returns what was written.
 
     source: a run's folder (with `checkpoints/` in it), a checkpoint folder or one step's folder; a path or a URL.
-    out: a local folder, or a local path that ends in `.safetensors`; by default the checkpoint folder, if it is local.
+    out: a local folder, or a local path that ends in `.safetensors`, or in `.bin`, `.pt`, `.pth` or `.ckpt` for a file
+    that `torch.load` reads; by default the checkpoint folder, if it is local.
     to: what F64, F32, F16 and BF16 become, rounded to nearest even; other dtypes stay as they are.
     tag: which checkpoint; by default the newest. max_shard_size: bytes of tensors in one file of a folder.
     model: which one of a job's several; by default all, each tensor's name beginning with its model's.
+    form: of the files in a folder; by default safetensors. names: which tensors, and what they are called.
+    pretrained: a folder for transformers' `from_pretrained`, with the tokenizer's files out of the folder `tokenizer`.
     progress: told the bytes written and those to write in all.
 
-    Memory is bounded by a few buffers. The output appears complete or not at all. Values beyond the range of `to`
-    become infinite, which a warning counts by tensor. Raises UsageError, NoCheckpointError, CorruptCheckpointError,
-    StorageError.
+    Tied weights are under each of their names, so that a strict `load_state_dict` finds all: twice in safetensors,
+    which cannot share, once in torch's files. Memory is bounded by a few buffers. The output appears complete or not at
+    all. Values beyond the range of `to` become infinite, which a warning counts by tensor. Raises UsageError,
+    NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     with renamed(f"convert {source}"):
         place, record = locate(source, tag)
@@ -62,9 +102,11 @@ def convert(
         checkpoint, cast = plain.read_checkpoint(place, record), Rounded(DTYPES[to])
         if model is not None:
             checkpoint = _take_model(checkpoint, model)
-        report = progress or (lambda done, total: None)
+        checkpoint = names.apply(checkpoint)
         path = storage.local_path(target)
-        written = plain.export(place, checkpoint, path, cast, max_shard_size, overwrite, report)
+        beside = _make_beside(checkpoint, path, to, tokenizer, overwrite) if pretrained else {}
+        report = progress or (lambda done, total: None)
+        written = plain.export(place, checkpoint, path, cast, max_shard_size, overwrite, report, form, beside)
     if cast.overflows:
         worst = sorted(cast.overflows.items(), key=lambda item: -item[1])
         listed = ", ".join(f"{name} ({count})" for name, count in worst[:5]) + (", ..." if worst[5:] else "")
@@ -86,7 +128,21 @@ def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
         raise UsageError(f"the checkpoint holds no model {name!r}", hint=there)
     tensors = {strip(full): tensor for full, tensor in checkpoint.tensors.items() if full.startswith(start)}
     aliases = {strip(a): strip(target) for a, target in checkpoint.aliases.items() if a.startswith(start)}
-    return checkpoint._replace(tensors=tensors, aliases=aliases)
+    kept = checkpoint.manifest.get("pretrained")
+    manifest = {**checkpoint.manifest, "pretrained": kept.get(name) if isinstance(kept, dict) else None}
+    return checkpoint._replace(tensors=tensors, aliases=aliases, manifest=manifest)
+
+
+def _make_beside(
+    checkpoint: plain.Checkpoint, out: str, to: str, tokenizer: str | None, overwrite: bool
+) -> dict[str, bytes]:
+    if out.endswith((".safetensors", *TORCH)):
+        raise UsageError(f"{out} is one file; from_pretrained loads a folder", hint="name a folder")
+    files = make_files(checkpoint.manifest.get("pretrained"), to, tokenizer)
+    there = [name for name in files if os.path.exists(os.path.join(out, name))]
+    if there and not overwrite:
+        raise UsageError(f"{out} holds {', '.join(there)} already", hint="choose another place, or add --overwrite")
+    return files
 
 
 def parse_size(text: str) -> int:

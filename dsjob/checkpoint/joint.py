@@ -32,6 +32,11 @@ class JointState:
             f"{name}.{alias}": f"{name}.{target}" for name, s in states.items() for alias, target in s.aliases.items()
         }
 
+    @property
+    def pretrained(self) -> dict[str, Any]:
+        """See TrainingState; by model."""
+        return {name: state.pretrained for name, state in self._states.items() if state.pretrained}
+
     def model_tensors(self) -> dict[str, Tensor]:
         """See TrainingState."""
         return self._join(lambda state: state.model_tensors())

@@ -8,7 +8,7 @@ so that a save of any world size and stage loads into any other. What an optimiz
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class TrainingState:
     scheduler: LRScheduler | None
     scaler: LossScaler | None
     device: torch.device
+    pretrained: dict[str, Any] = field(default_factory=dict)  # see pretrained.describe_pretrained
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers under their checkpoint names."""

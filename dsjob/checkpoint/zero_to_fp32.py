@@ -496,11 +496,13 @@ def export(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     form: str = "",
+    beside: dict[str, bytes] | None = None,
 ) -> list[Written]:
     """Writes the weights to a local folder, or to one file; nothing is left there when it fails.
 
     `limit`: bytes of tensors in one file of a folder; `progress` is told the bytes done and in all; `form`: safetensors
-    or torch, by default that of the file's name, of a folder safetensors. Raises Problem.
+    or torch, by default that of the file's name, of a folder safetensors; `beside`: more files of the folder. Raises
+    Problem.
     """
     shards, done = Shards(source, checkpoint), 0
     entries: dict[str, Entry] = {}
@@ -530,6 +532,9 @@ def export(
         for file in sorted({chunk.file for entry in once for chunk in checkpoint.tensors[entry].chunks}):
             shards.open_file(file)  # what is missing or cut short is found before anything is written
         os.makedirs(folder, exist_ok=True)
+        for name, data in (beside or {}).items():
+            path = os.path.join(folder, name)
+            written.append(Written(path, *write_file(path, temporary, iter([data])), 0))
         for path, names in files.items():
             blocks = pack({name: entries[name] for name in names}, read)
             written.append(Written(path, *write_file(path, temporary, blocks), len(names)))

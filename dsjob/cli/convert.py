@@ -4,50 +4,83 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
+from typing import Any
 
 from dsjob.checkpoint import convert as conversion
+from dsjob.checkpoint import zero_to_fp32 as plain
+from dsjob.cli.bar import show_progress
+from dsjob.errors import UsageError
 
 
 def main(arguments: list[str], debug: bool) -> int:
     """Converts, and says what it wrote."""
-    parser = argparse.ArgumentParser(
-        prog="dsjob convert", description="Turn a checkpoint into plain weights (safetensors)."
-    )
-    parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a run's folder, a checkpoint folder or a step's; a path or URL"
-    )
-    parser.add_argument(
-        "out", nargs="?", metavar="OUT", help="a folder, or a file *.safetensors (the checkpoint folder)"
-    )
-    parser.add_argument("--to", choices=tuple(conversion.DTYPES), default="fp32", help="dtype of the weights (fp32)")
-    parser.add_argument("-t", "--tag", help="the checkpoint to convert (the newest)")
-    parser.add_argument("--model", metavar="NAME", help="one of the job's several models (all)")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
-    parser.add_argument("--overwrite", action="store_true", help="replace earlier output")
-    args = parser.parse_args(arguments)
+    args = _parse(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    written = conversion.convert(
-        args.checkpoint,
-        args.out,
-        to=args.to,
-        tag=args.tag,
-        model=args.model,
-        max_shard_size=conversion.parse_size(args.max_shard_size),
-        overwrite=args.overwrite,
-        progress=_show_progress if sys.stderr.isatty() else None,
-    )
-    for file in written:
-        what = f"{file.tensors} tensors" if file.tensors else "index"
-        print(f"{file.path}  {file.size:,} bytes  {what}  sha256 {file.sha256}")  # noqa: T201
-    files = [file.path for file in written if file.tensors]
-    print("\nload with:  from safetensors.torch import load_file")  # noqa: T201
-    if len(files) == 1:
-        print(f"            model.load_state_dict(load_file({files[0]!r}))")  # noqa: T201
-    else:
-        print(f"            model.load_state_dict({{k: v for file in {files} for k, v in load_file(file).items()}})")  # noqa: T201
+    hf = args.to == "hf"
+    if not hf and (args.dtype or args.tokenizer):
+        raise UsageError("--dtype and --tokenizer belong to --to hf", hint="--to fp32, bf16 or fp16 says the dtype")
+    if hf and not args.out:
+        raise UsageError("--to hf makes a folder, and none was named", hint="dsjob convert --to hf CKPT FOLDER")
+    if hf and (args.strip or args.prefix):
+        raise UsageError("--to hf keeps the names that transformers knows", hint="leave --prefix and --strip out")
+    with show_progress("converting") as progress:
+        written = conversion.convert(
+            args.checkpoint,
+            args.out,
+            to=(args.dtype or "fp32") if hf else args.to,
+            tag=args.tag,
+            model=args.model,
+            max_shard_size=conversion.parse_size(args.max_shard_size),
+            overwrite=args.overwrite,
+            form=args.format,
+            names=conversion.Names(args.strip, args.prefix, args.exclude_frozen),
+            pretrained=hf,
+            tokenizer=args.tokenizer,
+            progress=progress,
+        )
+    _show(written, hf)
+    if hf and not args.tokenizer:
+        print("no tokenizer is in it: --tokenizer FOLDER copies one's files")  # noqa: T201
     return 0
 
 
-def _show_progress(done: int, total: int) -> None:
-    print(f"\r{100 * done // max(total, 1):3d}%", end="\r" if done < total else "\r    \r", file=sys.stderr, flush=True)  # noqa: T201
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dsjob convert", description="Turn a checkpoint into plain weights, or into a folder for transformers."
+    )
+
+    def add(*names: str, **options: Any) -> None:
+        parser.add_argument(*names, **options)
+
+    add("checkpoint", metavar="CKPT", help="a run's folder, a checkpoint folder or a step's; a path or URL")
+    out = "a folder, or a file *.safetensors, *.bin, *.pt, *.pth, *.ckpt (the checkpoint folder)"
+    add("out", nargs="?", metavar="OUT", help=out)
+    to = "dtype of the weights (fp32); hf: a folder that transformers' from_pretrained loads"
+    add("--to", choices=(*conversion.DTYPES, "hf"), default="fp32", help=to)
+    add("--format", choices=("safetensors", "torch"), default="", help="of the files in a folder (safetensors)")
+    add("-t", "--tag", help="the checkpoint to convert (the newest)")
+    add("--model", metavar="NAME", help="one of the job's several models (all)")
+    add("--strip", default="", metavar="TEXT", help="leave out this beginning of names, such as module.")
+    add("--prefix", default="", metavar="TEXT", help="put this before each name")
+    add("--exclude-frozen", action="store_true", help="leave out the parameters that were not trained")
+    add("--dtype", choices=tuple(conversion.DTYPES), help="with --to hf: of the weights (fp32)")
+    add("--tokenizer", metavar="FOLDER", help="with --to hf: copy a tokenizer's files from there")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
+    add("--overwrite", action="store_true", help="replace earlier output")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _show(written: list[plain.Written], hf: bool) -> None:
+    for file in written:
+        what = f"  {file.tensors} tensors" if file.tensors else ""
+        print(f"{file.path}  {file.size:,} bytes{what}  sha256 {file.sha256}")  # noqa: T201
+    files = [file.path for file in written if file.tensors]
+    if hf:
+        folder = files[0].rpartition("/")[0]
+        print(f"\nload with:  transformers.AutoModel.from_pretrained({folder!r}), or the model's own class")  # noqa: T201
+        return
+    torch = files[0].endswith(plain.TORCH)
+    load = "torch.load({}, weights_only=True)" if torch else "load_file({})"
+    print(f"\nload with:  {'import torch' if torch else 'from safetensors.torch import load_file'}")  # noqa: T201
+    state = f"{{k: v for file in {files} for k, v in {load.format('file')}.items()}}"
+    print(f"            model.load_state_dict({state if files[1:] else load.format(repr(files[0]))})")  # noqa: T201

@@ -1,0 +1,77 @@
+"""Models of transformers: what a checkpoint keeps of their configuration, and the folder that `from_pretrained` loads.
+
+Imports no torch, and not transformers: a model shows its configuration by itself, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from dsjob.errors import UsageError
+
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as transformers calls them
+TOKENIZER = {
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json",
+}  # fmt: skip
+
+
+def describe_pretrained(model: object) -> dict[str, Any]:
+    """`config.json` and `generation_config.json` of a transformers model, as JSON values; nothing of any other."""
+    found = {}
+    for attribute in ("config", "generation_config"):
+        to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
+        if to_json is None:
+            continue
+        try:
+            values = json.loads(to_json(), parse_constant=_refuse)
+        except (TypeError, ValueError):  # of some other library's making
+            continue
+        if isinstance(values, dict):
+            found[f"{attribute}.json"] = values
+    config = found.get("config.json")
+    if config is None:
+        return {}
+    kind = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.")), None)
+    if kind and not config.get("architectures"):
+        config["architectures"] = [kind]
+    return found
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def make_files(kept: object, dtype: str, tokenizer: str | None) -> dict[str, bytes]:
+    """What lies beside the weights in the folder, by name. `kept`: what describe_pretrained gave.
+
+    dtype: fp32, bf16 or fp16, that of the weights. tokenizer: a local folder to take the tokenizer's files from.
+    Raises UsageError.
+    """
+    kept = kept if isinstance(kept, dict) else {}
+    if not isinstance(kept.get("config.json"), dict):
+        several = [name for name, value in kept.items() if isinstance(value, dict) and "config.json" in value]
+        if several:
+            raise UsageError("the checkpoint holds several models", hint=f"add --model: {', '.join(several)}")
+        hint = "--to fp32 writes the weights alone; the job's model has to be one of transformers' for --to hf"
+        raise UsageError("the checkpoint has no configuration of a transformers model", hint=hint)
+    config = {key: value for key, value in kept["config.json"].items() if key != "torch_dtype"}
+    texts = {"config.json": {**config, "dtype": NAMES[dtype]}}
+    if isinstance(kept.get("generation_config.json"), dict):
+        texts["generation_config.json"] = kept["generation_config.json"]
+    files = {name: f"{json.dumps(value, indent=2, sort_keys=True)}\n".encode() for name, value in texts.items()}
+    return {**files, **(_read_tokenizer(tokenizer) if tokenizer else {})}
+
+
+def _read_tokenizer(folder: str) -> dict[str, bytes]:
+    names = sorted(TOKENIZER & set(os.listdir(folder))) if os.path.isdir(folder) else []
+    if not names:
+        raise UsageError(f"{folder} is no folder with a tokenizer's files", hint="a folder of save_pretrained")
+    files = {}
+    for name in names:
+        with open(os.path.join(folder, name), "rb") as file:
+            files[name] = file.read()
+    return files
