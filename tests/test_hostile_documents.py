@@ -152,7 +152,7 @@ def test_there_is_no_way_out_of_a_trusted_module(folder: Path) -> None:
 
 def test_a_run_stops_at_a_way_out(folder: Path) -> None:
     write_json(folder / "cfg.json", make_job(model={"_target_": "my_model.os.system", "command": TOUCH}))
-    done = dsjob("run", "cfg.json", cwd=folder)
+    done = dsjob("run", "cfg.json", cwd=folder, fresh=True)
     assert done.returncode == 2, done.stderr
     assert "my_model.os.system is not trusted: my_model.os is the module os" in done.stderr
     assert "--trust my_model.os.system" in done.stderr
@@ -168,7 +168,7 @@ def test_a_job_document_sets_nothing_of_hydras(folder: Path, name: str) -> None:
     }
     write_json(folder / "cfg.json", make_job(model={"_target_": "my_model.build"}) | {name: values[name]})
     for arguments in (["validate", "cfg.json"], ["show", "cfg.json"], ["cfg.json"], ["-m", "cfg.json", "name=a,b"]):
-        done = dsjob(*arguments, cwd=folder)
+        done = dsjob(*arguments, cwd=folder, fresh=True)
         assert done.returncode == 2, arguments
         assert f"{name}: may not be set by a job document" in done.stderr
         assert "cfg.json:" in done.stderr

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import jobs
 import pytest
-from jobs import DSJOB, clean_env, dsjob, make_job
+from jobs import DSJOB, clean_env, make_job
 
 from dsjob.cli.trusted import comes_from_elsewhere, read_prefixes
 from dsjob.errors import DocumentError, UsageError
 
+dsjob = partial(jobs.dsjob, fresh=True)  # what is trusted depends on what is loaded
 REFUSED = "my_model.build is not trusted: the document comes from elsewhere (a URL, a checkpoint"
 
 

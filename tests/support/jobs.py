@@ -6,10 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from forks import get_forks, set_environment
+
 DSJOB = str(Path(sys.executable).with_name("dsjob"))
+TESTS = Path(__file__).parent.parent
 
 MODULE = """
 import time
@@ -122,11 +128,43 @@ def make_job(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def dsjob(*arguments: str, cwd: Path, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
-    return subprocess.run(
-        [DSJOB, *arguments], cwd=cwd, env=clean_env(**env), text=True, capture_output=True, timeout=timeout, check=False
-    )
+def dsjob(
+    *arguments: str, cwd: Path, timeout: float = 120, fresh: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end, in a process of its own: a fork (`forks`), or, `fresh`, a new interpreter."""
+    command, environment = [DSJOB, *arguments], clean_env(**env)
+    if fresh:
+        return subprocess.run(
+            command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout, check=False
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        process = get_forks().Process(target=_call, args=(command, str(cwd), environment, folder))
+        process.start()
+        try:
+            process.join(timeout)
+            if process.exitcode is None:
+                raise subprocess.TimeoutExpired(command, timeout)
+        finally:
+            process.kill()
+        outputs = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
+        return subprocess.CompletedProcess(command, process.exitcode, *outputs)
+
+
+def _call(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
+    """The command as its script calls it, with the script's sys.path."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(cwd)
+    set_environment(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    root, tests = str(TESTS.parent), str(TESTS)
+    installed = [path for path in sys.path if path not in ("", root) and not path.startswith(tests)]
+    given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [str(Path(DSJOB).parent), *given, *installed]
+    sys.argv[:] = command
+    from dsjob.cli import main
+
+    sys.exit(main())
 
 
 def clean_env(**changes: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Real ranks for tests: processes on gloo that run one function and give back what it returns.
 
-Each call has processes of its own, so that nothing leaks from one test into another. They are forks of one process that
-has imported torch and dsjob and done nothing else: a call costs a fraction of a second instead of four.
+Each call has processes of its own, so that nothing leaks from one test into another. They are forks (`forks`): a call
+costs a fraction of a second instead of four. They share a hash seed, which ranks that the launcher starts do not.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
-from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
 import torch
+from forks import end_with_pytest, get_forks, set_environment
 from torch import multiprocessing
-
-# None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use.
-PRELOADED = ["dsjob.entry", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "pytest"]
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -26,7 +23,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
     `function` has to be importable: at the top level of a test module. A rank that raises fails the test. The ranks
     have this process's environment, but torch has read its own variables (OMP_NUM_THREADS, ...) at the first call.
     """
-    get_context("forkserver").set_forkserver_preload(PRELOADED)
+    get_forks()
     with tempfile.TemporaryDirectory() as folder:
         given = (world_size, folder, dict(os.environ), function, arguments)
         ranks = multiprocessing.start_processes(_run, given, world_size, join=False, start_method="forkserver")
@@ -47,16 +44,9 @@ def _run(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    threading.Thread(target=_end_with_pytest, daemon=True).start()
-    os.environ.clear()
-    os.environ.update(
-        environment,
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        DSJOB_STORE=f"{folder}/store",
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    threading.Thread(target=end_with_pytest, daemon=True).start()
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    set_environment({**environment, **place, "DSJOB_STORE": f"{folder}/store", "GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
     from dsjob.mesh import join_world, leave_world
 
@@ -64,11 +54,3 @@ def _run(
     torch.save(function(world, *arguments), f"{folder}/result-{rank}")
     leave_world()
     os._exit(0)  # see dsjob.launch.end_rank
-
-
-def _end_with_pytest() -> None:
-    """Ends this rank once pytest is gone. The system would tell its parent's death, but that is another process."""
-    pytest = parent_process()
-    assert pytest is not None
-    connection.wait([pytest.sentinel])
-    os._exit(1)

@@ -1,0 +1,38 @@
+"""Processes that begin where torch and dsjob are imported: forks of one that has done nothing else.
+
+Each is as good as a new interpreter, without the seconds that importing takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.context import ForkServerContext
+
+# None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use.
+PRELOADED = [
+    "dsjob.entry", "dsjob.job", "dsjob.cli.run", "dsjob.compose", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint", "torch._dynamo", "pytest",
+]  # fmt: skip
+
+
+def get_forks() -> ForkServerContext:
+    """multiprocessing, with processes that are such forks."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """Gives this process the environment and nothing else. What torch reads at its import it has read before."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def end_with_pytest() -> None:
+    """Ends this process once pytest is gone. The system would tell its parent's death, but that is another process."""
+    pytest = parent_process()
+    assert pytest is not None
+    connection.wait([pytest.sentinel])
+    os._exit(1)
