@@ -313,6 +313,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"checkpoint": {"resume": "step-00000120"}},
     ),
     ("resume-word", {"checkpoint": {"resume": "no"}}, "checkpoint.resume", {"checkpoint": {"resume": "never"}}),
+    (
+        "no-mpu",
+        course(model_parallel_size=2),
+        "trainer.model_parallel_size",
+        course(model_parallel_size=1),
+    ),
     ("no-eval-data", course(eval_step=CALLED), "trainer.eval_step", {**course(eval_step=CALLED), "data": EVAL}),
     ("no-eval-data", course(eval_every=5), "trainer.eval_every", {**course(eval_every=5), "data": EVAL}),
     ("no-eval-data", course(eval_at_start=True), "trainer.eval_at_start", course(eval_at_start=False)),
@@ -351,12 +357,7 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "optimizer.type",
         {**BY_DEEPSPEED, **optimizer("Lion", lr=0.1)},
     ),
-    (
-        "deepspeed-mpu",
-        {**BY_DEEPSPEED, **course(mpu={"_target_": "my_ranks.make"})},
-        "trainer.mpu",
-        course(mpu={"_target_": "my_ranks.make"}),
-    ),
+    ("deepspeed-mpu", {**BY_DEEPSPEED, **course(mpu=CALLED)}, "trainer.mpu", course(mpu=CALLED)),
     ("deepspeed-compile", {**BY_DEEPSPEED, "compile": ON}, "compile.enabled", {"compile": ON}),
     (
         "deepspeed-fp16-stage",

@@ -29,6 +29,13 @@ def _optimizer(document: Document) -> Iterator[Finding]:
         yield "optimizer.type", f"{kind} does not go with engine deepspeed", f"use AdamW, or {_OTHER}"
 
 
+@enter("deepspeed-mpu", whole=True)
+def _mpu(document: Document) -> Iterator[Finding]:
+    """What is kept of each part of a model, and where, is known of dsjob's own engine alone."""
+    if _drives(document) and read(document, "trainer.mpu"):
+        yield "trainer.mpu", "does not go with engine deepspeed", _OTHER
+
+
 @enter("deepspeed-compile")
 def _compile(document: Document) -> Iterator[Finding]:
     """DeepSpeed's hooks sit inside of what would be compiled."""
@@ -59,10 +66,3 @@ def _groups(document: Document) -> Iterator[Finding]:
     for key, off in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
         if _drives(document) and read(document, f"zero_optimization.{key}", off) not in (off, 0):
             yield f"zero_optimization.{key}", "does not go with engine deepspeed", f"leave it out, or {_OTHER}"
-
-
-@enter("deepspeed-mpu")
-def _mpu(document: Document) -> Iterator[Finding]:
-    """The state of model-parallel parts is named apart by dsjob's own engine alone."""
-    if _drives(document) and read(document, "trainer.mpu"):
-        yield "trainer.mpu", "does not go with engine deepspeed", _OTHER
