@@ -35,7 +35,8 @@ class Engine(Readings, Saving):
     """A model in training. Made by `dsjob.initialize`.
 
     One optimizer step is `gradient_accumulation_steps()` rounds of `forward`, `backward`, `step`; the last of them is
-    the boundary, at which gradients are reduced and clipped and the optimizer and the schedule step. In place of
+    the boundary, at which gradients are reduced and clipped and the optimizer and the schedule step. With
+    `managed_gradient_accumulation` off it is wherever the program calls `step`. In place of
     `engine.backward(loss)` a program may call `loss.backward()`, with fp16 `engine.scale(loss).backward()`, at any
     stage, also of a loss over the outputs of several engines. What an engine lacks is looked up in the model.
     """
@@ -59,7 +60,8 @@ class Engine(Readings, Saving):
         self.config, self.mpu = config or {}, mpu
         strategy.optimizer = optimizer
         self.training_dataloader: Any = None
-        self.rhythm = Rhythm.of(spec.trainer, world.world_size)
+        managed = bool(self.config.get("managed_gradient_accumulation", True))
+        self.rhythm = Rhythm.of(spec.trainer, world.world_size, managed)
         self.last_lr: list[float] = []  # the rates that the last optimizer step used
         self._grad_norm: Tensor | None = None
         self._scaler = LossScaler(spec.fp16) if precision.needs_scale else None
@@ -93,7 +95,11 @@ class Engine(Readings, Saving):
             self.strategy.start_micro_step(self.rhythm.boundary, self._syncs)
         with cast_operators(self.device, self.precision.autocast):
             outputs = self.strategy.forward(*args, **kwargs)
-        if torch.is_grad_enabled() and (self.rhythm.accumulation > 1 or self._scaler is not None):
+        if not torch.is_grad_enabled():
+            return outputs
+        if not self.rhythm.managed:
+            return watch_outputs(outputs, self.rhythm.count_pass(self._enter_backward))
+        if self.rhythm.accumulation > 1 or self._scaler is not None:
             return watch_outputs(outputs, self._enter_backward)
         return outputs
 
@@ -114,6 +120,7 @@ class Engine(Readings, Saving):
         """
         accumulation = self.rhythm.accumulation if scale_wrt_gas else 1
         part = loss / accumulation if accumulation > 1 else loss
+        self.rhythm.passes += 1
         with drive():
             self.scale(part).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return part
@@ -151,6 +158,7 @@ class Engine(Readings, Saving):
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Several backward passes inside, whose gradients are reduced once, at the end. `step` comes after it."""
+        self.rhythm.require_managed("coalesce_grad_reduction()")
         with self.no_sync():
             yield
         self.strategy.reduce_gradients()
@@ -164,10 +172,14 @@ class Engine(Readings, Saving):
         if not self._syncs:
             raise UsageError("step() may not be called inside no_sync or coalesce_grad_reduction")
         self._step_applied, self._scaled = False, False
-        boundary = self.rhythm.boundary
-        if boundary:
-            self._take_step(lr_kwargs or {})
-        self.rhythm.end_micro_step(stepped=boundary)
+        self.rhythm.stepping = True
+        try:
+            boundary = self.rhythm.boundary
+            if boundary:
+                self._take_step(lr_kwargs or {})
+            self.rhythm.end_micro_step(stepped=boundary)
+        finally:
+            self.rhythm.stepping = False
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         if self.optimizer is None:

@@ -46,11 +46,12 @@ class Readings:
         return self._scaler is not None and self._scaler.dynamic
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro step ends with an optimizer step."""
+        """Whether this micro step ends with an optimizer step; where the program says so, True inside `step` alone."""
         return self.rhythm.boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Says of this and the following micro steps whether they end with an optimizer step; None: count again."""
+        self.rhythm.require_managed("set_gradient_accumulation_boundary()")
         self.rhythm.forced = is_boundary
 
     def train_batch_size(self) -> int:

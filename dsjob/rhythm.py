@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from dsjob.errors import UsageError
 from dsjob.spec import Trainer
@@ -11,7 +13,11 @@ from dsjob.spec import Trainer
 
 @dataclass
 class Rhythm:
-    """Counts of one engine. Samples are counted over all ranks."""
+    """Counts of one engine. Samples are counted over all ranks.
+
+    Where it is not `managed`, each call of `step` ends with an optimizer step, whatever backward passes came before:
+    their number counts the samples.
+    """
 
     micro_batch: int
     accumulation: int  # micro steps in one step
@@ -21,11 +27,14 @@ class Rhythm:
     micro_steps: int = 0
     done: int = 0  # micro steps of the step that is not finished
     forced: bool | None = None  # what the program says of the boundary, where it wants to
+    managed: bool = True
+    stepping: bool = False  # inside `step`
+    passes: int = 0  # backward passes since the last step
 
     @classmethod
-    def of(cls, trainer: Trainer, world_size: int) -> Rhythm:
+    def of(cls, trainer: Trainer, world_size: int, managed: bool = True) -> Rhythm:
         """The beginning of a training."""
-        return cls(trainer.micro_batch, trainer.grad_accum, world_size)
+        return cls(trainer.micro_batch, trainer.grad_accum, world_size, managed=managed)
 
     @property
     def train_batch(self) -> int:
@@ -35,7 +44,29 @@ class Rhythm:
     @property
     def boundary(self) -> bool:
         """Whether this micro step ends with an optimizer step."""
+        if not self.managed:
+            return self.stepping
         return self.done + 1 >= self.accumulation if self.forced is None else self.forced
+
+    def require_managed(self, call: str) -> None:
+        """Raises UsageError for a call that has no meaning where each call of `step` is the boundary."""
+        if not self.managed:
+            raise UsageError(
+                f"{call} is not supported with managed_gradient_accumulation=False",
+                hint="the boundary is where step() is called, and gradients are reduced there",
+            )
+
+    def count_pass(self, enter: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`enter` for the outputs of one forward pass, the first call of which counts as a backward pass."""
+        counted = False
+
+        def count(gradient: Tensor) -> Tensor:
+            nonlocal counted
+            self.passes += not counted
+            counted = True
+            return enter(gradient)
+
+        return count
 
     def end_micro_step(self, *, stepped: bool) -> None:
         """Counts a micro step; `stepped`: with an optimizer step, taken or skipped, at its end."""
@@ -43,7 +74,9 @@ class Rhythm:
         self.done = 0 if stepped else self.done + 1
         if stepped:
             self.global_steps += 1
-            self.global_samples += self.train_batch
+            passes = self.accumulation if self.managed else self.passes
+            self.global_samples += self.micro_batch * passes * self.world_size
+            self.passes = 0
 
     def set_train_batch(self, samples: int) -> None:
         """Another train batch, by another number of micro steps. Raises UsageError where that is no whole number."""
@@ -64,4 +97,5 @@ class Rhythm:
     def restore(self, counts: Mapping[str, int]) -> None:
         """Continues where `counts` were taken, at the beginning of a step."""
         self.global_steps, self.global_samples = counts["global_steps"], counts["global_samples"]
-        self.micro_steps, self.done = self.global_steps * self.accumulation, 0
+        self.micro_steps = self.global_steps * (self.accumulation if self.managed else 1)
+        self.done = self.passes = 0

@@ -357,6 +357,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "optimizer.type",
         {**BY_DEEPSPEED, **optimizer("Lion", lr=0.1)},
     ),
+    (
+        "caller-owned-steps",
+        {"deepspeed": {"managed_gradient_accumulation": False}},
+        "deepspeed.managed_gradient_accumulation",
+        {"deepspeed": {"managed_gradient_accumulation": True}},
+    ),
     ("deepspeed-mpu", {**BY_DEEPSPEED, **course(mpu=CALLED)}, "trainer.mpu", course(mpu=CALLED)),
     ("deepspeed-compile", {**BY_DEEPSPEED, "compile": ON}, "compile.enabled", {"compile": ON}),
     (
@@ -381,6 +387,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
 ]
 # The same for bare DeepSpeed configs: what a job has no key for, or says in other words.
 CONFIGS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    (
+        "overlap-with-caller-owned-steps",
+        {"managed_gradient_accumulation": False, **zero(1, overlap_comm=True)},
+        "zero_optimization.overlap_comm",
+        {"managed_gradient_accumulation": False, **zero(2, overlap_comm=True)},
+    ),
     (
         "elasticity-with-batch",
         {"elasticity": ON, "train_batch_size": 8},

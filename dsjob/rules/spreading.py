@@ -6,6 +6,26 @@ from collections.abc import Iterator
 
 from dsjob.rules.table import Document, Finding, enter, is_on, read, read_offload, read_stage
 
+# Accumulation
+
+
+@enter("caller-owned-steps", whole=True)
+def _jobs_are_managed(document: Document) -> Iterator[Finding]:
+    """How many backward passes a step has is the loop's to know: it divides data, counts samples and saves by it."""
+    if read(document, "deepspeed.managed_gradient_accumulation", True) is False:
+        advice = "leave it out; several passes of one's own in a micro step are for trainer.step"
+        yield "deepspeed.managed_gradient_accumulation", "is false: a job's steps are the loop's", advice
+
+
+@enter("overlap-with-caller-owned-steps")
+def _overlap_needs_a_boundary(document: Document) -> Iterator[Finding]:
+    """Before stage 2 gradients are then reduced inside step, when there is no backward pass left to overlap with."""
+    unmanaged = read(document, "managed_gradient_accumulation", True) is False
+    if unmanaged and read(document, "zero_optimization.overlap_comm") is True and read_stage(document) < 2:
+        message = "with managed_gradient_accumulation=False overlap_comm only with ZeRO stage 2, or 3"
+        yield "zero_optimization.overlap_comm", message, "leave it out"
+
+
 # Precision
 
 
