@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import warnings
@@ -24,6 +25,7 @@ from dsjob.mpu import divide
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
+from dsjob.parallel.wrap import mark_leaves
 from dsjob.precision import Precision
 from dsjob.rendezvous import init_distributed
 from dsjob.resolve import Locate, complete_config, resolve_config
@@ -67,6 +69,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         found = "" if model is None else f", not {_name(model)}"
         raise UsageError(f"dsjob.initialize needs a model: a torch.nn.Module{found}", hint="model=net")
+    granted = _read_trust(trust)
     given, folders, locate = read_config(args, config if config is not None else config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
@@ -83,13 +86,13 @@ def initialize(
             optimizer=optimizer,
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,
-            trust=Trust(prefixes=tuple(trust), folders=folders),
+            trust=dataclasses.replace(granted, folders=folders),
             config=complete_config(given, spec),
             mpu=mpu,
         )
     except TargetError as error:
-        granted = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
-        raise TargetError(error.message, hint=granted) from error
+        hint = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
+        raise TargetError(error.message, hint=hint) from error
     if training_data is not None and world.loads:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn, pin_memory=False)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -115,6 +118,10 @@ def build_engine(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
     checkpointing.use_ranks(world.model)
+    missing = mark_leaves(model, spec.zero_optimization.leaf_module)
+    if missing and world.everyone.rank == 0:
+        told = f"zero_optimization.leaf_module names what the model does not have: {', '.join(missing)}"
+        warnings.warn(told, ConfigWarning, stacklevel=3)
     prepare_blocks(model, spec)
     strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision)
     masters = strategy.masters
@@ -182,6 +189,17 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
             raise UsageError("the optimizer holds a tensor that is no parameter of the model")
         group["params"] = [masters[names[id(p)]] for p in group["params"] if names[id(p)] in masters]
     return optimizer
+
+
+def _read_trust(prefixes: Sequence[str]) -> Trust:
+    """What `trust` grants. Raises UsageError in the words of a call, not of a command line."""
+    if isinstance(prefixes, str):
+        raise UsageError(f"trust={prefixes!r}: a list of prefixes is needed", hint=f'trust=["{prefixes}"]')
+    try:
+        return Trust(prefixes=tuple(prefixes))
+    except UsageError as error:
+        message = error.message.replace("--trust ", "trust=", 1)
+        raise UsageError(message, hint='trust=["my_package.models"], for example') from error
 
 
 def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:

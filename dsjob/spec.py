@@ -106,6 +106,13 @@ class OffloadOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class LeafModule:
+    classes: Sequence[str]
+    names: Sequence[str]
+    name_suffixes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Zero:
     stage: int
     offload_param: OffloadParam | None
@@ -115,6 +122,7 @@ class Zero:
     zero_hpz_partition_size: int
     mics_shard_size: int
     stage3_gather_16bit_weights_on_model_save: bool
+    leaf_module: LeafModule | None
 
     @property
     def offload(self) -> Literal["none", "optimizer", "param"]:

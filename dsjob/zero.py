@@ -29,7 +29,7 @@ from dsjob.mpu import divide
 from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
 from dsjob.parallel.presharded import ShardStatus, announce, mark_external, shard_parameters
-from dsjob.parallel.wrap import is_leaf, mark_leaf
+from dsjob.parallel.wrap import find_by_name, find_by_suffix, find_of_classes, is_leaf, mark_leaf
 from dsjob.parameters import find_owned
 
 
@@ -266,7 +266,7 @@ def set_z3_leaf_modules(
 ) -> list[nn.Module]:
     """The same of all modules in `model` of these classes (or their names, dotted or not): experts, for example, of
     which ranks use different ones. Returns them; raises UsageError where there is none."""
-    found = _find_modules(model, leaf_module_classes)
+    found, _ = find_of_classes(model, leaf_module_classes)
     if not found and raise_if_not_found:
         raise UsageError(f"no module of the model is one of {list(leaf_module_classes)}")
     for module in found:
@@ -275,28 +275,28 @@ def set_z3_leaf_modules(
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, leaf_module_names: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """The same of the modules with these names in the model."""
-    return _mark_named(model, lambda name: name in leaf_module_names, leaf_module_names, raise_if_not_found)
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Says it, or with `flag` False takes it back, of the modules with these names in the model; they, and the names
+    that it does not have. Raises UsageError for such names."""
+    return _mark_all(find_by_name(model, module_names), flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, leaf_module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
     """The same of the modules whose names end so."""
-    endings = tuple(leaf_module_name_suffixes)
-    return _mark_named(model, lambda name: name.endswith(endings), endings, raise_if_not_found)
+    return _mark_all(find_by_suffix(model, module_name_suffixes), flag, raise_if_not_found)
 
 
-def _mark_named(
-    model: nn.Module, takes: Callable[[str], bool], wanted: Sequence[str], raise_if_not_found: bool
-) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if name and takes(name)]
-    if not found and raise_if_not_found:
-        raise UsageError(f"no module of the model is named {' or '.join(wanted)}")
-    for module in found:
-        mark_leaf(module)
+def _mark_all(
+    found: tuple[list[nn.Module], list[str]], flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    modules, missing = found
+    if missing and raise_if_not_found:
+        raise UsageError(f"no module of the model is named {' or '.join(missing)}")
+    for module in modules:
+        mark_leaf(module, flag)
     return found
 
 
@@ -318,12 +318,3 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def z3_leaf_module(module: nn.Module) -> bool:
     """Whether it was said of a module."""
     return is_leaf(module)
-
-
-def _find_modules(model: nn.Module, classes: Sequence[type | str]) -> list[nn.Module]:
-    def is_one(module: nn.Module) -> bool:
-        kind = type(module)
-        names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
-        return any(wanted in names if isinstance(wanted, str) else isinstance(module, wanted) for wanted in classes)
-
-    return [module for module in model.modules() if is_one(module)]

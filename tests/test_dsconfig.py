@@ -59,8 +59,9 @@ def test_every_key_of_a_config_has_a_place_or_a_status_at_every_leaf() -> None:
         below = schema.get("properties", {})
         return "x-status" in schema or (bool(below) and all(has_status(item) for item in below.values()))
 
+    of_programs = {"managed_gradient_accumulation"}  # an engine looks it up in its config; a rule refuses it in a job
     for key, below in deepspeed_schema()["properties"].items():
-        assert dsconfig.to_job(legacy.expand({key: {}})) or has_status(below), key
+        assert dsconfig.to_job(legacy.expand({key: {}})) or has_status(below) or key in of_programs, key
 
 
 def test_a_key_is_mapped_where_it_has_another_name_in_the_job() -> None:

@@ -172,3 +172,12 @@ def test_a_target_that_is_not_trusted_is_granted_by_an_argument() -> None:
     config = {"train_batch_size": 4, "optimizer": {"_target_": "torch.compile"}}
     with pytest.raises(TargetError, match=re.escape('call initialize with trust=["torch.compile"]')):
         dsjob.initialize(model=build_net(), config=config)
+
+
+def test_prefixes_that_are_none_are_told_in_the_words_of_the_call() -> None:
+    config = {"train_batch_size": 4}
+    with pytest.raises(UsageError, match=re.escape("trust=my-package: not a dotted name")) as caught:
+        dsjob.initialize(model=build_net(), config=config, trust=["my-package"])
+    assert caught.value.hint == 'trust=["my_package.models"], for example'
+    with pytest.raises(UsageError, match="a list of prefixes"):
+        dsjob.initialize(model=build_net(), config=config, trust="torch")

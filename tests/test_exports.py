@@ -12,7 +12,7 @@ import pytest
 
 import dsjob
 
-NAMES = ["BatchConfig", "Engine", "add_config_arguments", "init_distributed", "initialize"]
+NAMES = ["BatchConfig", "Engine", "ModelParallelUnit", "add_config_arguments", "init_distributed", "initialize"]
 
 MODULES = ["checkpointing"]
 

@@ -60,7 +60,7 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
     elif origin is Literal:
         agrees = set(arguments) == set(schema["enum"])
     elif origin is Sequence:
-        agrees = (schema["type"], schema["items"]["type"]) == ("array", JSON_TYPES[arguments[0]])
+        agrees = "array" in schema["type"] and schema["items"]["type"] == JSON_TYPES[arguments[0]]
     elif origin is Mapping:
         below = schema["additionalProperties"]
         agrees = arguments == (str, Target) and is_target(below)
@@ -98,6 +98,7 @@ def test_any_difference_from_the_schema_is_found(change: Any, said: str) -> None
 
 def test_the_engine_spec_holds_what_a_deepspeed_config_can_say() -> None:
     effective = {key for key, below in deepspeed_schema()["properties"].items() if has_effect(below)}
+    effective -= {"managed_gradient_accumulation"}  # for programs: an engine looks it up in its config
     moved = to_job({key: {} if key in job_schema()["properties"] else 1 for key in effective})
     assert set(moved) == {field.name for field in fields(EngineSpec)}
     assert {to_config_path((section, key))[0] for section, keys in moved.items() for key in keys or [""]} == effective

@@ -194,9 +194,11 @@ def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Lo
     """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
     from dsjob import probe
     from dsjob.job import count_steps
+    from dsjob.parallel.wrap import mark_leaves
 
     assert spec.model is not None
     built = probe.build_on_meta(spec.model, trust)
+    mark_leaves(built, spec.zero_optimization.leaf_module)
     model = probe.size_model(built)
     state = probe.probe_optimizer(spec.optimizer, trust) if spec.optimizer else OptimizerState(0)
     steps, samples = spec.trainer.max_steps, None

@@ -30,6 +30,35 @@ class CompressingOptimizer(PartwiseOptimizer):
 
     _steps = 0  # taken so far
 
+    def __init__(
+        self,
+        params: Any,
+        freeze: tuple[str, int],
+        *,
+        lr: float,
+        bias_correction: bool,
+        betas: tuple[float, float],
+        eps: float,
+        eps_inside_sqrt: bool,
+        weight_decay: float,
+        **more: Any,
+    ) -> None:
+        """`freeze`: the steps in which the average of squares moves, and what that argument is called. `more`: what
+        parameter groups have besides. Raises ValueError for no such steps."""
+        name, steps = freeze
+        if steps < 1:
+            raise ValueError(f"{name}: the average of squares needs at least one step")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            **more,
+        }
+        PartwiseOptimizer.__init__(self, params, defaults)  # a second base class would make defaults of its own
+
     @property
     def communicates(self) -> bool:
         """Whether the next step is given each rank's own gradients."""

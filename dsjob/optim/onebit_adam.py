@@ -31,17 +31,16 @@ class OneBitAdam(CompressingOptimizer):
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        if freeze_step < 1:
-            raise ValueError("freeze_step: the average of squares needs at least one step")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            ("freeze_step", freeze_step),
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+        )
         self.freeze_step = freeze_step
 
     @property

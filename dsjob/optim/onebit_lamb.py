@@ -43,11 +43,9 @@ class OneBitLamb(CompressingOptimizer, Lamb):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        if freeze_step < 1:
-            raise ValueError("freeze_step: the average of squares needs at least one step")
-        Lamb.__init__(
-            self,
+        super().__init__(
             params,
+            ("freeze_step", freeze_step),
             lr=lr,
             bias_correction=bias_correction,
             betas=betas,

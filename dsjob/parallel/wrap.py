@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from dsjob.parallel.presharded import is_external
+from dsjob.spec import LeafModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -23,6 +24,54 @@ def mark_leaf(module: nn.Module, flag: bool = True) -> None:
 def is_leaf(module: nn.Module) -> bool:
     """Whether `mark_leaf` was called of it."""
     return bool(getattr(module, _LEAF, False))
+
+
+Found = tuple[list[nn.Module], list[str]]  # modules, and what was asked for and is not there
+
+
+def mark_leaves(model: nn.Module, section: LeafModule | None) -> list[str]:
+    """Marks what the config's `leaf_module` names; what of that the model does not have.
+
+    Classes are missing only if nothing is found at all: a list of them may be meant for several models.
+    """
+    if section is None:
+        return []
+    classes, names, suffixes = (_as_list(given) for given in (section.classes, section.names, section.name_suffixes))
+    finds = [find_of_classes(model, classes), find_by_name(model, names), find_by_suffix(model, suffixes)]
+    modules = [module for found, _ in finds for module in found]
+    for module in modules:
+        mark_leaf(module)
+    return [name for _, missing in (finds[1:] if modules else finds) for name in missing]
+
+
+def _as_list(given: Sequence[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+def find_of_classes(model: nn.Module, classes: Sequence[type | str]) -> Found:
+    """Modules of these classes; a string is a class's name, dotted or not."""
+
+    def is_one(module: nn.Module, wanted: type | str) -> bool:
+        kind = type(module)
+        names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
+        return wanted in names if isinstance(wanted, str) else isinstance(module, wanted)
+
+    modules = list(model.modules())
+    missing = [str(wanted) for wanted in classes if not any(is_one(module, wanted) for module in modules)]
+    return [module for module in modules if any(is_one(module, wanted) for wanted in classes)], missing
+
+
+def find_by_name(model: nn.Module, names: Sequence[str]) -> Found:
+    """The modules that are called so in the model, in the order of the names."""
+    modules = dict(model.named_modules())
+    return [modules[name] for name in names if name in modules], [name for name in names if name not in modules]
+
+
+def find_by_suffix(model: nn.Module, suffixes: Sequence[str]) -> Found:
+    """The modules whose names end so."""
+    named = list(model.named_modules())
+    missing = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name, _ in named)]
+    return [module for name, module in named if name.endswith(tuple(suffixes))], missing
 
 
 def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:

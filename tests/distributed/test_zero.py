@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import dsjob
 from dsjob import zero
 from dsjob.engine import Engine
-from dsjob.errors import UsageError
+from dsjob.errors import ConfigWarning, UsageError
 from dsjob.mesh import World
 from dsjob.parameters import (
     safe_get_full_fp32_param,
@@ -338,22 +338,28 @@ class Choice(nn.Module):
 
 def test_leaves_are_found_by_class_name_or_suffix() -> None:
     model = Choice()
-    assert zero.set_z3_leaf_modules_by_name(model, ["experts.0"]) == [model.experts[0]]
+    assert zero.set_z3_leaf_modules_by_name(model, ["experts.0"]) == ([model.experts[0]], [])
     assert zero.z3_leaf_module(model.experts[0])
-    assert zero.set_z3_leaf_modules_by_suffix(model, ["inner"]) == [block.inner for block in model.experts]
+    inner = [block.inner for block in model.experts]
+    assert zero.set_z3_leaf_modules_by_suffix(model, ["inner", "gone"], raise_if_not_found=False) == (inner, ["gone"])
     assert zero.unset_z3_leaf_modules(model, [Block]) == list(model.experts)
-    assert zero.get_z3_leaf_modules(model) == [block.inner for block in model.experts]
+    assert zero.get_z3_leaf_modules(model) == inner
+    assert zero.set_z3_leaf_modules_by_suffix(model, ["0.inner"], flag=False) == (inner[:1], [])
+    assert zero.get_z3_leaf_modules(model) == inner[1:]
     with pytest.raises(UsageError, match="no module of the model is named nothing"):
         zero.set_z3_leaf_modules_by_name(model, ["nothing"])
     assert zero.set_z3_leaf_modules(model, ["Nothing"], raise_if_not_found=False) == []
 
 
-def train_experts(world: World) -> bool:
+def train_experts(world: World, by_config: bool) -> bool:
     torch.manual_seed(0)
     model = Choice()
-    assert zero.set_z3_leaf_modules(model, ["ModuleList"]) == [model.experts]
+    if by_config:
+        engine = engine_of(model, 3, zero_optimization={"stage": 3, "leaf_module": {"names": ["experts"]}})
+    else:
+        assert zero.set_z3_leaf_modules(model, ["ModuleList"]) == [model.experts]
+        engine = engine_of(model, 3)
     assert zero.get_z3_leaf_modules(model) == [model.experts]
-    engine = engine_of(model, 3)
     before = whole_state(engine)
     engine.backward(engine(torch.ones(2, WIDTH), world.rank))
     engine.step()
@@ -361,5 +367,16 @@ def train_experts(world: World) -> bool:
     return all(not torch.equal(before[f"model.experts.{n}.gain"], after[f"model.experts.{n}.gain"]) for n in range(2))
 
 
-def test_ranks_may_use_different_parts_of_a_leaf() -> None:
-    assert run_ranks(train_experts, 2) == [True, True]
+@pytest.mark.parametrize("by_config", [False, True])
+def test_ranks_may_use_different_parts_of_a_leaf(by_config: bool) -> None:
+    assert run_ranks(train_experts, 2, by_config) == [True, True]
+
+
+def test_leaves_of_the_config_that_are_not_there_are_told() -> None:
+    section = {"classes": ["Block", "Gone"], "names": "experts.7", "name_suffixes": ["inner", "outer"]}
+    model = Choice()
+    with pytest.warns(ConfigWarning, match=r"does not have: experts\.7, outer$"):
+        engine_of(model, 3, zero_optimization={"stage": 3, "leaf_module": section})
+    assert len(zero.get_z3_leaf_modules(model)) == 4
+    with pytest.warns(ConfigWarning, match="does not have: Gone"):
+        engine_of(Choice(), 3, zero_optimization={"stage": 3, "leaf_module": {"classes": ["Gone"]}})
