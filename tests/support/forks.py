@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context, parent_process, set_start_method
 from multiprocessing.context import ForkServerContext
 
 # None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use.
@@ -24,10 +24,11 @@ def get_forks() -> ForkServerContext:
     return context
 
 
-def set_environment(environment: Mapping[str, str]) -> None:
+def begin_anew(environment: Mapping[str, str]) -> None:
     """Gives this process the environment and nothing else. What torch reads at its import it has read before."""
     os.environ.clear()
     os.environ.update(environment)
+    set_start_method(None, force=True)  # a fork's own children would be such forks, but without anything imported
 
 
 def end_with_pytest() -> None:

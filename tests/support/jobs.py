@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forks import get_forks, set_environment
+from forks import begin_anew, get_forks
 
 DSJOB = str(Path(sys.executable).with_name("dsjob"))
 TESTS = Path(__file__).parent.parent
@@ -155,7 +155,7 @@ def _call(command: Sequence[str], cwd: str, environment: dict[str, str], folder:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(cwd)
-    set_environment(environment)
+    begin_anew(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     root, tests = str(TESTS.parent), str(TESTS)
     installed = [path for path in sys.path if path not in ("", root) and not path.startswith(tests)]

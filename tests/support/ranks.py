@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from forks import end_with_pytest, get_forks, set_environment
+from forks import begin_anew, end_with_pytest, get_forks
 from torch import multiprocessing
 
 
@@ -46,7 +46,7 @@ def _run(
 ) -> None:
     threading.Thread(target=end_with_pytest, daemon=True).start()
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    set_environment({**environment, **place, "DSJOB_STORE": f"{folder}/store", "GLOO_SOCKET_IFNAME": "lo"})
+    begin_anew({**environment, **place, "DSJOB_STORE": f"{folder}/store", "GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
     from dsjob.mesh import join_world, leave_world
 
