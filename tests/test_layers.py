@@ -68,7 +68,7 @@ LAYERS: dict[int, set[str]] = {
         "progress",
     },
     5: {"loop", "deepspeed"},
-    6: {"job", "summary", "launch", "probe"},
+    6: {"job", "summary", "launch", "probe", "comparison"},
     7: {"cli", "__main__"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

@@ -26,6 +26,7 @@ dsjob: train from a job document
   dsjob schema [PATH]                    print what a key takes and means, or the JSON Schema for editors
   dsjob import FILE... [-- COMMAND ...]  make a job document of a DeepSpeed config, Trainer arguments, accelerate
   dsjob plan FILE | +recipe=NAME         will it fit: memory, communication, checkpoints, steps
+  dsjob compare-engines FILE             a few steps by dsjob's engine and by DeepSpeed's, side by side
   dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
   dsjob ckpt COMMAND CKPT                checkpoints: ls, info, verify, diff, gc, copy
 
@@ -37,7 +38,7 @@ dsjob: train from a job document
   --version
 """
 
-_COMMANDS = ("run", "validate", "show", "plan", "schema", "import", "convert", "ckpt")
+_COMMANDS = ("run", "validate", "show", "plan", "schema", "import", "compare-engines", "convert", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +96,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
     else:
         command, rest = "run", arguments
         _require_runnable(first)
-    module = import_module(f"dsjob.cli.{command}{'_' if iskeyword(command) else ''}")
+    module = import_module(f"dsjob.cli.{command.replace('-', '_')}{'_' if iskeyword(command) else ''}")
     code: int = module.main(rest, debug)
     return code
 

@@ -1,0 +1,112 @@
+"""`dsjob compare-engines`: a few steps of a job by dsjob's engine and by the installed DeepSpeed, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dsjob import compose as composition
+from dsjob import launch
+from dsjob.cli import parse_count
+from dsjob.cli.run import split_source
+from dsjob.cli.trusted import add_arguments, grant, list_untrusted
+from dsjob.errors import DocumentError, UsageError
+from dsjob.resolve import read_nproc, resolve_job
+
+if TYPE_CHECKING:
+    from dsjob.comparison import Side
+
+# Rounding adds up over steps: what two sound engines differ by in twenty of them.
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 2e-2
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Prints a table or JSON; 0 where the losses agree, 1 where they do not."""
+    args = _parse(arguments)
+    if launch.read_world_size() is not None:
+        raise UsageError("compare-engines starts its own ranks", hint="run it once, with launch.nproc=N")
+    file, overrides = split_source(args.source)
+    composed = composition.compose([*overrides, "engine=deepspeed"], file=file, config_dir=args.config_dir)
+    nproc = read_nproc(composed.document)
+    resolved = resolve_job(composed.document, world_size=nproc, locate=composed.locate, ranks_from="launch.nproc")
+    trust = grant(file, args)
+    problems = list_untrusted(composed, resolved.document, trust)
+    if problems:
+        raise DocumentError(problems)
+    from dsjob.comparison import compare, find_largest_difference
+
+    sides = compare(resolved.document, steps=args.steps, trust=trust, debug=debug)
+    largest, step = find_largest_difference(sides)
+    tolerance = args.tolerance if args.tolerance is not None else choose_tolerance(resolved.document)
+    agree = largest <= tolerance  # False for nan, too
+    verdict = {"agree": agree, "tolerance": tolerance, "largest_difference": largest, "at_step": step}
+    print(_to_json(sides, verdict) if args.json else to_text(sides, verdict))  # noqa: T201
+    return 0 if agree else 1
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dsjob compare-engines", description="Run a few steps of a job by dsjob's engine and by DeepSpeed's."
+    )
+    parser.add_argument("source", nargs="+", metavar="FILE|+recipe=NAME|key=value", help="the job, as for dsjob run")
+    parser.add_argument("--steps", type=parse_count, default=20, metavar="N", help="optimizer steps (20)")
+    parser.add_argument(
+        "--tolerance",
+        type=_parse_tolerance,
+        metavar="X",
+        help=f"largest relative difference of a loss ({_TOLERANCE:g}; {_LOW_TOLERANCE:g} in half precision)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
+    add_arguments(parser)
+    return parser.parse_intermixed_args(arguments)
+
+
+def _parse_tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 and below 1, not {text[:20]}")
+    return value
+
+
+def choose_tolerance(document: Mapping[str, Any]) -> float:
+    """For a resolved job: wider where it computes in half precision."""
+    low = any(document[section].get("enabled") for section in ("bf16", "fp16", "torch_autocast"))
+    return _LOW_TOLERANCE if low else _TOLERANCE
+
+
+def _to_json(sides: Mapping[str, Side], verdict: Mapping[str, Any]) -> str:
+    engines = {
+        name: {
+            "losses": side.losses,
+            "seconds_per_step": side.seconds_per_step,
+            "seconds": side.seconds,
+            "peak_bytes": side.peak_bytes,
+        }
+        for name, side in sides.items()
+    }
+    return json.dumps({**verdict, "engines": engines}, indent=2)
+
+
+def to_text(sides: Mapping[str, Side], verdict: Mapping[str, Any]) -> str:
+    """The table: losses by step, then what a step takes."""
+    ours, theirs = sides.values()
+    lines = ["step" + "".join(f"{name:>14}" for name in (*sides, "difference"))]
+    for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True), start=1):
+        lines.append(f"{step:>4}{a:>14.6f}{b:>14.6f}{abs(b - a) / max(abs(a), 1e-12):>14.1e}")
+    rates = "  ".join(f"{name} {side.seconds_per_step:.4f}" for name, side in sides.items())
+    peaks = "  ".join(f"{name} {side.peak_bytes / 2**20:,.0f} MiB" for name, side in sides.items())
+    within = "agree within" if verdict["agree"] else "differ by more than"
+    largest = f"at most {verdict['largest_difference']:.1e}, in step {verdict['at_step']}"
+    lines += [
+        "",
+        f"losses {within} {verdict['tolerance']:g}: {largest}",
+        f"seconds a step (median)  {rates}  ratio {ours.seconds_per_step / theirs.seconds_per_step:.2f}",
+        f"peak memory of a rank    {peaks}",
+    ]
+    return "\n".join(lines)
