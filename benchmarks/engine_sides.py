@@ -1,0 +1,354 @@
+"""The sides of benchmarks/engine.py: one optimizer step of the same model, batches and optimizer in different hands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dsjob import deepspeed_engine
+from dsjob.entry import build_engine
+from dsjob.mesh import World
+from dsjob.recipes.gpt import GPT
+from dsjob.resolve import complete_config, resolve_job
+from dsjob.spec import JobSpec, view
+from dsjob.trust import Trust
+
+Batch = dict[str, Tensor]
+RATE, CLIP, VOCAB = 1e-4, 1.0, 8192
+SHAPES = {"10m": (256, 10, 64), "50m": (512, 14, 32)}  # width, layers, tokens of a sequence
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the grid."""
+
+    size: str
+    stage: int
+    precision: str  # fp32 or bf16
+    accumulation: int
+    micro_batch: int = 1
+    sequence: int = 0  # tokens; 0: as SHAPES has it
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence."""
+        return self.sequence or SHAPES[self.size][2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+
+class Side:
+    """A way to train: `run` takes steps and gives the seconds they took. `what`: what it is, in words."""
+
+    what = ""
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        self.cell, self.world = cell, world
+        self.batches = cycle(make_batches(cell, world))
+        self.last_loss = 0.0
+
+    def step(self) -> Tensor:
+        """One optimizer step; the last loss."""
+        raise NotImplementedError
+
+    def run(self, steps: int) -> float:
+        """Seconds of `steps` steps; ranks begin together."""
+        if self.world.world_size > 1:
+            dist.barrier()
+        synchronize(self.world)
+        started = self.clock()
+        for _ in range(steps):
+            loss = self.step()
+        self.last_loss = float(loss.detach())
+        synchronize(self.world)
+        return self.clock() - started
+
+    def close(self) -> None:
+        """Frees what it has."""
+
+
+def synchronize(world: World) -> None:
+    """Waits for the device."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_model(cell: Cell) -> GPT:
+    """The model, with the same values for all."""
+    torch.manual_seed(0)
+    width, layers, _ = SHAPES[cell.size]
+    return GPT(VOCAB, cell.tokens, layers, width, width // 64, 0.0)
+
+
+def make_batches(cell: Cell, world: World) -> list[Batch]:
+    """This rank's micro batches, eight of them."""
+    generator = torch.Generator().manual_seed(world.rank)
+    shape = (8, cell.micro_batch, cell.tokens + 1)
+    tokens = torch.randint(0, VOCAB, shape, generator=generator).to(world.device)
+    return [{"inputs": part[:, :-1].contiguous(), "targets": part[:, 1:].contiguous()} for part in tokens]
+
+
+def make_optimizer(parameters: Any) -> torch.optim.AdamW:
+    """The optimizer of all sides."""
+    return torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=True)
+
+
+class Ours(Side):
+    """dsjob's engine, as its loop calls it."""
+
+    what, engine_name = "dsjob", "dsjob"
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        job = {
+            "model": {"_target_": "dsjob.recipes.gpt.build"},
+            "data": {"train": {"_target_": "dsjob.recipes.text.ByteText"}},
+            "trainer": {"micro_batch": cell.micro_batch, "grad_accum": cell.accumulation, "max_steps": 10**6},
+            "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01, "fused": True}},
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": cell.stage},
+            "bf16": {"enabled": cell.precision == "bf16"},
+            "engine": self.engine_name,
+        }
+        document = resolve_job(job, world_size=world.world_size, locate=lambda path: ("benchmark", 0, 0)).document
+        spec = view(JobSpec, document)
+        config = complete_config(document, spec)
+        if self.engine_name == "dsjob":
+            self.engine = build_engine(make_model(cell), spec, world, config=config)
+        else:
+            self.engine = deepspeed_engine.build_engine(
+                make_model(cell), spec, world, trust=Trust(), config=config, document=document
+            )
+
+    def step(self) -> Tensor:
+        for _ in range(self.cell.accumulation):
+            loss: Tensor = self.engine(**next(self.batches))["loss"]
+            self.engine.backward(loss)
+            self.engine.step()
+        return loss
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+class DeepSpeed(Ours):
+    """The installed DeepSpeed, through `engine: deepspeed`."""
+
+    what, engine_name = "DeepSpeed's engine", "deepspeed"
+
+
+class ByHand(Side):
+    """The shortest loop that does the same arithmetic: DDP or the bare module, FSDP2 at stages 1 to 3."""
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        self.model: nn.Module = make_model(cell).to(world.device)
+        self.sharded = world.world_size > 1 and cell.stage > 0
+        self.low = cell.precision == "bf16" and not self.sharded
+        self.ddp: DistributedDataParallel | None = None
+        if self.sharded:
+            self._shard()
+            self.what = "FSDP2"
+        else:
+            self.parameters = list(self.model.parameters())
+            self.masters = self.parameters
+            if self.low:
+                self.masters = [nn.Parameter(p.detach().clone()) for p in self.parameters]
+                self.model.to(torch.bfloat16)
+            if world.world_size > 1:
+                self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self.what = "DDP" if self.ddp else "the bare module"
+        self.optimizer = make_optimizer(self.model.parameters() if self.sharded else self.masters)
+
+    def _shard(self) -> None:
+        mesh = self.world.make_mesh()
+        policy = MixedPrecisionPolicy(param_dtype=self.cell.dtype, reduce_dtype=self.cell.dtype)
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        for block in cast(GPT, self.model).blocks:
+            fully_shard(block, reshard_after_forward=self.cell.stage == 3, **options)
+        fully_shard(self.model, reshard_after_forward=False, **options)
+        self.masters = list(self.model.parameters())
+
+    def step(self) -> Tensor:
+        accumulation = self.cell.accumulation
+        for number in range(accumulation):
+            last = number == accumulation - 1
+            with self._micro_step(last):
+                loss: Tensor = (self.ddp or self.model)(**next(self.batches))["loss"]
+                (loss / accumulation if accumulation > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            if self.low and (last or (self.cell.stage > 1 and self.world.world_size == 1)):
+                self._add_to_masters()
+        nn.utils.clip_grad_norm_(self.masters, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.low:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, self.masters)
+        return loss
+
+    @contextlib.contextmanager
+    def _micro_step(self, last: bool) -> Iterator[None]:
+        if self.sharded and self.cell.accumulation > 1:
+            root = cast(FSDPModule, self.model)
+            root.set_requires_gradient_sync(last or self.cell.stage > 1)
+            if self.cell.stage < 3:
+                root.set_reshard_after_backward(last)
+        with contextlib.nullcontext() if self.ddp is None or last else self.ddp.no_sync():
+            yield
+
+    @torch.no_grad()
+    def _add_to_masters(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+
+class Accelerate(Side):
+    """accelerate's loop: DDP at stage 0; at 1 to 3 its FSDP2 on GPUs, its DeepSpeed on CPU, where it has no FSDP."""
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(True)
+        plugin = self._make_plugin() if world.world_size > 1 and cell.stage > 0 else {}
+        self.accelerator = Accelerator(
+            cpu=world.device.type == "cpu",
+            mixed_precision="bf16" if cell.precision == "bf16" else "no",
+            gradient_accumulation_steps=cell.accumulation,
+            **plugin,
+        )
+        kinds = {"fsdp_plugin": "FSDP2", "deepspeed_plugin": "DeepSpeed"}
+        kind = kinds[next(iter(plugin))] if plugin else "DDP" if world.world_size > 1 else "bare module"
+        self.what = f"accelerate ({kind})"
+        model = make_model(cell)
+        self.model, self.optimizer = self.accelerator.prepare(model, make_optimizer(model.parameters()))
+        self.model.train()
+
+    def _make_plugin(self) -> dict[str, Any]:
+        from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+        if self.world.device.type == "cuda":
+            fsdp = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                reshard_after_forward=self.cell.stage == 3,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=["Block"],
+            )
+            return {"fsdp_plugin": fsdp}
+        deepspeed = DeepSpeedPlugin(
+            zero_stage=self.cell.stage, gradient_accumulation_steps=self.cell.accumulation, gradient_clipping=CLIP
+        )
+        deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = self.cell.micro_batch
+        return {"deepspeed_plugin": deepspeed}
+
+    def step(self) -> Tensor:
+        for _ in range(self.cell.accumulation):
+            with self.accelerator.accumulate(self.model):
+                loss: Tensor = self.model(**next(self.batches))["loss"]
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return loss
+
+    def close(self) -> None:
+        self.accelerator.free_memory()
+
+
+class Samples(torch.utils.data.Dataset[Batch]):
+    """A rank's micro batches one by one, over and over."""
+
+    def __init__(self, batches: list[Batch], length: int) -> None:
+        self._batches, self._length = batches, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: value[0] for name, value in self._batches[index % len(self._batches)].items()}
+
+
+class HFTrainer(Side):
+    """transformers' Trainer, DDP on several ranks. What shards in it is accelerate's, so it stands at stage 0 alone.
+
+    A new one each round: its loop has no door. Setting it up is not counted.
+    """
+
+    def run(self, steps: int) -> float:
+        from accelerate.state import AcceleratorState
+        from transformers import Trainer, TrainerCallback, TrainingArguments
+
+        AcceleratorState._reset_state(True)
+        self.what = f"Trainer ({'DDP' if self.world.world_size > 1 else 'bare module'})"
+        times: list[float] = []
+
+        class Clock(TrainerCallback):
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                times.append(Side.clock())
+
+        cell, ranks = self.cell, self.world.world_size
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                output_dir=folder,
+                max_steps=steps + 1,
+                per_device_train_batch_size=cell.micro_batch,
+                gradient_accumulation_steps=cell.accumulation,
+                max_grad_norm=CLIP,
+                bf16=cell.precision == "bf16",
+                use_cpu=self.world.device.type == "cpu",
+                report_to=[],
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+                remove_unused_columns=False,
+                ddp_find_unused_parameters=False,
+            )
+            model = make_model(cell)
+            optimizer = make_optimizer(model.parameters())
+            data = Samples(make_batches(cell, self.world), (steps + 1) * cell.accumulation * cell.micro_batch * ranks)
+            trainer = Trainer(
+                model=model,
+                args=arguments,
+                train_dataset=data,
+                optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+                callbacks=[Clock()],
+            )
+            trainer.train()
+        return times[-1] - times[0]
+
+
+SIDES: dict[str, Callable[[Cell, World], Side]] = {
+    "dsjob": Ours,
+    "hand": ByHand,
+    "deepspeed": DeepSpeed,
+    "accelerate": Accelerate,
+    "trainer": HFTrainer,
+}
+
+
+def use_quiet_libraries() -> None:
+    """Keeps transformers and tokenizers from talking."""
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
