@@ -21,6 +21,8 @@ from torch.distributed import checkpoint as dcp
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.catalog import Catalog, encode_json
+from dsjob.checkpoint.elsewhere import find_elsewhere
+from dsjob.checkpoint.foreign import Foreign
 from dsjob.checkpoint.joint import JointState, name_part
 from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.shards import DTYPES, ShardReader, ShardWriter
@@ -209,17 +211,24 @@ class Checkpointer:
     ) -> Loaded:
         """Loads a committed checkpoint (the newest where no tag is given) into the engine, whatever its world size.
 
+        What another program saved there (see `elsewhere`) is loaded too: a run goes on, or weights alone are taken.
         `strict`: every parameter and buffer of the model has to be in it, and the other way round. `seed`: what random
         generators are re-seeded from where the world size is another one. Raises NoCheckpointError,
         CorruptCheckpointError, CheckpointError.
         """
-        record = self._on_rank_0(lambda: self._catalog.find(tag))
-        root = open_root(self.url)
-        with renamed(f"read {self.url}"):
-            checkpoint = layout.read_checkpoint(root, record)
-        url = storage.join(self.url, checkpoint.folder)
-        values = _read_values(url, checkpoint)
         state = self._view(engine)
+        foreign = self._on_rank_0(lambda: self._find_foreign(state, tag))
+        if foreign is None:
+            record = self._on_rank_0(lambda: self._catalog.find(tag))
+            root = open_root(self.url)
+            with renamed(f"read {self.url}"):
+                checkpoint = layout.read_checkpoint(root, record)
+            url = storage.join(self.url, checkpoint.folder)
+            values = _read_values(url, checkpoint)
+        else:
+            root, checkpoint, url = foreign.open(), foreign.checkpoint, foreign.place
+            optimizer, scheduler = optimizer and foreign.run is not None, scheduler and foreign.run is not None
+            values = foreign.values(state.optimizer_values() if optimizer else {})
         tensors = self._match(state.model_tensors(), checkpoint, url, strict)
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
         optimizer_tensors = state.make_optimizer_tensors(saved) if optimizer else {}
@@ -231,8 +240,8 @@ class Checkpointer:
             state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
         if scheduler:
             state.load_scheduler(values["scheduler"])
-        engine.restore_counters(values["counters"])
-        same_world = len(values["rng"]) == self._world.world_size
+        engine.restore_counters(values.get("counters", engine.counters()))
+        same_world = len(values.get("rng", {})) == self._world.world_size
         if same_world:
             restore_rng(values["rng"][str(self._world.rank)], state.device)
         else:
@@ -241,7 +250,17 @@ class Checkpointer:
         job_url = storage.join(url, "job.json")
         job = json.loads(storage.read_bytes(job_url)) if storage.exists(job_url) else None
         notes = _describe_left_out(saved, optimizer_tensors) if optimizer else ()
-        return Loaded(checkpoint.tag, url, checkpoint.step, decode(values["client_state"]), exact, job, notes)
+        notes += foreign.notes if foreign is not None else ()
+        return Loaded(checkpoint.tag, url, checkpoint.step, decode(values.get("client_state", {})), exact, job, notes)
+
+    def _find_foreign(self, state: TrainingState | JointState, tag: str | None) -> Foreign | None:
+        joint = isinstance(state, JointState)
+        groups = None if joint else [group["names"] for group in state.optimizer_values().get("groups", [])]
+        with renamed(f"read {self.url}"):
+            found = find_elsewhere(self.url, tag, groups)
+        if found is not None and joint:
+            raise CheckpointError(f"{self.url} holds one whole model of {found.program}, and there are several here")
+        return found
 
     def _match(
         self, ours: dict[str, torch.Tensor], checkpoint: layout.Checkpoint, url: str, strict: bool

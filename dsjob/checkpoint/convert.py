@@ -1,7 +1,7 @@
 """`dsjob convert`: checkpoints to plain weights, read from anywhere and written as fp32, bf16 or fp16.
 
 Reading, streaming and writing are those of `zero_to_fp32.py`. This module adds sources by URL, the dtypes by numpy, and
-the project's errors. It imports no torch.
+the project's errors. torch is imported for checkpoints of other programs alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as plain
 from dsjob.checkpoint.pretrained import make_files
-from dsjob.checkpoint.source import UrlFolder, locate, renamed
+from dsjob.checkpoint.source import locate, renamed
 from dsjob.checkpoint.zero_to_fp32 import TORCH, Written
 from dsjob.errors import UsageError
 
@@ -75,7 +75,8 @@ def convert(
 ) -> list[Written]:
     """Writes a checkpoint's parameters and buffers as files that any tool loads; returns what was written.
 
-    source: a run's folder (with `checkpoints/` in it), a checkpoint folder or one step's folder; a path or a URL.
+    source: a run's folder (with `checkpoints/` in it), a checkpoint folder or one step's folder; a path or a URL; or
+    a DeepSpeed folder, or weights of other programs (see `elsewhere`).
     out: a local folder, or a local path that ends in `.safetensors`, or in `.bin`, `.pt`, `.pth` or `.ckpt` for a file
     that `torch.load` reads; by default the checkpoint folder, if it is local.
     to: what F64, F32, F16 and BF16 become, rounded to nearest even; other dtypes stay as they are.
@@ -91,15 +92,15 @@ def convert(
     NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     with renamed(f"convert {source}"):
-        place, record = locate(source, tag)
-        if out is None and isinstance(place, UrlFolder):
+        place, checkpoint = _open(source, tag)
+        if out is None and not storage.is_local(place.root):
             raise UsageError(f"{source} is not a local folder, and no output was named", hint="name a local folder")
         target = place.root if out is None else out
         if not storage.is_local(target):
             raise UsageError(
                 f"cannot write weights to {target}", hint="name a local folder, and copy it there afterwards"
             )
-        checkpoint, cast = plain.read_checkpoint(place, record), Rounded(DTYPES[to])
+        cast = Rounded(DTYPES[to])
         if model is not None:
             checkpoint = _take_model(checkpoint, model)
         checkpoint = names.apply(checkpoint)
@@ -149,6 +150,22 @@ def parse_size(text: str) -> int:
     """Bytes of "5GB" (10^9), "500MB", "2GiB" (2^30) or "1000"; UsageError where it is none of these."""
     with renamed(f"read {text!r}"):
         return plain.parse_size(text)
+
+
+def _open(source: str, tag: str | None) -> tuple[plain.Folder, plain.Checkpoint]:
+    """The checkpoint that `source` means, dsjob's own or another program's, and the root that its files lie in."""
+    try:
+        place, record = locate(source, tag)
+    except plain.NothingThere:
+        from dsjob.checkpoint.elsewhere import find_elsewhere
+
+        found = find_elsewhere(source, tag)
+        if found is None:
+            raise
+        for note in found.notes:
+            logger.warning("%s: %s", found.place, note)
+        return found.open(), found.checkpoint
+    return place, plain.read_checkpoint(place, record)
 
 
 class Rounded(plain.Fp32):

@@ -1,0 +1,17 @@
+"""Checkpoints that dsjob did not write, at any path or URL: the one place that knows which kinds there are."""
+
+from __future__ import annotations
+
+from dsjob.checkpoint.deepspeed_reader import find_deepspeed
+from dsjob.checkpoint.deepspeed_state import Groups
+from dsjob.checkpoint.foreign import Foreign
+from dsjob.checkpoint.plain_weights import find_weights
+
+
+def find_elsewhere(url: str, tag: str | None = None, groups: Groups | None = None) -> Foreign | None:
+    """What another program saved there: a DeepSpeed folder, or plain weights; None for anything else.
+
+    `groups`: see `find_deepspeed`. Raises CheckpointError, NoCheckpointError, Damaged (see `zero_to_fp32`).
+    """
+    found = find_deepspeed(url, tag, groups)
+    return found if found is not None or tag is not None else find_weights(url)

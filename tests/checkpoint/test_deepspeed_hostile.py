@@ -1,0 +1,82 @@
+"""Hostile DeepSpeed folders: a typed error each, nothing run, nothing written elsewhere, no memory taken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import hostile_deepspeed as hostile
+import pytest
+from deepspeed_data import RUNS
+
+TYPED = ("CheckpointError", "CorruptCheckpointError", "NoCheckpointError", "StorageError")
+SOURCES = ["z1_fp32_ws3_groups", "z3_fp32_ws3_frozen", "z0_bf16_ws2_plain"]
+
+
+def read_watched(folders: Iterable[Path], cwd: Path) -> dict[str, tuple[str, str]]:
+    """What reading each folder raised, and the digest of its weights where it raised nothing; in a watched child."""
+    script = Path(hostile.__file__)
+    arguments = [sys.executable, str(script), *map(str, folders)]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=cwd, check=True)
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert told["events"] == []
+    assert told["peak"] < 600 << 10, "KiB"
+    assert not list(cwd.rglob(f"{hostile.MARKER}*"))
+    return {Path(folder).name: (raised, digest) for folder, (raised, digest) in told["found"].items()}
+
+
+def check(results: dict[str, tuple[str, str]]) -> None:
+    for name, (raised, _) in results.items():
+        assert raised.partition(":")[0] in TYPED, (name, raised)
+        assert "Traceback" not in raised
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_pickles_are_refused_at_every_place_of_every_file(source: str, tmp_path: Path) -> None:
+    results = read_watched(hostile.make_pickles(RUNS[source], tmp_path), tmp_path)
+    assert len(results) >= {"z0_bf16_ws2_plain": 10}.get(source, 40)
+    check(results)
+    for name, (raised, _) in results.items():
+        assert "asks for code to be run" in raised, name
+        if name.endswith("system"):
+            assert "posix.system" in raised, name
+
+
+@pytest.mark.slow
+def test_zips_that_lie_are_refused(tmp_path: Path) -> None:
+    results = read_watched(hostile.make_zips(RUNS["z3_fp32_ws2_tied"], tmp_path), tmp_path)
+    assert len(results) == 22
+    check(results)
+
+
+@pytest.mark.slow
+def test_names_lead_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "folders").mkdir()
+    results = read_watched(hostile.make_names(RUNS["z1_fp32_ws3_groups"], tmp_path / "folders"), tmp_path)
+    assert len(results) == 16
+    check(results)
+
+
+@pytest.mark.slow
+def test_trees_that_deepspeed_does_not_write_are_refused(tmp_path: Path) -> None:
+    results = read_watched(hostile.make_lies(RUNS["z1_fp32_ws3_groups"], tmp_path), tmp_path)
+    assert len(results) == 26
+    unharmed = {name for name, (raised, _) in results.items() if not raised}
+    assert unharmed <= {f"z1_fp32_ws3_groups-lie-shared_params-{n}" for n in (0, 1)}  # names of nothing
+    check({name: result for name, result in results.items() if name not in unharmed})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_flipped_bits_are_found_or_change_nothing(source: str, tmp_path: Path) -> None:
+    results = read_watched([RUNS[source], *hostile.make_flips(RUNS[source], tmp_path, 80)], tmp_path)
+    (clean, right), *flipped = results.values()
+    assert clean == ""
+    found = [raised for raised, digest in flipped if digest != right]
+    assert all(raised.partition(":")[0] in TYPED for raised in found), found
+    assert len(found) > 20
