@@ -222,6 +222,10 @@ def _resume(run: loop.Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
     """Continues from a checkpoint, as checkpoint.resume says."""
     policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
     newest = checkpointer.newest()
+    if "/" in policy:
+        if newest is None:
+            return _begin_from(run, policy)
+        policy = "auto"
     if policy == "never":
         if newest is not None:
             raise CheckpointError(
@@ -250,6 +254,17 @@ def _resume(run: loop.Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
         checkpointer.set_aside(newer_than=loaded.step)
     run.last_saved = loaded.url
     return loaded
+
+
+def _begin_from(run: loop.Run, url: str) -> Loaded:
+    """Goes on from a checkpoint of DeepSpeed's at a path or URL, or begins with the weights there."""
+    source = Checkpointer(url, world=run.engine.world, keep=0)
+    if source.newest() is not None:
+        raise CheckpointError(
+            f"checkpoint.resume: {url} holds checkpoints of dsjob",
+            hint=f"continue them with checkpoint.dir={url}, or convert one and name its weights",
+        )
+    return source.load(run.savable, seed=run.spec.trainer.seed)
 
 
 def _say_complete(run: loop.Run, run_dir: str, display: Display) -> Result:

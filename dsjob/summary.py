@@ -35,7 +35,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         ("output", run_dir),
     ]
     if loaded is not None:
-        exact = "" if loaded.exact else "; on another world size, so with other random numbers"
+        exact = "" if loaded.exact else "; random numbers begin anew"
         rows.append(("resumed", "; ".join([f"{loaded.url} at step {loaded.step:,}{exact}", *loaded.notes])))
     return rows
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_data import FOLDERS, RUNS, about, digest
+from deepspeed_data import FOLDERS, RUNS, about, digest, split
 from safetensors.torch import load_file, save_file
 from test_convert import upload
 from torch import Tensor
@@ -32,12 +32,6 @@ def read_all(found: Foreign) -> dict[str, Tensor]:
         tensors[name] = torch.frombuffer(data, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
     shards.close()
     return {**tensors, **{alias: tensors[name] for alias, name in found.checkpoint.aliases.items()}}
-
-
-def split(names: list[str]) -> list[list[str]]:
-    """The two groups of `make_groups`: those without weight decay are one-dimensional."""
-    flat = [name for name in names if name.endswith(("bias", "ln.weight", "ln_f.weight"))]
-    return [[name for name in names if name not in flat], flat]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -25,3 +25,9 @@ def digest(tensor: Tensor) -> str:
     """As `make_deepspeed_runs` notes a tensor: dtype, shape, sha256 of its bytes."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
+
+
+def split(names: list[str]) -> list[list[str]]:
+    """The two groups of `make_groups`: those without weight decay are one-dimensional."""
+    flat = [name for name in names if name.endswith(("bias", "ln.weight", "ln_f.weight"))]
+    return [[name for name in names if name not in flat], flat]
