@@ -116,6 +116,39 @@ def convert(
     return written
 
 
+def convert_to_deepspeed(
+    source: str,
+    out: str,
+    *,
+    stage: int,
+    world_size: int,
+    to: Literal["fp32", "bf16", "fp16"] | None = None,
+    tag: str | None = None,
+    overwrite: bool = False,
+) -> list[str]:
+    """Writes a checkpoint of dsjob's as DeepSpeed saves it with ZeRO `stage` on `world_size` ranks; the files' paths.
+
+    out: a local folder. to: the dtype that the model has in the run that goes on; by default the job's. The files are
+    pickles, which is what DeepSpeed loads. Raises as `convert` does.
+    """
+    with renamed(f"convert {source}"):
+        place, record = locate(source, tag)
+        checkpoint = plain.read_checkpoint(place, record)
+        if not storage.is_local(out):
+            raise UsageError(f"cannot write to {out}", hint="name a local folder, and copy it there afterwards")
+        if checkpoint.manifest.get("models") or checkpoint.manifest.get("model_ranks", 1) > 1:
+            raise UsageError("the checkpoint holds several models, and a DeepSpeed checkpoint one", hint="--to fp32")
+        from dsjob.checkpoint.deepspeed_writer import Target, read_values, write_deepspeed
+        from dsjob.checkpoint.shards import DTYPES as TORCH_DTYPES
+
+        url = storage.join(place.root, checkpoint.folder)
+        values, job = read_values(url, checkpoint)
+        enabled = (name for name in ("bf16", "fp16") if (job.get(name) or {}).get("enabled"))
+        chosen: str = to or next(enabled, "fp32")
+        target = Target(stage, world_size, TORCH_DTYPES[DTYPES[chosen]])
+        return write_deepspeed(place, checkpoint, values, storage.local_path(out), target, overwrite)
+
+
 def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
     """The tensors of one of several models, under the names that the model itself has for them."""
     start = f"model.{name}."

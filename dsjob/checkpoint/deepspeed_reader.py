@@ -156,7 +156,7 @@ class _Reader:
         fragments = [file.content["frozen_param_fragments"] for file in files]
         for piece in place_stage3(shapes, len(files)):
             stored = files[piece.rank].place_of(fragments[piece.rank][piece.name])
-            self.boxes.add_piece(f"model.{piece.name}", "parameter", piece.shape, stored, piece.at, 0, piece.length)
+            self.boxes.add_piece(f"model.{piece.name}", "frozen", piece.shape, stored, piece.at, 0, piece.length)
 
     def _read_module(self, first: TorchFile) -> None:
         """Buffers, tied names, and parameters that are nowhere else: the frozen ones of stages 0 and 1."""
@@ -169,7 +169,9 @@ class _Reader:
                 continue
             if self.folder.sharded and name not in buffers:
                 continue  # a placeholder: its parts are elsewhere, or were left out of the save
-            self.boxes.add(full, "buffer" if name in buffers else "parameter", first.place_of(tensor))
+            trained = name in self.found.trained or not self.found.trained
+            role = "buffer" if name in buffers else "parameter" if trained else "frozen"
+            self.boxes.add(full, role, first.place_of(tensor))
 
     def _read_universal(self, shapes: Sequence[Any]) -> Mapping[str, Any]:
         """A universal checkpoint: a folder for each parameter, a file for each tensor. Returns what all share."""

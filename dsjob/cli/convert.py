@@ -16,9 +16,15 @@ def main(arguments: list[str], debug: bool) -> int:
     """Converts, and says what it wrote."""
     args = _parse(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    if args.to == "deepspeed":
+        return _write_deepspeed(args)
+    if args.zero_stage or args.world_size:
+        raise UsageError("--zero-stage and --world-size belong to --to deepspeed", hint="leave them out")
     hf = args.to == "hf"
     if not hf and (args.dtype or args.tokenizer):
-        raise UsageError("--dtype and --tokenizer belong to --to hf", hint="--to fp32, bf16 or fp16 says the dtype")
+        raise UsageError(
+            "--dtype and --tokenizer belong to --to hf or deepspeed", hint="--to fp32, bf16 or fp16 says the dtype"
+        )
     if hf and not args.out:
         raise UsageError("--to hf makes a folder, and none was named", hint="dsjob convert --to hf CKPT FOLDER")
     if hf and (args.strip or args.prefix):
@@ -44,6 +50,29 @@ def main(arguments: list[str], debug: bool) -> int:
     return 0
 
 
+def _write_deepspeed(args: argparse.Namespace) -> int:
+    if args.out is None or args.zero_stage is None or args.world_size is None or args.world_size < 1:
+        raise UsageError("--to deepspeed needs OUT, --zero-stage 1, 2 or 3, and --world-size N, at least 1")
+    other = ("model", "strip", "prefix", "exclude_frozen", "format", "tokenizer")
+    given = [f"--{name.replace('_', '-')}" for name in other if getattr(args, name)]
+    if given:
+        raise UsageError(f"{', '.join(given)} cannot be had with --to deepspeed", hint="a run goes on with all it had")
+    written = conversion.convert_to_deepspeed(
+        args.checkpoint,
+        args.out,
+        stage=args.zero_stage,
+        world_size=args.world_size,
+        to=args.dtype,
+        tag=args.tag,
+        overwrite=args.overwrite,
+    )
+    for path in written:
+        print(path)  # noqa: T201
+    print("\nThese files are pickles: DeepSpeed loads nothing else.")  # noqa: T201
+    print(f"load with:  engine.load_checkpoint({args.out!r})")  # noqa: T201
+    return 0
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dsjob convert", description="Turn a checkpoint into plain weights, or into a folder for transformers."
@@ -55,16 +84,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("checkpoint", metavar="CKPT", help="a run's folder, a checkpoint folder or a step's; a path or URL")
     out = "a folder, or a file *.safetensors, *.bin, *.pt, *.pth, *.ckpt (the checkpoint folder)"
     add("out", nargs="?", metavar="OUT", help=out)
-    to = "dtype of the weights (fp32); hf: a folder that transformers' from_pretrained loads"
-    add("--to", choices=(*conversion.DTYPES, "hf"), default="fp32", help=to)
+    to = "dtype of the weights (fp32); hf: a folder that transformers' from_pretrained loads; deepspeed: its files"
+    add("--to", choices=(*conversion.DTYPES, "hf", "deepspeed"), default="fp32", help=to)
     add("--format", choices=("safetensors", "torch"), default="", help="of the files in a folder (safetensors)")
     add("-t", "--tag", help="the checkpoint to convert (the newest)")
     add("--model", metavar="NAME", help="one of the job's several models (all)")
     add("--strip", default="", metavar="TEXT", help="leave out this beginning of names, such as module.")
     add("--prefix", default="", metavar="TEXT", help="put this before each name")
     add("--exclude-frozen", action="store_true", help="leave out the parameters that were not trained")
-    add("--dtype", choices=tuple(conversion.DTYPES), help="with --to hf: of the weights (fp32)")
+    add("--dtype", choices=tuple(conversion.DTYPES), help="with --to hf: of the weights (fp32); deepspeed: the job's")
     add("--tokenizer", metavar="FOLDER", help="with --to hf: copy a tokenizer's files from there")
+    add("--zero-stage", type=int, choices=(1, 2, 3), help="with --to deepspeed: its ZeRO stage")
+    add("--world-size", type=int, metavar="N", help="with --to deepspeed: how many ranks go on from it")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
     add("--overwrite", action="store_true", help="replace earlier output")
     return parser.parse_intermixed_args(arguments)
