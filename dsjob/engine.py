@@ -187,9 +187,7 @@ class Engine(Readings, Saving):
         self.strategy.reduce_gradients()
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
-        # Ranks are averaged; their sum comes out of the division that takes the loss scale out again.
-        ranks = self.world.world_size if self.spec.gradient_allreduce_op == "sum" else 1
-        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, self.loss_scale() / ranks)
+        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, self.loss_scale() / self.gradient_factor)
         overflow = self._scaler is not None and not bool(self._grad_norm.isfinite())
         if not overflow:
             self.optimizer.step()

@@ -24,6 +24,10 @@ class Owner(Protocol):
     strategy: Strategy
     optimizer: Optimizer | None
 
+    @property
+    def gradient_factor(self) -> int:
+        """What its step multiplies reduced gradients by."""
+
 
 class Owned(NamedTuple):
     """A parameter of an engine, by its name there."""
@@ -95,6 +99,17 @@ def _read(
     return found.to(torch.float32 if found.is_floating_point() else found.dtype, copy=True)
 
 
+def _read_gradient(parameter: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor | None:
+    found = _read(parameter, lambda owned: owned.gradient, part)
+    return None if found is None else found.mul_(_find_factor(parameter))
+
+
+def _find_factor(parameter: Tensor) -> int:
+    """How many times its tensor a gradient is: ranks are averaged, where their sum was asked for too."""
+    owned = find_owned(parameter)
+    return owned.owner.gradient_factor if owned is not None else 1
+
+
 @torch.no_grad()
 def _write(
     parameter: Tensor, value: Tensor, choose: Callable[[Owned], Tensor | None], *, is_part: bool, weight: bool = False
@@ -123,12 +138,12 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
     With fp16 it is still multiplied by the loss scale.
     """
-    return _read(param, lambda owned: owned.gradient, whole)
+    return _read_gradient(param, whole)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Puts a value, whole and the same on every rank, in the place of a gradient that is there."""
-    _write(param, value, lambda owned: owned.gradient, is_part=False)
+    _write(param, value / _find_factor(param), lambda owned: owned.gradient, is_part=False)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -153,12 +168,12 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's part of a parameter's gradient."""
-    return _read(param, lambda owned: owned.gradient, local)
+    return _read_gradient(param, local)
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Puts a value in the place of this rank's part of a gradient."""
-    _write(param, value, lambda owned: owned.gradient, is_part=True)
+    _write(param, value / _find_factor(param), lambda owned: owned.gradient, is_part=True)
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:

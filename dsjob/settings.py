@@ -179,6 +179,11 @@ class Settings:
         return self.precision.compute, self.precision.reduce
 
     @property
+    def gradient_factor(self) -> int:
+        """What a step multiplies gradients by: ranks are averaged, and their sum comes out of taking the scale out."""
+        return self.world.world_size if self.spec.gradient_allreduce_op == "sum" else 1
+
+    @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype that gradients travel in."""
         return self.precision.reduce

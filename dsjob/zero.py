@@ -31,6 +31,7 @@ from dsjob.optim.shards import whole as gather
 from dsjob.parallel.presharded import ShardStatus, announce, mark_external, shard_parameters
 from dsjob.parallel.wrap import find_by_name, find_by_suffix, find_of_classes, is_leaf, mark_leaf
 from dsjob.parameters import find_owned
+from dsjob.rendezvous import init_distributed
 
 
 class Init:
@@ -40,8 +41,9 @@ class Init:
     of the outermost one until the end. All ranks build the same model, and rank 0's values count. `Module.apply` (for
     initialisation) sees whole parameters, module by module. `module`: one that is there already, to be sharded at
     once. `dtype`: what parameters become; they stay as they are made where it is absent, since they are masters too.
-    `mpu`, `data_parallel_group`: what says, in place of all ranks, which ones share. On one rank, and without
-    `enabled`, nothing happens. The other arguments are DeepSpeed's, and have no counterpart.
+    `mpu`, `data_parallel_group`: what says, in place of all ranks, which ones share. On one rank parameters stay whole,
+    and have the attributes of sharded ones; without `enabled` nothing happens. A process that is in no group joins it.
+    The other arguments are DeepSpeed's, and have no counterpart.
     """
 
     def __init__(
@@ -60,38 +62,48 @@ class Init:
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
             raise UsageError(f"zero.Init: remote_device is {remote_device!r}", hint='allowed are "cpu" and None')
-        world = _find_world(mpu, data_parallel_group) if enabled else None
-        self._dtype = dtype
+        self._dtype, self._enabled, self._mesh = dtype, enabled, None
         self._stack = contextlib.ExitStack()
-        self._mesh = world.make_mesh() if world is not None and world.world_size > 1 else None
-        if module is not None and self._mesh is not None:
-            shard_parameters(module, self._mesh, dtype)
+        if enabled:
+            init_distributed()
+            world = _find_world(mpu, data_parallel_group)
+            self._mesh = world.make_mesh() if world.world_size > 1 else None
+        if module is not None and enabled:
+            self._place(module)
+
+    def _place(self, module: nn.Module) -> None:
+        if self._mesh is not None:
+            shard_parameters(module, self._mesh, self._dtype)
+            return
+        for parameter in module.parameters():
+            if not hasattr(parameter, "ds_id"):
+                announce(parameter)
 
     def __enter__(self) -> Init:
-        mesh = self._mesh
-        if mesh is None:
+        if not self._enabled:
             return self
 
-        def shard(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        def place(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             if child is not None:
-                shard_parameters(child, mesh, self._dtype)
+                self._place(child)
 
         built: WeakSet[nn.Module] = WeakSet()
 
         def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             built.add(module)
 
-        def shard_rest() -> None:
+        def place_rest() -> None:
             for module in list(built):  # what is part of no other module
-                shard_parameters(module, mesh, self._dtype)
+                self._place(module)
 
         for handle in (
-            register_module_module_registration_hook(shard),
+            register_module_module_registration_hook(place),
             register_module_parameter_registration_hook(note),
         ):
             self._stack.callback(handle.remove)
-        self._stack.callback(shard_rest)
-        self._stack.enter_context(_apply_to_whole())
+        self._stack.callback(place_rest)
+        if self._mesh is not None:
+            self._stack.enter_context(_apply_to_whole())
         return self
 
     def __exit__(
@@ -164,9 +176,17 @@ class GatheredParameters:
         self._params = list({id(p): p for p in listed}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self._gathered: list[Tensor] = []
+        self._announced: list[Tensor] = []
 
     def __enter__(self) -> GatheredParameters:
         for parameter in self._params:
+            # One that is whole on the only rank there is may look like a shard.
+            if (
+                not isinstance(parameter, DTensor)
+                and getattr(parameter, "ds_status", None) == ShardStatus.NOT_AVAILABLE
+            ):
+                announce(parameter, ShardStatus.AVAILABLE)
+                self._announced.append(parameter)
             if isinstance(parameter, DTensor) and not isinstance(parameter, _Gathered):
                 whole = nn.Parameter(gather(parameter.detach()), requires_grad=parameter.requires_grad)
                 parameter._whole = whole  # type: ignore[attr-defined]
@@ -178,6 +198,8 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        while self._announced:
+            announce(self._announced.pop())
         keeps = self._modifier_rank is not None and kind is None
         values = [self._agree(parameter) for parameter in self._params] if keeps else []
         wholes = {id(parameter): parameter for parameter in self._gathered}

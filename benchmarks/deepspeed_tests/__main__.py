@@ -49,7 +49,7 @@ def run_file(tests: Path, name: str, site: str, out: Path, seconds: float, keep:
         "PYTHONPATH": f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}",
         "REHOST_OUT": str(out),
         "REHOST_KEEP": str(int(keep)),
-        "DS_UNITTEST_TIMEOUT": "60",
+        "DS_UNITTEST_TIMEOUT": "150",
         "LOCAL_SIZE": "8",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -43,6 +43,13 @@ def make_stub(path: str) -> Stub:
     return Stub(path.rpartition(".")[2], (), {"_path": path})
 
 
+# What tests import beside what they test: groups of a model without experts, the size from which a tensor is swapped.
+UNUSED: dict[str, Any] = {
+    "split_params_into_different_moe_groups_for_optimizer": lambda groups: groups,
+    "MIN_SWAPPABLE_BYTES": 1 << 20,
+}
+
+
 class Mirror(types.ModuleType):
     """A module of deepspeed: what dsjob's module of that name has, and stubs."""
 
@@ -56,8 +63,8 @@ class Mirror(types.ModuleType):
             return getattr(real, name)
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "split_params_into_different_moe_groups_for_optimizer":
-            return lambda groups: groups  # of a model without experts
+        if name in UNUSED:
+            return UNUSED[name]
         return make_stub(f"{self.__name__}.{name}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -119,6 +126,7 @@ def fit_torch() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from dsjob.deepspeed import get_accelerator
+    from dsjob.deepspeed.ops.op_builder import OpBuilder
     from dsjob.engine import Engine
 
     before = DistributedDataParallel.__init__
@@ -135,11 +143,40 @@ def fit_torch() -> None:
         return lambda a, b, *args, **kwargs: compare(whole(a), whole(b), *args, **kwargs)
 
     torch.allclose, torch.equal = on_whole(torch.allclose), on_whole(torch.equal)
-    # What a helper asks for beside what is tested: the optimizer inside a wrapper, the name of a checkpoint's file.
-    torch.optim.Optimizer.optimizer = property(lambda self: self)  # type: ignore[attr-defined]
+    torch.testing.assert_close = on_whole(torch.testing.assert_close)
+    # What tests ask beside what they test: a wrapped optimizer, its loss scale, the name of a file.
+    optimizer: Any = torch.optim.Optimizer
+    optimizer.optimizer = property(lambda self: self)
+    optimizer.loss_scaler = optimizer.loss_scale_config = property(read_scaler)
+    optimizer.dynamic_loss_scale = property(lambda self: read_scaler(self).dynamic_loss_scale)
+    optimizer.loss_scale = optimizer.cur_scale = property(lambda self: read_scaler(self).cur_scale)
+    OpBuilder.installed_rocm_version = staticmethod(lambda: (0, 0))  # type: ignore[attr-defined]
     Engine._get_optimizer_ckpt_name = lambda self, *args: ""  # type: ignore[attr-defined]
     if get_accelerator().device_name() == "cpu":
         get_accelerator().current_device = lambda: "cpu"  # type: ignore[method-assign,assignment,return-value]
+
+
+class Scaler:
+    """An engine's loss scale by the names that DeepSpeed's has."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    cur_scale = loss_scale = property(lambda self: self._scaler.scale)
+    cur_iter = property(lambda self: self._scaler._step)
+    dynamic_loss_scale = dynamic = property(lambda self: self._scaler.dynamic)
+    scale_window = property(lambda self: self._scaler._spec.loss_scale_window)
+    min_scale = min_loss_scale = property(lambda self: self._scaler._spec.min_loss_scale)
+
+
+def read_scaler(optimizer: Any) -> Scaler:
+    """The loss scale of the engine that has this optimizer."""
+    from dsjob.parameters import _known
+
+    scalers = [getattr(engine, "_scaler", None) for engine in _known if engine.optimizer is optimizer]
+    if not scalers or scalers[0] is None:
+        raise AttributeError("the optimizer has no loss scale")
+    return Scaler(scalers[0])
 
 
 def fit_harness(harness: Any) -> None:
@@ -187,8 +224,11 @@ def fit_harness(harness: Any) -> None:
 
 
 def fit_skips() -> None:
-    """What DeepSpeed's own CPU accelerator does not support is tested here."""
+    """What DeepSpeed's own CPU accelerator does not support is tested here, and bf16 without CUDA."""
     import pytest
+    import unit.util  # type: ignore[import-not-found]
+
+    unit.util.bf16_required_version_check = lambda *args, **kwargs: True
 
     skip = pytest.skip
 

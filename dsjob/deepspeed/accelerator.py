@@ -10,7 +10,7 @@ import torch
 
 
 class Accelerator:
-    """The GPU where there is one, else the CPU; what it lacks is looked up in torch.cuda or torch.cpu."""
+    """The GPU where there is one, else the CPU; what it lacks is looked up in torch.cuda, or in torch.cpu and torch."""
 
     def __init__(self) -> None:
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,6 +114,8 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def __getattr__(self, name: str) -> Any:
+        if self._name == "cpu" and not hasattr(self._module, name):
+            return getattr(torch, name)  # get_rng_state, FloatTensor and so on
         return getattr(self._module, name)
 
 

@@ -103,7 +103,8 @@ def _lion(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
 def _compressing(
     groups: list[Any], params: Mapping[str, Any], *, kind: type[OneBitAdam | OneBitLamb | ZeroOneAdam]
 ) -> Optimizer:
-    arguments = {key: value for key, value in params.items() if key != "amsgrad"}  # false: the schema allows no other
+    without_effect = ("amsgrad", "cuda_aware", "comm_backend_name")
+    arguments = {key: value for key, value in params.items() if key not in without_effect}
     return kind(groups, **{**arguments, "betas": tuple(params["betas"])})
 
 

@@ -34,7 +34,7 @@ def announce(parameter: Tensor, status: ShardStatus = ShardStatus.NOT_AVAILABLE)
     """Gives a sharded parameter the attributes by which programs for DeepSpeed know that it has to be gathered."""
     shape = parameter.shape
     marks = {"ds_id": id(parameter), "ds_shape": shape, "ds_numel": shape.numel(), "ds_status": status}
-    for name, value in marks.items():
+    for name, value in {**marks, "ds_persist": False}.items():  # none is kept whole for being small
         setattr(parameter, name, value)
 
 

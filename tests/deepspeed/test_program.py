@@ -15,6 +15,7 @@ import dsjob.checkpointing
 import dsjob.deepspeed as deepspeed
 from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from dsjob.deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WarmupDecayLR, WarmupLR
+from dsjob.deepspeed.runtime.zero import ZeroParamStatus
 from dsjob.deepspeed.utils import RepeatingLoader
 from dsjob.errors import DataError, UsageError
 
@@ -103,6 +104,25 @@ def test_schedules_are_of_their_classes_whoever_makes_them() -> None:
     config = {"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": {}}}
     made = deepspeed.initialize(model=nn.Linear(2, 2), optimizer=optimizer.__class__, config=config)[3]
     assert isinstance(made, WarmupLR)
+
+
+def test_on_one_rank_parameters_have_the_attributes_of_shards() -> None:
+    status = ZeroParamStatus
+    with deepspeed.zero.Init(), deepspeed.zero.Init():
+        assert deepspeed.comm.is_initialized()
+        net = nn.Sequential(nn.Linear(2, 3))
+    plain = nn.Linear(2, 2)
+    weight = net[0].weight
+    assert (weight.ds_shape, weight.ds_numel, weight.ds_status) == ((3, 2), 6, status.NOT_AVAILABLE)
+    assert not hasattr(plain.weight, "ds_id")
+    with deepspeed.zero.GatheredParameters(net.parameters(), modifier_rank=0):
+        with deepspeed.zero.GatheredParameters([weight, plain.weight]):
+            assert weight.ds_status == status.AVAILABLE
+        assert weight.ds_status == status.AVAILABLE
+        weight.data.fill_(2)
+    assert weight.ds_status == status.NOT_AVAILABLE
+    engine = deepspeed.initialize(model=net, config={"train_batch_size": 1, "optimizer": {"type": "Adam"}})[0]
+    assert float(engine(torch.ones(2)).sum() - net[0].bias.sum()) == pytest.approx(12)
 
 
 def test_a_repeating_loader_begins_again() -> None:

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsjob import parameters
 from dsjob.engine import Engine
 from dsjob.errors import ContractError
 from dsjob.mesh import World
@@ -337,8 +338,20 @@ def test_gradients_may_travel_in_a_dtype_of_their_own_at_every_stage() -> None:
             assert reduced[rank][stage] == pytest.approx(plain[rank][stage], rel=4e-3)
 
 
+def read_gradients(engine: Engine, times: int) -> dict[str, Tensor]:
+    """The first parameter's gradient `times`; that it can be doubled."""
+    engine.backward(engine(*make_tokens(engine.global_rank, 2)))
+    weight = next(engine.module.parameters())
+    before = parameters.safe_get_full_grad(weight)
+    assert before is not None
+    parameters.safe_set_full_grad(weight, 2 * before)
+    torch.testing.assert_close(parameters.safe_get_full_grad(weight), 2 * before)
+    return {"gradient": before * times}
+
+
 def train_summed(world: World) -> list[list[dict[str, Tensor]]]:
-    """For each stage: weights after steps of SGD on summed gradients, and on averaged ones at W times the rate."""
+    """For each stage: weights after steps of SGD on summed gradients, and on averaged ones at W times the rate; then
+    a summed gradient as a program reads and changes it, beside W averaged ones."""
     found = []
     for stage in range(4):
         pair = []
@@ -347,6 +360,7 @@ def train_summed(world: World) -> list[list[dict[str, Tensor]]]:
             engine = make_engine(stage, optimizer=sgd, gradient_clipping=0, gradient_allreduce_op=op)
             train_engine(engine, 0, 3)
             pair.append({n: t for n, t in whole_state(engine).items() if n.startswith("model.")})
+            pair[-1].update(read_gradients(engine, 1 if op == "sum" else world.world_size))
         found.append(pair)
     return found
 

@@ -10,7 +10,18 @@ import torch
 from dsjob.errors import UsageError
 
 
-class FusedAdam(torch.optim.Adam):
+class _Adam(type):
+    """What a config of type Adam or AdamW has made, which is torch's, is a FusedAdam too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return (
+            isinstance(instance, torch.optim.Adam)
+            if cls.__name__ == "FusedAdam"
+            else super().__instancecheck__(instance)
+        )
+
+
+class FusedAdam(torch.optim.Adam, metaclass=_Adam):
     """Adam, by default with decoupled weight decay (`adam_w_mode`), which is 0 unless given."""
 
     def __init__(
