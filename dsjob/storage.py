@@ -1,21 +1,27 @@
 """Reading and writing by URL: the home of fsspec. Everything that dsjob keeps goes through here.
 
 A URL is a plain string: a local path, or `scheme://...` of any file system that fsspec knows. `pathlib.Path` is never
-used for one, since it folds `s3://` into `s3:/`. Errors of file systems come out as `StorageError`.
+used for one, since it folds `s3://` into `s3:/`. Errors of file systems come out as `StorageError`. Credentials are
+those that each store's own library finds; timeouts and the like are set as fsspec has it (`FSSPEC_S3='{...}'`).
 """
 
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
-from typing import BinaryIO, NamedTuple, cast
+from datetime import UTC, datetime, timedelta
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
 
-from dsjob.errors import StorageError
+from dsjob.errors import DsjobError, StorageError
+from dsjob.redaction import describe_secret, redact
+
+_FILE_MODE, _FOLDER_MODE = 0o640, 0o750
+_CONFLICTS = 5  # how often a creation is tried again where another one of the same file is under way
 
 
 @contextmanager
@@ -23,28 +29,42 @@ def _renamed(action: str, url: str, passing: tuple[type[OSError], ...] = ()) -> 
     """Renames what a file system raises into StorageError, but for what is `passing`."""
     try:
         yield
+    except DsjobError:
+        raise
     except passing:
         raise
     except PermissionError as error:
-        raise StorageError(f"cannot {action} {url}: permission denied", hint="choose a folder you may write") from error
+        detail = "permission denied" if is_local(url) else f"permission denied: {error}"
+        raise _name(action, url, detail, "choose a folder you may write") from error
     except FileNotFoundError as error:
-        raise StorageError(f"cannot {action} {url}: no such file or folder") from error
+        bucket = "bucket" in str(error).lower()
+        detail = "there is no such bucket" if bucket else "no such file or folder"
+        raise _name(action, url, detail, "dsjob makes none: correct its name, or make it" if bucket else "") from error
     except OSError as error:
-        detail = error.strerror or str(error)
-        hint = "free some space, or point checkpoint.dir at another disk" if error.errno == 28 else ""
-        raise StorageError(f"cannot {action} {url}: {detail}", hint=hint) from error
+        full = "free some space, or point checkpoint.dir at another disk" if error.errno in (27, 28, 122) else ""
+        raise _name(action, url, error.strerror or str(error), full) from error
+    except Exception as error:  # what the libraries of stores raise: no credentials, no connection, no answer
+        if is_local(url):
+            raise
+        raise _name(action, url, f"{type(error).__name__}: {error}") from error
 
 
-def _open_file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+def _name(action: str, url: str, detail: str, hint: str = "") -> StorageError:
+    return StorageError(redact(f"cannot {action} {url}: {detail}"), hint=hint)
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    if secret := describe_secret(url):
+        hint = "leave it out: credentials come from the environment or the profile of the store's own tools"
+        raise StorageError(f"cannot open {redact(url)}: {secret}", hint=hint)
     # Listings of object stores go stale within the process that made them: never cached.
     options = {} if is_local(url) or url.startswith("memory:") else {"use_listings_cache": False}
     try:
         if b"\0" in os.fsencode(url):
             raise ValueError("a path holds no NUL")
-        fs, path = fsspec.core.url_to_fs(url, **options)
+        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **options))
     except (ImportError, ValueError) as error:  # unknown protocol, its package not installed, not to be encoded
-        raise StorageError(f"cannot open {url}: {error}") from error
-    return fs, path
+        raise StorageError(redact(f"cannot open {url}: {error}")) from error
 
 
 def is_local(url: str) -> bool:
@@ -134,7 +154,7 @@ def make_folder(url: str) -> None:
         missing = path
         while not os.path.exists(os.path.dirname(missing) or "."):
             missing = os.path.dirname(missing)
-        os.makedirs(path, exist_ok=True)
+        os.makedirs(path, _FOLDER_MODE, exist_ok=True)
         while len(path) >= len(missing):  # the names of new folders have to be as durable as what goes into them
             path = os.path.dirname(path)
             _sync_folder(path)
@@ -161,21 +181,40 @@ def open_write(url: str) -> Iterator[BinaryIO]:
     """A file to write; durable once the block ends, and absent (never cut short) when the block raises."""
     with _renamed("write", url):
         fs, path = _open_file_system(url)
-        file = fs.open(path, "wb")
-        try:
-            yield cast(BinaryIO, file)
+        file: Any = _open_local(path) if is_local(url) else fs.open(path, "wb")
+    try:
+        yield cast(BinaryIO, _Renamed(file, url))
+        with _renamed("write", url):
             if is_local(url):
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:
+            file.close()
+    except BaseException:
+        with _renamed("write", url):
             try:
                 # To close an upload is to commit what is there of it; a local file knows nothing else.
-                file.close() if is_local(url) or not hasattr(file, "discard") else file.discard()
+                file.close() if is_local(url) or not hasattr(file, "discard") else _discard(file)
             finally:
                 if fs.exists(path):
                     fs.rm_file(path)
-            raise
-        file.close()
+        raise
+
+
+def _discard(file: Any) -> None:
+    file.discard()
+    if isinstance(file, fsspec.spec.AbstractBufferedFile):
+        file.closed = True  # or its destructor commits what is there
+
+
+class _Renamed:
+    """A file that is written, with the errors of this module."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def write(self, data: bytes | memoryview) -> int:
+        with _renamed("write", self._url):
+            return int(self._file.write(data))
 
 
 def write_bytes(url: str, data: bytes) -> None:
@@ -194,12 +233,21 @@ def write_bytes(url: str, data: bytes) -> None:
         _sync_folder(os.path.dirname(path))
 
 
-def create_bytes(url: str, data: bytes) -> None:
-    """Creates a file durably; FileExistsError when somebody else has created it first."""
+def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
+    """Creates a file durably; FileExistsError when somebody else has created it first, with other bytes.
+
+    Give bytes that no other writer has: where an answer was lost on its way, what is there tells whose creation it was.
+    Not `exclusive`: for stores that cannot refuse a second creation (see `creates_once`); two at once both pass then.
+    """
     with _renamed("create", url, passing=(FileExistsError,)):
+        if not exclusive:
+            if exists(url) and read_bytes(url) != data:
+                raise FileExistsError(url)
+            write_bytes(url, data)
+            return
         fs, path = _open_file_system(url)
         if not is_local(url):
-            fs.pipe_file(path, data, mode="create")
+            _create_object(fs, path, data)
             return
         temporary = _write_temporary(path, data)
         try:
@@ -209,9 +257,48 @@ def create_bytes(url: str, data: bytes) -> None:
         _sync_folder(os.path.dirname(path))
 
 
+def _create_object(fs: Any, path: str, data: bytes) -> None:
+    for attempt in range(_CONFLICTS):
+        try:
+            fs.pipe_file(path, data, mode="create")
+            return
+        except (NotImplementedError, TypeError, ValueError):  # it knows no such mode
+            raise
+        except Exception as error:
+            # Refused, or done with the acknowledgement lost and a second try refused: reading back tells.
+            try:
+                found = fs.cat_file(path)
+            except FileNotFoundError:
+                found = None
+            if found == data:
+                return
+            if found is not None:
+                raise FileExistsError(path) from error
+            if "conflict" not in str(error).lower() or attempt == _CONFLICTS - 1:
+                raise
+            time.sleep(0.1 * 2**attempt)
+
+
+def creates_once(url: str) -> bool:
+    """Whether a second creation of the existing file `url` is refused there. Where it is not, the file is changed."""
+    try:
+        create_bytes(url, uuid.uuid4().bytes)
+    except FileExistsError:
+        return True
+    except StorageError as error:
+        if isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError)):
+            return False
+        raise
+    return False
+
+
+def _open_local(path: str) -> BinaryIO:
+    return open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, _FILE_MODE), "wb")
+
+
 def _write_temporary(path: str, data: bytes) -> str:
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _FILE_MODE)
     try:
         with open(handle, "wb") as file:
             file.write(data)
@@ -249,3 +336,25 @@ def delete(url: str) -> None:
             return
         if is_local(url):
             _sync_folder(os.path.dirname(path))
+
+
+def abort_uploads(url: str, *, hours: float) -> int:
+    """Ends uploads below a folder that were begun more than `hours` ago and never finished; how many there were.
+
+    A writer that is killed leaves them on S3, unseen and paid for. Other stores clear them away by themselves.
+    """
+    fs, path = _open_file_system(url)
+    if not hasattr(fs, "list_multipart_uploads"):
+        return 0
+    with _renamed("clear uploads below", url):
+        bucket, prefix, _ = fs.split_path(path)
+        prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+        found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", [])
+        oldest = datetime.now(UTC) - timedelta(hours=hours)
+        old = [upload for upload in found if upload["Initiated"] < oldest]
+        for upload in old:
+            try:
+                fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+            except FileNotFoundError:  # it has ended meanwhile
+                continue
+        return len(old)

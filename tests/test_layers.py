@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "dsjob"
 
 # Each module or package of dsjob/ and the layer it lives in; `dsjob` itself only points at what is below.
 LAYERS: dict[int, set[str]] = {
-    0: {"errors", "paths", "resources", "spec"},
+    0: {"errors", "paths", "redaction", "resources", "spec"},
     1: {
         "document",
         "schema",

@@ -383,6 +383,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "zero_optimization.mics_shard_size",
         {**BY_DEEPSPEED, **zero(3, mics_shard_size=-1)},
     ),
+    (
+        "secret-in-url",
+        {"checkpoint": {"dir": "s3://key:secret@bucket/runs"}},
+        "checkpoint.dir",
+        {"checkpoint": {"dir": "s3://bucket/runs"}},
+    ),
     ("output-not-local", {"output": {"dir": "s3://runs/a"}}, "output.dir", {"output": {"dir": "runs/a"}}),
 ]
 # The same for bare DeepSpeed configs: what a job has no key for, or says in other words.

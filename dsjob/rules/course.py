@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsjob.paths import Path
+from dsjob.redaction import describe_secret, redact
 from dsjob.rules.table import Document, Finding, enter, read
 
 
@@ -146,9 +147,19 @@ def _memory(document: Document) -> Iterator[Finding]:
         yield "checkpoint.dir", f"{directory} cannot be shared by {nproc} ranks", "use a folder, or an object store"
 
 
+@enter("secret-in-url")
+def _secret(document: Document) -> Iterator[Finding]:
+    """A document is copied into each checkpoint and each run folder; credentials are for the store's own tools."""
+    for place in ("checkpoint.dir", "checkpoint.resume"):
+        url = read(document, place, "")
+        if isinstance(url, str) and (secret := describe_secret(url)):
+            yield place, f"{redact(url)} is refused: {secret}", "use the environment or a profile of the store's tools"
+
+
 @enter("output-not-local", whole=True)
 def _local_output(document: Document) -> Iterator[Finding]:
     """Logs and metrics are appended to, which object stores do not know; checkpoints may be anywhere."""
     directory = read(document, "output.dir", "")
     if isinstance(directory, str) and "://" in directory:
-        yield "output.dir", f"must be a local folder, not {directory}", f"checkpoint.dir: {directory} for checkpoints"
+        shown = redact(directory)
+        yield "output.dir", f"must be a local folder, not {shown}", f"checkpoint.dir: {shown} for checkpoints"

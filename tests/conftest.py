@@ -1,0 +1,3 @@
+"""Fixtures that several test modules share."""
+
+pytest_plugins = ["s3"]

@@ -1,0 +1,43 @@
+"""Secrets in URLs are told of and hidden."""
+
+import pytest
+
+from dsjob import storage
+from dsjob.errors import StorageError
+from dsjob.redaction import describe_secret, redact
+
+CANARY = "hunter2-canary"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3://me:{CANARY}@bucket/x",
+        f"s3://{CANARY}@bucket/x",
+        f"https://host/x?X-Amz-Signature={CANARY}&a=b",
+        f"https://account.blob/x?sv=1&sig={CANARY}",
+        f"s3://bucket/x?aws_secret_access_key={CANARY}",
+        f"ftp://host/x?password={CANARY}",
+        f"abfs://user:{CANARY}@account/x",
+        f"simplecache::s3://me:{CANARY}@bucket/x",
+        f"gs://bucket/x?access_token={CANARY}",
+    ],
+)
+def test_secrets_are_refused_and_hidden(url: str) -> None:
+    assert describe_secret(url)
+    assert CANARY not in describe_secret(url)
+    assert CANARY not in redact(f"cannot open {url}: no")
+    for call in (storage.exists, storage.read_bytes, storage.list_names, storage.make_folder):
+        with pytest.raises(StorageError) as caught:
+            call(url)
+        assert CANARY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://bucket/a@b", "abfs://container@account.dfs.core.windows.net/x", "/a/b?key=1", "a:b@c", "https://h/x?page=1"],
+)
+def test_other_urls_are_left_alone(url: str) -> None:
+    assert describe_secret(url) == ""
+    if "?key" not in url:
+        assert redact(f"cannot open {url}: no") == f"cannot open {url}: no"
