@@ -35,6 +35,7 @@ from dsjob.resolve import resolve_job
 from dsjob.spec import JobSpec, view
 from dsjob.steps import make_micro_step
 from dsjob.targets import call_target
+from dsjob.training import Run
 
 WARM_UP = 5
 
@@ -73,13 +74,13 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
     assert spec.model is not None
     engine = build_engine(call_target(spec.model), spec, world)
     clock = Clock()
-    run = loop.Run(
+    run = Run(
         spec=spec,
         engines=Engines({SOLE: engine}),
         micro_step=make_micro_step(None, None),
         loader=TrainingLoader(dataset, micro_batch=spec.trainer.micro_batch, world=world, seed=0),
         max_steps=spec.trainer.max_steps or 0,
-        checkpointer=Checkpointer(folder, world=world, keep=0),
+        checkpointer=Checkpointer(folder, world=world),
         callbacks=[clock],
         say=lambda title, text: None,
     )

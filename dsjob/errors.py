@@ -14,7 +14,9 @@
     |-- StorageError                1   reading or writing failed (permission, no space, no such bucket)
     |-- CheckpointError             1
     |   |-- NoCheckpointError       1   nothing there to load
-    |   `-- CorruptCheckpointError  1   what is there is damaged
+    |   |-- CorruptCheckpointError  1   what is there is damaged
+    |   `-- FencedError             1   a newer run of the job has begun: this one may not save any more
+    |-- Preempted                   75  a signal ended the job after it had saved: run it again
     `-- Interrupted                 130 / 143   a signal ended the job
 
 Errors of third parties are renamed into this tree where their library is at home. `message` says what was found and
@@ -160,6 +162,16 @@ class NoCheckpointError(CheckpointError):
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint is damaged: its bytes are not those that were committed."""
+
+
+class FencedError(CheckpointError):
+    """A newer run of the same job has begun: this one may not commit checkpoints any more."""
+
+
+class Preempted(DsjobError):  # noqa: N818 (what happened, not an error of anybody's)
+    """A signal ended the job, which has saved before: the same command goes on with it."""
+
+    exit_code = 75
 
 
 class Interrupted(DsjobError):  # noqa: N818 (what happened, not an error of anybody's)

@@ -15,24 +15,27 @@ from torch import nn
 from dsjob import loop, storage
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
+from dsjob.checkpoint.retention import Best, Retention
 from dsjob.data import NoLoader, TrainingLoader
 from dsjob.engine import Engine
 from dsjob.engines import Engines
 from dsjob.entry import build_engine
-from dsjob.errors import CheckpointError, ContractError, DataError, NoCheckpointError
+from dsjob.errors import ContractError, DataError
 from dsjob.mesh import World
 from dsjob.models import is_trainable, list_models, take_model
 from dsjob.mpu import divide, gather, share
-from dsjob.optim.changes import apply_changes
+from dsjob.occasions import Occasions
 from dsjob.optim.schedules import settle_length
 from dsjob.progress import Display, make_console, show_seconds
 from dsjob.resolve import complete_config, resolve_model
-from dsjob.run_folder import METRICS_NAME, read_result, write_resolved, write_result
+from dsjob.resume import resume
+from dsjob.run_folder import METRICS_NAME, SAVE_REQUEST, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
-from dsjob.spec import JobSpec, Trainer, view
+from dsjob.spec import Checkpoint, JobSpec, Trainer, view
 from dsjob.steps import make_micro_step
 from dsjob.summary import describe_run
 from dsjob.targets import build_callable, call_target
+from dsjob.training import Run
 from dsjob.trust import Trust
 
 
@@ -73,7 +76,7 @@ def run_job(document: Mapping[str, Any], run_dir: str, world: World, trust: Trus
 
 def _prepare(
     spec: JobSpec, document: Mapping[str, Any], run_dir: str, world: World, display: Display, trust: Trust
-) -> tuple[loop.Run, Loaded | None]:
+) -> tuple[Run, Loaded | None]:
     trainer, build = spec.trainer, functools.partial(call_target, trust=trust)
     specs = {name: resolve_model(document, name) for name in list_models(document)}
     mpu = build(trainer.mpu) if trainer.mpu else None
@@ -86,15 +89,23 @@ def _prepare(
     engines = _build_engines(models, specs, document, steps, world, trust, mpu)
     seed_rng(trainer.seed + world.rank)
     url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
-    checkpointer = Checkpointer(url, world=world, keep=spec.checkpoint.keep, job=document)
+    checkpointer = Checkpointer(
+        url,
+        world=world,
+        retention=_build_retention(spec.checkpoint),
+        job=document,
+        single_writer=spec.checkpoint.single_writer,
+        timeout=spec.launch.timeout,
+    )
     loss = build_callable(spec.loss, "loss", trust) if spec.loss else None
     callbacks = [_build_callback(name, target, trust) for name, target in spec.callbacks.items()]
-    run = loop.Run(
+    run = Run(
         spec=spec,
         engines=engines,
         loader=loader,
         max_steps=steps,
         checkpointer=checkpointer,
+        occasions=Occasions(spec.checkpoint, world, os.path.join(run_dir, SAVE_REQUEST)),
         callbacks=[
             _WriteResolved(run_dir, document),
             display,
@@ -109,7 +120,12 @@ def _prepare(
         collate=collate,
         metrics={name: build_callable(target, f"metrics.{name}", trust) for name, target in spec.metrics.items()},
     )
-    return run, _resume(run, specs)
+    return run, resume(run, specs)
+
+
+def _build_retention(spec: Checkpoint) -> Retention:
+    best = Best(spec.best.metric, spec.best.mode, spec.best.keep) if spec.best else None
+    return Retention(spec.keep, spec.keep_every, best)
 
 
 def _divide(spec: JobSpec, world: World, mpu: Any) -> World:
@@ -218,56 +234,7 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
     return min(limits)
 
 
-def _resume(run: loop.Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
-    """Continues from a checkpoint, as checkpoint.resume says."""
-    policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
-    newest = checkpointer.newest()
-    if "/" in policy:
-        if newest is None:
-            return _begin_from(run, policy)
-        policy = "auto"
-    if policy == "never":
-        if newest is not None:
-            raise CheckpointError(
-                f"checkpoint.resume is never, but {checkpointer.url} holds checkpoints (the newest is {newest})",
-                hint="choose another output.dir or checkpoint.dir, or continue with checkpoint.resume=auto",
-            )
-        return None
-    if newest is None and policy in ("auto", "required"):
-        if policy == "required":
-            raise NoCheckpointError(
-                f"checkpoint.resume is required, but {checkpointer.url} holds no committed checkpoint",
-                hint="point checkpoint.dir at one, or start anew with checkpoint.resume=auto",
-            )
-        return None
-    tag = None if policy in ("auto", "required") else policy
-    loaded = checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed)
-    for name, engine in run.engines.items():
-        if loaded.job is None or engine.optimizer is None or name not in list_models(loaded.job):
-            continue
-        before = resolve_model(loaded.job, name)
-        changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, specs[name])
-        if changed:
-            of = f"{name} " if run.spec.models else ""
-            run.say("changed", f"{of}since the checkpoint: {', '.join(changed)}")
-    if tag is not None and newest is not None and newest != loaded.tag:
-        checkpointer.set_aside(newer_than=loaded.step)
-    run.last_saved = loaded.url
-    return loaded
-
-
-def _begin_from(run: loop.Run, url: str) -> Loaded:
-    """Goes on from a checkpoint of DeepSpeed's at a path or URL, or begins with the weights there."""
-    source = Checkpointer(url, world=run.engine.world, keep=0)
-    if source.newest() is not None:
-        raise CheckpointError(
-            f"checkpoint.resume: {url} holds checkpoints of dsjob",
-            hint=f"continue them with checkpoint.dir={url}, or convert one and name its weights",
-        )
-    return source.load(run.savable, seed=run.spec.trainer.seed)
-
-
-def _say_complete(run: loop.Run, run_dir: str, display: Display) -> Result:
+def _say_complete(run: Run, run_dir: str, display: Display) -> Result:
     """Nothing is left to train; what the run said of its end before holds on."""
     trainer = run.spec.trainer
     longer = [f"trainer.max_steps={2 * run.step}"] if trainer.max_steps is not None else []

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dsjob import storage
-from dsjob.errors import DsjobError, Interrupted, LaunchError
-from dsjob.run_folder import RESOLVED_NAME, make_run_dir, read_result, write_resolved
+from dsjob.errors import DsjobError, Interrupted, LaunchError, Preempted
+from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, make_run_dir, read_result, write_resolved
 from dsjob.trust import Trust
 
 _TRUST_VARIABLE = "DSJOB_TRUST"  # for ranks alone: what the launcher was granted, never read by a command
@@ -170,6 +170,8 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
         changed["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     before = {key: os.environ.get(key) for key in changed}
     os.environ.update(changed)
+    request = os.path.join(run_dir, SAVE_REQUEST)
+    usual = signal.signal(signal.SIGUSR1, lambda *_: open(request, "a").close())  # rank 0 looks there
     try:
         # -P keeps the current folder off sys.path: a source tree of dsjob there would hide the installed one.
         elastic_launch(config, sys.executable)("-P", "-m", "dsjob.launch", resolved, run_dir)
@@ -177,8 +179,12 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         raise _explain(private, codes, logs) from None
     except SignalException as error:
+        saved = [record for record in _read_failures(private) if record["exit_code"] == Preempted.exit_code]
+        if saved:
+            raise Preempted(saved[0]["message"], hint=saved[0]["hint"]) from None
         raise Interrupted(int(error.sigval)) from None
     finally:
+        signal.signal(signal.SIGUSR1, usual)
         for key, value in before.items():
             os.environ.pop(key, None)
             if value is not None:
@@ -188,11 +194,10 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
 
 def _explain(private: str, codes: Mapping[int, int], logs: str) -> DsjobError:
     """The failure that came first, out of what the ranks have left behind."""
-    records = []
-    for name in sorted(os.listdir(private)):
-        if name.startswith("error-"):
-            with open(os.path.join(private, name), encoding="utf-8") as file:
-                records.append(json.load(file))
+    records = _read_failures(private)
+    for record in records:
+        if record["exit_code"] == Preempted.exit_code:
+            return Preempted(record["message"], hint=record["hint"])
     own = [record for record in records if not record["follows"]]
     if own:
         first = min(own, key=lambda record: int(record["time"]))
@@ -210,6 +215,16 @@ def _explain(private: str, codes: Mapping[int, int], logs: str) -> DsjobError:
         first = min(records, key=lambda record: int(record["time"]))
         return LaunchError(f"rank {first['rank']}: {first['message']}", hint=first["hint"])
     return LaunchError(f"ranks ended with exit codes {dict(codes)}", hint=f"their output is in {logs}")
+
+
+def _read_failures(private: str) -> list[dict[str, Any]]:
+    """What ranks have left behind of their ends."""
+    records = []
+    for name in sorted(os.listdir(private)):
+        if name.startswith("error-"):
+            with open(os.path.join(private, name), encoding="utf-8") as file:
+                records.append(json.load(file))
+    return records
 
 
 def _add_import_folders(folders: Sequence[str]) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,61 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dsjob.callbacks import Callback
-from dsjob.checkpoint.checkpointer import Checkpointer, Savable
-from dsjob.contract import LossFunction, call_model, find_loss
-from dsjob.data import EvaluationBatches, NoLoader, TrainingLoader, to_device
+from dsjob.contract import call_model, find_loss
+from dsjob.data import EvaluationBatches, to_device
 from dsjob.data.batches import count_elements, is_tokens
-from dsjob.engine import Engine
-from dsjob.engines import Engines
 from dsjob.errors import ContractError, NonFiniteLossError
 from dsjob.mpu import share
-from dsjob.spec import JobSpec
-from dsjob.steps import MicroStep, Names, UserStep, read_scalars
-
-Metric = Callable[[Any, Any], Any]
-
-
-@dataclass
-class Run:
-    """One training run: what takes part, and how far it is."""
-
-    spec: JobSpec
-    engines: Engines
-    loader: TrainingLoader | NoLoader
-    max_steps: int
-    checkpointer: Checkpointer
-    callbacks: Sequence[Callback]
-    say: Callable[[str, str], None]
-    micro_step: MicroStep
-    loss: LossFunction | None = None
-    evaluation: Any = None
-    eval_step: UserStep | None = None
-    collate: Callable[[list[Any]], Any] | None = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    last_record: dict[str, float] = field(default_factory=dict)
-    last_evaluation: dict[str, float] = field(default_factory=dict)
-    last_saved: str | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that counts steps and samples."""
-        return self.engines.first
-
-    @property
-    def savable(self) -> Savable:
-        """What checkpoints hold: the one engine by itself, or all by name."""
-        return self.engines if self.spec.models else self.engine
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on; `evaluation` is None also where this rank reads no data."""
-        return self.spec.data.eval is not None
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken so far."""
-        return self.engine.global_steps
+from dsjob.occasions import Occasions
+from dsjob.saves import SECONDS_TO_SETTLE, describe_end, ends_period, is_among_best, save, settle
+from dsjob.steps import Names, read_scalars
+from dsjob.training import Run
 
 
 class _Meter:
@@ -96,32 +49,55 @@ class _Meter:
 
 
 def train(run: Run) -> None:
-    """Trains from the engine's step to `run.max_steps`. Raises NonFiniteLossError, ContractError, DataError."""
+    """Trains from the engine's step to `run.max_steps`.
+
+    Raises NonFiniteLossError, ContractError, DataError, CheckpointError, StorageError; Preempted where SIGTERM came.
+    """
+    occasions = run.occasions or Occasions(run.spec.checkpoint, run.engine.world, None)
+    with occasions.watch(run.step):
+        try:
+            _train(run, occasions)
+        except BaseException:
+            run.checkpointer.give_up(SECONDS_TO_SETTLE)
+            raise
+    run.tell("on_end")
+
+
+def _train(run: Run, occasions: Occasions) -> None:
     engine, trainer, checkpoint = run.engine, run.spec.trainer, run.spec.checkpoint
     run.loader.seek(engine.global_samples)
     batches = iter(run.loader)
     meter = _Meter()
-    _tell(run, "on_start")
+    run.tell("on_start")
     if run.evaluates and trainer.eval_at_start and run.step == 0:
         _evaluate(run)
     run.engines.train()
     meter.start()
     while run.step < run.max_steps:
+        seen = engine.global_samples
         _take_step(run, batches, meter)
         last = run.step == run.max_steps
+        agreed = occasions.agree(run.step, news=run.checkpointer.has_news)
+        if agreed.news:
+            settle(run)
         logs = last or run.step % trainer.log_every == 0
         evaluates = run.evaluates and (last or (trainer.eval_every and run.step % trainer.eval_every == 0))
         saves = (last and checkpoint.at_end) or (checkpoint.every and run.step % checkpoint.every == 0)
+        saves = saves or agreed.saves or agreed.stops or ends_period(run, seen)
         if not (logs or evaluates or saves):
             continue
         meter.pause()
         _record(run, meter)
         if evaluates:
             _evaluate(run)
+            saves = saves or is_among_best(run)
         if saves:
-            _save(run)
+            saved = save(run, wait=last or agreed.stops)
+            occasions.note_save()
+            if agreed.stops and not last:
+                raise describe_end(run, saved)
         meter.start()
-    _tell(run, "on_end")
+    settle(run)
 
 
 def _take_step(run: Run, batches: Iterator[Any], meter: _Meter) -> None:
@@ -197,7 +173,7 @@ def _record(run: Run, meter: _Meter) -> None:
         own["loss_scale"] = engine.loss_scale()
     run.last_record = {**own, **means, **_read_others(run)}
     meter.reset()
-    _tell(run, "on_log", run.last_record)
+    run.tell("on_log", run.last_record)
 
 
 def _require_finite_losses(run: Run, meter: _Meter, losses: list[float]) -> list[float]:
@@ -276,7 +252,8 @@ def _evaluate(run: Run) -> None:
             if "loss" not in names:
                 raise ContractError("trainer.eval_step returned no `loss`, which ReduceLROnPlateau follows")
             each.lr_scheduler.step(means[names.index("loss")])
-    _tell(run, "on_eval", run.last_evaluation)
+    run.evaluated_at = run.step
+    run.tell("on_eval", run.last_evaluation)
 
 
 def _read_evaluation(run: Run) -> Iterator[tuple[Any, int]]:
@@ -317,14 +294,3 @@ def _scalar(name: str, value: Any) -> Tensor:
             f"metrics.{name} returned a tensor of shape {list(tensor.shape)}", hint="return the batch mean"
         )
     return tensor.reshape(())
-
-
-def _save(run: Run) -> None:
-    saved = run.checkpointer.save(run.savable, tag=f"step-{run.step:08d}")
-    run.last_saved = saved.url
-    _tell(run, "on_save", saved.url)
-
-
-def _tell(run: Run, hook: str, *arguments: Any) -> None:
-    for callback in run.callbacks:
-        getattr(callback, hook)(run, *arguments)

@@ -16,6 +16,7 @@ from dsjob.paths import Path, get_at
 RESOLVED_NAME = "resolved.json"
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
+SAVE_REQUEST = "save-now"  # touched to have a checkpoint made
 
 
 def make_run_dir(pattern: str, name: str) -> str:

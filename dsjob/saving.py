@@ -76,7 +76,7 @@ class Saving(Settings):
         give different ones are told, or refused, as `checkpoint.tag_validation` says; rank 0's counts.
         `client_state`: JSON values to be given back by `load_checkpoint`.
         """
-        checkpointer = Checkpointer(_require_folder(save_dir), world=self.world, keep=0)
+        checkpointer = Checkpointer(_require_folder(save_dir), world=self.world)
         checkpointer.save(
             self,
             tag=self._agree_on_tag(str(tag) if tag is not None else f"global_step{self.rhythm.global_steps}"),
@@ -108,7 +108,7 @@ class Saving(Settings):
                 "load_checkpoint reads weights in place and has no dict to give to custom_load_fn",
                 hint="rename the weights in the model, or convert the checkpoint and call load_module_state_dict",
             )
-        checkpointer = Checkpointer(_require_folder(load_dir), world=self.world, keep=0)
+        checkpointer = Checkpointer(_require_folder(load_dir), world=self.world)
         counters = self.counters()
         try:
             loaded = checkpointer.load(

@@ -174,12 +174,29 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
+class BestCheckpoints:
+    metric: str
+    mode: Literal["min", "max"]
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     dir: str | None
     every: int
+    every_minutes: float | None
+    every_epochs: float | None
     at_end: bool
+    on_signal: bool
     keep: int
+    keep_every: int
+    best: BestCheckpoints | None
+    save_on_error: Literal["stop", "warn"]
     resume: str
+    strict: bool
+    on_corrupt: Literal["stop", "previous"]
+    single_writer: bool
+    async_: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +253,9 @@ class JobSpec(EngineSpec):
 def view(cls: type[T], document: Mapping[str, Any]) -> T:
     """`document` (resolved: complete and checked) as an object of `cls`; keys that `cls` does not name are left out."""
     hints = typing.get_type_hints(cls)
-    given = {item.name: _convert(hints[item.name], document.get(item.name)) for item in fields(cast(Any, cls))}
+    # A key that is a word of Python's has `_` behind it here.
+    names = {item.name: item.name.removesuffix("_") for item in fields(cast(Any, cls))}
+    given = {name: _convert(hints[name], document.get(key)) for name, key in names.items()}
     return cls(**given)
 
 

@@ -151,13 +151,17 @@ def make_folder(url: str) -> None:
             if url.startswith("memory:"):
                 fs.makedirs(path, exist_ok=True)
             return
-        missing = path
-        while not os.path.exists(os.path.dirname(missing) or "."):
-            missing = os.path.dirname(missing)
-        os.makedirs(path, _FOLDER_MODE, exist_ok=True)
-        while len(path) >= len(missing):  # the names of new folders have to be as durable as what goes into them
+        missing = []
+        while not os.path.exists(path):
+            missing.append(path)
             path = os.path.dirname(path)
-            _sync_folder(path)
+        for folder in reversed(missing):
+            try:
+                os.mkdir(folder, _FOLDER_MODE)
+            except FileExistsError:  # another rank was faster
+                pass
+            _sync_folder(os.path.dirname(folder))  # names of folders have to be as durable as what goes into them
+        os.makedirs(missing[0] if missing else path, exist_ok=True)  # raises where a file has the name
 
 
 def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dsjob.checkpoint.checkpointer import Loaded
 from dsjob.engine import Engine
-from dsjob.loop import Run
 from dsjob.mesh import World
 from dsjob.precision import name_dtype
 from dsjob.progress import shorten
 from dsjob.spec import EngineSpec, JobSpec
+from dsjob.training import Run
 
 Rows = list[tuple[str, str]]
 _ON_HOST = {"none": "", "optimizer": ", optimizer on the host", "param": ", parameters and optimizer on the host"}

@@ -1,3 +1,14 @@
-"""Fixtures that several test modules share."""
+"""Fixtures that several test modules share, and what is left out unless it is asked for."""
+
+import pytest
 
 pytest_plugins = ["s3"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the whole of long proofs, unless `-m full` asks for them."""
+    if "full" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]

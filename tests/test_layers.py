@@ -67,8 +67,8 @@ LAYERS: dict[int, set[str]] = {
         "contract",
         "progress",
     },
-    5: {"loop", "deepspeed"},
-    6: {"job", "summary", "launch", "probe", "comparison"},
+    5: {"loop", "occasions", "training", "saves", "deepspeed"},
+    6: {"job", "resume", "summary", "launch", "probe", "comparison"},
     7: {"cli", "__main__"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

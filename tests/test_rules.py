@@ -384,6 +384,24 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {**BY_DEEPSPEED, **zero(3, mics_shard_size=-1)},
     ),
     (
+        "no-eval-data",
+        {"checkpoint": {"best": {}}},
+        "checkpoint.best",
+        {"checkpoint": {"best": {}}, "data": {"train": {"_target_": "mine.Data"}, "eval": {"_target_": "mine.Data"}}},
+    ),
+    (
+        "unknown-metric",
+        {
+            "checkpoint": {"best": {"metric": "eval/f1"}},
+            "data": {"train": {"_target_": "mine.Data"}, "eval": {"_target_": "mine.Data"}},
+        },
+        "checkpoint.best.metric",
+        {
+            "checkpoint": {"best": {"metric": "eval/loss"}},
+            "data": {"train": {"_target_": "mine.Data"}, "eval": {"_target_": "mine.Data"}},
+        },
+    ),
+    (
         "secret-in-url",
         {"checkpoint": {"dir": "s3://key:secret@bucket/runs"}},
         "checkpoint.dir",

@@ -29,7 +29,7 @@ def has_effect(schema: Schema) -> bool:
 
 
 def differences(kind: type[Any], schema: Schema, path: str = "") -> Iterator[str]:
-    hints = typing.get_type_hints(kind)
+    hints = {name.removesuffix("_"): hint for name, hint in typing.get_type_hints(kind).items()}
     keys = {key: below for key, below in schema["properties"].items() if key not in NOT_IN_THE_SPEC}
     named = {key for key, below in keys.items() if has_effect(below)}
     for key in sorted(named - set(hints)):

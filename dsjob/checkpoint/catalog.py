@@ -6,16 +6,20 @@ A folder without a commit record does not exist. A commit record is created excl
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
+from dsjob.checkpoint.attempts import FOLDER, Attempt
+from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.source import open_root, renamed
-from dsjob.errors import CheckpointError
+from dsjob.checkpoint.values import encode_json
+from dsjob.errors import CheckpointError, CorruptCheckpointError
+
+_OWN_FILES = re.compile(r"done|(manifest|state|job)\.json|r\d{5,}-of-\d{5,}\.safetensors")
 
 
 class Catalog:
@@ -38,25 +42,30 @@ class Catalog:
             return layout.find_commit(open_root(self.url), tag)
 
     def records(self) -> list[dict[str, Any]]:
-        """All commit records, in the order of their steps."""
-        tags = [name[:-5] for name in storage.list_names(self._commit_url()) if name.endswith(".json")]
-        root = open_root(self.url)
-        with renamed(f"read {self.url}"):
-            records = [layout.read_commit(root, tag) for tag in tags]
+        """The commit records in the order of their steps, without those that cannot be read, which `tags` has too."""
+        root, records = open_root(self.url), []
+        for tag in self._tags():
+            try:
+                with renamed(f"read {self.url}"):
+                    records.append(layout.read_commit(root, tag))
+            except CorruptCheckpointError:
+                continue
         return sorted(records, key=lambda record: int(record["step"]))
 
-    def next_attempt(self) -> int:
-        """A number that no folder here has yet: what one run of a job writes is told apart by it."""
-        numbers = [int(found[1]) for name in storage.list_names(self.url) if (found := re.search(r"-a(\d{4,})$", name))]
-        return max(numbers, default=0) + 1
-
     def commit(
-        self, folder: str, manifest: Mapping[str, Any], attempt: int, *, latest: bool, replace: bool = False
+        self,
+        folder: str,
+        manifest: Mapping[str, Any],
+        attempt: Attempt,
+        *,
+        latest: bool,
+        replace: bool = False,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Writes the manifest and makes the folder a checkpoint.
 
         Where the tag is taken: with `replace`, the new checkpoint takes the place of the old one at once, whose folder
-        is then deleted; else CheckpointError.
+        is then deleted; else CheckpointError. Raises FencedError where a newer attempt has begun.
         """
         text = encode_json(manifest)
         storage.write_bytes(storage.join(self.url, folder, "manifest.json"), text)
@@ -66,18 +75,22 @@ class Catalog:
             "version": layout.VERSION,
             "tag": tag,
             "step": manifest["step"],
-            "attempt": attempt,
+            "attempt": attempt.number,
             "dir": folder,
             "manifest_sha256": hashlib.sha256(text).hexdigest(),
+            **({"metrics": dict(metrics)} if metrics else {}),
         }
         storage.make_folder(self._commit_url())
         storage.sync_folder(self.url)
+        attempt.require_newest()
         before = self.find(tag)["dir"] if replace and storage.exists(self._commit_url(tag)) else None
         if before is not None:
             storage.write_bytes(self._commit_url(tag), encode_json(record))
             storage.delete(storage.join(self.url, before))
         else:
-            self._create_record(tag, record)
+            self._create_record(tag, record, attempt)
+        # Whoever began in between may not have seen the record: it sets it aside, and so this one is not saved.
+        attempt.require_newest()
         if latest:
             storage.write_bytes(storage.join(self.url, "latest"), f"{tag}\n".encode())
         script = storage.join(self.url, "zero_to_fp32.py")
@@ -85,10 +98,14 @@ class Catalog:
             source = resources.files("dsjob.checkpoint").joinpath("zero_to_fp32.py")
             storage.write_bytes(script, source.read_bytes())
 
-    def _create_record(self, tag: str, record: Mapping[str, Any]) -> None:
+    def _create_record(self, tag: str, record: Mapping[str, Any], attempt: Attempt) -> None:
         try:
-            storage.create_bytes(self._commit_url(tag), encode_json(record))
+            storage.create_bytes(self._commit_url(tag), encode_json(record), exclusive=attempt.exclusive)
         except FileExistsError:
+            if _is_stray(self.find(tag), attempt):
+                self._set_aside(self.find(tag))
+                self._create_record(tag, record, attempt)
+                return
             raise CheckpointError(
                 f"{self.url} holds a checkpoint {tag} already", hint="save to another folder: checkpoint.dir=..."
             ) from None
@@ -98,25 +115,77 @@ class Catalog:
         if not storage.exists(self._commit_url(tag)) or self.find(tag)["dir"] != folder:
             storage.delete(storage.join(self.url, folder))
 
-    def retire(self, keep: int) -> None:
-        """Deletes all but the newest `keep` checkpoints; 0 keeps all."""
-        for record in self.records()[:-keep] if keep else []:
-            storage.delete(self._commit_url(record["tag"]))
-            storage.delete(storage.join(self.url, record["dir"]))
+    def retire(self, retention: Retention, attempt: Attempt | None = None) -> None:
+        """Deletes the checkpoints that `retention` lets go, and sets aside those of fenced attempts."""
+        records: list[Mapping[str, Any]] = []
+        for record in self.records():
+            if attempt is not None and _is_stray(record, attempt):
+                self._set_aside(record)
+            else:
+                records.append(record)
+        for old in retention.expired(records, storage.list_names(storage.join(self.url, "pinned"))):
+            storage.delete(self._commit_url(old["tag"]))
+            storage.delete(storage.join(self.url, old["dir"]))
+
+    def collect_garbage(self, attempt: Attempt) -> list[str]:
+        """Deletes the folders of older attempts that were never committed; their names.
+
+        The older attempts are fenced: none of these folders can become a checkpoint any more.
+        """
+        kept = {record["dir"] for record in self.records()} | set(self._tags())
+        kept |= {name.removesuffix(".json") for name in storage.list_names(storage.join(self.url, "superseded"))}
+        gone = []
+        for name in storage.list_names(self.url):
+            found = FOLDER.fullmatch(name)
+            if not found or int(found["attempt"]) >= attempt.number or kept & {name, found["tag"]}:
+                continue
+            folder = storage.join(self.url, name)
+            if all(map(_OWN_FILES.fullmatch, storage.list_names(folder))):  # anything else is somebody else's
+                storage.delete(folder)
+                gone.append(name)
+        return gone
+
+    def tags(self) -> list[str]:
+        """The tags of all checkpoints, the newest first; one whose record cannot be read comes where its name says."""
+        root = open_root(self.url)
+
+        def read_step(tag: str) -> int:
+            if found := re.fullmatch(r"step-(\d{8,})", tag):
+                return int(found[1])
+            try:
+                return int(layout.read_commit(root, tag)["step"])
+            except layout.Damaged:
+                return -1
+
+        with renamed(f"read {self.url}"):
+            return sorted(self._tags(), key=lambda tag: (read_step(tag), tag), reverse=True)
+
+    def set_aside_damaged(self, tags: Sequence[str]) -> None:
+        """Moves the commit records of checkpoints that cannot be read out of the way; their folders stay."""
+        for tag in tags:
+            self._set_aside({"tag": tag, "dir": tag})
 
     def set_aside(self, newer_than: int) -> None:
         """Moves the commit records of later steps out of the way of a run that goes back; their folders stay."""
         for record in self.records():
             if record["step"] > newer_than:
-                text = storage.read_bytes(self._commit_url(record["tag"]))
-                storage.make_folder(storage.join(self.url, "superseded"))
-                storage.write_bytes(storage.join(self.url, "superseded", f"{record['dir']}.json"), text)
-                storage.delete(self._commit_url(record["tag"]))
+                self._set_aside(record)
+
+    def _set_aside(self, record: Mapping[str, Any]) -> None:
+        text = storage.read_bytes(self._commit_url(record["tag"]))
+        storage.make_folder(storage.join(self.url, "superseded"))
+        storage.write_bytes(storage.join(self.url, "superseded", f"{record['dir']}.json"), text)
+        storage.delete(self._commit_url(record["tag"]))
+
+    def _tags(self) -> list[str]:
+        return [name[:-5] for name in storage.list_names(self._commit_url()) if name.endswith(".json")]
 
     def _commit_url(self, tag: str | None = None) -> str:
         return storage.join(self.url, "commits", *([f"{tag}.json"] if tag else []))
 
 
-def encode_json(value: Any) -> bytes:
-    """`value` as compact JSON. Raises ValueError for nan and inf."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+def _is_stray(record: Mapping[str, Any], attempt: Attempt) -> bool:
+    """Whether an older attempt has committed this after `attempt` had begun."""
+    number = record.get("attempt")
+    known = attempt.seen is None or record["tag"] in attempt.seen
+    return not known and isinstance(number, int) and number < attempt.number

@@ -7,33 +7,44 @@ counts as saved before its commit record is durable.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import time
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.catalog import Catalog, encode_json
+from dsjob.checkpoint.agreement import gather, on_all_ranks, on_each_rank, on_rank_0
+from dsjob.checkpoint.attempts import Attempt, claim, claim_once
+from dsjob.checkpoint.background import Background, ElsewhereError, Staging
+from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.committed import (
+    Matched,
+    match,
+    read_checkpoint,
+    read_json,
+    read_values,
+    require_match,
+    require_sizes,
+    run_dcp,
+)
 from dsjob.checkpoint.elsewhere import find_elsewhere
 from dsjob.checkpoint.foreign import Foreign
 from dsjob.checkpoint.joint import JointState, name_part
+from dsjob.checkpoint.prepared import PreparedSave, describe_state
+from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.rng import capture_rng, restore_rng
-from dsjob.checkpoint.shards import DTYPES, ShardReader, ShardWriter
-from dsjob.checkpoint.source import open_root, renamed
+from dsjob.checkpoint.shards import DTYPES, ShardReader, plan_parts, write_shard
+from dsjob.checkpoint.source import locate, open_root, renamed
 from dsjob.checkpoint.state import BY_RANK, Shapes, TrainingState
 from dsjob.checkpoint.values import decode, encode
-from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
+from dsjob.errors import CheckpointError, DsjobError, StorageError
 from dsjob.mesh import World
 from dsjob.seeding import seed_rng
 
-T = TypeVar("T")
+UPLOAD_HOURS = 24.0  # an upload that has not ended by then belongs to no live process
 
 
 class Savable(Protocol):
@@ -75,21 +86,57 @@ class Checkpointer:
     """The checkpoints below one URL. Every rank calls each method; rank 0 does what is done once.
 
     Model-parallel ranks have a part of the model each, with names and values of its own: see `joint`.
+    A job opens it before it loads, and so fences its older runs; a program that saves now and then does not.
     """
 
-    def __init__(self, url: str, *, world: World, keep: int, job: Mapping[str, Any] | None = None) -> None:
-        self.url, self._keep, self._job = url, keep, job
+    def __init__(
+        self,
+        url: str,
+        *,
+        world: World,
+        retention: Retention | None = None,
+        job: Mapping[str, Any] | None = None,
+        single_writer: bool = False,
+        timeout: float = 1800.0,
+    ) -> None:
+        self.url, self._job = url, job
         self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
+        self._retention, self._single_writer, self._timeout = retention or Retention(), single_writer, timeout
         self._catalog = Catalog(url)
-        self._attempt = 0
+        self._staging = Staging()
+        self._background: Background | None = None
+        self._attempt: Attempt | None = None  # rank 0 alone has one
 
-    def newest(self) -> str | None:
-        """The tag of the newest committed checkpoint, as rank 0 sees it."""
-        return self._on_rank_0(self._catalog.newest)
+    def open(self) -> None:
+        """Begins a new attempt, which fences the older ones, and clears away what they have left unfinished.
+
+        Raises CheckpointError where the store cannot tell which of two writers was first, StorageError.
+        """
+
+        def begin() -> None:
+            self._attempt = claim(self.url, single_writer=self._single_writer)
+            self._catalog.collect_garbage(self._attempt)
+            storage.abort_uploads(self.url, hours=UPLOAD_HOURS)
+
+        on_rank_0(self._world, begin)
+
+    def tags(self) -> list[str]:
+        """See Catalog.tags."""
+        return on_rank_0(self._world, self._catalog.tags)
+
+    def rated(self) -> list[dict[str, Any]]:
+        """Step, tag and metrics of the checkpoints whose metrics were kept."""
+        keys = ("step", "tag", "metrics")
+        read = lambda: [{key: r[key] for key in keys} for r in self._catalog.records() if "metrics" in r]  # noqa: E731
+        return on_rank_0(self._world, read)
+
+    def set_aside_damaged(self, tags: Sequence[str]) -> None:
+        """See Catalog.set_aside_damaged."""
+        on_rank_0(self._world, lambda: self._catalog.set_aside_damaged(tags))
 
     def set_aside(self, *, newer_than: int) -> None:
         """See Catalog.set_aside."""
-        self._on_rank_0(lambda: self._catalog.set_aside(newer_than))
+        on_rank_0(self._world, lambda: self._catalog.set_aside(newer_than))
 
     def save(
         self,
@@ -100,104 +147,156 @@ class Checkpointer:
         latest: bool = True,
         replace: bool = False,
         frozen: bool = True,
+        metrics: Mapping[str, float] | None = None,
     ) -> Saved:
-        """Saves and commits; `replace`: also where the tag is taken; `frozen`: with parameters that are not trained.
+        """Saves and commits; `replace`: also where the tag is taken; `frozen`: with parameters that are not trained;
+        `metrics`: what `retention` may judge it by.
 
         Every rank gets CheckpointError or StorageError; older saves stay whole.
         """
+        assert self._background is None  # callers settle it first, since they have to tell of it
         started = time.monotonic()
+        save = self._prepare(engine, tag, client_state, frozen)
+        try:
+            records = gather(self._world, lambda: write_shard(save.url, save.rank, save.world_size, save.parts))
+            size = on_rank_0(self._world, lambda: self._commit(save, records, latest, replace, metrics or {}))
+        except DsjobError:
+            on_rank_0(self._world, lambda: self._discard(save))
+            raise
+        return Saved(tag, save.url, size, time.monotonic() - started)
+
+    def save_behind(self, engine: Savable, *, tag: str, metrics: Mapping[str, float] | None = None) -> None:
+        """As `save`, but comes back once there are copies of everything: `settle` tells how it ended."""
+        assert self._background is None
+        save = self._prepare(engine, tag, None, frozen=True)
+        save = dataclasses.replace(save, parts=on_all_ranks(self._world, lambda: self._staging.copy(save.parts)))
+
+        def commit(records: Sequence[dict[str, Any]]) -> int:
+            return self._commit(save, records, latest=True, replace=False, metrics=metrics or {})
+
+        self._background = Background(save, commit, lambda: self._discard(save), self._timeout)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a save in the background has ended, as far as this rank knows: then all have to `settle`."""
+        running = self._background
+        return running is not None and (running.error is not None or (self._world.rank == 0 and running.ended))
+
+    def settle(self) -> Saved | None:
+        """Waits for a save in the background; None where there is none. Raises on every rank what it ended with."""
+        running, self._background = self._background, None
+        if running is None:
+            return None
+        if any(on_each_rank(self._world, lambda: running.error is not None)):
+            running.abandon()
+        running.wait()
+        errors = [error for error in on_each_rank(self._world, lambda: running.error) if error is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, ElsewhereError)), errors[0])
+        size = on_rank_0(self._world, lambda: running.size)
+        return Saved(running.save.tag, running.save.url, size, time.monotonic() - running.started)
+
+    def give_up(self, seconds: float) -> None:
+        """Lets a save in the background end, where the run itself ends with an error; not a collective."""
+        if self._background is not None:
+            self._background.wait(seconds)
+
+    def _discard(self, save: PreparedSave) -> None:
+        try:
+            self._catalog.discard(save.tag, save.folder)
+        except StorageError:  # what made the save fail stands in the way here too: the next run clears it away
+            pass
+
+    def _prepare(self, engine: Savable, tag: str, client_state: Mapping[str, Any] | None, frozen: bool) -> PreparedSave:
+        """Plans a save, and takes down all that is no tensor. A collective."""
         if not layout.NAME.fullmatch(tag):
             raise CheckpointError(f"{tag!r} is no name for a checkpoint", hint="letters, digits, '.', '_' and '-'")
-        self._attempt = self._attempt or self._on_rank_0(self._catalog.next_attempt)
-        folder = f"{tag}-a{self._attempt:04d}"
         state = self._view(engine) if frozen else self._view(engine).without_frozen()
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
-        plain = self._collect_plain(state, tensors)
-        writer = ShardWriter(storage.join(self.url, folder), plain["roles"].__getitem__)
-        try:
-            _run_dcp(lambda **how: dcp.save(tensors, storage_writer=writer, planner=_plan_saves(), **how))
-            self._on_rank_0(
-                lambda: self._catalog.commit(
-                    folder,
-                    self._describe(engine, writer, tag, folder, plain, client_state),
-                    self._attempt,
-                    latest=latest,
-                    replace=replace,
-                )
-            )
-        except DsjobError:
-            self._on_rank_0(lambda: self._catalog.discard(tag, folder))
-            raise
-        self._on_rank_0(lambda: self._catalog.retire(self._keep))
-        size = sum(entry["size"] for entry in writer.files.values())
-        return Saved(tag, storage.join(self.url, folder), size, time.monotonic() - started)
-
-    def _view(self, engine: Savable) -> TrainingState | JointState:
-        """The state of an engine; on model-parallel ranks by the name of this one's part."""
-        state = engine.state()
-        return JointState({name_part(self._model.rank): state}) if self._model.size > 1 else state
-
-    def _collect_plain(self, state: TrainingState | JointState, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """What is no tensor, of this rank's state and the parts of others; `rng`: the generators, by rank."""
-        own: dict[str, Any] = {
-            "optimizer": state.optimizer_values(),
-            "scheduler": state.scheduler_values(),
-            "loss_scaler": state.scaler_values(),
-            "aliases": dict(state.aliases),
-            "pretrained": state.pretrained,
-            "roles": {name: state.role(name) for name in tensors},
-            "models": state.names if isinstance(state, JointState) else [],
-        }
-        ranks: list[Any] = [(capture_rng(state.device), own)]
-        if self._world.world_size > 1:
-            sent = ranks[0][0], own if self._model.size > 1 and self._data_rank == 0 else None
-            ranks = [None] * self._world.world_size
-            dist.all_gather_object(ranks, sent)
-        parts = [part for _, part in ranks if part is not None]
-        if self._model.size > 1:
-            models = sorted(name for part in parts for name in part.pop("models"))
-            own = {key: {name: value for part in parts for name, value in part[key].items()} for key in parts[0]}
-            own["models"] = models
-        return {**own, "rng": {str(rank): entry for rank, (entry, _) in enumerate(ranks)}}
-
-    def _describe(
-        self,
-        engine: Savable,
-        writer: ShardWriter,
-        tag: str,
-        folder: str,
-        plain: Mapping[str, Any],
-        client_state: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
-        """Writes what lies beside the shards; returns the manifest."""
-        values = {
-            "counters": engine.counters(),
-            **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler", "rng")},
-            "client_state": encode(dict(client_state or {}), "client_state"),
-        }
-        root = storage.join(self.url, folder)
-        for rank in range(self._world.world_size):
-            if not storage.exists(storage.join(root, "done", f"r{rank:05d}.json")):
-                raise CheckpointError(f"{root} has no completion record of rank {rank}")
-        text = encode_json(values)
-        storage.write_bytes(storage.join(root, "state.json"), text)
-        if self._job is not None:
-            storage.write_bytes(storage.join(root, "job.json"), encode_json(self._job))
-        return {
+        own = on_all_ranks(self._world, lambda: describe_state(state, tensors))
+        client = on_all_ranks(self._world, lambda: encode(dict(client_state or {}), "client_state"))
+        plain = self._join_parts(own)
+        random = gather(self._world, lambda: capture_rng(state.device))
+        parts, described = plan_parts(tensors, self._world)
+        folder = on_rank_0(self._world, lambda: self._begin_attempt().name_folder(tag))
+        manifest = {
             "format": layout.FORMAT,
             "version": layout.VERSION,
             "tag": tag,
             "step": engine.counters()["global_steps"],
             "world_size": self._world.world_size,
             "zero_stage": engine.zero_optimization_stage(),
-            "files": writer.files,
-            "tensors": writer.tensors,
             "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
             **({"models": plain["models"]} if plain["models"] else {}),
             **({"model_ranks": self._model.size} if self._model.size > 1 else {}),
             **({"pretrained": plain["pretrained"]} if plain["pretrained"] else {}),
-            "state_sha256": hashlib.sha256(text).hexdigest(),
         }
+        values = {
+            "counters": engine.counters(),
+            **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler")},
+            "rng": {str(rank): entry for rank, entry in enumerate(random)},
+            "client_state": client,
+        }
+        return PreparedSave(
+            url=storage.join(self.url, folder),
+            folder=folder,
+            tag=tag,
+            rank=self._world.rank,
+            world_size=self._world.world_size,
+            parts=parts,
+            described=described,
+            roles=plain["roles"],
+            values=values,
+            manifest=manifest,
+        )
+
+    def _view(self, engine: Savable) -> TrainingState | JointState:
+        """The state of an engine; on model-parallel ranks by the name of this one's part."""
+        state = engine.state()
+        return JointState({name_part(self._model.rank): state}) if self._model.size > 1 else state
+
+    def _join_parts(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What `describe_state` gives, with the parts of all model-parallel ranks. A collective where there are any."""
+        if self._model.size == 1:
+            return own
+        found = on_each_rank(self._world, lambda: own if self._data_rank == 0 else None)
+        parts = [part for part in found if part is not None]
+        models = sorted(name for part in parts for name in part.pop("models"))
+        joined = {key: {name: value for part in parts for name, value in part[key].items()} for key in parts[0]}
+        return {**joined, "models": models}
+
+    def _match(self, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str) -> Matched:
+        """See `match`. Raises CheckpointError where the checkpoint is of another number of model-parallel ranks."""
+        saved = checkpoint.manifest.get("model_ranks", 1)
+        if saved != self._model.size:
+            raise CheckpointError(
+                f"{url} holds the parts of {saved} model-parallel rank{'s' * (saved > 1)}, and there are"
+                f" {self._model.size} now",
+                hint="load it with as many; `dsjob convert --model mp_rank_00` gives the weights of a part",
+            )
+        start = f"model.{name_part(self._model.rank)}." if saved > 1 else "model."
+        return match(ours, checkpoint, url, start)
+
+    def _begin_attempt(self) -> Attempt:
+        """The attempt of this run, or of a program that has not opened the root."""
+        self._attempt = self._attempt or claim_once(self.url)
+        self._attempt.require_newest()
+        return self._attempt
+
+    def _commit(
+        self,
+        save: PreparedSave,
+        records: Sequence[dict[str, Any]],
+        latest: bool,
+        replace: bool,
+        metrics: Mapping[str, float],
+    ) -> int:
+        """Rank 0's part once all shards are written; the bytes of them."""
+        assert self._attempt is not None
+        manifest = save.complete(records, self._job)
+        self._catalog.commit(save.folder, manifest, self._attempt, latest=latest, replace=replace, metrics=metrics)
+        self._catalog.retire(self._retention, self._attempt)
+        return sum(entry["size"] for entry in manifest["files"].values())
 
     def load(
         self,
@@ -217,24 +316,28 @@ class Checkpointer:
         CorruptCheckpointError, CheckpointError.
         """
         state = self._view(engine)
-        foreign = self._on_rank_0(lambda: self._find_foreign(state, tag))
+        foreign = on_rank_0(self._world, lambda: self._find_foreign(state, tag))
         if foreign is None:
-            record = self._on_rank_0(lambda: self._catalog.find(tag))
+            record = on_rank_0(self._world, lambda: self._catalog.find(tag))
             root = open_root(self.url)
-            with renamed(f"read {self.url}"):
-                checkpoint = layout.read_checkpoint(root, record)
+            checkpoint = on_all_ranks(self._world, lambda: read_checkpoint(root, record))
             url = storage.join(self.url, checkpoint.folder)
-            values = _read_values(url, checkpoint)
+            values = on_all_ranks(self._world, lambda: read_values(url, checkpoint))
+            on_rank_0(self._world, lambda: require_sizes(url, checkpoint))
         else:
             root, checkpoint, url = foreign.open(), foreign.checkpoint, foreign.place
             optimizer, scheduler = optimizer and foreign.run is not None, scheduler and foreign.run is not None
             values = foreign.values(state.optimizer_values() if optimizer else {})
-        tensors = self._match(state.model_tensors(), checkpoint, url, strict)
+        ours = state.model_tensors()
+        found = self._match(ours, checkpoint, url)
+        hint = "load it into the model that it was saved from, or train in another output.dir"
+        require_match(found, ours, checkpoint, strict=strict, hint=hint)
+        tensors = {name: ours[name] for name in found.taken}
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
         optimizer_tensors = state.make_optimizer_tensors(saved) if optimizer else {}
         reader = ShardReader(root, checkpoint)
         with renamed(f"read {url}"):
-            _run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))
+            run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))
         if optimizer:
             state.load_optimizer(optimizer_tensors, values["optimizer"])
             state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
@@ -247,8 +350,7 @@ class Checkpointer:
         else:
             seed_rng(seed + 1_000_003 * checkpoint.step + self._data_rank)
         exact = same_world and optimizer and scheduler
-        job_url = storage.join(url, "job.json")
-        job = json.loads(storage.read_bytes(job_url)) if storage.exists(job_url) else None
+        job = on_all_ranks(self._world, lambda: read_json(url, "job", checkpoint)) if foreign is None else None
         notes = _describe_left_out(saved, optimizer_tensors) if optimizer else ()
         notes += foreign.notes if foreign is not None else ()
         return Loaded(checkpoint.tag, url, checkpoint.step, decode(values.get("client_state", {})), exact, job, notes)
@@ -262,88 +364,35 @@ class Checkpointer:
             raise CheckpointError(f"{self.url} holds one whole model of {found.program}, and there are several here")
         return found
 
-    def _match(
-        self, ours: dict[str, torch.Tensor], checkpoint: layout.Checkpoint, url: str, strict: bool
-    ) -> dict[str, torch.Tensor]:
-        saved = checkpoint.manifest.get("model_ranks", 1)
-        if saved != self._model.size:
-            raise CheckpointError(
-                f"{url} holds the parts of {saved} model-parallel rank{'s' * (saved > 1)}, and there are"
-                f" {self._model.size} now",
-                hint="load it with as many; `dsjob convert --model mp_rank_00` gives the weights of a part",
-            )
-        start = f"model.{name_part(self._model.rank)}." if saved > 1 else "model."
-        return _match(ours, checkpoint, url, strict, start)
+    def load_weights(self, engine: Savable, source: str, *, strict: bool = True) -> Matched:
+        """Loads the weights alone from another job's checkpoint: its run folder, root or step folder, by path or URL.
 
-    def _on_rank_0(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0 and gives its result, or raises its error, on every rank."""
-        if self._world.world_size == 1:
-            return action()
-        answer: list[Any] = [None, None]
-        if self._world.rank == 0:
-            try:
-                answer[0] = action()
-            except DsjobError as error:
-                answer[1] = error
-            except Exception as error:  # the other ranks are waiting: they have to hear of it
-                answer[1] = CheckpointError(f"rank 0: {type(error).__name__}: {error}")
-        dist.broadcast_object_list(answer, src=0)
-        if answer[1] is not None:
-            raise answer[1]
-        return cast(T, answer[0])
+        `strict`: all have to match in name and shape; where not, what does is loaded. Returns what matched.
+        """
+
+        def find() -> tuple[str, dict[str, Any]]:
+            with renamed(f"read {source}"):
+                root, record = locate(source, None)
+                return root.root, record
+
+        url, record = on_rank_0(self._world, find)
+        root = open_root(url)
+        checkpoint = on_all_ranks(self._world, lambda: read_checkpoint(root, record))
+        url = storage.join(url, checkpoint.folder)
+        ours = self._view(engine).model_tensors()
+        found = self._match(ours, checkpoint, url)
+        if strict or not found.taken:
+            hint = "checkpoint.strict=false takes what matches" if found.taken else "none of its weights is the model's"
+            require_match(found, ours, checkpoint, strict=True, hint=hint)
+        on_rank_0(self._world, lambda: require_sizes(url, checkpoint))
+        tensors, reader = {name: ours[name] for name in found.taken}, ShardReader(root, checkpoint)
+        with renamed(f"read {url}"):
+            run_dcp(lambda **how: dcp.load(tensors, storage_reader=reader, **how))
+        engine.restore_counters(engine.counters())  # compute copies follow the masters
+        return found
 
 
 def _describe_left_out(saved: Shapes, loaded: Mapping[str, Any]) -> tuple[str, ...]:
     left_out = [name for name in saved if name.endswith(BY_RANK) and name not in loaded]
     gone = sorted({name.rpartition(".")[2].removesuffix(BY_RANK) for name in left_out})
     return (f"the optimizer's {', '.join(gone)} begin anew: they belong to another number of ranks",) if gone else ()
-
-
-def _read_values(url: str, checkpoint: layout.Checkpoint) -> dict[str, Any]:
-    text = storage.read_bytes(storage.join(url, "state.json"))
-    if hashlib.sha256(text).hexdigest() != checkpoint.manifest.get("state_sha256"):
-        raise CorruptCheckpointError(f"{url}/state.json differs from the sha256 in the manifest")
-    values: dict[str, Any] = json.loads(text)
-    return values
-
-
-def _match(
-    ours: dict[str, torch.Tensor], checkpoint: layout.Checkpoint, url: str, strict: bool, start: str
-) -> dict[str, torch.Tensor]:
-    """The model's tensors that the checkpoint has. Raises CheckpointError where it is another model's.
-
-    `start`: of the names of those that belong to this rank.
-    """
-    theirs = {n: t.shape for n, t in checkpoint.tensors.items() if t.role != "optimizer" and n.startswith(start)}
-    missing, extra = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
-    shapes = [name for name in ours if name in theirs and tuple(ours[name].shape) != theirs[name]]
-    lines = [f"not in the checkpoint: {_list(missing)}"] if missing and strict else []
-    lines += [f"not in the model: {_list(extra)}"] if extra and strict else []
-    lines += [f"{n} is {list(ours[n].shape)} in the model, {list(theirs[n])} in the checkpoint" for n in shapes[:3]]
-    if lines:
-        hint = "load it into the model that it was saved from, or train in another output.dir"
-        raise CheckpointError(f"{url} holds another model: {'; '.join(lines)}", hint=hint)
-    return {name: tensor for name, tensor in ours.items() if name in theirs}
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _plan_saves() -> dcp.DefaultSavePlanner:
-    # Replicated tensors are rank 0's: where ranks differ (buffers of batch norm), it is rank 0's that are kept.
-    return dcp.DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-
-
-def _run_dcp(call: Callable[..., Any]) -> None:
-    """Runs a save or load of DCP; what one rank raised is raised on all, as itself."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP warns that one process is one process
-            call(no_dist=alone)
-    except dcp.CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, (DsjobError, layout.Problem)):
-            raise cause from None
-        raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}") from cause

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsjob import storage
-from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.attempts import FOLDER, newest_attempt
 from dsjob.checkpoint.inventory import take_inventory
 
 HOUR = 3600.0
@@ -38,12 +38,13 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
     A checkpoint with a commit record is never touched, damaged or not. Raises NoCheckpointError, StorageError.
     """
     inventory, now = take_inventory(url), time.time()
-    newest = Catalog(inventory.url).next_attempt() - 1
+    newest = newest_attempt(inventory.url)
     found: list[Garbage] = []
     for entry in inventory.checkpoints:
         if entry.state in ("partial", "superseded"):
             age = None if entry.saved is None else now - entry.saved
-            attempt = int(entry.folder.rpartition("-a")[2])
+            named = FOLDER.fullmatch(entry.folder)
+            attempt = int(named["attempt"]) if named else 0
             kept = _find_reason_to_keep(entry.state == "partial" and attempt >= newest, age, older_than)
             kind: Literal["partial", "superseded"] = "partial" if entry.state == "partial" else "superseded"
             found.append(Garbage(kind, entry.folder, entry.size, age, kept))

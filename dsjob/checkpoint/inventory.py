@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
+from dsjob.checkpoint.attempts import FOLDER
 from dsjob.checkpoint.source import find_root, locate, renamed
 from dsjob.errors import NoCheckpointError
 
-FOLDER = re.compile(r".+-a[0-9]{4,}")  # of one attempt to save; whole names
 SAVED = re.compile(
     r"(done/)?[^/]+\.(json|safetensors|tmp)"
 )  # files of such a folder: what has others is somebody's own

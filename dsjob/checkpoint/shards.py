@@ -1,7 +1,7 @@
-"""DCP's storage layer for the format of `DESIGN` section 5: safetensors shards and a JSON manifest, over any URL.
+"""Where boxes of tensors meet bytes: safetensors shards, over any URL.
 
-DCP plans which rank writes and reads which box of which tensor; here those boxes meet bytes. A rank writes one file,
-header first, each chunk hashed on its way. Reading verifies each chunk that it uses.
+DCP plans which rank writes and reads which box of which tensor. A rank writes one file, header first, each chunk hashed
+on its way. Reading verifies each chunk that it uses.
 """
 
 from __future__ import annotations
@@ -9,25 +9,28 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
+from dsjob.checkpoint.agreement import gather, scatter
+from dsjob.checkpoint.values import encode_json
+from dsjob.mesh import World
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -44,106 +47,103 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"r{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-class ShardWriter(StorageWriter):
-    """Writes one checkpoint's folder. `tensors` holds the manifest's entries once the save is done (rank 0 alone)."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A box of the tensor `name` that one rank writes; `offsets`: where it begins in global coordinates."""
 
-    def __init__(self, url: str, role: Callable[[str], str]) -> None:
-        self.url, self._role = url, role
-        self.tensors: dict[str, Any] = {}
-        self.files: dict[str, Any] = {}
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        storage.make_folder(storage.join(self.url, "done"))
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [dataclasses.replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        rank, world_size = plan.storage_data
-        items = [item for item in plan.items if math.prod(_box(item).sizes)]
-        name = shard_name(rank, world_size)
-        chunks, size = self._write_shard(name, items, planner) if items else ([], 0)
-        record = {"rank": rank, "files": {name: {"size": size}} if items else {}, "chunks": len(items)}
-        storage.write_bytes(storage.join(self.url, "done", f"r{rank:05d}.json"), json.dumps(record).encode())
-        empty = [item for item in plan.items if not math.prod(_box(item).sizes)]
-        results = [WriteResult(item.index, chunk["length"], chunk) for item, chunk in zip(items, chunks, strict=True)]
-        results += [WriteResult(item.index, 0, None) for item in empty]
-        results.append(
-            WriteResult(MetadataIndex(f"file {name}"), size, {"file": name, "size": size} if items else None)
-        )
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def _write_shard(self, name: str, items: list[WriteItem], planner: SavePlanner) -> tuple[list[_Chunk], int]:
-        """Writes the shard; its chunks for the manifest, and its size in bytes."""
-        header, spans, position = {}, [], 0
-        for item in items:
-            box, dtype = _box(item), _dtype(item)
-            end = position + math.prod(box.sizes) * dtype.itemsize
-            key = f"{item.index.fqn}@{','.join(map(str, box.offsets))}"
-            header[key] = {"dtype": NAMES[dtype], "shape": list(box.sizes), "data_offsets": [position, end]}
-            spans.append((position, end - position))
-            position = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
-        chunks: list[_Chunk] = []
-        with storage.open_write(storage.join(self.url, name)) as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for item, (offset, length) in zip(items, spans, strict=True):
-                digest = _write_tensor(file, cast(Tensor, planner.resolve_data(item)))
-                box = _box(item)
-                place = {"file": name, "start": start + offset, "length": length, "sha256": digest}
-                chunks.append({**place, "offsets": list(box.offsets), "sizes": list(box.sizes)})
-        return chunks, start + position
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise TypeError(f"{name} is no tensor")
-            dtype = NAMES[entry.properties.dtype]
-            self.tensors[name] = {"role": self._role(name), "dtype": dtype, "shape": list(entry.size), "chunks": []}
-        for result in (result for of_rank in results for result in of_rank):
-            data = result.storage_data
-            if data is None:
-                continue
-            if "start" in data:
-                self.tensors[result.index.fqn]["chunks"].append(data)
-            else:
-                self.files[data["file"]] = {"size": data["size"]}
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
 
 
-def _box(item: WriteItem) -> ChunkStorageMetadata:
-    assert item.tensor_data is not None  # the state holds nothing but tensors
-    return item.tensor_data.chunk
+def plan_parts(tensors: dict[str, Tensor], world: World) -> tuple[list[Part], dict[str, TensorStorageMetadata]]:
+    """What this rank is to write of `tensors`, and on rank 0 what all of them are. A collective.
+
+    Replicated tensors are rank 0's: where ranks differ (buffers of batch norm), it is rank 0's that are kept.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+    planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
+    plans = gather(world, planner.create_local_plan)
+    described: dict[str, TensorStorageMetadata] = {}
+
+    def plan_all() -> list[SavePlan]:
+        final, metadata = planner.create_global_plan(plans)
+        described.update(cast("dict[str, TensorStorageMetadata]", metadata.state_dict_metadata))
+        return final
+
+    plan = planner.finish_plan(scatter(world, plan_all))
+    parts = [
+        Part(item.index.fqn, tuple(item.tensor_data.chunk.offsets), cast(Tensor, planner.resolve_data(item)).detach())
+        for item in plan.items
+        if item.tensor_data is not None
+    ]
+    return [part for part in parts if part.tensor.numel()], described
 
 
-def _dtype(item: WriteItem) -> torch.dtype:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype
+def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict[str, Any]:
+    """Writes a rank's parts into the folder `url`, then its completion record, which it returns."""
+    storage.make_folder(storage.join(url, "done"))
+    name = shard_name(rank, world_size)
+    chunks, size = _write_file(storage.join(url, name), parts) if parts else ([], 0)
+    record = {"rank": rank, "file": name if parts else None, "size": size, "chunks": chunks}
+    write_record(url, rank, record)
+    return record
 
 
-def _write_tensor(file: BinaryIO, tensor: Tensor) -> str:
+def write_record(url: str, rank: int, record: dict[str, Any]) -> None:
+    """Writes what a rank says of its part of a save: that it is whole, or why it is not."""
+    storage.write_bytes(storage.join(url, "done", f"r{rank:05d}.json"), encode_json(record))
+
+
+def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
+    """Writes a file of safetensors; its chunks for the manifest, and its size in bytes."""
+    header, spans, position = {}, [], 0
+    for part in parts:
+        end = position + part.tensor.numel() * part.tensor.dtype.itemsize
+        key = f"{part.name}@{','.join(map(str, part.offsets))}"
+        span = [position, end]
+        header[key] = {"dtype": NAMES[part.tensor.dtype], "shape": list(part.tensor.shape), "data_offsets": span}
+        spans.append(span)
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    chunks: list[_Chunk] = []
+    with storage.open_write(url) as file, ThreadPoolExecutor(1) as hasher:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part, (begin, end) in zip(parts, spans, strict=True):
+            digest = _write_tensor(file, part.tensor, hasher)
+            place = {"tensor": part.name, "start": start + begin, "length": end - begin, "sha256": digest}
+            chunks.append({**place, "offsets": list(part.offsets), "sizes": list(part.tensor.shape)})
+    return chunks, start + position
+
+
+def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) -> str:
     """Writes a tensor's bytes in row-major order; their sha256."""
     digest = hashlib.sha256()
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.cpu().contiguous().reshape(-1)
     data = memoryview(flat.view(torch.uint8).numpy().data)
     for offset in range(0, len(data), _SLICE):
-        file.write(data[offset : offset + _SLICE])
-        digest.update(data[offset : offset + _SLICE])
+        part = data[offset : offset + _SLICE]
+        hashing = hasher.submit(digest.update, part)  # beside the writing: both let go of the interpreter's lock
+        file.write(part)
+        hashing.result()
     return digest.hexdigest()
+
+
+def list_tensors(
+    described: dict[str, TensorStorageMetadata], records: list[dict[str, Any]], role: Callable[[str], str]
+) -> dict[str, Any]:
+    """The entries of a manifest: every tensor with the chunks that the ranks' records have of it."""
+    tensors: dict[str, Any] = {}
+    for name, entry in described.items():
+        dtype = NAMES[entry.properties.dtype]
+        tensors[name] = {"role": role(name), "dtype": dtype, "shape": list(entry.size), "chunks": []}
+    for record in records:
+        for chunk in record["chunks"]:
+            place = {key: value for key, value in chunk.items() if key != "tensor"}
+            tensors[chunk["tensor"]]["chunks"].append({"file": record["file"], **place})
+    return tensors
 
 
 class ShardReader(StorageReader):

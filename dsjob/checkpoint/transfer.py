@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.catalog import Catalog, encode_json
+from dsjob.checkpoint.attempts import claim_once
+from dsjob.checkpoint.catalog import Catalog
 from dsjob.checkpoint.source import find_root, open_root, renamed
+from dsjob.checkpoint.values import encode_json
 from dsjob.checkpoint.verify import Damage, Progress, find_spans, read_file
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
 
@@ -56,14 +58,13 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
                 progress(done, total)
 
         catalog = Catalog(target)
-        attempt = catalog.next_attempt()
-        return [_copy_one(root, checkpoint, catalog, attempt, count) for checkpoint in checkpoints]
+        return [_copy_one(root, checkpoint, catalog, count) for checkpoint in checkpoints]
 
 
 def _copy_one(
-    root: layout.Folder, checkpoint: layout.Checkpoint, catalog: Catalog, attempt: int, count: Callable[[int], None]
+    root: layout.Folder, checkpoint: layout.Checkpoint, catalog: Catalog, count: Callable[[int], None]
 ) -> Copied:
-    tag, folder = checkpoint.tag, f"{checkpoint.tag}-a{attempt:04d}"
+    tag = checkpoint.tag
     there = {record["tag"]: record for record in catalog.records()}
     if tag in there:
         if there[tag]["manifest_sha256"] != hashlib.sha256(encode_json(checkpoint.manifest)).hexdigest():
@@ -72,6 +73,8 @@ def _copy_one(
             )
         count(sum(checkpoint.files.values()))
         return Copied(tag, storage.join(catalog.url, there[tag]["dir"]), 0)
+    attempt = claim_once(catalog.url)
+    folder = attempt.name_folder(tag)
     place = storage.join(catalog.url, folder)
     try:
         size = _copy_files(root, checkpoint, place, count)
@@ -101,7 +104,8 @@ def _copy_files(root: layout.Folder, checkpoint: layout.Checkpoint, place: str, 
         for name in root.names(f"{checkpoint.folder}/{folder}".rstrip("/")):
             if layout.NAME.fullmatch(name) and name.endswith(".json") and name != "manifest.json":
                 data = _read_small(root, f"{checkpoint.folder}/{folder}{name}")
-                if name == "state.json" and hashlib.sha256(data).hexdigest() != checkpoint.manifest.get("state_sha256"):
+                digest = checkpoint.manifest.get(f"{name[:-5]}_sha256", "" if name == "state.json" else None)
+                if digest is not None and hashlib.sha256(data).hexdigest() != digest:
                     raise layout.Damaged(f"{root.root}/{checkpoint.folder}/{name} differs from its sha256")
                 storage.write_bytes(storage.join(place, f"{folder}{name}"), bytes(data))
     return sum(checkpoint.files.values())

@@ -6,6 +6,7 @@ that JSON lacks is refused when it is saved, not when it is missed.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -51,3 +52,8 @@ def decode(value: Any) -> Any:
     if "$items" in value:
         return {decode(key): decode(item) for key, item in value["$items"]}
     return {key: decode(item) for key, item in value.items()}
+
+
+def encode_json(value: Any) -> bytes:
+    """`value` as compact JSON. Raises ValueError for nan and inf."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -219,7 +219,7 @@ def find_commit(source: Folder, wanted: str | None = None) -> dict[str, Any]:
         numbered = {tag for tag in tags if re.fullmatch(r"step-[0-9]{8,}", tag)}
         newest = sorted(numbered, key=lambda tag: int(tag[5:]))[-1:] + sorted(tags - numbered)
         return max((read_commit(source, tag) for tag in newest), key=lambda record: (record["step"], record["tag"]))
-    tag = wanted if wanted in tags else re.sub(r"-a[0-9]+$", "", wanted)
+    tag = wanted if wanted in tags else re.sub(r"-a[0-9]+(\.[0-9]+)?$", "", wanted)
     if tag not in tags:
         known = ", ".join(sorted(tags)[-5:])
         raise NothingThere(f"no checkpoint {wanted[:80]!r} was committed in {source.root}", f"there is {known}")

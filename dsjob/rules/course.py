@@ -86,6 +86,8 @@ def _eval_data(document: Document) -> Iterator[Finding]:
         yield "trainer.eval_step", "is given, but there is no data.eval", advice
     if document.get("metrics"):
         yield "metrics", "are given, but there is no data.eval", advice
+    if read(document, "checkpoint.best") is not None:
+        yield "checkpoint.best", "is set, but there is no data.eval to find the best by", advice
 
 
 @enter("unknown-metric", whole=True)
@@ -95,11 +97,14 @@ def _metric(document: Document) -> Iterator[Finding]:
         return  # what it returns is for it to say
     evaluated = "eval" in read(document, "data", {"eval": True})
     known = {"eval/loss", *(f"eval/{name}" for name in read(document, "metrics", {}))} if evaluated else set()
+    there = f"there is {', '.join(sorted(known))}" if known else "give data.eval"
     for name, callback in read(document, "callbacks", {}).items():
         monitored = callback.get("monitor") if isinstance(callback, dict) else None
         if isinstance(monitored, str) and monitored.startswith("eval/") and monitored not in known:
-            there = f"there is {', '.join(sorted(known))}" if known else "give data.eval"
             yield f"callbacks.{name}.monitor", f'nobody computes "{monitored}"', there
+    chosen = read(document, "checkpoint.best.metric")
+    if evaluated and isinstance(chosen, str) and chosen not in known:
+        yield "checkpoint.best.metric", f'nobody computes "{chosen}"', there
 
 
 @enter("cadence-beyond-end", severity="warning", whole=True)
@@ -129,6 +134,8 @@ def _resume(document: Document) -> Iterator[Finding]:
 def _saved(document: Document) -> Iterator[Finding]:
     """A run that saves neither on the way nor at its end leaves nothing behind."""
     if read(document, "checkpoint.at_end", True) is not False:
+        return
+    if any(read(document, f"checkpoint.{key}") is not None for key in ("every_minutes", "every_epochs", "best")):
         return
     every, steps = read(document, "checkpoint.every", 0), read(document, "trainer.max_steps")
     if not every or (isinstance(steps, int) and every > steps):

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from dsjob import storage
+from dsjob.checkpoint.attempts import Attempt, claim
 from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.retention import Best, Retention
 from dsjob.errors import CheckpointError, NoCheckpointError
 
 
@@ -15,11 +17,15 @@ def catalog(request: pytest.FixtureRequest, tmp_path: Path) -> Catalog:
     return Catalog(str(tmp_path / "c") if request.param == "path" else f"memory://{tmp_path}/c")
 
 
-def commit(catalog: Catalog, step: int, *, attempt: int = 1, tag: str | None = None, **options: Any) -> str:
+def commit(
+    catalog: Catalog, step: int, *, attempt: int = 1, tag: str | None = None, metrics: Any = None, **options: Any
+) -> str:
     tag = tag or f"step-{step:08d}"
     folder = f"{tag}-a{attempt:04d}"
-    storage.make_folder(storage.join(catalog.url, folder))
-    catalog.commit(folder, {"tag": tag, "step": step}, attempt, **{"latest": True, **options})
+    storage.make_folder(storage.join(catalog.url, folder, "done"))
+    storage.write_bytes(storage.join(catalog.url, folder, "done", "r00000.json"), b"{}")
+    number = Attempt(catalog.url, attempt, True)
+    catalog.commit(folder, {"tag": tag, "step": step}, number, metrics=metrics, **{"latest": True, **options})
     return folder
 
 
@@ -29,10 +35,10 @@ def list_folders(catalog: Catalog) -> list[str]:
 
 def test_the_newest_stay(catalog: Catalog) -> None:
     folders = [commit(catalog, step) for step in (1, 2, 3)]
-    catalog.retire(2)
+    catalog.retire(Retention(2))
     assert [record["step"] for record in catalog.records()] == [2, 3]
     assert list_folders(catalog) == folders[1:]
-    catalog.retire(0)
+    catalog.retire(Retention(0))
     assert len(catalog.records()) == 2
     assert catalog.newest() == "step-00000003"
 
@@ -44,7 +50,7 @@ def test_a_folder_without_a_record_does_not_exist(catalog: Catalog) -> None:
     assert catalog.newest() == "step-00000001"
     with pytest.raises(NoCheckpointError):
         catalog.find("step-00000002")
-    assert catalog.next_attempt() == 2
+    assert claim(catalog.url).number == 2
 
 
 def test_what_latest_says_is_not_trusted(catalog: Catalog) -> None:
@@ -74,3 +80,41 @@ def test_going_back_keeps_what_came_later_out_of_the_way(catalog: Catalog) -> No
     assert storage.list_names(storage.join(catalog.url, "superseded")) == [f"{name}.json" for name in folders[1:]]
     commit(catalog, 2, attempt=2)
     assert catalog.newest() == "step-00000002"
+
+
+def test_what_is_to_stay_by_any_rule_stays(catalog: Catalog) -> None:
+    losses = [0.5, 0.2, 0.9, 0.3, float("nan"), 0.8, 0.7, 0.6]
+    for step, loss in enumerate(losses, start=1):
+        commit(catalog, step, metrics={"eval/loss": loss} if loss == loss else None)
+    storage.make_folder(storage.join(catalog.url, "pinned"))
+    storage.write_bytes(storage.join(catalog.url, "pinned", "step-00000003"), b"")
+    catalog.retire(Retention(1, every=5, best=Best("eval/loss", "min", 2)))
+    assert [record["step"] for record in catalog.records()] == [2, 3, 4, 5, 8]
+    catalog.retire(Retention(1, best=Best("eval/loss", "max", 1)))
+    assert [record["step"] for record in catalog.records()] == [3, 8]
+    assert list_folders(catalog) == ["step-00000003-a0001", "step-00000008-a0001"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "value", "better"), [("min", 0.4, True), ("min", 0.6, False), ("max", 0.6, True), ("max", 0.4, False)]
+)
+def test_the_best_are_told_from_the_rest(mode: Any, value: float, better: bool) -> None:
+    best = Best("f1", mode, 1)
+    assert best.improves({"f1": value}, [{"step": 1, "metrics": {"f1": 0.5}}]) == better
+    assert best.improves({"f1": value}, [])
+    assert not best.improves({}, [])
+    assert not best.improves({"f1": float("nan")}, [])
+
+
+def test_garbage_is_what_older_attempts_never_committed(catalog: Catalog) -> None:
+    commit(catalog, 1)
+    commit(catalog, 2)
+    catalog.set_aside(1)
+    for name in ("step-00000003-a0001", "step-00000004-a0002", "mine-a0001"):
+        storage.make_folder(storage.join(catalog.url, name, "done"))
+        storage.write_bytes(storage.join(catalog.url, name, "done", "r00000.json"), b"{}")
+    storage.write_bytes(storage.join(catalog.url, "mine-a0001", "notes.txt"), b"not of a checkpoint")
+    gone = catalog.collect_garbage(Attempt(catalog.url, 2, True))
+    assert gone == ["step-00000003-a0001"]
+    kept = ["mine-a0001", "step-00000001-a0001", "step-00000002-a0001", "step-00000004-a0002"]
+    assert list_folders(catalog) == kept

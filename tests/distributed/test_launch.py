@@ -99,7 +99,7 @@ def read_digests(run: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_stops_everything_within_seconds(tmp_path: Path, nproc: int, number: int, code: int) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
     started = Started(tmp_path, f"launch.nproc={nproc}", "checkpoint.every=2", "+data.train.pause=0.01")
@@ -112,7 +112,21 @@ def test_a_signal_stops_everything_within_seconds(tmp_path: Path, nproc: int, nu
     assert started.process.returncode == code, errors
     assert "dsjob run run" in errors
     assert "Traceback" not in errors
+    assert ("which is saved" in errors) == (number == signal.SIGTERM)
     wait_until(lambda: not find_processes(started.marker), 10)
+
+
+def test_a_signal_to_the_launcher_saves_and_training_goes_on(tmp_path: Path) -> None:
+    make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
+    started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01")
+    started.wait_for_step(3)
+    os.kill(started.process.pid, signal.SIGUSR1)
+    wait_until(lambda: list_commits(started.run))
+    assert started.process.poll() is None
+    os.kill(started.process.pid, signal.SIGTERM)
+    _, errors = started.process.communicate(timeout=60)
+    assert started.process.returncode == 75, errors
+    assert len(list_commits(started.run)) == 2
 
 
 def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path) -> None:

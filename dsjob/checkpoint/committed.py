@@ -1,0 +1,109 @@
+"""Reading what was committed, verified: the parts that do not depend on what is done with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from dsjob import storage
+from dsjob.checkpoint import zero_to_fp32 as layout
+from dsjob.checkpoint.source import renamed
+from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
+
+
+@dataclass(frozen=True)
+class Matched:
+    """How the weights of a checkpoint and of a model go together, by the model's names."""
+
+    url: str
+    taken: list[str]
+    missing: list[str]  # in the checkpoint
+    unused: list[str]
+    reshaped: list[str]
+
+
+def read_checkpoint(root: layout.Folder, record: dict[str, Any]) -> layout.Checkpoint:
+    with renamed(f"read {root.root}"):
+        return layout.read_checkpoint(root, record)
+
+
+def require_sizes(url: str, checkpoint: layout.Checkpoint) -> None:
+    """Raises CorruptCheckpointError where a shard is missing or has another size, before anything is overwritten."""
+    for name, size in checkpoint.files.items():
+        place = storage.join(url, name)
+        found = storage.size(place) if storage.exists(place) else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes; the manifest says {size}"
+            raise CorruptCheckpointError(f"{place} {what}", hint=layout.ELSEWHERE)
+
+
+def read_json(url: str, name: str, checkpoint: layout.Checkpoint) -> dict[str, Any] | None:
+    """`<name>.json` of a checkpoint's folder, whose sha256 is in the manifest; None where it has none."""
+    place, digest = storage.join(url, f"{name}.json"), checkpoint.manifest.get(f"{name}_sha256")
+    if not storage.exists(place):
+        if digest is None:
+            return None
+        raise CorruptCheckpointError(f"{place} is missing", hint=layout.ELSEWHERE)
+    text = storage.read_bytes(place)
+    if digest is not None and hashlib.sha256(text).hexdigest() != digest:
+        raise CorruptCheckpointError(f"{place} differs from the sha256 in the manifest", hint=layout.ELSEWHERE)
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{place} is not JSON: {error}", hint=layout.ELSEWHERE) from None
+    return found
+
+
+def read_values(url: str, checkpoint: layout.Checkpoint) -> dict[str, Any]:
+    values = read_json(url, "state", checkpoint)
+    if values is None:
+        raise CorruptCheckpointError(f"{url}/state.json is missing", hint=layout.ELSEWHERE)
+    return values
+
+
+def match(ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str, start: str) -> Matched:
+    """Compares the names and shapes of a model's tensors with those of a checkpoint whose names begin with `start`."""
+    theirs = {n: t.shape for n, t in checkpoint.tensors.items() if t.role != "optimizer" and n.startswith(start)}
+    common = [name for name in ours if name in theirs]
+    reshaped = [name for name in common if tuple(ours[name].shape) != theirs[name]]
+    missing, unused = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+    return Matched(url, [name for name in common if name not in reshaped], missing, unused, reshaped)
+
+
+def require_match(
+    found: Matched, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, *, strict: bool, hint: str
+) -> None:
+    """Raises CheckpointError where shapes differ, and if `strict` where names do."""
+    lines = [f"not in the checkpoint: {_list(found.missing)}"] if found.missing and strict else []
+    lines += [f"not in the model: {_list(found.unused)}"] if found.unused and strict else []
+    for name in found.reshaped[:3]:
+        there = list(checkpoint.tensors[name].shape)
+        lines.append(f"{name} is {list(ours[name].shape)} in the model, {there} in the checkpoint")
+    if lines:
+        raise CheckpointError(f"{found.url} holds another model: {'; '.join(lines)}", hint=hint)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def run_dcp(call: Callable[..., Any]) -> None:
+    """Runs a load of DCP; what one rank raised is raised on all, as itself."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP warns that one process is one process
+            call(no_dist=alone)
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, (DsjobError, layout.Problem)):
+            raise cause from None
+        raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,58 @@
+"""Which checkpoints stay: the newest, every n-th, the best by a metric, and those that are pinned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Record = Mapping[str, Any]  # a commit record
+
+
+@dataclass(frozen=True)
+class Best:
+    """The `keep` checkpoints with the least or greatest value of a metric stay."""
+
+    metric: str
+    mode: Literal["min", "max"]
+    keep: int
+
+    def choose(self, records: Sequence[Record]) -> list[Record]:
+        """The best of `records`; of equal ones the newer."""
+        rated = [(self._rate(record.get("metrics", {})), record) for record in records]
+        known = [(rate, -int(record["step"]), record) for rate, record in rated if rate is not None]
+        return [record for *_, record in sorted(known, key=lambda item: item[:2])[: self.keep]]
+
+    def improves(self, metrics: Mapping[str, float], records: Sequence[Record]) -> bool:
+        """Whether a checkpoint with these metrics would be among the best."""
+        rate, best = self._rate(metrics), self.choose(records)
+        if rate is None:
+            return False
+        rates = [found for record in best if (found := self._rate(record["metrics"])) is not None]
+        return len(best) < self.keep or rate < max(rates)
+
+    def _rate(self, metrics: Mapping[str, Any]) -> float | None:
+        """Smaller is better."""
+        value = metrics.get(self.metric)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+        return float(value) if self.mode == "min" else -float(value)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """`newest` stay (0: all), those at multiples of `every` steps (0: none for that), and the `best`."""
+
+    newest: int = 0
+    every: int = 0
+    best: Best | None = None
+
+    def expired(self, records: Sequence[Record], pinned: Collection[str]) -> list[Record]:
+        """Those of `records`, which are in the order of their steps, that may go. The last one never does."""
+        if not self.newest:
+            return []
+        stay = {record["tag"] for record in records[-self.newest :]} | set(pinned)
+        stay |= {record["tag"] for record in records if self.every and record["step"] % self.every == 0}
+        stay |= {record["tag"] for record in (self.best.choose(records) if self.best else [])}
+        return [record for record in records if record["tag"] not in stay]

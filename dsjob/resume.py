@@ -1,0 +1,103 @@
+"""How a run finds its way back: from its own checkpoints, or from another job's weights, as checkpoint.resume says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dsjob.checkpoint.agreement import on_rank_0
+from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
+from dsjob.checkpoint.committed import Matched
+from dsjob.checkpoint.source import holds_commits
+from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from dsjob.models import list_models
+from dsjob.optim.changes import apply_changes
+from dsjob.resolve import resolve_model
+from dsjob.spec import JobSpec
+from dsjob.training import Run
+
+_WORDS = ("auto", "never", "required")
+
+
+def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
+    """Begins a new attempt, and continues from a checkpoint where there is one; None where training begins anew."""
+    policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
+    tags = checkpointer.tags()
+    if policy == "never" and tags:
+        raise CheckpointError(
+            f"checkpoint.resume is never, but {checkpointer.url} holds checkpoints (the newest is {tags[0]})",
+            hint="choose another output.dir or checkpoint.dir, or continue with checkpoint.resume=auto",
+        )
+    if policy == "required" and not tags:
+        raise NoCheckpointError(
+            f"checkpoint.resume is required, but {checkpointer.url} holds no committed checkpoint",
+            hint="point checkpoint.dir at one, or start anew with checkpoint.resume=auto",
+        )
+    checkpointer.open()
+    tags = checkpointer.tags()  # with what an older run has committed before it was fenced
+    tag = None if policy in _WORDS or "/" in policy else policy
+    if tag is None and not tags:
+        return _begin_from(run, policy) if "/" in policy else None
+    loaded = checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed) if tag else _load_newest(run, tags)
+    _follow_changes(run, loaded, specs)
+    if tag is not None and tags and tags[0] != loaded.tag:
+        checkpointer.set_aside(newer_than=loaded.step)
+    if run.spec.checkpoint.best is not None:
+        run.rated = checkpointer.rated()
+    run.last_saved = loaded.url
+    return loaded
+
+
+def _load_newest(run: Run, tags: list[str]) -> Loaded:
+    """Loads the newest checkpoint; with `on_corrupt: previous` the newest that is not damaged."""
+    damaged: list[str] = []
+    first: CorruptCheckpointError | None = None
+    for tag in tags:
+        try:
+            loaded = run.checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed)
+        except CorruptCheckpointError as error:
+            if run.spec.checkpoint.on_corrupt == "stop":
+                hint = "restore it from a copy, or go on from the one before it with checkpoint.on_corrupt=previous"
+                raise CorruptCheckpointError(error.message, hint=hint) from error
+            run.say("damaged", f"{error.message}; trying the checkpoint before it")
+            damaged.append(tag)
+            first = first or error
+            continue
+        run.checkpointer.set_aside_damaged(damaged)
+        return loaded
+    assert first is not None
+    raise CorruptCheckpointError(f"no checkpoint is whole; of the newest: {first.message}", hint=first.hint) from first
+
+
+def _follow_changes(run: Run, loaded: Loaded, specs: Mapping[str, JobSpec]) -> None:
+    """Hyperparameters are the document's where they differ from those the checkpoint was saved with."""
+    for name, engine in run.engines.items():
+        if loaded.job is None or engine.optimizer is None or name not in list_models(loaded.job):
+            continue
+        before = resolve_model(loaded.job, name)
+        changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, specs[name])
+        if changed:
+            of = f"{name} " if run.spec.models else ""
+            run.say("changed", f"{of}since the checkpoint: {', '.join(changed)}")
+
+
+def _begin_from(run: Run, url: str) -> Loaded | None:
+    """Begins with the weights of another job's checkpoint, or goes on from what another program has left at `url`."""
+    world, strict = run.engine.world, run.spec.checkpoint.strict
+    if not on_rank_0(world.everyone, lambda: holds_commits(url)):
+        return Checkpointer(url, world=world).load(run.savable, strict=strict, seed=run.spec.trainer.seed)
+    run.say("warm start", describe_matched(run.checkpointer.load_weights(run.savable, url, strict=strict)))
+    return None
+
+
+def describe_matched(matched: Matched) -> str:
+    """What of a warm start was taken and what was not, one line each."""
+    lines = [f"{len(matched.taken)} tensors from {matched.url}"]
+    for title, names in (
+        ("begin anew, not in it", matched.missing),
+        ("not in the model", matched.unused),
+        ("of another shape", matched.reshaped),
+    ):
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            lines.append(f"  {title}: {', '.join(names[:8])}{more}")
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""Saves of several ranks: in the background, with a rank that fails, at a signal to one of them, exactly resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_jobs
+from ranks import run_ranks
+from small_jobs import at_step, list_steps, make_document, read_digests, run, send
+
+from dsjob import occasions, storage
+from dsjob.errors import DsjobError, StorageError
+from dsjob.mesh import World
+
+STAGE_3 = {"zero_optimization": {"stage": 3}}
+
+
+def attempt(document: dict[str, Any], world: World, *hooks: Callable[..., None]) -> str:
+    """Runs a job; the error that it ends with on this rank."""
+    small_jobs.MORE[:] = hooks
+    try:
+        run(document, world)
+    except DsjobError as error:
+        return f"{type(error).__name__}: {error.message}"
+    finally:
+        small_jobs.MORE.clear()
+    return ""
+
+
+def fail_to_write(step: int) -> None:
+    original = storage.open_write
+
+    def open_write(url: str) -> Any:
+        if f"step-{step:08d}" in url:
+            raise StorageError("no space")
+        return original(url)
+
+    storage.open_write = open_write
+
+
+def run_all(world: World, folder: str) -> dict[str, Any]:
+    """Every case in one world, which is what costs time."""
+    occasions._SECONDS = 0.0  # ranks agree after every step, however short
+    found: dict[str, Any] = {}
+    sections = {"trainer": {"max_steps": 8}, **STAGE_3}
+    every = {"every": 2, "keep": 0}
+    found["whole"] = attempt(make_document(f"{folder}/whole", **sections, checkpoint=every), world)
+    behind = {**every, "async": True}
+    found["behind"] = attempt(make_document(f"{folder}/behind", **sections, checkpoint=behind), world)
+
+    term = at_step(3, lambda: send(signal.SIGTERM)) if world.rank == 1 else at_step(0, lambda: None)
+    document = make_document(f"{folder}/term", **sections, checkpoint=behind)
+    found["term"] = attempt(document, world, term)
+    found["term again"] = attempt(document, world)
+
+    original = storage.open_write
+    for name, options in (("fails", every), ("fails behind", behind)):
+        for policy in ("stop", "warn"):
+            if world.rank == 1:
+                fail_to_write(4)
+            options = {**options, "save_on_error": policy}
+            key = f"{name} {policy}"
+            found[key] = attempt(make_document(f"{folder}/{key}", **sections, checkpoint=options), world)
+            storage.open_write = original
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_save_together_or_fail_together(tmp_path: Path) -> None:
+    first, second = run_ranks(run_all, 2, str(tmp_path))
+    assert first == second, "an error of one rank is one of all"
+    assert first["whole"] == first["behind"] == ""
+    for step in (2, 4, 6, 8):
+        assert read_digests(tmp_path / "behind", step) == read_digests(tmp_path / "whole", step)
+
+    assert first["term"].startswith("Preempted: stopped by SIGTERM after step ")
+    assert first["term again"] == ""
+    assert read_digests(tmp_path / "term", 8) == read_digests(tmp_path / "whole", 8)
+
+    for name in ("fails", "fails behind"):
+        assert first[f"{name} stop"] == "StorageError: no space"
+        assert list_steps(tmp_path / f"{name} stop") == [2]
+        assert first[f"{name} warn"] == ""
+        assert list_steps(tmp_path / f"{name} warn") == [2, 6, 8]
+        folders = os.listdir(tmp_path / f"{name} warn" / "checkpoints")
+        assert not [folder for folder in folders if folder.startswith("step-00000004")]
+        assert read_digests(tmp_path / f"{name} warn", 8) == read_digests(tmp_path / "whole", 8)
+
+
+def resume_everywhere(world: World, folder: str, workers: int) -> None:
+    """A run without interruption, then runs that end at each of its steps and are continued."""
+    occasions._SECONDS = 0.0
+    sections: dict[str, Any] = {
+        "data": {"train": {"_target_": "small_jobs.Data", "noisy": workers > 0}, "num_workers": workers},
+        "trainer": {"train_batch": 8, "grad_accum": 2, "max_steps": 8},
+        "zero_optimization": {"stage": 2},
+        "checkpoint": {"every": 1, "keep": 0},
+    }
+    run(make_document(f"{folder}/whole", **sections), world)
+    ends = range(1, 7) if not workers else (3, 6)
+    for end in ends:
+        document = make_document(f"{folder}/{end}", **sections)
+        assert "Preempted" in attempt(document, world, at_step(end, lambda: send(signal.SIGTERM)))
+        run(document, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2)])
+def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(tmp_path: Path, world_size: int, workers: int) -> None:
+    run_ranks(resume_everywhere, world_size, str(tmp_path), workers)
+    whole = read_digests(tmp_path / "whole", 8)
+    continued = [path for path in tmp_path.iterdir() if path.name != "whole"]
+    assert len(continued) == (2 if workers else 6)
+    for folder in continued:
+        assert read_digests(folder, 8) == whole, folder
