@@ -24,8 +24,6 @@ from dsjob.checkpoint.committed import (
     Matched,
     match,
     read_checkpoint,
-    read_json,
-    read_values,
     require_match,
     require_sizes,
     run_dcp,
@@ -36,6 +34,7 @@ from dsjob.checkpoint.joint import JointState, name_part
 from dsjob.checkpoint.prepared import PreparedSave, describe_state
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.rng import capture_rng, restore_rng
+from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.shards import DTYPES, ShardReader, plan_parts, write_shard
 from dsjob.checkpoint.source import locate, open_root, renamed
 from dsjob.checkpoint.state import BY_RANK, Shapes, TrainingState
@@ -322,7 +321,7 @@ class Checkpointer:
             root = open_root(self.url)
             checkpoint = on_all_ranks(self._world, lambda: read_checkpoint(root, record))
             url = storage.join(self.url, checkpoint.folder)
-            values = on_all_ranks(self._world, lambda: read_values(url, checkpoint))
+            values = on_all_ranks(self._world, lambda: read_values(root, checkpoint))
             on_rank_0(self._world, lambda: require_sizes(url, checkpoint))
         else:
             root, checkpoint, url = foreign.open(), foreign.checkpoint, foreign.place
@@ -334,26 +333,28 @@ class Checkpointer:
         require_match(found, ours, checkpoint, strict=strict, hint=hint)
         tensors = {name: ours[name] for name in found.taken}
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
-        optimizer_tensors = state.make_optimizer_tensors(saved) if optimizer else {}
+        job = on_all_ranks(self._world, lambda: read_job(root, checkpoint)) if foreign is None else None
         reader = ShardReader(root, checkpoint)
-        with renamed(f"read {url}"):
-            run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))
-        if optimizer:
-            state.load_optimizer(optimizer_tensors, values["optimizer"])
-            state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
-        if scheduler:
-            state.load_scheduler(values["scheduler"])
-        engine.restore_counters(values.get("counters", engine.counters()))
-        same_world = len(values.get("rng", {})) == self._world.world_size
-        if same_world:
-            restore_rng(values["rng"][str(self._world.rank)], state.device)
-        else:
-            seed_rng(seed + 1_000_003 * checkpoint.step + self._data_rank)
+        with restoring(url):
+            client_state = decode(values.get("client_state", {}))
+            optimizer_tensors = state.make_optimizer_tensors(saved) if optimizer else {}
+            with renamed(f"read {url}"):
+                run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))
+            if optimizer:
+                state.load_optimizer(optimizer_tensors, values["optimizer"])
+                state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
+            if scheduler:
+                state.load_scheduler(values["scheduler"])
+            engine.restore_counters(values.get("counters", engine.counters()))
+            same_world = len(values.get("rng", {})) == self._world.world_size
+            if same_world:
+                restore_rng(values["rng"][str(self._world.rank)], state.device)
+            else:
+                seed_rng(seed + 1_000_003 * checkpoint.step + self._data_rank)
         exact = same_world and optimizer and scheduler
-        job = on_all_ranks(self._world, lambda: read_json(url, "job", checkpoint)) if foreign is None else None
         notes = _describe_left_out(saved, optimizer_tensors) if optimizer else ()
         notes += foreign.notes if foreign is not None else ()
-        return Loaded(checkpoint.tag, url, checkpoint.step, decode(values.get("client_state", {})), exact, job, notes)
+        return Loaded(checkpoint.tag, url, checkpoint.step, client_state, exact, job, notes)
 
     def _find_foreign(self, state: TrainingState | JointState, tag: str | None) -> Foreign | None:
         joint = isinstance(state, JointState)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,30 +41,6 @@ def require_sizes(url: str, checkpoint: layout.Checkpoint) -> None:
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes; the manifest says {size}"
             raise CorruptCheckpointError(f"{place} {what}", hint=layout.ELSEWHERE)
-
-
-def read_json(url: str, name: str, checkpoint: layout.Checkpoint) -> dict[str, Any] | None:
-    """`<name>.json` of a checkpoint's folder, whose sha256 is in the manifest; None where it has none."""
-    place, digest = storage.join(url, f"{name}.json"), checkpoint.manifest.get(f"{name}_sha256")
-    if not storage.exists(place):
-        if digest is None:
-            return None
-        raise CorruptCheckpointError(f"{place} is missing", hint=layout.ELSEWHERE)
-    text = storage.read_bytes(place)
-    if digest is not None and hashlib.sha256(text).hexdigest() != digest:
-        raise CorruptCheckpointError(f"{place} differs from the sha256 in the manifest", hint=layout.ELSEWHERE)
-    try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{place} is not JSON: {error}", hint=layout.ELSEWHERE) from None
-    return found
-
-
-def read_values(url: str, checkpoint: layout.Checkpoint) -> dict[str, Any]:
-    values = read_json(url, "state", checkpoint)
-    if values is None:
-        raise CorruptCheckpointError(f"{url}/state.json is missing", hint=layout.ELSEWHERE)
-    return values
 
 
 def match(ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str, start: str) -> Matched:

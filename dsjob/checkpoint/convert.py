@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as plain
 from dsjob.checkpoint.pretrained import make_files
+from dsjob.checkpoint.run_state import read_job, read_values
 from dsjob.checkpoint.source import locate, renamed
 from dsjob.checkpoint.zero_to_fp32 import TORCH, Written
 from dsjob.errors import UsageError
@@ -138,11 +139,11 @@ def convert_to_deepspeed(
             raise UsageError(f"cannot write to {out}", hint="name a local folder, and copy it there afterwards")
         if checkpoint.manifest.get("models") or checkpoint.manifest.get("model_ranks", 1) > 1:
             raise UsageError("the checkpoint holds several models, and a DeepSpeed checkpoint one", hint="--to fp32")
-        from dsjob.checkpoint.deepspeed_writer import Target, read_values, write_deepspeed
+        from dsjob.checkpoint.deepspeed_writer import Target, write_deepspeed
         from dsjob.checkpoint.shards import DTYPES as TORCH_DTYPES
+        from dsjob.checkpoint.values import decode
 
-        url = storage.join(place.root, checkpoint.folder)
-        values, job = read_values(url, checkpoint)
+        values, job = decode(read_values(place, checkpoint)), read_job(place, checkpoint) or {}
         enabled = (name for name in ("bf16", "fp16") if (job.get(name) or {}).get("enabled"))
         chosen: str = to or next(enabled, "fp32")
         target = Target(stage, world_size, TORCH_DTYPES[DTYPES[chosen]])

@@ -8,9 +8,7 @@ filled, so that memory is bounded by a few buffers, and the disk needs room for 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import os
 import shutil
@@ -23,13 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.deepspeed_layout import Piece, place_in_order, place_stage3
 from dsjob.checkpoint.named_pickle import save_named
 from dsjob.checkpoint.shards import DTYPES
 from dsjob.checkpoint.torch_files import DynamicLossScaler, FragmentAddress, LossScaler
-from dsjob.checkpoint.values import decode
 from dsjob.errors import UsageError
 
 VERSION = "0.19.6"  # of DeepSpeed, whose layout this is
@@ -49,16 +45,6 @@ class Target:
     def prefix(self) -> str:
         """Before the names of optimizer files."""
         return "bf16_" if self.dtype == torch.bfloat16 else ""
-
-
-def read_values(url: str, checkpoint: layout.Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of a run in a checkpoint's folder, and its job, empty where there is none."""
-    text = storage.read_bytes(storage.join(url, "state.json"))
-    if hashlib.sha256(text).hexdigest() != checkpoint.manifest.get("state_sha256"):
-        raise layout.Damaged(f"{url}/state.json differs from the sha256 in the manifest")
-    values: dict[str, Any] = decode(json.loads(text))
-    job = storage.join(url, "job.json")
-    return values, json.loads(storage.read_bytes(job)) if storage.exists(job) else {}
 
 
 def write_deepspeed(

@@ -65,6 +65,8 @@ def renamed(action: str) -> Iterator[None]:
         raise NoCheckpointError(error.message, hint=error.hint) from error
     except layout.Refused as error:
         raise UsageError(error.message, hint=error.hint) from error
+    except RecursionError:
+        raise CorruptCheckpointError(f"cannot {action}: its JSON is nested too deeply", hint=layout.ELSEWHERE) from None
     except OSError as error:
         raise StorageError(f"cannot {action}: {error}") from error
 

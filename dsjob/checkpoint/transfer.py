@@ -104,8 +104,8 @@ def _copy_files(root: layout.Folder, checkpoint: layout.Checkpoint, place: str, 
         for name in root.names(f"{checkpoint.folder}/{folder}".rstrip("/")):
             if layout.NAME.fullmatch(name) and name.endswith(".json") and name != "manifest.json":
                 data = _read_small(root, f"{checkpoint.folder}/{folder}{name}")
-                digest = checkpoint.manifest.get(f"{name[:-5]}_sha256", "" if name == "state.json" else None)
-                if digest is not None and hashlib.sha256(data).hexdigest() != digest:
+                digest = checkpoint.manifest.get(f"{name[:-5]}_sha256") if not folder else None
+                if digest and hashlib.sha256(data).hexdigest() != digest:
                     raise layout.Damaged(f"{root.root}/{checkpoint.folder}/{name} differs from its sha256")
                 storage.write_bytes(storage.join(place, f"{folder}{name}"), bytes(data))
     return sum(checkpoint.files.values())
@@ -113,8 +113,9 @@ def _copy_files(root: layout.Folder, checkpoint: layout.Checkpoint, place: str, 
 
 def _read_small(root: layout.Folder, name: str) -> bytearray:
     with root.open_file(name) as file:
-        data = bytearray(min(file.seek(0, os.SEEK_END), layout.MAX_MANIFEST + 1))
+        size = file.seek(0, os.SEEK_END)
+        data = bytearray(size if size <= layout.MAX_MANIFEST else 0)
         file.seek(0)
-        if not layout.read_exactly(file, memoryview(data)) or len(data) > layout.MAX_MANIFEST:
+        if size > layout.MAX_MANIFEST or not layout.read_exactly(file, memoryview(data)):
             raise layout.Damaged(f"{root.root}/{name} is cut short, or has more than {layout.MAX_MANIFEST} bytes")
     return data

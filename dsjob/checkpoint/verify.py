@@ -94,10 +94,10 @@ def verify_checkpoint(
         for name, spans in find_spans(checkpoint).items():
             for block in read_file(root, checkpoint, name, spans, damages):
                 count(len(block))
-        digest = str(checkpoint.manifest.get("state_sha256") or "")
-        layout.read_object(root, f"{checkpoint.folder}/state.json", layout.MAX_MANIFEST, digest)
-        if "job.json" in root.names(checkpoint.folder):
-            layout.read_object(root, f"{checkpoint.folder}/job.json", layout.MAX_MANIFEST)
+        for name in ("state", "job"):
+            digest = checkpoint.manifest.get(f"{name}_sha256")
+            if name == "state" or digest or f"{name}.json" in root.names(checkpoint.folder):
+                layout.read_object(root, f"{checkpoint.folder}/{name}.json", layout.MAX_MANIFEST, str(digest or ""))
     except layout.Damaged as error:
         damages.append(Damage(checkpoint.folder, error.message))
     chunks = [chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks if chunk.length]

@@ -20,19 +20,16 @@ def read_weights(url: str, *, tag: str | None = None) -> dict[str, Tensor]:
     with renamed(f"read {url}"):
         checkpoint = layout.read_checkpoint(root, layout.find_commit(root, tag))
         shards = layout.Shards(root, checkpoint)
-        found: dict[str, Tensor] = {}
+        names = layout.weights(checkpoint)
+        read: dict[str, Tensor] = {}
         try:
-            for name, entry in checkpoint.tensors.items():
-                if entry.role == "optimizer":
-                    continue
-                data = b"".join(bytes(block) for block in shards.stream(name))
+            for place in dict.fromkeys(names.values()):
+                entry = checkpoint.tensors[place]
+                data = b"".join(bytes(block) for block in shards.stream(place))
                 dtype = DTYPES[entry.dtype]
                 tensor = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
                 tensor = tensor.reshape(entry.shape)
-                found[name.removeprefix("model.")] = tensor.float() if tensor.is_floating_point() else tensor
+                read[place] = tensor.float() if tensor.is_floating_point() else tensor
         finally:
             shards.close()
-    aliases = checkpoint.manifest.get("aliases", {})
-    for alias, target in aliases.items():
-        found[alias.removeprefix("model.")] = found[target.removeprefix("model.")]
-    return found
+    return {name: read[place] for name, place in names.items()}

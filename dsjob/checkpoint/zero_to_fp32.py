@@ -22,6 +22,7 @@ import math
 import os
 import re
 import signal
+import stat
 import struct
 import sys
 import zipfile
@@ -90,7 +91,11 @@ class Folder:
             raise Damaged(
                 f"{self.root}/{name} is a link to {path}, outside the checkpoint", "put the file itself there"
             )
-        return io.FileIO(path)
+        file = io.FileIO(path, opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe: who opens it to read waits for a writer
+            file.close()
+            raise Damaged(f"{self.root}/{name} is no plain file")
+        return file
 
 
 class Chunk(NamedTuple):
@@ -165,11 +170,11 @@ def read_object(source: Folder, name: str, limit: int, digest: str = "") -> dict
     place = f"{source.root}/{name}"
     try:
         with source.open_file(name) as file:
-            data = bytearray(min(file.seek(0, os.SEEK_END), limit + 1))
+            size = file.seek(0, os.SEEK_END)
+            data = bytearray(size if size <= limit else 0)
             file.seek(0)
-            complete = read_exactly(file, memoryview(data))
-        if not complete or len(data) > limit:
-            raise Damaged(f"{place} is cut short, or has more than {limit} bytes")
+            if size > limit or not read_exactly(file, memoryview(data)):
+                raise Damaged(f"{place} is cut short, or has more than {limit} bytes")
         if digest and hashlib.sha256(data).hexdigest() != digest:
             raise Damaged(f"{place} differs from the sha256 that was committed")
         found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
@@ -187,7 +192,7 @@ def read_json(source: Folder, name: str, limit: int, digest: str = "") -> dict[s
     found, place = read_object(source, name, limit, digest), f"{source.root}/{name}"
     if found.get("format") != FORMAT:
         raise Damaged(f'{place} does not say "format": "{FORMAT}"')
-    if found.get("version") != VERSION:
+    if found.get("version") != VERSION or not is_count(found["version"]):
         hint = "use the zero_to_fp32.py that lies in the checkpoint folder, or a newer dsjob"
         raise Damaged(f"{place} has version {str(found.get('version'))[:20]}; this program reads {VERSION}", hint)
     return found
