@@ -134,11 +134,8 @@ class _Writer:
         self.settings = values["optimizer"]["groups"]
         self.groups = self._split_groups()
         self.trained = [name for group in self.groups for name in group]
-        self.frozen = [
-            name.removeprefix("model.")
-            for name, tensor in self.tensors.items()
-            if tensor.role in ("parameter", "frozen") and name.removeprefix("model.") not in set(self.trained)
-        ]
+        weights = [n.removeprefix("model.") for n, t in self.tensors.items() if t.role in ("parameter", "frozen")]
+        self.frozen = sorted(set(weights) - set(self.trained))
 
     def write(self, folder: str) -> list[str]:
         """Writes all files; their names."""
