@@ -36,6 +36,9 @@ from dsjob.precision import Precision, cast_floats
 from dsjob.spec import EngineSpec
 from dsjob.trust import Trust
 
+# DeepSpeed 0.19.8 has none of these and refuses their names; rules want them switched off.
+_REMOVED = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
+
 
 def build_engine(
     model: nn.Module,
@@ -74,7 +77,7 @@ def build_engine(
         driven = deepspeed.initialize(
             model=model, optimizer=optimizer, config=write_config(document, spec), dist_init_required=False
         )[0]
-    except (AssertionError, NotImplementedError, ValueError, RuntimeError) as error:
+    except (deepspeed.DeepSpeedConfigError, AssertionError, NotImplementedError, ValueError, RuntimeError) as error:
         raise UsageError(f"DeepSpeed refuses the job: {error}", hint="change it, or leave engine out") from error
     state = DeepSpeedState(driven, optimizer, grouped, make_optimizer)
     return DeepSpeedEngine(
@@ -112,6 +115,8 @@ def write_config(document: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any
     """The config that DeepSpeed is given: a job's sections of the engine, for an optimizer of dsjob's own."""
     written = {key: _drop_unset(document[key]) for key in ENGINE_SECTIONS if document.get(key) is not None}
     zero = written.get("zero_optimization", {})
+    for key in _REMOVED:
+        zero.pop(key, None)
     if zero.get("stage", 0):
         written["zero_allow_untested_optimizer"] = True
         written["zero_force_ds_cpu_optimizer"] = False
