@@ -40,6 +40,11 @@ class Sharded(Strategy):
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise UsageError(
+                "the model, or a part of it, is sharded for another engine",
+                hint="make another model, and give one that has parts in common to a single engine",
+            )
         _refuse_scalars(model)
         _refuse_groups(zero, world)
         mesh = self._mesh = world.make_mesh(max(zero.mics_shard_size, 0))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dsjob import parameters
 from dsjob.engine import Engine
-from dsjob.errors import ContractError
+from dsjob.errors import ContractError, UsageError
 from dsjob.mesh import World
 
 STEPS, ROWS = 4, 12
@@ -271,21 +271,24 @@ def test_a_buffer_that_is_replaced_follows_rank_0_too() -> None:
         assert second[stage] == pytest.approx([0.2, 0.29, 0.371])
 
 
-def build_scalar(world: World) -> list[str]:
+def build_unshardable(world: World) -> list[str]:
     said = []
-    for stage in range(4):
+    net = build_net()
+    make_engine(2, net=net)
+    for stage, model in [*((stage, Averaging(scalar=True)) for stage in range(4)), (2, net)]:
         try:
-            make_engine(stage, net=Averaging(scalar=True))
+            make_engine(stage, net=model)
             said.append("")
-        except ContractError as error:
+        except (ContractError, UsageError) as error:
             said.append(error.message)
     return said
 
 
 @pytest.mark.slow
-def test_a_parameter_without_dimensions_is_refused_where_it_would_be_sharded() -> None:
-    for said in run_ranks(build_scalar, 2):
-        assert said == ["", *["parameter temperature has no dimension to shard it along"] * 3]
+def test_what_cannot_be_sharded_is_refused_where_it_would_be() -> None:
+    for said in run_ranks(build_unshardable, 2):
+        assert said[:4] == ["", *["parameter temperature has no dimension to shard it along"] * 3]
+        assert "sharded for another engine" in said[4]
 
 
 class Unused(nn.Module):

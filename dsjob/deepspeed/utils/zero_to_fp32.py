@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dsjob.checkpoint.convert import convert, parse_size
 from dsjob.checkpoint.weights import read_weights
 from dsjob.errors import UsageError
+from dsjob.optim.shards import local, own_part
 
 Place = str | os.PathLike[str]
 
@@ -24,9 +27,21 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return read_weights(os.fspath(checkpoint_dir), tag=tag)
 
 
+@torch.no_grad()
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place, tag: str | None = None) -> nn.Module:
-    """Loads the weights of a checkpoint into a model on the CPU that has no engine."""
-    model.cpu().load_state_dict(read_weights(os.fspath(checkpoint_dir), tag=tag), strict=False)
+    """Loads the weights of a checkpoint into a model, on the CPU; into one that is sharded, where it is.
+
+    Afterwards the model is one without an engine: what its engine keeps beside it stays as it was.
+    """
+    weights = read_weights(os.fspath(checkpoint_dir), tag=tag)
+    shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
+    for name, shard in shards.items():
+        if type(shard) is DTensor:
+            local(shard).copy_(own_part(weights[name].to(local(shard)), shard))
+        else:  # zero.GatheredParameters shows it whole for now
+            shard.copy_(weights[name])
+    others = {name: weight for name, weight in weights.items() if name not in shards}
+    (model if shards else model.cpu()).load_state_dict(others, strict=False)
     return model
 
 
