@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+LARGEST = {"F32": 3.4e38, "BF16": 3.38e38, "F16": 65504.0}  # below these nothing is rounded to infinity
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,8 @@ class Rounded(plain.Fp32):
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             before = np.frombuffer(block, "<f8") if dtype == "F64" else widen(dtype, block)
             wide = before.astype("<f4", copy=False)
+            if np.abs(before).max(initial=0) < LARGEST[self.dtype]:  # nothing becomes infinite, and nothing is nan
+                return _round(wide, self.dtype).view(np.uint8).data
             if self.dtype == "BF16":
                 after = _round_to_bf16(wide)
                 infinite = (after & 0x7FFF) == 0x7F80
@@ -253,11 +256,25 @@ def _half_bits() -> Array:
     return table
 
 
-def _round_to_bf16(wide: Array) -> Array:
-    """float32 to the bits of bfloat16, to nearest even; NaNs stay NaNs, with their sign and upper payload."""
+def _round(wide: Array, dtype: str) -> Array:
+    """float32 without NaN to `dtype`, to nearest even."""
+    if dtype != "BF16":
+        half: Array = wide.astype("<f2" if dtype == "F16" else "<f4", copy=False)
+        return half
     bits = wide.view("<u4")
     # Half of the last place that is kept, less one unless that place is odd: ties go to even.
-    rounded: Array = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    upper: Array = rounded.astype("<u2")
+    return upper
+
+
+def _round_to_bf16(wide: Array) -> Array:
+    """The same to bfloat16 for any values: NaNs stay NaNs, with their sign and upper payload."""
+    bits, rounded = wide.view("<u4"), _round(wide, "BF16")
     nan = np.isnan(wide)
     rounded[nan] = (bits[nan] >> 16) | 0x40
     return rounded

@@ -371,14 +371,15 @@ class Shards:
             raise Damaged(f"{path}: the {chunk.length} bytes at {chunk.start}, {place}, {what}")
 
     def stream(self, name: str, elements: int = BUFFER // 8) -> Iterator[memoryview]:
-        """The bytes of a tensor in row-major order, in blocks of `elements`; each block is valid until the next.
+        """The bytes of a tensor in row-major order, in blocks of `elements`; each is valid until the next but one.
 
         A chunk is read once, from its first byte to its last, and its digest compared there: blocks are to be trusted
         only after the last one. Raises Damaged.
         """
         tensor, fill = self.checkpoint.tensors[name], 0
         width = WIDTH[tensor.dtype]
-        block = memoryview(bytearray(min(elements, math.prod(tensor.shape)) * width))
+        size = min(elements, math.prod(tensor.shape)) * width
+        block, other = memoryview(bytearray(size)), memoryview(bytearray(size))
         reading: dict[Chunk, tuple[int, Any]] = {}
         for count, chunk in walk(tensor.nodes):
             position, digest = reading.pop(chunk, None) or (0, hashlib.sha256())
@@ -389,7 +390,7 @@ class Shards:
                 fill, position = fill + len(view), position + len(view)
                 if fill == len(block):
                     yield block
-                    fill = 0
+                    block, other, fill = other, block, 0
             if end < chunk.length:
                 reading[chunk] = end, digest
         if fill:
@@ -523,10 +524,15 @@ def export(
     if os.path.realpath(folder) == os.path.join(source.root, checkpoint.folder):
         raise Refused(f"{folder} is the folder of a step, which is never changed", "choose another output")
 
+    ahead = ThreadPoolExecutor(1)  # reads and verifies the next block while one is written
+
     def read(name: str) -> Iterator[memoryview]:
         nonlocal done
         place = entries[name].source
-        for block in shards.stream(place):
+        blocks = shards.stream(place)
+        coming = ahead.submit(next, blocks, None)
+        while (block := coming.result()) is not None:
+            coming = ahead.submit(next, blocks, None)
             yield (wide := cast(name, checkpoint.tensors[place].dtype, block))
             done += len(wide)
             progress(done, total)
@@ -550,6 +556,7 @@ def export(
             written.append(Written(path, *write_file(path, temporary, iter([index.encode()])), 0))
         publish(folder, temporary, out in files)
     finally:
+        ahead.shutdown()
         shards.close()
         for path in temporary.values():
             if os.path.exists(path):
