@@ -14,7 +14,7 @@ from dsjob import storage
 from dsjob.checkpoint.attempts import FOLDER, newest_attempt
 from dsjob.checkpoint.inventory import take_inventory
 
-HOUR = 3600.0
+HOUR, DAY = 3600.0, 86400.0
 TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp")  # of storage.write_bytes; whole paths
 
 
@@ -32,8 +32,9 @@ class Garbage:
     kept: str
 
 
-def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tuple[str, list[Garbage]]:
-    """The root that `url` means and what is garbage there, deleted unless `dry_run`. `older_than`: seconds.
+def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tuple[str, list[Garbage], int]:
+    """The root that `url` means, what is garbage there, deleted unless `dry_run`, and how many uploads to an object
+    store that never ended were aborted (begun more than a day ago; none with `dry_run`). `older_than`: seconds.
 
     A checkpoint with a commit record is never touched, damaged or not. Raises NoCheckpointError, StorageError.
     """
@@ -60,7 +61,8 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
     for item in found if not dry_run else ():
         if not item.kept:
             _delete(inventory.url, item)
-    return inventory.url, found
+    uploads = 0 if dry_run else storage.abort_uploads(inventory.url, hours=max(older_than, DAY) / HOUR)
+    return inventory.url, found, uploads
 
 
 def _find_reason_to_keep(newest_attempt: bool, age: float | None, older_than: float) -> str:
@@ -68,7 +70,7 @@ def _find_reason_to_keep(newest_attempt: bool, age: float | None, older_than: fl
     the newest one may be alive, but no save pauses for a day."""
     if age is None:
         return "its age is not known here"
-    limit = max(older_than, 24 * HOUR) if newest_attempt else older_than
+    limit = max(older_than, DAY) if newest_attempt else older_than
     if age >= limit:
         return ""
     return "a run of the newest attempt may be writing it" if newest_attempt else "written too recently"

@@ -111,9 +111,9 @@ def _collect(args: argparse.Namespace) -> int:
     if not given:
         raise UsageError(f"--older-than {args.older_than!r} is no age", hint="write 90m, 2h or 7d")
     age = int(given[1]) * SECONDS[given[2]]
-    root, found = collect(args.ckpt, older_than=age, dry_run=args.dry_run)
-    answer = {"url": root, "dry_run": args.dry_run, "found": [asdict(one) for one in found]}
-    _print(answer if args.json else text.show_garbage(root, found, dry_run=args.dry_run))
+    root, found, uploads = collect(args.ckpt, older_than=age, dry_run=args.dry_run)
+    answer = {"url": root, "dry_run": args.dry_run, "found": [asdict(one) for one in found], "uploads": uploads}
+    _print(answer if args.json else text.show_garbage(root, found, uploads, dry_run=args.dry_run))
     return 0
 
 

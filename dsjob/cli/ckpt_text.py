@@ -89,7 +89,7 @@ def show_differences(found: Sequence[Difference]) -> str:
     return "\n".join([*lines, f"{_plural(same, 'tensor')} the same, {len(other)} not"])
 
 
-def show_garbage(root: str, found: Sequence[Garbage], *, dry_run: bool) -> str:
+def show_garbage(root: str, found: Sequence[Garbage], uploads: int, *, dry_run: bool) -> str:
     """A line for each piece, and the sum of what went."""
     gone = [one for one in found if not one.kept]
     rows = [
@@ -105,7 +105,8 @@ def show_garbage(root: str, found: Sequence[Garbage], *, dry_run: bool) -> str:
     ]
     total = show_bytes(sum(one.size for one in gone))
     end = f"{'would delete' if dry_run else 'deleted'} {len(gone)}, {total}" if gone else "nothing to delete"
-    return "\n".join([make_printable(root), *([_align(rows)] if rows else []), end])
+    ended = [f"aborted {_plural(uploads, 'upload')} that never ended"] if uploads else []
+    return "\n".join([make_printable(root), *([_align(rows)] if rows else []), end, *ended])
 
 
 def show_copied(found: Sequence[Copied]) -> str:

@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from plain_checkpoint import STORED, Raw, floats, random_raw, read_safetensors, rows, save
+from plain_checkpoint import STORED, Raw, floats, random_raw, read_safetensors, rows, save, save_sparse
 from safetensors.torch import load_file
 
 from dsjob import storage
@@ -316,3 +316,18 @@ def test_what_is_no_size(text: str) -> None:
 def test_torch_is_not_imported() -> None:
     code = "import sys, dsjob.checkpoint.convert; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [["--to", "fp32"], ["--to", "bf16"], ["--to", "fp32", "--format", "torch"]], ids=str)
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, given: list[str]) -> None:
+    save_sparse(tmp_path / "c", "F32", (150_000, 1000), rows((150_000, 1000), 2))
+    code = (
+        "import sys, numpy, dsjob.cli.convert\nfrom dsjob.cli import main\n"
+        "peak = lambda: int(next(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')))\n"
+        "before = peak(); assert main(sys.argv[1:]) == 0; print('grown', peak() - before)"
+    )
+    command = [sys.executable, "-c", code, "convert", str(tmp_path / "c"), str(tmp_path / "out"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) >= 300_000_000
+    assert int(done.stdout.rsplit("grown ", 1)[1]) < 64 << 10  # KiB

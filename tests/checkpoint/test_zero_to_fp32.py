@@ -22,7 +22,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain_checkpoint import STORED, Box, Raw, commit_manifest, floats, random_raw, read_safetensors, rows, save
+from plain_checkpoint import (
+    STORED,
+    Box,
+    Raw,
+    commit_manifest,
+    floats,
+    random_raw,
+    read_safetensors,
+    rows,
+    save,
+    save_sparse,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -682,26 +693,6 @@ def test_a_manifest_beyond_its_bound_is_not_read(saved: Path, monkeypatch: pytes
 
 
 # --- size, interruption, other interpreters ---------------------------------------------------------------------
-
-
-def save_sparse(root: Path, dtype: str, shape: tuple[int, int], boxes: list[Box]) -> int:
-    """A checkpoint of one tensor of zeros that takes no room on the disk; the bytes of the tensor."""
-    folder = save(root, {"model.x": Raw(dtype, np.zeros((2, 2), STORED[dtype]))}, digests=False)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    width = np.dtype(STORED[dtype]).itemsize
-    chunks, ends = [], {}
-    for rank, offsets, sizes in boxes:
-        file = f"r{rank:05d}-of-00002.safetensors"
-        start, length = ends.get(file, 1000), math.prod(sizes) * width
-        chunks.append({"file": file, "start": start, "length": length, "offsets": offsets, "sizes": sizes})
-        ends[file] = start + length
-    for file, end in ends.items():
-        os.truncate(folder / file, end)
-        manifest["files"][file] = {"size": end}
-    manifest["tensors"]["model.x"].update(shape=shape, chunks=chunks)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    commit_manifest(root, folder, TAG, 120)
-    return math.prod(shape) * width
 
 
 def peak_mib(*command: object) -> float:
