@@ -37,7 +37,7 @@ def measure(cell: Cell, world: World, against: list[str], rounds: int) -> list[d
     sides: dict[str, Side] = {}
     failed: dict[str, str] = {}
     for name in ("dsjob", *against):
-        if name == "trainer" and cell.stage > 0:
+        if not SIDES[name].exists(cell, world):
             continue
         try:
             sides[name] = SIDES[name](cell, world)

@@ -58,10 +58,15 @@ class Side:
     what = ""
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
+    @classmethod
+    def exists(cls, cell: Cell, world: World) -> bool:
+        """Whether there is such a thing: where nothing is sharded, any."""
+        return cell.stage == 0 or world.world_size == 1
+
     def __init__(self, cell: Cell, world: World) -> None:
         self.cell, self.world = cell, world
         self.batches = cycle(make_batches(cell, world))
-        self.last_loss = 0.0
+        self.last_loss: float | None = None
 
     def step(self) -> Tensor:
         """One optimizer step; the last loss."""
@@ -114,6 +119,10 @@ class Ours(Side):
 
     what, engine_name = "dsjob", "dsjob"
 
+    @classmethod
+    def exists(cls, cell: Cell, world: World) -> bool:
+        return True
+
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
         job = {
@@ -155,6 +164,10 @@ class DeepSpeed(Ours):
 
 class ByHand(Side):
     """The shortest loop that does the same arithmetic: DDP or the bare module, FSDP2 at stages 1 to 3."""
+
+    @classmethod
+    def exists(cls, cell: Cell, world: World) -> bool:
+        return True
 
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
@@ -224,7 +237,11 @@ class ByHand(Side):
 
 
 class Accelerate(Side):
-    """accelerate's loop: DDP at stage 0; at 1 to 3 its FSDP2 on GPUs, its DeepSpeed on CPU, where it has no FSDP."""
+    """accelerate's loop: DDP at stage 0; at 1 to 3 its FSDP2 on GPUs. On CPU it shards nothing."""
+
+    @classmethod
+    def exists(cls, cell: Cell, world: World) -> bool:
+        return super().exists(cell, world) or world.device.type == "cuda"
 
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
@@ -239,29 +256,22 @@ class Accelerate(Side):
             gradient_accumulation_steps=cell.accumulation,
             **plugin,
         )
-        kinds = {"fsdp_plugin": "FSDP2", "deepspeed_plugin": "DeepSpeed"}
-        kind = kinds[next(iter(plugin))] if plugin else "DDP" if world.world_size > 1 else "bare module"
+        kind = "FSDP2" if plugin else "DDP" if world.world_size > 1 else "bare module"
         self.what = f"accelerate ({kind})"
         model = make_model(cell)
         self.model, self.optimizer = self.accelerator.prepare(model, make_optimizer(model.parameters()))
         self.model.train()
 
     def _make_plugin(self) -> dict[str, Any]:
-        from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+        from accelerate import FullyShardedDataParallelPlugin
 
-        if self.world.device.type == "cuda":
-            fsdp = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                reshard_after_forward=self.cell.stage == 3,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["Block"],
-            )
-            return {"fsdp_plugin": fsdp}
-        deepspeed = DeepSpeedPlugin(
-            zero_stage=self.cell.stage, gradient_accumulation_steps=self.cell.accumulation, gradient_clipping=CLIP
+        fsdp = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=self.cell.stage == 3,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
         )
-        deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = self.cell.micro_batch
-        return {"deepspeed_plugin": deepspeed}
+        return {"fsdp_plugin": fsdp}
 
     def step(self) -> Tensor:
         for _ in range(self.cell.accumulation):
@@ -292,7 +302,7 @@ class Samples(torch.utils.data.Dataset[Batch]):
 
 
 class HFTrainer(Side):
-    """transformers' Trainer, DDP on several ranks. What shards in it is accelerate's, so it stands at stage 0 alone.
+    """transformers' Trainer, DDP on several ranks. What shards in it is accelerate's.
 
     A new one each round: its loop has no door. Setting it up is not counted.
     """
@@ -340,7 +350,7 @@ class HFTrainer(Side):
         return times[-1] - times[0]
 
 
-SIDES: dict[str, Callable[[Cell, World], Side]] = {
+SIDES: dict[str, type[Side]] = {
     "dsjob": Ours,
     "hand": ByHand,
     "deepspeed": DeepSpeed,
