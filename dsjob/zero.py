@@ -63,11 +63,13 @@ class Init:
         if remote_device not in (None, "none", "cpu"):
             raise UsageError(f"zero.Init: remote_device is {remote_device!r}", hint='allowed are "cpu" and None')
         self._dtype, self._enabled, self._mesh = dtype, enabled, None
+        self._group: dist.ProcessGroup | None = None
         self._stack = contextlib.ExitStack()
         if enabled:
             init_distributed()
             world = _find_world(mpu, data_parallel_group)
             self._mesh = world.make_mesh() if world.world_size > 1 else None
+            self._group = world.group
         if module is not None and enabled:
             self._place(module)
 
@@ -103,7 +105,7 @@ class Init:
             self._stack.callback(handle.remove)
         self._stack.callback(place_rest)
         if self._mesh is not None:
-            self._stack.enter_context(_apply_to_whole())
+            self._stack.enter_context(_apply_to_whole(self._group))
         return self
 
     def __exit__(
@@ -121,14 +123,19 @@ def _find_world(mpu: Any, group: dist.ProcessGroup | None) -> World:
 
 
 @contextmanager
-def _apply_to_whole() -> Iterator[None]:
-    """`Module.apply` gathers the parameters of each module that it is called for; what rank 0 makes of them counts."""
+def _apply_to_whole(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """`Module.apply` gathers the parameters of each module that it is called for; what rank 0 makes of them counts.
+
+    `group`: the ranks that have the same parameters; None for all.
+    """
     original = nn.Module.apply
 
     def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
         for child in self.children():
             child.apply(fn)
-        with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
+        gathered = GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0)
+        gathered.group = group
+        with gathered:
             fn(self)
         return self
 
@@ -175,6 +182,7 @@ class GatheredParameters:
         listed = [params] if isinstance(params, Tensor) else list(params)
         self._params = list({id(p): p for p in listed}.values()) if enabled else []
         self._modifier_rank = modifier_rank
+        self.group: dist.ProcessGroup | None = None  # who has the same parameters that nobody has sharded; None: all
         self._gathered: list[Tensor] = []
         self._announced: list[Tensor] = []
 
@@ -220,7 +228,7 @@ class GatheredParameters:
     @torch.no_grad()
     def _agree(self, parameter: Tensor) -> Tensor:
         """The value of `parameter` as the modifying rank has it."""
-        value, group = _whole_of(parameter).data, _find_group(parameter)
+        value, group = _whole_of(parameter).data, _find_group(parameter) or self.group or _find_everyone()
         if group is not None and dist.get_world_size(group) > 1:
             value = value.contiguous()
             dist.broadcast(value, group=group, group_src=self._modifier_rank)
@@ -228,12 +236,16 @@ class GatheredParameters:
 
 
 def _find_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that have the same parameter, or a part of it; None where this one is alone."""
+    """The ranks that have the same parameter, or a part of it; None where neither an engine nor shards tell."""
     owned = find_owned(parameter)
     if owned is not None and owned.owner.strategy.world.group is not None:
         return owned.owner.strategy.world.group
     if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
         return parameter.device_mesh.get_group()
+    return None
+
+
+def _find_everyone() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 

@@ -91,12 +91,13 @@ class Strategy:
 
     def _measure(self, named: Mapping[str, nn.Parameter]) -> Tensor:
         """The L2 norm of the gradients of parameters."""
-        counted = [p.grad for name, p in named.items() if p.grad is not None and name not in self._counted_elsewhere]
-        norm = get_total_norm(counted, norm_type=2.0) if counted else torch.zeros(())
-        if isinstance(norm, DTensor):
-            norm = on_mesh(norm).full_tensor()
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        norm = _norm([gradient for name, gradient in gradients.items() if name not in self._counted_elsewhere])
         if self.world.model.size > 1:
             square = norm.to(self.world.device, torch.float64).square()
+            others = _norm([gradient for name, gradient in gradients.items() if name in self._counted_elsewhere])
+            # What is counted elsewhere adds nothing, but all ranks have to hear where it is not finite: 0 * inf is nan.
+            square += 0 * others.to(square)
             dist.all_reduce(square, group=self.world.model.group)
             norm = square.sqrt().float().to(norm.device)
         return norm
@@ -152,6 +153,12 @@ class Strategy:
         """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
         frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
         return {**{name: master.data for name, master in self.masters.items()}, **frozen}
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """The L2 norm of gradients, over all ranks that have shards of them; 0 of none."""
+    norm = get_total_norm(gradients, norm_type=2.0) if gradients else torch.zeros(())
+    return on_mesh(norm).full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def average_norms(norm: Tensor, device: torch.device) -> Tensor:

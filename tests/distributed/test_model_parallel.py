@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tensor_parallel import DeepSpeedUnit, ParallelNet, Unit, build_part, build_whole, make_rows, put_together
-from torch import Tensor
+from torch import Tensor, nn
 
 import dsjob
 from dsjob import checkpointing, zero
@@ -102,19 +102,24 @@ def run_all(world: World, folder: str) -> Outcome:
         ("fp16", {"fp16": {"enabled": True, "initial_scale_power": 8}}),
     ):
         found[name] = [train(make_engine(Unit(), stage, **more)) for stage in STAGES]
-    found["overflow"] = [overflow(unit, stage) for stage in STAGES]
+    found["overflow"] = [*(overflow(unit, stage) for stage in STAGES), overflow(unit, 0, counted=False)]
     found["init"] = shard_while_building(unit)
     found["resumed"] = [resume(unit, stage, f"{folder}/{stage}") for stage in STAGES]
     found["refused"] = refuse(unit, f"{folder}/0")
     return found
 
 
-def overflow(unit: Unit, stage: int) -> list[Any]:
-    """A step in which gradients of one part of the model overflow: all ranks leave it out."""
+def overflow(unit: Unit, stage: int, counted: bool = True) -> list[Any]:
+    """A step in which gradients of one part of the model overflow: all ranks leave it out.
+
+    Not `counted`: in a parameter that only the other part counts in the norm.
+    """
     engine = make_engine(unit, stage, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
     x, y = make_rows(0, ROWS)
+    if not counted and engine.world.model.rank == 1:
+        engine.module.head.bias.register_hook(lambda gradient: gradient * float("inf"))
     loss = engine(x[:MICRO], y[:MICRO])
-    if engine.world.rank == 1 and engine.world.model.rank == 1:
+    if counted and engine.world.rank == 1 and engine.world.model.rank == 1:
         loss = loss * 1e9
     engine.backward(loss)
     engine.set_gradient_accumulation_boundary(True)
@@ -122,9 +127,21 @@ def overflow(unit: Unit, stage: int) -> list[Any]:
     return [engine.was_step_applied(), engine.skipped_steps, engine.loss_scale()]
 
 
+class Applied(nn.Module):
+    """Initialised by a function, with a value of its own on each part."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.apply(lambda module: module.weight.data.fill_(value))
+
+
 def shard_while_building(unit: Unit) -> Outcome:
     with zero.Init(mpu=unit):
         net = build_part_sharded(unit)
+        applied = Applied(1.0 + unit.get_tensor_model_parallel_rank())
+    with zero.GatheredParameters(applied.weight):
+        initial = applied.weight.detach().clone().tolist()
     edited = net.head.bias
     with zero.GatheredParameters(edited, modifier_rank=0):
         if unit.get_data_parallel_rank() == 0:
@@ -138,7 +155,7 @@ def shard_while_building(unit: Unit) -> Outcome:
     engine = dsjob.initialize(model=net, config=make_config(3, CLIPS[0]), mpu=unit)[0]
     losses, norms = train(engine)
     rows = {name: tuple(p.to_local().shape) for name, p in engine.module.named_parameters()}
-    return {"value": value, "losses": losses, "norms": norms, "weights": read(engine), "rows": rows}
+    return {"initial": initial, "value": value, "losses": losses, "norms": norms, "weights": read(engine), "rows": rows}
 
 
 def build_part_sharded(unit: Unit) -> ParallelNet:
@@ -226,13 +243,14 @@ def test_other_precisions_and_offloading_stay_near() -> None:
 
 def test_an_overflow_in_one_part_is_left_out_by_all_ranks() -> None:
     for result in results():
-        assert result["overflow"] == [[False, 1, 128.0]] * len(STAGES)
+        assert result["overflow"] == [[False, 1, 128.0]] * (len(STAGES) + 1)
 
 
 def test_models_are_sharded_over_the_data_parallel_ranks_as_they_are_built() -> None:
     alone = train_alone()[CLIPS[0]]
     for rank, result in enumerate(results()):
         found = result["init"]
+        assert found["initial"] == [1.0 + rank % 2] * 4
         assert found["value"].tolist() == [0.25 * (rank % 2)] * 3
         assert found["norms"] == pytest.approx(alone["norms"], rel=1e-6)
         assert found["rows"]["blocks.0.column.weight"] == (2, 6)
