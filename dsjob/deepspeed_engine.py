@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dsjob import parameters
 from dsjob.blocks import prepare_blocks
+from dsjob.checkpoint.pretrained import describe_pretrained
 from dsjob.checkpoint.state import TrainingState, persistent_buffers
 from dsjob.deepspeed_state import DeepSpeedState
 from dsjob.dsconfig import ENGINE_SECTIONS
@@ -304,6 +305,7 @@ class DeepSpeedEngine(Engine):
             scheduler=self.lr_scheduler,
             scaler=self._scaler,
             device=self.world.device,
+            pretrained=describe_pretrained(self.module),
         )
         self._given = weakref.ref(state)
         return state

@@ -6,9 +6,11 @@ from __future__ import annotations
 import re
 
 # Azure's own form `abfs://container@account.../path` names a container there, which is no secret.
-_USER_INFO = re.compile(r"(?<=://)(?P<user>[^/@\s]*)@")
+# A password may hold slashes, as keys of AWS do; what has no colon ends at the first one.
+_USER_INFO = re.compile(r"(?<=://)(?P<user>[^/:@\s]*:[^@\s]*|[^/@\s]*)@")
 _SECRET = re.compile(
-    r"(?i)(?P<key>[?&;](?:[\w.-]*(?:key|token|secret|passw|credential|signature)[\w.-]*|sig|pwd))=[^&;\s\"']*"
+    r"(?i)(?P<key>[?&;#](?:(?:[\w.-]*[-_.])?key(?:[-_.][\w.-]*)?|[\w.-]*(?:accesskey|apikey|token|secret|passw|credential"
+    r"|signature)[\w.-]*|sig|pwd))=[^&;#\s\"']*"
 )
 _AZURE = re.compile(r"(?i)\b(?:abfss?|az|wasbs?)://$")
 

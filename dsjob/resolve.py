@@ -307,8 +307,9 @@ def _divides(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]:
     parts = trainer.get("model_parallel_size", 1) if isinstance(trainer, dict) else 1
     if not isinstance(parts, (int, float)) or parts < 1 or world_size % parts == 0:
         return []
-    message = f"{world_size} rank{'s' * (world_size > 1)} ({ranks_from}) are no groups of {parts:g}"
-    hint = f"launch.nproc={int(parts) * max(1, world_size // int(parts))}"
+    told = f" ({ranks_from})" if ranks_from else ""
+    message = f"{world_size} rank{'s' * (world_size > 1)}{told} are no groups of {parts:g}"
+    hint = f"start {int(parts) * max(1, world_size // int(parts))} ranks, or more of as many"
     return [Problem(message, _PARTS, "model-parallel-size", hint)]
 
 

@@ -21,6 +21,9 @@ CANARY = "hunter2-canary"
         f"abfs://user:{CANARY}@account/x",
         f"simplecache::s3://me:{CANARY}@bucket/x",
         f"gs://bucket/x?access_token={CANARY}",
+        f"s3://AKIA:wJalr/{CANARY}/K7@bucket/x",
+        f"https://host/x#token={CANARY}",
+        f"https://host/x?accessKey={CANARY}",
     ],
 )
 def test_secrets_are_refused_and_hidden(url: str) -> None:
@@ -35,7 +38,14 @@ def test_secrets_are_refused_and_hidden(url: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["s3://bucket/a@b", "abfs://container@account.dfs.core.windows.net/x", "/a/b?key=1", "a:b@c", "https://h/x?page=1"],
+    [
+        "s3://bucket/a@b",
+        "abfs://container@account.dfs.core.windows.net/x",
+        "/a/b?key=1",
+        "a:b@c",
+        "https://h/x?page=1",
+        "s3://b/x?monkey=1",
+    ],
 )
 def test_other_urls_are_left_alone(url: str) -> None:
     assert describe_secret(url) == ""

@@ -363,6 +363,13 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "deepspeed.managed_gradient_accumulation",
         {"deepspeed": {"managed_gradient_accumulation": True}},
     ),
+    ("deepspeed-amp", {**BY_DEEPSPEED, "amp": ON}, "amp.enabled", {"amp": ON}),
+    (
+        "deepspeed-optimizer",
+        {**BY_DEEPSPEED, "optimizer": {"_target_": "torch.optim.Muon", "lr": 0.1}},
+        "optimizer._target_",
+        {**BY_DEEPSPEED, "optimizer": {"_target_": "torch.optim.RAdam", "lr": 0.1}},
+    ),
     ("deepspeed-mpu", {**BY_DEEPSPEED, **course(mpu=CALLED)}, "trainer.mpu", course(mpu=CALLED)),
     ("deepspeed-compile", {**BY_DEEPSPEED, "compile": ON}, "compile.enabled", {"compile": ON}),
     (

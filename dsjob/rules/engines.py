@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dsjob.rules.table import Document, Finding, enter, is_on, read, read_stage
 
 _OTHER = "leave engine out"
+_BY_ELEMENT = {
+    "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "nadam", "radam", "rmsprop", "rprop", "sgd"
+}  # fmt: skip
 
 
 def _drives(document: Document) -> bool:
@@ -23,10 +26,11 @@ def _models(document: Document) -> Iterator[Finding]:
 @enter("deepspeed-optimizer")
 def _optimizer(document: Document) -> Iterator[Finding]:
     """DeepSpeed steps flat pieces of many parameters at once: what looks at a whole one, or communicates by itself,
-    would compute something else there without a word."""
-    kind = str(read(document, "optimizer.type", ""))
-    if _drives(document) and kind.lower() in ("lamb", "muon", "onebitadam", "onebitlamb", "zerooneadam"):
-        yield "optimizer.type", f"{kind} does not go with engine deepspeed", f"use AdamW, or {_OTHER}"
+    would compute something else there without a word. Only what works element by element is let through."""
+    place = "type" if read(document, "optimizer.type") else "_target_"
+    kind = str(read(document, f"optimizer.{place}", "")).rpartition(".")[2]
+    if _drives(document) and kind and kind.lower() not in _BY_ELEMENT:
+        yield f"optimizer.{place}", f"{kind} does not go with engine deepspeed", f"use AdamW, or {_OTHER}"
 
 
 @enter("deepspeed-mpu", whole=True)
@@ -49,6 +53,13 @@ def _fp16(document: Document) -> Iterator[Finding]:
     multiplied the loss by."""
     if _drives(document) and is_on(document, "fp16") and read_stage(document) == 0:
         yield "fp16.enabled", "needs stage 1, 2 or 3 with engine deepspeed", f"set stage to 1, or {_OTHER}"
+
+
+@enter("deepspeed-amp")
+def _amp(document: Document) -> Iterator[Finding]:
+    """amp stands for fp16 or autocast at stage 0, where DeepSpeed's loss scaling is not that of its other stages."""
+    if _drives(document) and is_on(document, "amp"):
+        yield "amp.enabled", "does not go with engine deepspeed", f"use bf16, or {_OTHER}"
 
 
 @enter("deepspeed-autocast")
