@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dsjob.autocast import marked_dtype
 from dsjob.mesh import World
@@ -71,6 +72,9 @@ class Replicated(Strategy):
                 find_unused_parameters=True,
                 init_sync=False,
             )
+            # For parameters without gradient DDP puts a node behind all outputs, and copies them there, so that they
+            # may be changed in place: see `_give_out`.
+            self._ddp._set_ddp_sink_clone(False)
             if precision.autocast is not None:
                 self._ddp.register_comm_hook(self._how, _reduce_each)
             elif precision.reduce != precision.compute or before != world.world_size:
@@ -122,7 +126,9 @@ class Replicated(Strategy):
         if self._dtype != torch.float32:
             args, kwargs = cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
         # Without gradients DDP has nothing to add, and would wait for buffers of ranks that do not evaluate.
-        return (self._ddp if self._ddp and torch.is_grad_enabled() else self.module)(*args, **kwargs)
+        if self._ddp is None or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        return _give_out(self._ddp(*args, **kwargs))
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
@@ -152,6 +158,30 @@ class _How(NamedTuple):
         """What sums were not divided by before."""
         rest = self.before / self.ranks
         return summed.mul_(rest) if rest != 1 else summed
+
+
+class _Alias(torch.autograd.Function):
+    """Its inputs again, as tensors that autograd does not take for views of something that a function has made."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def _give_out(outputs: Any) -> Any:
+    """What a model under DDP returned, so that a program may change it in place; without copying it."""
+    leaves, form = tree_flatten(outputs)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    if places:
+        given: tuple[Tensor, ...] = _Alias.apply(*(leaves[i] for i in places))  # type: ignore[no-untyped-call]
+        for place, tensor in zip(places, given, strict=True):
+            leaves[place] = tensor
+    return tree_unflatten(leaves, form)
 
 
 def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:

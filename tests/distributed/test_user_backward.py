@@ -244,3 +244,38 @@ def test_the_caller_may_divide_the_loss() -> None:
         assert returned.item() == pytest.approx(loss.item() / 3)
         grads.append(build_net() and engine.module.head.weight.grad)  # type: ignore[union-attr]
     torch.testing.assert_close(grads[0], grads[1])
+
+
+class Heads(nn.Module):
+    """A loss, logits that it is not computed from, and an output that nobody uses; it remembers the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.spare = nn.Linear(3, 3), nn.Linear(3, 5), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.body(x)
+        self.seen = self.head(x)
+        return {"loss": x.square().mean(), "logits": self.seen, "spare": self.spare(x)}
+
+
+def change_in_place(world: World, accumulation: int) -> dict[str, Tensor]:
+    engine = make_engine(0, net=Heads(), accumulation=accumulation, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    for _ in range(2 * accumulation):
+        outputs = engine(torch.ones(2, 3))
+        assert outputs["logits"].data_ptr() == engine.module.seen.data_ptr()  # not copied
+        outputs["logits"] *= 2
+        loss = outputs["loss"]
+        loss += outputs["logits"].sum()
+        engine.backward(loss)
+        engine.step()
+    return whole_state(engine)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_outputs_may_be_changed_in_place_and_left_alone(accumulation: int) -> None:
+    (alone,) = run_ranks(change_in_place, 1, accumulation)
+    for rank in run_ranks(change_in_place, 2, accumulation):
+        assert rank.keys() == alone.keys()
+        assert all(torch.allclose(rank[name], value, atol=1e-6) for name, value in alone.items())
