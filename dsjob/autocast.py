@@ -17,7 +17,7 @@ from torch import nn
 from dsjob.errors import TargetError
 
 DEFAULT_SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_MARK = "_dsjob_autocast_dtype"
+MARK = "_dsjob_autocast_dtype"
 
 
 def cast_operators(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
@@ -60,10 +60,10 @@ def _find_class(name: str) -> type:
 
 def mark(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Says of `parameter` that its gradient travels in `dtype`."""
-    setattr(parameter, _MARK, dtype)
+    setattr(parameter, MARK, dtype)
 
 
 def marked_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """The dtype that `parameter` was marked with, if it was."""
-    dtype: torch.dtype | None = getattr(parameter, _MARK, None)
+    dtype: torch.dtype | None = getattr(parameter, MARK, None)
     return dtype

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map
 
 _engine_drives = False  # one backward pass at a time, whatever the thread that autograd runs it on
@@ -32,14 +33,15 @@ def watch_outputs(outputs: Any, enter: Callable[[Tensor], Tensor]) -> Any:
     """`outputs` (tensors in dicts, lists, tuples, dataclasses) that pass their gradients through `enter`.
 
     Each is a view of its own: a loss that the model has computed from another output does not pass it twice. `enter`
-    is not called for backward passes of an engine.
+    is not called for backward passes of an engine, nor inside torch.func, where gradients are a function's and not a
+    step's.
     """
 
     def hook(gradient: Tensor) -> Tensor:
         return gradient if _engine_drives else enter(gradient)
 
     def watch(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and value.requires_grad and not is_functorch_wrapped_tensor(value):
             view = value.view_as(value)
             view.register_hook(hook)  # type: ignore[no-untyped-call]
             return view

@@ -41,6 +41,11 @@ class Owned(NamedTuple):
         return self.owner.strategy.weights()[self.name]
 
     @property
+    def master(self) -> Tensor | None:
+        """What is trained of it; None of a frozen parameter."""
+        return self.owner.strategy.masters.get(self.name)
+
+    @property
     def gradient(self) -> Tensor | None:
         """The reduced gradient, from the boundary's backward pass to the step; scaled, with fp16."""
         carrier = self._carrier()
@@ -48,7 +53,7 @@ class Owned(NamedTuple):
 
     def _carrier(self) -> Tensor | None:
         """What has the gradient: the master, or before `step` the model's copy of it in lower precision."""
-        master = self.owner.strategy.masters.get(self.name)
+        master = self.master
         if master is None or master.grad is not None:
             return master
         shown = dict(self.owner.strategy.module.named_parameters()).get(self.name)
@@ -56,7 +61,7 @@ class Owned(NamedTuple):
 
     def state(self, key: str) -> Tensor | None:
         """A tensor of the optimizer's state."""
-        master = self.owner.strategy.masters.get(self.name)
+        master = self.master
         if master is None or self.owner.optimizer is None:
             return None
         value = self.owner.optimizer.state.get(master, {}).get(key)
@@ -124,8 +129,8 @@ def _write(
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """A parameter's fp32 value, whole; None where no engine has it."""
-    return _read(param, lambda owned: owned.weight, whole)
+    """A parameter's fp32 value, whole; None of one that is frozen, or that no engine has."""
+    return _read(param, lambda owned: owned.master, whole)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -158,7 +163,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """This rank's part of a parameter's fp32 value: its rows, [rows of this rank, ...]."""
-    return _read(param, lambda owned: owned.weight, local)
+    return _read(param, lambda owned: owned.master, local)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dsjob.autocast import DEFAULT_SAFE_MODULES, find_safe_modules, mark, marked_dtype
+from dsjob.autocast import DEFAULT_SAFE_MODULES, MARK, find_safe_modules, mark, marked_dtype
 from dsjob.engine import Engine
 from dsjob.errors import UsageError
+
+PARAM_COMM_DTYPE_ATTR_NAME = MARK  # the attribute of a parameter whose gradient travels low
 
 
 def init_autocast_params(engine: Engine, dtype: torch.dtype, safe_modules: Sequence[str] | None = None) -> None:
@@ -46,3 +48,11 @@ def get_default_autocast_lower_precision_modules() -> list[str]:
 def has_autocast_dtype(parameter: torch.Tensor) -> bool:
     """Whether the parameter's gradient travels in the lower precision."""
     return marked_dtype(parameter) is not None
+
+
+has_comm_dtype = has_autocast_dtype
+
+
+def get_comm_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype that autocast has the parameter's gradient travel in; the parameter's own where it has none."""
+    return marked_dtype(parameter) or parameter.dtype

@@ -111,6 +111,13 @@ def test_a_16_bit_model_is_the_whole_model_in_the_compute_dtype(tmp_path: Path, 
     build_net().load_state_dict(saved)
 
 
+def test_torch_func_differentiates_the_model_as_it_is() -> None:
+    config = {"train_batch_size": 8, "gradient_accumulation_steps": 4, "optimizer": ADAMW}
+    engine = dsjob.initialize(model=nn.Linear(4, 1), config=config)[0]
+    found, expected = (torch.func.grad(lambda x, m=m: m(x).sum())(torch.ones(4)) for m in (engine, engine.module))
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_missing_checkpoint_is_none_none(tmp_path: Path) -> None:
     assert make_engine(0).load_checkpoint(str(tmp_path)) == (None, None)
 

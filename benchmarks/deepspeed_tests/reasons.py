@@ -93,6 +93,10 @@ PATTERNS: tuple[tuple[str, str], ...] = (
         r"neither the engine nor its model has an attribute|AttributeError: _|Engine object at .* has no attribute",
     ),
     ("internals", r"module 'dsjob\.\S+' has no attribute|hook|ZeroOrderedDict|Stage3|InsertPostInit"),
+    (
+        "internals",
+        r"_external_params|persist_param_size|ZeRORuntimeException|BF16_Optimizer|ZeROOrderedDict|zero3_linear_wrap",
+    ),
     ("no collectives of its own", r"baseline issued no collectives"),
     (
         "another class of error",
@@ -108,9 +112,11 @@ PATTERNS: tuple[tuple[str, str], ...] = (
         "parameters keep their shape",
         r"go back to be 0-sized|a DTensor to a non-DTensor|mixed torch\.Tensor and DTensor",
     ),
-    ("rounding of bf16", r"Gradients differ|mismatch at|max-abs-diff"),
+    ("rounding of bf16 and fp16", r"Gradients differ|mismatch at|max-abs-diff|gradient \S+ differs at"),
     ("bf16 overflows are not looked for", r"model\.skipped_steps == \(i \+ 1\)"),
     ("hysteresis at stage 0 too", r"loss_scale_config\.cur_scale == expected_loss_scale"),
+    ("shards have no gradient inside no_sync", r"'NoneType' object has no attribute 'norm'"),
+    ("leaf modules of the config", r"leaf_module|'classes'|my\.Class"),
     ("leaf functions return no pair", r"not enough values to unpack"),
     ("ranks hung", r"^ranks hung"),
 )

@@ -121,7 +121,10 @@ def test_on_one_rank_parameters_have_the_attributes_of_shards() -> None:
         assert weight.ds_status == status.AVAILABLE
         weight.data.fill_(2)
     assert weight.ds_status == status.NOT_AVAILABLE
+    net[0].bias.requires_grad_(False)
     engine = deepspeed.initialize(model=net, config={"train_batch_size": 1, "optimizer": {"type": "Adam"}})[0]
+    assert deepspeed.utils.safe_get_full_fp32_param(net[0].bias) is None  # frozen
+    assert deepspeed.utils.safe_get_full_fp32_param(weight) is not None
     assert float(engine(torch.ones(2)).sum() - net[0].bias.sum()) == pytest.approx(12)
 
 

@@ -130,7 +130,10 @@ def collect(world: World) -> list[Tensor]:
     torch.manual_seed(world.rank)
     with zero.Init():
         lone = nn.Linear(WIDTH, WIDTH)
+        late = nn.Sequential(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH))  # on meta while it is made
     assert isinstance(lone.weight, DTensor)
+    assert isinstance(late[0].weight, DTensor)
+    assert not late[0].weight.is_meta
     before = maybe_whole(lone.weight)
     engine = engine_of(nn.Sequential(lone), 3)
     return [before, maybe_whole(next(iter(engine.module.parameters())))]
