@@ -57,6 +57,18 @@ def test_skipped_steps_are_counted_on_without_the_optimizers_state(tmp_path: Pat
     assert (again.skipped_steps, again.global_steps) == (3, 3)
 
 
+def test_the_newest_checkpoint_is_loaded_and_no_weights_that_were_converted_into_its_root(tmp_path: Path) -> None:
+    engine = make_engine(0)
+    train_engine(engine, 0, 1)
+    engine.save_checkpoint(str(tmp_path))
+    torch.save(make_engine(0).module_state_dict(), tmp_path / "pytorch_model.bin")
+    again = make_engine(0)
+    path, _ = again.load_checkpoint(str(tmp_path))
+    assert path is not None
+    assert path.endswith("global_step1-a0001")
+    assert again.global_steps == 1
+
+
 @pytest.mark.parametrize("folder", ["", None])
 def test_a_folder_is_needed(folder: str | None) -> None:
     with pytest.raises(UsageError, match="a folder or URL is needed"):

@@ -6,12 +6,16 @@ from dsjob.checkpoint.deepspeed_reader import find_deepspeed
 from dsjob.checkpoint.deepspeed_state import Groups
 from dsjob.checkpoint.foreign import Foreign
 from dsjob.checkpoint.plain_weights import find_weights
+from dsjob.checkpoint.source import open_root
 
 
 def find_elsewhere(url: str, tag: str | None = None, groups: Groups | None = None) -> Foreign | None:
-    """What another program saved there: a DeepSpeed folder, or plain weights; None for anything else.
+    """What another program saved there: a DeepSpeed folder, or plain weights; None for anything else, and in a root of
+    dsjob's own checkpoints, whatever was converted into it.
 
     `groups`: see `find_deepspeed`. Raises CheckpointError, NoCheckpointError, Damaged (see `zero_to_fp32`).
     """
+    if "commits" in open_root(url).names(""):
+        return None
     found = find_deepspeed(url, tag, groups)
     return found if found is not None or tag is not None else find_weights(url)

@@ -16,6 +16,7 @@ from dsjob.checkpoint.inventory import take_inventory
 
 HOUR, DAY = 3600.0, 86400.0
 TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp")  # of storage.write_bytes; whole paths
+RECORD = re.compile(r"superseded/([^/]+)\.json")  # of a checkpoint that was set aside, by its folder or tag
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
     """
     inventory, now = take_inventory(url), time.time()
     newest = newest_attempt(inventory.url)
+    files = storage.find_files(inventory.url)
+    unread = {entry.tag for entry in inventory.checkpoints if entry.state == "damaged" and not entry.folder}
+    unread |= {known[1] for path in files if (known := RECORD.fullmatch(path))}  # set aside by tag: damaged
     found: list[Garbage] = []
     for entry in inventory.checkpoints:
         if entry.state in ("partial", "superseded"):
@@ -47,16 +51,20 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
             named = FOLDER.fullmatch(entry.folder)
             attempt = int(named["attempt"]) if named else 0
             kept = _find_reason_to_keep(entry.state == "partial" and attempt >= newest, age, older_than)
+            if entry.state == "partial" and entry.tag in unread:
+                kept = "the record of its tag is there and cannot be read, or was set aside as damaged"
             kind: Literal["partial", "superseded"] = "partial" if entry.state == "partial" else "superseded"
             found.append(Garbage(kind, entry.folder, entry.size, age, kept))
     folders = {entry.folder for entry in inventory.checkpoints}
     gone = {entry.path for entry in found}
-    for path, file in storage.find_files(inventory.url).items():
+    tags = {entry.tag for entry in inventory.checkpoints if entry.state == "partial"}
+    for path, file in files.items():
         age = None if file.written is None else now - file.written
         if TEMPORARY.fullmatch(path) and path.partition("/")[0] not in gone:
             found.append(Garbage("temporary", path, file.size, age, _find_reason_to_keep(False, age, older_than)))
-        record = re.fullmatch(r"superseded/([^/]+)\.json", path)
-        if record and (record[1] not in folders or record[1] not in gone):  # its folder is gone, or committed again
+        record = RECORD.fullmatch(path)
+        # Its folder is gone, or committed again.
+        if record and record[1] not in tags and (record[1] not in folders or record[1] not in gone):
             found.append(Garbage("superseded", path, file.size, age, _find_reason_to_keep(False, age, older_than)))
     for item in found if not dry_run else ():
         if not item.kept:

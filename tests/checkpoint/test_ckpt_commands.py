@@ -393,6 +393,19 @@ def test_gc_of_what_was_superseded_and_of_temporary_files(root: Path) -> None:
     assert damaged.exists()
 
 
+def test_gc_leaves_what_a_damaged_record_may_mean(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dsjob.checkpoint.catalog import Catalog
+
+    (root / "commits" / "step-00000100.json").write_text("{")
+    Catalog(str(root)).set_aside_damaged(["step-00000120"])
+    before = {path for path in root.rglob("*") if "step-00000130" not in path.name and "130" not in path.parent.name}
+    age(root, 1e6)
+    ckpt("gc", root)
+    assert "cannot be read" in capsys.readouterr().out
+    assert before <= set(root.rglob("*"))
+    assert not (root / "step-00000130-a0001").exists()
+
+
 def test_gc_deletes_nothing_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "my-project-a1234"
     mine.mkdir()
