@@ -153,7 +153,8 @@ def fit_torch() -> None:
     OpBuilder.installed_rocm_version = staticmethod(lambda: (0, 0))  # type: ignore[attr-defined]
     Engine._get_optimizer_ckpt_name = lambda self, *args: ""  # type: ignore[attr-defined]
     if get_accelerator().device_name() == "cpu":
-        torch.amp.GradScaler.__init__.__defaults__ = ("cpu", *torch.amp.GradScaler.__init__.__defaults__[1:])
+        start: Any = torch.amp.GradScaler.__init__
+        start.__defaults__ = ("cpu", *start.__defaults__[1:])
         get_accelerator().current_device = lambda: "cpu"  # type: ignore[method-assign,assignment,return-value]
 
 
