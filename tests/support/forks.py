@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from multiprocessing import connection, get_context, parent_process, set_start_method
+from multiprocessing import connection, forkserver, get_context, parent_process, set_start_method
 from multiprocessing.context import ForkServerContext
 
 # None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use.
@@ -21,6 +21,12 @@ def get_forks() -> ForkServerContext:
     """multiprocessing, with processes that are such forks."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"  # else it would import the folder dsjob here, which lacks conf and schemas
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONSAFEPATH") if before is None else os.environ.update(PYTHONSAFEPATH=before)
     return context
 
 
