@@ -20,7 +20,7 @@ from dsjob.activation.stores import Store
 from dsjob.activation.timing import show_times
 from dsjob.check import check_config
 from dsjob.errors import ConfigError
-from dsjob.mesh import ModelRanks
+from dsjob.mesh import ModelRanks, World
 from dsjob.mpu import find_model_ranks
 from dsjob.spec import ActivationCheckpointing, view
 
@@ -42,6 +42,7 @@ class _Setup:
     def __init__(self) -> None:
         self.configured = False
         self.model = ModelRanks()
+        self.world: World | None = None
         self.store = Store(_read_section({}))
 
 
@@ -84,10 +85,16 @@ def configure(
     _setup.configured = True
 
 
-def use_ranks(model: ModelRanks) -> None:
-    """Lets the model-parallel ranks be those of an engine, unless `configure` has been called."""
+def use_ranks(world: World) -> None:
+    """Lets the ranks be those of an engine; the model-parallel ones of `checkpoint` unless `configure` was called."""
+    _setup.world = world
     if not _setup.configured:
-        _setup.model = model
+        _setup.model = world.model
+
+
+def find_ranks() -> World | None:
+    """The ranks of the engine that was made last, as its mpu divides them."""
+    return _setup.world
 
 
 def adopt(section: ActivationCheckpointing) -> None:

@@ -117,7 +117,7 @@ def build_engine(
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
-    checkpointing.use_ranks(world.model)
+    checkpointing.use_ranks(world)
     missing = mark_leaves(model, spec.zero_optimization.leaf_module)
     if missing and world.everyone.rank == 0:
         told = f"zero_optimization.leaf_module names what the model does not have: {', '.join(missing)}"

@@ -23,7 +23,7 @@ from dsjob.entry import build_engine
 from dsjob.errors import ContractError, DataError
 from dsjob.mesh import World
 from dsjob.models import is_trainable, list_models, take_model
-from dsjob.mpu import divide, gather, share
+from dsjob.mpu import divide, gather, share_length
 from dsjob.occasions import Occasions
 from dsjob.optim.schedules import settle_length
 from dsjob.progress import Display, make_console, show_seconds
@@ -37,6 +37,8 @@ from dsjob.summary import describe_run
 from dsjob.targets import build_callable, call_target
 from dsjob.training import Run
 from dsjob.trust import Trust
+
+_TRAINED = "samples of data.train"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ def _build_loader(
 ) -> TrainingLoader | NoLoader:
     """The training data of this rank; where it reads none, as many samples as the ranks that do."""
     if not world.loads:
-        return NoLoader(share(None, world))
+        return NoLoader(share_length(None, world, _TRAINED))
     loader = TrainingLoader(
         call_target(spec.data.train, trust=trust),
         micro_batch=spec.trainer.micro_batch,
@@ -165,7 +167,7 @@ def _build_loader(
         num_workers=spec.data.num_workers,
         pin_memory=spec.data.pin_memory,
     )
-    share(loader.samples_per_epoch, world)
+    share_length(loader.samples_per_epoch, world, _TRAINED)
     return loader
 
 

@@ -20,11 +20,13 @@ from dsjob.contract import call_model, find_loss
 from dsjob.data import EvaluationBatches, to_device
 from dsjob.data.batches import count_elements, is_tokens
 from dsjob.errors import ContractError, NonFiniteLossError
-from dsjob.mpu import share
+from dsjob.mpu import share, share_length
 from dsjob.occasions import Occasions
 from dsjob.saves import SECONDS_TO_SETTLE, describe_end, ends_period, is_among_best, save, settle
 from dsjob.steps import Names, read_scalars
 from dsjob.training import Run
+
+_EVALUATED = "batches of data.eval"
 
 
 class _Meter:
@@ -145,11 +147,14 @@ def _record(run: Run, meter: _Meter) -> None:
     """Collects the scalars since the last record from all ranks, makes sure of them, and logs."""
     engine, world = run.engine, run.engine.world
     scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
+    tokens = float(meter.tokens)
     if world.everyone.world_size > 1:
-        summed = torch.cat([scalars, scalars.new_ones(1)])  # and the number of ranks that report
-        summed = summed if world.reports else torch.zeros_like(summed)
+        reported = torch.cat([scalars, scalars.new_ones(1)])  # and the number of ranks that report
+        reported = reported if world.reports else torch.zeros_like(reported)
+        read = scalars.new_tensor([tokens, 1.0] if world.loads else [0.0, 0.0])  # and of those that read data
+        summed = torch.cat([reported, read])
         dist.all_reduce(summed)
-        scalars = summed[:-1] / summed[-1]
+        scalars, tokens = summed[:-3] / summed[-3], float(summed[-2] / summed[-1])
     losses, *others = torch.split(scalars, [len(values) for values in meter.scalars.values()])
     means = {name: float(values.mean()) for name, values in zip(list(meter.scalars)[1:], others, strict=True)}
     steps = len(losses)
@@ -166,7 +171,7 @@ def _record(run: Run, meter: _Meter) -> None:
         "lr": engine.last_lr[0],
         "grad_norm": norm,
         "samples_per_second": steps * engine.train_batch_size() / seconds,
-        "tokens_per_second": meter.tokens * world.world_size / seconds,
+        "tokens_per_second": tokens * world.world_size / seconds,
         "eta_seconds": seconds / steps * (run.max_steps - run.step),
     }
     if engine.precision.needs_scale:
@@ -260,7 +265,7 @@ def _read_evaluation(run: Run) -> Iterator[tuple[Any, int]]:
     """This rank's evaluation batches with their weights; None, with those of its model, where it reads no data."""
     trainer, world = run.spec.trainer, run.engine.world
     if not world.loads:
-        for _ in range(share(0, world)):
+        for _ in range(share_length(0, world, _EVALUATED)):
             yield None, share(0, world)
         return
     pairs = EvaluationBatches(
@@ -270,7 +275,7 @@ def _read_evaluation(run: Run) -> Iterator[tuple[Any, int]]:
         collate=run.collate,
         max_batches=trainer.eval_batches,
     )
-    share(len(pairs), world)
+    share_length(len(pairs), world, _EVALUATED)
     for batch, weight in pairs:
         yield batch, share(weight, world)
 

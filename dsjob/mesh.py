@@ -47,13 +47,14 @@ class World:
     model: ModelRanks = ModelRanks()  # noqa: RUF009 (a tuple)
     loads: bool = True
     reports: bool = True
+    timeout: float = 1800.0  # seconds that a collective may take
 
     @property
     def everyone(self) -> World:
         """This process among all of the job's."""
         if self.group is None:
             return self
-        return World(dist.get_rank(), self.local_rank, dist.get_world_size(), self.device)
+        return World(dist.get_rank(), self.local_rank, dist.get_world_size(), self.device, timeout=self.timeout)
 
     def ensure_group(self) -> None:
         """Makes the process group of a rank that is alone, where there is none yet."""
@@ -87,7 +88,7 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
         torch.cuda.set_device(chosen)
     if world_size > 1 and not dist.is_initialized():
         _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen)
-    return World(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen)
+    return World(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen, timeout=timeout)
 
 
 def leave_world() -> None:

@@ -8,13 +8,14 @@ parts of a model work together is the program's own matter.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsjob.errors import UsageError
+from dsjob.errors import DataError, UsageError
 from dsjob.mesh import ModelRanks, World
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class _Said(NamedTuple):
     size: int
     reports: bool
     loads: bool
+    has_groups: bool
 
 
 def divide(world: World, mpu: Any) -> World:
@@ -60,33 +62,66 @@ def divide(world: World, mpu: Any) -> World:
     """
     if mpu is None:
         return world
-    unit = _read_fields(mpu)
-    rank, size = _read_data_ranks(mpu) if unit is None else (unit.data_parallel_rank, unit.data_parallel_world_size)
-    source: Any = unit or mpu
-    builds = [bool(getattr(source, f"should_build_{name}", True)) for name in ("dataloader", "data_loader")]
-    said = _Said(rank, size, bool(getattr(source, "should_report_metrics", True)), all(builds))
-    everyone = gather(said, world)
+    everyone = _make_together(lambda: _read(mpu), world)
+    said = everyone[world.rank]
     _require_duties(everyone)
-    if unit is None:
+    if said.has_groups:
         model, group = find_model_ranks(mpu), mpu.get_data_parallel_group()
     else:
-        model, group = _form_groups(everyone)
-    if size * model.size != world.world_size:
-        raise UsageError(
-            f"the mpu speaks of {size} data-parallel x {model.size} model-parallel ranks, and the job has"
-            f" {world.world_size}",
-            hint="these have to multiply out: pipeline and sequence parallelism are not supported through an mpu",
-        )
+        model, group = _form_groups(everyone, world.timeout)
+    _make_together(lambda: _require_sizes(said, model, group, world), world)
     world = dataclasses.replace(world, reports=said.reports, loads=said.loads)
     if model.size == 1:
         return world
-    found = dist.get_rank(group), dist.get_world_size(group)
-    if found != (rank, size):
+    return dataclasses.replace(world, rank=said.rank, world_size=said.size, group=group, model=model)
+
+
+def read_data_ranks(mpu: Any) -> tuple[int, int]:
+    """The data-parallel rank of this process and their number, as an mpu of either form says. Raises UsageError."""
+    unit = _read_fields(mpu)
+    return _call_for_ranks(mpu) if unit is None else (unit.data_parallel_rank, unit.data_parallel_world_size)
+
+
+def _read(mpu: Any) -> _Said:
+    unit = _read_fields(mpu)
+    source: Any = unit or mpu
+    builds = [bool(getattr(source, f"should_build_{name}", True)) for name in ("dataloader", "data_loader")]
+    reports = bool(getattr(source, "should_report_metrics", True))
+    return _Said(*read_data_ranks(mpu), reports, all(builds), unit is None)
+
+
+def _require_sizes(said: _Said, model: ModelRanks, group: dist.ProcessGroup | None, world: World) -> None:
+    if said.size * model.size != world.world_size:
         raise UsageError(
-            f"the mpu says that this is data-parallel rank {rank} of {size}, and its group that it is {found[0]} of"
-            f" {found[1]}"
+            f"the mpu speaks of {said.size} data-parallel x {model.size} model-parallel ranks, and the job has"
+            f" {world.world_size}",
+            hint="these have to multiply out: pipeline and sequence parallelism are not supported through an mpu",
         )
-    return dataclasses.replace(world, rank=rank, world_size=size, group=group, model=model)
+    if model.size == 1:
+        return
+    found = dist.get_rank(group), dist.get_world_size(group)
+    if found != (said.rank, said.size):
+        raise UsageError(
+            f"the mpu says that this is data-parallel rank {said.rank} of {said.size}, and its group that it is"
+            f" {found[0]} of {found[1]}"
+        )
+
+
+def _make_together(make: Callable[[], T], world: World) -> list[T]:
+    """What `make` gives on each rank of the job. Where it raises on one, all raise, and none waits for that one."""
+    made: Any = None
+    own: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        own = error
+    everyone = gather((made, own and str(own)), world)
+    if own is not None:
+        raise own
+    for rank, (_, fault) in enumerate(everyone):
+        if fault is not None:
+            raise UsageError(f"rank {rank}: {fault}")
+    return [each for each, _ in everyone]
 
 
 def _read_fields(mpu: Any) -> ModelParallelUnit | None:
@@ -106,7 +141,7 @@ def _read_fields(mpu: Any) -> ModelParallelUnit | None:
     )
 
 
-def _read_data_ranks(mpu: Any) -> tuple[int, int]:
+def _call_for_ranks(mpu: Any) -> tuple[int, int]:
     missing = [name for name in ("rank", "world_size", "group") if not hasattr(mpu, f"get_data_parallel_{name}")]
     if missing:
         raise UsageError(
@@ -138,7 +173,7 @@ def _require_duties(everyone: list[_Said]) -> None:
         )
 
 
-def _form_groups(everyone: list[_Said]) -> tuple[ModelRanks, dist.ProcessGroup | None]:
+def _form_groups(everyone: list[_Said], timeout: float) -> tuple[ModelRanks, dist.ProcessGroup | None]:
     """Groups for fields: ranks that share a data-parallel rank hold one model, and those of one place in it share data.
 
     A collective: every rank makes all groups.
@@ -155,7 +190,8 @@ def _form_groups(everyone: list[_Said]) -> tuple[ModelRanks, dist.ProcessGroup |
     if lengths == {1}:
         return ModelRanks(), None
     columns = [list(members) for members in zip(*models, strict=True)]
-    model, data = (dist.new_subgroups_by_enumeration(groups)[0] for groups in (models, columns))  # type: ignore[no-untyped-call]
+    allowed = timedelta(seconds=timeout)
+    model, data = (dist.new_subgroups_by_enumeration(groups, timeout=allowed)[0] for groups in (models, columns))  # type: ignore[no-untyped-call]
     return ModelRanks(dist.get_rank(model), dist.get_world_size(model), model), data
 
 
@@ -170,11 +206,31 @@ def find_model_ranks(mpu: Any) -> ModelRanks:
 
 def share(value: T, world: World) -> T:
     """`value` as the first rank has it that holds the same model and builds a loader. A collective of these."""
+    return _gather_read(value, world)[0]
+
+
+def share_length(length: T, world: World, unit: str) -> T:
+    """As `share`. Raises DataError on all of these where those that build a loader have other lengths.
+
+    `unit`: what is counted, for the message.
+    """
+    lengths = _gather_read(length, world)
+    other = next((each for each in lengths if each != lengths[0]), lengths[0])
+    if other != lengths[0]:
+        raise DataError(
+            f"ranks that hold one model have {lengths[0]} and {other} {unit}",
+            hint="build the same dataset on each of them, or on one alone (should_build_dataloader)",
+        )
+    return lengths[0]
+
+
+def _gather_read(value: T, world: World) -> list[T]:
+    """`value` of the ranks that hold the same model and build a loader, in order."""
     if world.model.size == 1:
-        return value
+        return [value]
     found: list[Any] = [None] * world.model.size
     dist.all_gather_object(found, (world.loads, value), group=world.model.group)
-    return next(given for loads, given in found if loads)  # type: ignore[no-any-return]
+    return [given for loads, given in found if loads]
 
 
 def is_model_parallel(parameter: Tensor) -> bool:

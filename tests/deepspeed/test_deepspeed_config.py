@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dsjob import ModelParallelUnit
 from dsjob.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from dsjob.deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16_config
 from dsjob.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -27,6 +29,11 @@ def test_a_config_is_read_by_attributes(tmp_path: Path) -> None:
         assert config.gradient_clipping == 1.0
         assert (config.zero_config.stage, config.fp16.loss_scale_window) == (0, 1000)
         assert not hasattr(config, "no_such_key")
+    unit = SimpleNamespace(
+        get_data_parallel_rank=int, get_data_parallel_world_size=lambda: 2, get_data_parallel_group=None
+    )
+    for mpu in (unit, ModelParallelUnit(0, 2)):
+        assert DeepSpeedConfig(body, mpu).train_micro_batch_size_per_gpu == 2
     for wrong in ('{"train_batch_size": 8, "train_batch_size": 8}', '{"train_batch_size": 8, "fp61": {}}'):
         file.write_text(wrong)
         with pytest.raises(DeepSpeedConfigError, match=r"train_batch_size|fp61"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import dsjob
 from dsjob import checkpointing, zero
+from dsjob.deepspeed.utils import groups
 from dsjob.engine import Engine
 from dsjob.errors import CheckpointError, UsageError
 from dsjob.mesh import World
@@ -91,6 +92,10 @@ def run_all(world: World, folder: str) -> Outcome:
     found["sizes"] = (
         engine.world_size, engine.dp_world_size, engine.mp_world_size, engine.global_rank, engine.train_batch_size(),
         engine.gradient_accumulation_steps(), engine.data_parallel_group is unit.get_data_parallel_group(),
+    )  # fmt: skip
+    found["groups"] = (
+        groups.get_data_parallel_rank(), groups.get_data_parallel_world_size(), groups.get_model_parallel_rank(),
+        groups.get_model_parallel_world_size(), groups.get_data_parallel_group() is unit.get_data_parallel_group(),
     )  # fmt: skip
     found["own data"] = [float(sample[0]) for sample in engine.deepspeed_io(list(torch.arange(8.0)), route="eval")]
     make_engine(unit, 0, activation_checkpointing={"partition_activations": True})
@@ -226,6 +231,7 @@ def test_every_stage_gives_what_the_whole_model_gives_on_one_rank() -> None:
 def test_sizes_data_and_buffers_are_those_of_the_data_parallel_ranks() -> None:
     for rank, result in enumerate(results()):
         assert result["sizes"] == (4, 2, 2, rank, ROWS, 2, True)
+        assert result["groups"] == (rank // 2, 2, rank % 2, 2, True)
         assert result["own data"] == ([0.0, 4.0] if rank < 2 else [2.0, 6.0])
         assert result["stores"]
         for stage in STAGES:

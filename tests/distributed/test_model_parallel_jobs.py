@@ -14,7 +14,7 @@ from job_documents import find_problems, make_job, resolve
 from ranks import run_ranks
 
 from dsjob import ModelParallelUnit, job, storage
-from dsjob.errors import ContractError, UsageError
+from dsjob.errors import ContractError, DataError, UsageError
 from dsjob.mesh import World
 from dsjob.mpu import divide
 from dsjob.trust import Trust
@@ -73,6 +73,15 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
     document = make_document(f"{folder}/stream", UNITS["fields"])
     document["data"]["train"] = {"_target_": "tensor_parallel.Stream"}
     found["stream"] = run(document, world)
+    document = make_document(f"{folder}/ids", {**GIVEN, "mpu": {**UNITS["fields"]["mpu"], "reads": 1}})
+    document["data"]["train"] = {"_target_": "tensor_parallel.Ids"}
+    found["ids"] = run(document, world)
+    for part in ("train", "eval"):
+        document = make_document(f"{folder}/uneven-{part}", METHODS)
+        document["data"][part] = {"_target_": "tensor_parallel.Uneven", "length": 8}
+        with pytest.raises(DataError) as unequal:
+            run(document, world)
+        found["lengths", part] = unequal.value.message
     more = make_document(f"{folder}/fields", {**UNITS["fields"], "max_steps": 8}, zero_optimization={"stage": 2})
     found["resumed"] = run(more, world)
     for name, trainer, sections in (
@@ -92,6 +101,13 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
         with pytest.raises(UsageError) as caught_too:
             divide(world, given)
         found[name] = caught_too.value.message
+    whole = {"data_parallel_rank": world.rank // 2, "data_parallel_world_size": 2}
+    with pytest.raises(UsageError) as one:
+        divide(world, whole if world.rank != 1 else {**whole, "data_rank": 0})
+    found["one"] = one.value.message
+    divided = divide(world, whole)
+    groups: list[Any] = [divided.group, divided.model.group]
+    found["timeouts"] = [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
     return found
 
 
@@ -140,6 +156,18 @@ def test_streams_and_resumed_jobs_go_on_alike() -> None:
 
 
 @pytest.mark.slow
+def test_tokens_are_counted_by_the_ranks_that_read_them() -> None:
+    found = results()[0]["ids"]
+    assert pick(found, "tokens_per_second", 6) == pytest.approx([4 * n for n in pick(found, "samples_per_second", 6)])
+
+
+@pytest.mark.slow
+def test_groups_that_are_made_for_a_unit_have_the_jobs_timeout() -> None:
+    for result in results():
+        assert result["timeouts"] == [120.0, 120.0]
+
+
+@pytest.mark.slow
 def test_what_does_not_go_together_is_refused_on_every_rank() -> None:
     for told in results():
         assert told["size"].endswith("trainer.model_parallel_size=2")
@@ -147,6 +175,10 @@ def test_what_does_not_go_together_is_refused_on_every_rank() -> None:
         assert "there is no trainer.eval_step" in told["no eval step"]
         assert told["nobody"] == "no rank's mpu reports metrics"
         assert "no rank builds the loader of data-parallel rank 1" in told["unread"]
+        assert told["lengths", "train"] == "ranks that hold one model have 8 and 16 samples of data.train"
+        assert told["lengths", "eval"] == "ranks that hold one model have 2 and 4 batches of data.eval"
+        assert told["one"].startswith("rank 1: ") == (told is not results()[1])
+        assert "other keys" in told["one"]
         assert told["uneven"] == "the ranks' mpus say data-parallel ranks 1, 0, 0, 0 of 2"
 
 

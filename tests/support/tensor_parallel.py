@@ -19,6 +19,8 @@ WIDTH, HIDDEN, SIZE = 6, 8, 2  # ranks that hold one model: SIZE
 class Unit:
     """Neighbouring ranks hold one model; those with the same place in it train on other data. Megatron's spelling."""
 
+    reads = 0  # the rank of each model that reads data, where one does
+
     def __init__(self, size: int = SIZE) -> None:
         ranks = range(dist.get_world_size())
         models = [list(ranks[first : first + size]) for first in ranks[::size]]
@@ -173,6 +175,21 @@ class Rows:
         return self.x[index], self.y[index]
 
 
+class Ids(Rows):
+    """Inputs are rows of ids."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return (10 * x).long(), y
+
+
+class Uneven(Rows):
+    """Longer on the second rank of each model."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length + 8 * (dist.get_rank() % SIZE))
+
+
 class Stream(IterableDataset[Any]):
     """The same without a length."""
 
@@ -190,12 +207,13 @@ def make_mpu() -> Unit:
     return _made[0]
 
 
-def make_fields(spelling: str = "should_build_dataloader", form: str = "object") -> Any:
-    """A job's unit in Determined's form: the first rank of a model reads data, the last one reports."""
+def make_fields(spelling: str = "should_build_dataloader", form: str = "object", reads: int = 0) -> Any:
+    """A job's unit in Determined's form: rank `reads` of a model reads data, the last one reports."""
     rank, size = dist.get_rank(), dist.get_world_size()
     fields = {"data_parallel_rank": rank // SIZE, "data_parallel_world_size": size // SIZE}
-    fields |= {"should_report_metrics": rank % SIZE == SIZE - 1, spelling: rank % SIZE == 0}
+    fields |= {"should_report_metrics": rank % SIZE == SIZE - 1, spelling: rank % SIZE == reads}
     _made[:] = [Unit()]
+    _made[0].reads = reads
     return fields if form == "dict" else SimpleNamespace(**fields) if form == "plain" else ModelParallelUnit(**fields)
 
 
@@ -205,12 +223,12 @@ def build_own_part() -> ParallelNet:
 
 
 def _give(batch: Any) -> Any:
-    """The batch that the first rank of the model has read."""
-    group = _made[0].get_tensor_model_parallel_group()
+    """The batch that one rank of the model has read; floats."""
+    group, reads = _made[0].get_tensor_model_parallel_group(), _made[0].reads
     sent = [batch]
-    assert (batch is None) == (dist.get_rank(group) > 0)
-    dist.broadcast_object_list(sent, group=group, group_src=0)
-    return sent[0]
+    assert (batch is None) == (dist.get_rank(group) != reads)
+    dist.broadcast_object_list(sent, group=group, group_src=reads)
+    return [part.float() for part in sent[0]]
 
 
 def train_on_given(engines: Mapping[str, Any], batch: Any) -> Any:

@@ -12,6 +12,7 @@ from dsjob import schema as contract
 from dsjob.check import check_shape
 from dsjob.entry import read_config
 from dsjob.errors import ConfigError
+from dsjob.mpu import read_data_ranks
 from dsjob.paths import get_at
 from dsjob.resolve import complete_config, resolve_config
 from dsjob.settings import Settings
@@ -71,11 +72,12 @@ class Section:
 class DeepSpeedConfig:
     """A whole config, of a dict or a file: its top-level values, its sections, and what an engine's getters say of it.
 
-    Batch sizes are completed for the ranks of this job. Read-only. Raises ConfigError.
+    Batch sizes are completed for the ranks of this job, or those that `mpu` calls data-parallel. Read-only. Raises
+    ConfigError, UsageError.
     """
 
     def __init__(self, config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any = None) -> None:
-        self._param_dict, self._config, self._settings = *read_whole(config), Settings()
+        self._param_dict, self._config, self._settings = *read_whole(config, mpu), Settings()
         self._settings.config = self._config
 
     def __getattr__(self, key: str) -> Any:
@@ -92,8 +94,9 @@ class DeepSpeedConfig:
         return getter() if callable(getter) else getter
 
 
-def read_whole(config: str | Mapping[str, Any] | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config as it is given, and complete. Raises ConfigError."""
+def read_whole(config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config as it is given, and complete. Raises ConfigError, UsageError."""
     given, _, locate = read_config(None, cast(str, config))
-    spec, _ = resolve_config(given, world_size=dist.get_world_size() if dist.is_initialized() else 1, locate=locate)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    spec, _ = resolve_config(given, world_size=ranks if mpu is None else read_data_ranks(mpu)[1], locate=locate)
     return given, complete_config(given, spec)

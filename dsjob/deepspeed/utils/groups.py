@@ -1,28 +1,40 @@
-"""`deepspeed.utils.groups`: which ranks work on what. All of them are data-parallel."""
+"""`deepspeed.utils.groups`: which ranks work on what, as the mpu of the engine that was made last divides them.
+
+Without one all are data-parallel.
+"""
 
 from __future__ import annotations
 
 import torch.distributed as _dist
 
+from dsjob import checkpointing as _checkpointing
+from dsjob.mesh import ModelRanks as _ModelRanks
+
+
+def _model_ranks() -> _ModelRanks:
+    world = _checkpointing.find_ranks()
+    return world.model if world is not None else _ModelRanks()
+
 
 def _get_data_parallel_group() -> _dist.ProcessGroup | None:
-    return _dist.group.WORLD
+    world = _checkpointing.find_ranks()
+    return _dist.group.WORLD if world is None or world.group is None else world.group
 
 
 def _get_data_parallel_world_size() -> int:
-    return _dist.get_world_size()
+    return _dist.get_world_size(_get_data_parallel_group())
 
 
 def _get_data_parallel_rank() -> int:
-    return _dist.get_rank()
+    return _dist.get_rank(_get_data_parallel_group())
 
 
 def _get_model_parallel_world_size() -> int:
-    return 1
+    return _model_ranks().size
 
 
 def _get_model_parallel_rank() -> int:
-    return 0
+    return _model_ranks().rank
 
 
 get_data_parallel_group = _get_data_parallel_group
