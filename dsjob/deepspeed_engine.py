@@ -156,6 +156,7 @@ class DeepSpeedEngine(Engine):
         self.driven, self._held = driven, held
         self._given: weakref.ref[TrainingState] | None = None  # the last that was given out, while somebody has it
         self._last_norm: Any = None
+        self.holds_gradients = False  # a backward pass has begun a step
         super().__init__(
             _Driven(self),
             spec=spec,
@@ -183,6 +184,7 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """See Engine."""
+        self.holds_gradients = True
         part: Tensor = self.driven.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return part
 
@@ -204,6 +206,7 @@ class DeepSpeedEngine(Engine):
                 raise LossScaleError(f"DeepSpeed: {error}", hint="use bf16.enabled=true, or lower the rate") from error
             raise
         self._step_applied = self.driven.was_step_applied()
+        self.holds_gradients = not boundary
         if boundary:
             self._read_step()
         schedule = self.lr_scheduler
@@ -261,7 +264,7 @@ class DeepSpeedEngine(Engine):
         self.driven.set_train_micro_batch_size(micro_batch_size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See Engine."""
+        """See Engine. Raises UsageError at stages 1 and 2 between the backward passes of a step."""
         self.strategy.drop_gradients()
 
     def train(self, mode: bool = True) -> Engine:
@@ -330,6 +333,11 @@ class _Driven(Strategy):
     def drop_gradients(self) -> None:
         engine = self._engine()
         assert engine is not None
+        if engine.holds_gradients and engine.zero_optimization_stage() in (1, 2):
+            raise UsageError(
+                "at stages 1 and 2 DeepSpeed cannot drop gradients in the midst of a step",
+                hint="finish the step before zero_grad() or load_checkpoint(), or leave engine out",
+            )
         drops = engine.driven.optimizer if hasattr(engine.driven.optimizer, "zero_grad") else engine.driven
         drops.zero_grad()
 

@@ -32,7 +32,7 @@ class DeepSpeedState:
     ) -> None:
         self._driven, self._optimizer, self._make_optimizer = driven, optimizer, make_optimizer
         self._parameters: dict[str, nn.Parameter] = dict(driven.module.named_parameters())
-        self._trained = [name for group in groups for name in group]
+        self._trained = dict.fromkeys(name for group in groups for name in group)  # in order
         outer = driven.optimizer
         self._flat: list[Tensor] = next((list(getattr(outer, name)) for name in _FLAT if hasattr(outer, name)), [])
         # At stage 0 in bf16 there is one master a parameter; in fp32 the parameter is it.
@@ -151,7 +151,10 @@ class DeepSpeedState:
             _set(parameter, value, safe_set_local_fp32_param, safe_set_full_fp32_param)
 
     def _make_room(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """State of the flat pieces, for each key of `state`, before a first step has made it."""
+        """Zeros in the flat pieces' state for each key of `state`; none where that is empty, as before a first step."""
+        self._optimizer.state.clear()
+        if hasattr(self._driven.optimizer, "_hp_optimizer_states_linked"):
+            self._driven.optimizer._hp_optimizer_states_linked = False
         if not (self._flat and state):
             return
         name, entry = next(iter(state.items()))
@@ -160,11 +163,10 @@ class DeepSpeedState:
             made = self._optimizer.state[piece]
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == shape:
-                    made.setdefault(key, torch.zeros_like(piece))
+                    made[key] = torch.zeros_like(piece)
                 else:
                     made[key] = value.clone() if isinstance(value, Tensor) else value
         if hasattr(self._driven.optimizer, "_hp_optimizer_states_linked"):
-            self._driven.optimizer._hp_optimizer_states_linked = False
             self._driven.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _write_state(self, name: str, entry: Mapping[str, Any]) -> None:

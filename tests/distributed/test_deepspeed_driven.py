@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ADAMW, build_net, train_engine, whole_state
+from engines import ADAMW, build_net, make_tokens, train_engine, whole_state
 from job_documents import make_job as make_document
 from job_documents import resolve
 from jobs import dsjob, make_job, read_metrics
@@ -87,7 +87,7 @@ def compare(world: World) -> dict[str, Any]:
 
 
 def run_all(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {"compared": compare(world), "saved": save_and_load(world)}
+    found: dict[str, Any] = {"compared": compare(world), "saved": save_and_load(world), "anew": begin_anew(world)}
     return {**found, "odd": train_odd(world)} if world.world_size > 1 else {**found, "refused": refuse(world)}
 
 
@@ -178,6 +178,30 @@ def test_checkpoints_are_dsjobs_and_either_engine_goes_on(ranks: int) -> None:
             assert their_scale == scale, told
 
 
+def begin_anew(world: World) -> list[Any]:
+    """Losses of an engine, and of one that has taken other steps and loads what that one saved before its first."""
+    found = []
+    for stage in range(4):
+        shared: list[Any] = [tempfile.mkdtemp() if world.rank == 0 else None]
+        if world.world_size > 1:
+            torch.distributed.broadcast_object_list(shared)
+        first, other = make_engine(world, "deepspeed", stage), make_engine(world, "deepspeed", stage)
+        first.save_checkpoint(shared[0])
+        train_engine(other, 5, 2, ROWS)
+        other.load_checkpoint(shared[0])
+        found.append((train_engine(first, 0, 3, ROWS), train_engine(other, 0, 3, ROWS)))
+        first.destroy()
+        other.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_without_optimizer_state_begins_anew(ranks: int) -> None:
+    for rank in run_on(ranks):
+        for stage, (first, other) in enumerate(rank["anew"]):
+            assert other == first, stage
+
+
 def train_odd(world: World) -> list[Any]:
     found = []
     for stage in range(4):
@@ -219,6 +243,15 @@ def refuse(world: World) -> list[str]:
         with pytest.raises(UsageError) as caught:
             call()
         messages.append(caught.value.message)
+    engine = make_engine(world, "deepspeed", 2, 2)
+    train_engine(engine, 0, 1, ROWS)
+    engine.zero_grad()
+    x, y = make_tokens(1, ROWS // 2)
+    engine.backward(engine(x, y))
+    engine.step()
+    with pytest.raises(UsageError) as caught:
+        engine.zero_grad()
+    messages.append(caught.value.message)
     with pytest.raises(UsageError) as caught:
         make_engine(world, "deepspeed", 2, zero_optimization={"allgather_bucket_size": 5})
     return [*messages, caught.value.message]
@@ -228,7 +261,8 @@ def test_what_deepspeed_does_not_do_is_told() -> None:
     messages = run_on(1)[0]["refused"]
     assert messages[0] == "engine: deepspeed does not move states"
     assert messages[1] == "DeepSpeed has no_sync at stages 0 and 1 alone"
-    assert messages[2].startswith("DeepSpeed refuses the job")
+    assert "cannot drop gradients in the midst of a step" in messages[2]
+    assert messages[3].startswith("DeepSpeed refuses the job")
 
 
 def test_a_job_runs_and_goes_on_by_either_engine(tmp_path: Path) -> None:
