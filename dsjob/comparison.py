@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -15,13 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsjob import launch
+from dsjob import schema as contract
 from dsjob.callbacks import Callback, RunView
-from dsjob.errors import DsjobError, LaunchError
+from dsjob.errors import DsjobError, Interrupted, LaunchError
 from dsjob.trust import Trust
 
 ENGINES = ("dsjob", "deepspeed")
 _NAME = "measured.json"
 _ERROR = "error.json"
+_UNSAVED = {"at_end": False, "on_signal": False, "resume": "never"}
+_PATIENCE = 10.0  # seconds that a side has to end in, once it is told to
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,20 @@ class Side:
 def compare(document: Mapping[str, Any], *, steps: int, trust: Trust, debug: bool = False) -> dict[str, Side]:
     """Trains `steps` steps of a resolved job by each engine; nothing is evaluated, saved or kept.
 
-    Raises LaunchError where a side fails.
+    Raises LaunchError where a side fails, Interrupted at SIGTERM.
     """
+
+    def stop(number: int, _: Any) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return _compare(document, steps, trust, debug)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _compare(document: Mapping[str, Any], steps: int, trust: Trust, debug: bool) -> dict[str, Side]:
     sides = {}
     with tempfile.TemporaryDirectory(prefix="dsjob-") as folder:
         for engine in ENGINES:
@@ -58,9 +75,10 @@ def compare(document: Mapping[str, Any], *, steps: int, trust: Trust, debug: boo
 
 
 def find_largest_difference(sides: Mapping[str, Side]) -> tuple[float, int]:
-    """The largest relative difference between the losses of a step, by dsjob's; and the step."""
+    """The largest relative difference between the losses of a step, by dsjob's; and the step. inf where one is nan."""
     ours, theirs = (sides[engine].losses for engine in ENGINES)
     found = [abs(b - a) / max(abs(a), 1e-12) for a, b in zip(ours, theirs, strict=True)]
+    found = [math.inf if math.isnan(each) else each for each in found]
     largest = max(found)
     return largest, found.index(largest) + 1
 
@@ -75,7 +93,7 @@ def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> 
         "data": {key: value for key, value in document["data"].items() if key != "eval"},
         "metrics": {},
         "trainer": {**trainer, "max_steps": steps, "log_every": 1, "eval_every": 0, "eval_at_start": False},
-        "checkpoint": {**document["checkpoint"], "dir": None, "every": 0, "at_end": False, "resume": "never"},
+        "checkpoint": contract.fill_defaults(_UNSAVED, contract.job_schema()["properties"]["checkpoint"]),
         "callbacks": {"gauge": gauge},
         "output": {**document["output"], "dir": run_dir},
     }
@@ -86,7 +104,14 @@ def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Tru
     arguments = (document, run_dir, granted.to_text(), debug)
     process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
     process.start()
-    process.join()
+    try:
+        process.join()
+    finally:
+        if process.is_alive():
+            process.terminate()
+            process.join(_PATIENCE)
+            process.kill()
+            process.join()
     if process.exitcode == 0:
         return
     told: dict[str, Any] = {"message": f"its process ended with exit code {process.exitcode}", "hint": ""}
@@ -97,10 +122,13 @@ def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Tru
 
 def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool) -> None:
     """The main function of a side's process; what it prints is not shown."""
+    launch.end_with_parent()
     sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
         launch.start(document, run_dir, trust=Trust.from_text(trust), debug=debug)
+    except KeyboardInterrupt:
+        launch.end_rank(130)
     except Exception as error:
         known = isinstance(error, DsjobError)
         record = {

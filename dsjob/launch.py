@@ -249,8 +249,7 @@ def _run_rank(resolved: str, run_dir: str) -> int:
     """The main function of a rank: trains, and leaves a record of what went wrong."""
     # A rank may sit in a collective that no Python handler can interrupt; checkpoints survive a sudden end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the launcher
+    end_with_parent()
     from dsjob.job import run_job
     from dsjob.mesh import join_world, leave_world
 
@@ -281,6 +280,12 @@ def _run_rank(resolved: str, run_dir: str) -> int:
             json.dump(record, file)
         return int(record["exit_code"])  # type: ignore[call-overload,no-any-return]
     return 0
+
+
+def end_with_parent() -> None:
+    """Lets this process never outlive the one that started it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def end_rank(code: int) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def main(arguments: list[str], debug: bool) -> int:
     tolerance = args.tolerance if args.tolerance is not None else choose_tolerance(resolved.document)
     agree = largest <= tolerance  # False for nan, too
     verdict = {"agree": agree, "tolerance": tolerance, "largest_difference": largest, "at_step": step}
-    print(_to_json(sides, verdict) if args.json else to_text(sides, verdict))  # noqa: T201
+    print(to_json(sides, verdict) if args.json else to_text(sides, verdict))  # noqa: T201
     return 0 if agree else 1
 
 
@@ -80,17 +81,24 @@ def choose_tolerance(document: Mapping[str, Any]) -> float:
     return _LOW_TOLERANCE if low else _TOLERANCE
 
 
-def _to_json(sides: Mapping[str, Side], verdict: Mapping[str, Any]) -> str:
+def to_json(sides: Mapping[str, Side], verdict: Mapping[str, Any]) -> str:
+    """What `--json` prints; null for what is not finite."""
     engines = {
         name: {
-            "losses": side.losses,
+            "losses": [_to_number(loss) for loss in side.losses],
             "seconds_per_step": side.seconds_per_step,
             "seconds": side.seconds,
             "peak_bytes": side.peak_bytes,
         }
         for name, side in sides.items()
     }
-    return json.dumps({**verdict, "engines": engines}, indent=2)
+    largest = _to_number(verdict["largest_difference"])
+    return json.dumps({**verdict, "largest_difference": largest, "engines": engines}, indent=2, allow_nan=False)
+
+
+def _to_number(value: float) -> float | None:
+    """JSON has no nan and no inf."""
+    return value if math.isfinite(value) else None
 
 
 def to_text(sides: Mapping[str, Side], verdict: Mapping[str, Any]) -> str:

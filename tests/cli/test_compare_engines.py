@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import math
+import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from jobs import dsjob, make_job
+from job_documents import make_job as make_document
+from job_documents import resolve
+from jobs import DSJOB, dsjob, make_job
 
 from dsjob.cli import main
-from dsjob.cli.compare_engines import to_text
-from dsjob.comparison import Side, find_largest_difference
+from dsjob.cli.compare_engines import to_json, to_text
+from dsjob.comparison import Side, _cut, find_largest_difference
 from dsjob.errors import DocumentError, UsageError
+from dsjob.spec import JobSpec, view
 
 SMALL = (
     "+recipe=quickstart",
@@ -76,8 +84,59 @@ def test_the_table_has_each_step_and_what_it_takes() -> None:
 
 
 def test_a_loss_that_is_not_finite_differs() -> None:
-    sides = {"dsjob": Side([1.0], [1.0], 1), "deepspeed": Side([float("nan")], [1.0], 1)}
-    assert not find_largest_difference(sides)[0] <= 1.0
+    for place in range(3):
+        losses = [1.0, 2.0, 3.0]
+        losses[place] = math.nan
+        sides = {"dsjob": Side([1.0, 2.0, 3.0], [1.0], 1), "deepspeed": Side(losses, [1.0], 1)}
+        largest, step = find_largest_difference(sides)
+        assert (largest, step) == (math.inf, place + 1)
+        told = json.loads(to_json(sides, {"largest_difference": largest}), parse_constant=pytest.fail)
+        assert told["largest_difference"] is told["engines"]["deepspeed"]["losses"][place] is None
+
+
+def test_nothing_is_saved_whatever_the_job_says() -> None:
+    periods = {"every": 2, "every_minutes": 1, "every_epochs": 0.5, "best": {}, "async": True, "dir": "kept"}
+    data = make_document()["data"]
+    document = resolve(make_document(checkpoint=periods, data={**data, "eval": data["train"]}))
+    found = view(JobSpec, _cut(document, "dsjob", 3, "side")).checkpoint
+    asked = (found.every, found.every_minutes, found.every_epochs, found.best, found.dir)
+    assert asked == (0, None, None, None, None)
+    assert not any((found.at_end, found.on_signal, found.async_))
+
+
+@slow
+def test_a_signal_ends_the_side_that_is_training_and_leaves_nothing(tmp_path: Path) -> None:
+    make_job(tmp_path, launch={"nproc": 2})
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    marked = {**os.environ, "TMPDIR": str(temporary)}
+    command = [DSJOB, "compare-engines", "cfg.json", "+data.train.pause=0.05", "--steps", "100000"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=marked, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 60
+        while not any(file.stat().st_size for file in temporary.glob("dsjob-*/dsjob/metrics.jsonl")):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+    assert list(temporary.glob("dsjob-*")) == []
+    until = time.monotonic() + 10  # multiprocessing's own tracker ends a little later
+    while list_processes(f"TMPDIR={temporary}") and time.monotonic() < until:
+        time.sleep(0.1)
+    assert list_processes(f"TMPDIR={temporary}") == []
+
+
+def list_processes(marker: str) -> list[str]:
+    """Processes that have `marker` in their environment."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended, or somebody else's
+            if marker.encode() in (place / "environ").read_bytes().split(b"\0"):
+                found.append((place / "cmdline").read_text())
+    return found
 
 
 def test_what_deepspeed_does_not_do_is_told_before_anything_runs() -> None:
