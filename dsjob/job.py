@@ -14,7 +14,8 @@ from torch import nn
 
 from dsjob import loop, storage
 from dsjob.callbacks import Callback, MetricsFile, RunView
-from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
+from dsjob.checkpoint.checkpointer import Checkpointer
+from dsjob.checkpoint.committed import Loaded
 from dsjob.checkpoint.retention import Best, Retention
 from dsjob.data import NoLoader, TrainingLoader
 from dsjob.engine import Engine

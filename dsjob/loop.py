@@ -95,7 +95,8 @@ def _train(run: Run, occasions: Occasions) -> None:
             saves = saves or is_among_best(run)
         if saves:
             saved = save(run, wait=last or agreed.stops)
-            occasions.note_save()
+            if saved:
+                occasions.note_save()
             if agreed.stops and not last:
                 raise describe_end(run, saved)
         meter.start()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dsjob.checkpoint.agreement import on_rank_0
-from dsjob.checkpoint.checkpointer import Checkpointer, Loaded
-from dsjob.checkpoint.committed import Matched
+from dsjob.checkpoint.checkpointer import Checkpointer
+from dsjob.checkpoint.committed import Loaded, Matched
 from dsjob.checkpoint.source import holds_commits
 from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from dsjob.models import list_models

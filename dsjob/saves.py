@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Callable
 
-from dsjob.checkpoint.checkpointer import Saved
+from dsjob.checkpoint.committed import Saved
 from dsjob.checkpoint.retention import Best
 from dsjob.errors import CheckpointError, DsjobError, FencedError, Interrupted, Preempted, StorageError
 from dsjob.occasions import crosses
@@ -56,6 +56,8 @@ def settle(run: Run) -> None:
 
 def _tell_saved(run: Run, saved: Saved) -> None:
     run.last_saved = saved.url
+    for note in saved.notes:
+        run.say("saved", f"{saved.tag}, but: {note}")
     run.tell("on_save", saved.url)
 
 

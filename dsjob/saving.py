@@ -77,7 +77,7 @@ class Saving(Settings):
         `client_state`: JSON values to be given back by `load_checkpoint`.
         """
         checkpointer = Checkpointer(_require_folder(save_dir), world=self.world)
-        checkpointer.save(
+        saved = checkpointer.save(
             self,
             tag=self._agree_on_tag(str(tag) if tag is not None else f"global_step{self.rhythm.global_steps}"),
             client_state=client_state,
@@ -85,6 +85,8 @@ class Saving(Settings):
             replace=True,
             frozen=not exclude_frozen_parameters,
         )
+        for note in saved.notes:
+            warnings.warn(f"{saved.url} is saved, but: {note}", stacklevel=2)
         return True
 
     def load_checkpoint(

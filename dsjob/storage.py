@@ -256,6 +256,9 @@ def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
         temporary = _write_temporary(path, data)
         try:
             os.link(temporary, path)  # exclusive and atomic: the file appears whole, or FileExistsError
+        except FileExistsError:
+            if read_bytes(url) != data:  # the same: on NFS, one's own whose answer was lost
+                raise
         finally:
             os.unlink(temporary)
         _sync_folder(os.path.dirname(path))
@@ -290,10 +293,15 @@ def creates_once(url: str) -> bool:
     except FileExistsError:
         return True
     except StorageError as error:
-        if isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError)):
+        if knows_no_creation(error):
             return False
         raise
     return False
+
+
+def knows_no_creation(error: StorageError) -> bool:
+    """Whether this is how a file system refuses `create_bytes` that has nothing of the kind."""
+    return isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError))
 
 
 def _open_local(path: str) -> BinaryIO:
@@ -353,7 +361,12 @@ def abort_uploads(url: str, *, hours: float) -> int:
     with _renamed("clear uploads below", url):
         bucket, prefix, _ = fs.split_path(path)
         prefix = f"{prefix.rstrip('/')}/" if prefix else ""
-        found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", [])
+        found, page = [], {"IsTruncated": True}
+        more: dict[str, Any] = {}
+        while page.get("IsTruncated"):
+            page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+            found += page.get("Uploads", [])
+            more = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
         oldest = datetime.now(UTC) - timedelta(hours=hours)
         old = [upload for upload in found if upload["Initiated"] < oldest]
         for upload in old:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsjob.checkpoint.checkpointer import Loaded
+from dsjob.checkpoint.committed import Loaded
 from dsjob.engine import Engine
 from dsjob.mesh import World
 from dsjob.precision import name_dtype

@@ -113,6 +113,29 @@ def test_of_a_killed_upload_nothing_is_seen_and_what_is_left_is_swept(s3: str) -
     assert list_uploads(s3) == []
 
 
+def test_every_page_of_uploads_is_swept(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of tests gives one page, whatever is asked for: pages of one are cut here."""
+    fs, path = fsspec.core.url_to_fs(s3, use_listings_cache=False)
+    bucket = path.split("/")[0]
+    for name in "abc":
+        fs.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{path.partition('/')[2]}/{name}")
+    original = type(fs).call_s3
+
+    def page(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        if method != "list_multipart_uploads":
+            return original(self, method, *arguments, **options)
+        marker = options.pop("KeyMarker", ""), options.pop("UploadIdMarker", "")
+        found = sorted(original(self, method, **options)["Uploads"], key=lambda u: (u["Key"], u["UploadId"]))
+        left = [upload for upload in found if (upload["Key"], upload["UploadId"]) > marker]
+        last = {"NextKeyMarker": left[0]["Key"], "NextUploadIdMarker": left[0]["UploadId"]}
+        return {"Uploads": left[:1], "IsTruncated": len(left) > 1, **last}
+
+    monkeypatch.setattr(type(fs), "call_s3", page)
+    assert storage.abort_uploads(s3, hours=24) == 3
+    monkeypatch.undo()
+    assert list_uploads(s3) == []
+
+
 def test_stores_that_refuse_a_second_creation_are_told_from_others(
     s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -245,6 +245,21 @@ def test_a_creation_that_fails_leaves_nothing(local: str, monkeypatch: pytest.Mo
     assert os.listdir(local) == []
 
 
+def test_a_creation_whose_answer_was_lost_is_ones_own(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.link
+
+    def link(source: str, target: str) -> None:
+        original(source, target)
+        raise FileExistsError(target)  # as NFS says where the first answer was lost
+
+    monkeypatch.setattr(os, "link", link)
+    storage.create_bytes(f"{local}/x", b"mine")
+    assert storage.read_bytes(f"{local}/x") == b"mine"
+    with pytest.raises(FileExistsError):
+        storage.create_bytes(f"{local}/x", b"other")
+    assert storage.list_names(local) == ["x"]
+
+
 def test_of_many_creators_one_wins(local: str) -> None:
     url, wins, losses, together = f"{local}/x", [], [], threading.Barrier(8)
 

@@ -6,6 +6,7 @@ then on older runs are fenced: one that wakes up after it was given up finds the
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -17,12 +18,13 @@ from typing import Any
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.values import encode_json
-from dsjob.errors import CheckpointError, FencedError
+from dsjob.errors import CheckpointError, FencedError, StorageError
 
 # The folder of one attempt to save; whole names.
 FOLDER = re.compile(r"(?P<tag>.+)-a(?P<attempt>\d{4,})(\.\d+)?")
 _RECORD = re.compile(r"a(\d{4,})\.json")
 _TRIES = 100
+_SINGLE_WRITER = "set checkpoint.single_writer=true if no two runs ever write there at once, or use another store"
 _own: dict[str, Attempt] = {}  # of this process, by root
 
 
@@ -46,8 +48,11 @@ class Attempt:
         return f"{tag}-a{self.number:04d}" + (f".{count}" if count > 1 else "")
 
     def require_newest(self) -> None:
-        """Raises FencedError where a newer run has begun; only a job's own runs ask."""
-        if self.seen is not None and (newer := max(_list_claimed(self.url), default=0)) > self.number:
+        """Raises FencedError where a newer run of a job has begun; only a job's own runs ask."""
+        if self.seen is None:
+            return
+        newer = next((n for n in _list_claimed(self.url) if n > self.number and fences(self.url, n)), None)
+        if newer is not None:
             raise FencedError(
                 f"a newer run of this job (attempt {newer}) has begun in {self.url}: this one (attempt {self.number})"
                 " may not save there any more",
@@ -64,14 +69,18 @@ def claim(url: str, *, single_writer: bool = False, fences: bool = True) -> Atte
         number = newest_attempt(url) + 1
         record = storage.join(url, "attempts", f"a{number:04d}.json")
         try:
-            storage.create_bytes(record, encode_json(_describe(number)), exclusive=not single_writer)
+            storage.create_bytes(record, encode_json(_describe(number, fences)), exclusive=not single_writer)
         except FileExistsError:
             continue
+        except StorageError as error:
+            if not storage.knows_no_creation(error):
+                raise
+            what = f"the store of {url} cannot create a file only where there is none ({error.message})"
+            raise CheckpointError(what, hint=_SINGLE_WRITER) from error
         if not single_writer and not storage.creates_once(record):
-            raise CheckpointError(
-                f"the store of {url} lets a file be created twice: two runs could commit the same checkpoint there",
-                hint="set checkpoint.single_writer=true if no two runs ever write there at once, or use another store",
-            )
+            storage.delete(record)  # what is left of it would fence a run that is alone there
+            what = f"the store of {url} lets a file be created twice: two runs could commit the same checkpoint there"
+            raise CheckpointError(what, hint=_SINGLE_WRITER)
         tags = _list_tags(url) if fences else None
         attempt = _own[url] = Attempt(url, number, not single_writer, tags)
         return attempt
@@ -88,10 +97,29 @@ def newest_attempt(url: str) -> int:
     return max([*_list_claimed(url), *_list_numbers(url)], default=0)
 
 
-def _describe(number: int) -> dict[str, Any]:
+def newest_fencing(url: str) -> int:
+    """The same of those that fence older ones; 0 where there is none."""
+    numbers = sorted({*_list_claimed(url), *_list_numbers(url)}, reverse=True)
+    return next((number for number in numbers if fences(url, number)), 0)
+
+
+def fences(url: str, number: int) -> bool:
+    """Whether an attempt is a run of a job, which fences older ones; where its record does not say so, it is."""
+    try:
+        found = json.loads(storage.read_bytes(storage.join(url, "attempts", f"a{number:04d}.json")))
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return True
+        raise
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(found, dict) or found.get("fences") is not False
+
+
+def _describe(number: int, fences: bool) -> dict[str, Any]:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     who = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "id": uuid.uuid4().hex}
-    return {"format": layout.FORMAT, "version": layout.VERSION, "attempt": number, **who}
+    return {"format": layout.FORMAT, "version": layout.VERSION, "attempt": number, "fences": fences, **who}
 
 
 def _list_claimed(url: str) -> list[int]:

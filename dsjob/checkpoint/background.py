@@ -22,7 +22,8 @@ from dsjob.checkpoint.prepared import PreparedSave
 from dsjob.checkpoint.shards import Part, write_record, write_shard
 from dsjob.errors import CheckpointError, DsjobError
 
-Commit = Callable[[Sequence[dict[str, Any]]], int]  # on rank 0: makes a checkpoint of all ranks' records
+# On rank 0: makes a checkpoint of all ranks' records; its bytes, and notes.
+Commit = Callable[[Sequence[dict[str, Any]]], tuple[int, tuple[str, ...]]]
 
 
 class ElsewhereError(CheckpointError):
@@ -55,7 +56,8 @@ class Background:
     """One save on one rank, under way. `error`: what it ended with, on this rank."""
 
     def __init__(self, save: PreparedSave, commit: Commit, discard: Callable[[], None], timeout: float) -> None:
-        self.save, self.size = save, 0
+        self.save = save
+        self.result: tuple[int, tuple[str, ...]] = (0, ())
         self.error: DsjobError | None = None
         self.started = time.monotonic()
         self._commit, self._discard, self._timeout = commit, discard, timeout
@@ -83,7 +85,7 @@ class Background:
         try:
             own = write_shard(save.url, save.rank, save.world_size, save.parts)
             if save.rank == 0:
-                self.size = self._commit([own, *self._await_records()])
+                self.result = self._commit([own, *self._await_records()])
         except BaseException as error:  # whatever it is: a save that ends silently would be taken for a good one
             self.error = as_told(save.rank, error)
             self._tell()

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.attempts import FOLDER, Attempt
+from dsjob.checkpoint.attempts import FOLDER, Attempt, fences
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.source import open_root, renamed
 from dsjob.checkpoint.values import encode_json
-from dsjob.errors import CheckpointError, CorruptCheckpointError
+from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
 
-_OWN_FILES = re.compile(r"done|(manifest|state|job)\.json|r\d{5,}-of-\d{5,}\.safetensors")
+_OWN_FILES = re.compile(r"done|(manifest|state|job)\.json(\.[0-9a-f]{32}\.tmp)?|r\d{5,}-of-\d{5,}\.safetensors")
 
 
 class Catalog:
@@ -27,14 +27,6 @@ class Catalog:
 
     def __init__(self, url: str) -> None:
         self.url = url
-
-    def newest(self) -> str | None:
-        """The tag of the newest checkpoint; None where there is none."""
-        with renamed(f"read {self.url}"):
-            try:
-                return str(layout.find_commit(open_root(self.url))["tag"])
-            except layout.NothingThere:
-                return None
 
     def find(self, tag: str | None) -> dict[str, Any]:
         """The commit record of a tag, or of the newest checkpoint. Raises NoCheckpointError."""
@@ -61,8 +53,8 @@ class Catalog:
         latest: bool,
         replace: bool = False,
         metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """Writes the manifest and makes the folder a checkpoint.
+    ) -> tuple[str, ...]:
+        """Writes the manifest and makes the folder a checkpoint; what of the rest failed once it was one.
 
         Where the tag is taken: with `replace`, the new checkpoint takes the place of the old one at once, whose folder
         is then deleted; else CheckpointError. Raises FencedError where a newer attempt has begun.
@@ -86,13 +78,17 @@ class Catalog:
         before = self.find(tag)["dir"] if replace and storage.exists(self._commit_url(tag)) else None
         if before is not None:
             storage.write_bytes(self._commit_url(tag), encode_json(record))
-            storage.delete(storage.join(self.url, before))
         else:
             self._create_record(tag, record, attempt)
         # Whoever began in between may not have seen the record: it sets it aside, and so this one is not saved.
         attempt.require_newest()
-        if latest:
-            storage.write_bytes(storage.join(self.url, "latest"), f"{tag}\n".encode())
+        notes = noting(lambda: storage.delete(storage.join(self.url, before))) if before is not None else ()
+        return notes + noting(lambda: self._write_latest(tag) if latest else None) + noting(self._write_script)
+
+    def _write_latest(self, tag: str) -> None:
+        storage.write_bytes(storage.join(self.url, "latest"), f"{tag}\n".encode())
+
+    def _write_script(self) -> None:
         script = storage.join(self.url, "zero_to_fp32.py")
         if not storage.exists(script):
             source = resources.files("dsjob.checkpoint").joinpath("zero_to_fp32.py")
@@ -116,7 +112,12 @@ class Catalog:
             storage.delete(storage.join(self.url, folder))
 
     def retire(self, retention: Retention, attempt: Attempt | None = None) -> None:
-        """Deletes the checkpoints that `retention` lets go, and sets aside those of fenced attempts."""
+        """Deletes the checkpoints that `retention` lets go, and sets aside those of fenced attempts.
+
+        Raises FencedError where `attempt` is fenced itself: what is there is then the newer run's.
+        """
+        if attempt is not None:
+            attempt.require_newest()
         records: list[Mapping[str, Any]] = []
         for record in self.records():
             if attempt is not None and _is_stray(record, attempt):
@@ -128,9 +129,10 @@ class Catalog:
             storage.delete(storage.join(self.url, old["dir"]))
 
     def collect_garbage(self, attempt: Attempt) -> list[str]:
-        """Deletes the folders of older attempts that were never committed; their names.
+        """Deletes the folders of older runs that were never committed; their names.
 
-        The older attempts are fenced: none of these folders can become a checkpoint any more.
+        These runs are fenced: none of their folders can become a checkpoint any more. Programs that are not may still
+        be filling theirs.
         """
         kept = {record["dir"] for record in self.records()} | set(self._tags())
         kept |= {name.removesuffix(".json") for name in storage.list_names(storage.join(self.url, "superseded"))}
@@ -140,7 +142,8 @@ class Catalog:
             if not found or int(found["attempt"]) >= attempt.number or kept & {name, found["tag"]}:
                 continue
             folder = storage.join(self.url, name)
-            if all(map(_OWN_FILES.fullmatch, storage.list_names(folder))):  # anything else is somebody else's
+            own = all(map(_OWN_FILES.fullmatch, storage.list_names(folder)))  # anything else is somebody else's
+            if own and fences(self.url, int(found["attempt"])):
                 storage.delete(folder)
                 gone.append(name)
         return gone
@@ -160,15 +163,24 @@ class Catalog:
         with renamed(f"read {self.url}"):
             return sorted(self._tags(), key=lambda tag: (read_step(tag), tag), reverse=True)
 
-    def set_aside_damaged(self, tags: Sequence[str]) -> None:
-        """Moves the commit records of checkpoints that cannot be read out of the way; their folders stay."""
-        for tag in tags:
-            self._set_aside({"tag": tag, "dir": tag})
+    def set_aside_damaged(self, tags: Sequence[str], attempt: Attempt | None = None) -> None:
+        """Moves the commit records of checkpoints that cannot be read out of the way; their folders stay.
 
-    def set_aside(self, newer_than: int) -> None:
-        """Moves the commit records of later steps out of the way of a run that goes back; their folders stay."""
+        Raises FencedError where `attempt` is fenced; what a newer one has committed stays where it is.
+        """
+        if attempt is not None:
+            attempt.require_newest()
+        newer = {record["tag"] for record in self.records() if _is_newer(record, attempt)}
+        for tag in tags:
+            if tag not in newer:
+                self._set_aside({"tag": tag, "dir": tag})
+
+    def set_aside(self, newer_than: int, attempt: Attempt | None = None) -> None:
+        """The same of later steps, for a run that goes back."""
+        if attempt is not None:
+            attempt.require_newest()
         for record in self.records():
-            if record["step"] > newer_than:
+            if record["step"] > newer_than and not _is_newer(record, attempt):
                 self._set_aside(record)
 
     def _set_aside(self, record: Mapping[str, Any]) -> None:
@@ -184,8 +196,22 @@ class Catalog:
         return storage.join(self.url, "commits", *([f"{tag}.json"] if tag else []))
 
 
+def noting(action: Callable[[], object]) -> tuple[str, ...]:
+    """Does what is left to do for a checkpoint that is committed, and so saved: what fails of that is told, no more."""
+    try:
+        action()
+    except DsjobError as error:
+        return (error.message,)
+    return ()
+
+
+def _is_newer(record: Mapping[str, Any], attempt: Attempt | None) -> bool:
+    number = record.get("attempt")
+    return attempt is not None and isinstance(number, int) and number > attempt.number
+
+
 def _is_stray(record: Mapping[str, Any], attempt: Attempt) -> bool:
-    """Whether an older attempt has committed this after `attempt` had begun."""
+    """Whether an older run has committed this after `attempt` had begun."""
     number = record.get("attempt")
     known = attempt.seen is None or record["tag"] in attempt.seen
-    return not known and isinstance(number, int) and number < attempt.number
+    return not known and isinstance(number, int) and number < attempt.number and fences(attempt.url, number)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
@@ -19,9 +20,12 @@ from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.agreement import gather, on_all_ranks, on_each_rank, on_rank_0
 from dsjob.checkpoint.attempts import Attempt, claim, claim_once
 from dsjob.checkpoint.background import Background, ElsewhereError, Staging
-from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.catalog import Catalog, noting
 from dsjob.checkpoint.committed import (
+    Loaded,
     Matched,
+    Saved,
+    describe_left_out,
     match,
     read_checkpoint,
     require_match,
@@ -37,12 +41,13 @@ from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.shards import DTYPES, ShardReader, plan_parts, write_shard
 from dsjob.checkpoint.source import locate, open_root, renamed
-from dsjob.checkpoint.state import BY_RANK, Shapes, TrainingState
+from dsjob.checkpoint.state import TrainingState
 from dsjob.checkpoint.values import decode, encode
 from dsjob.errors import CheckpointError, DsjobError, StorageError
 from dsjob.mesh import World
 from dsjob.seeding import seed_rng
 
+T = TypeVar("T")
 UPLOAD_HOURS = 24.0  # an upload that has not ended by then belongs to no live process
 
 
@@ -53,32 +58,6 @@ class Savable(Protocol):
     def counters(self) -> dict[str, int]: ...
     def restore_counters(self, counters: Mapping[str, int]) -> None: ...
     def zero_optimization_stage(self) -> int: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was committed: its folder, bytes of tensors, and seconds that saving took."""
-
-    tag: str
-    url: str
-    size: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A checkpoint that was loaded; `job`: the resolved document that it carries.
-
-    `exact`: the run goes on bit for bit (same world size, all state restored). `notes`: what else begins anew.
-    """
-
-    tag: str
-    url: str
-    step: int
-    client_state: dict[str, Any]
-    exact: bool
-    job: dict[str, Any] | None = None
-    notes: tuple[str, ...] = ()
 
 
 class Checkpointer:
@@ -114,8 +93,10 @@ class Checkpointer:
 
         def begin() -> None:
             self._attempt = claim(self.url, single_writer=self._single_writer)
-            self._catalog.collect_garbage(self._attempt)
-            storage.abort_uploads(self.url, hours=UPLOAD_HOURS)
+            attempt = self._attempt
+            notes = noting(lambda: self._catalog.collect_garbage(attempt))
+            for note in notes + noting(lambda: storage.abort_uploads(self.url, hours=UPLOAD_HOURS)):
+                warnings.warn(f"what older runs left is not cleared away: {note}", stacklevel=2)
 
         on_rank_0(self._world, begin)
 
@@ -131,11 +112,11 @@ class Checkpointer:
 
     def set_aside_damaged(self, tags: Sequence[str]) -> None:
         """See Catalog.set_aside_damaged."""
-        on_rank_0(self._world, lambda: self._catalog.set_aside_damaged(tags))
+        on_rank_0(self._world, lambda: self._catalog.set_aside_damaged(tags, self._attempt))
 
     def set_aside(self, *, newer_than: int) -> None:
         """See Catalog.set_aside."""
-        on_rank_0(self._world, lambda: self._catalog.set_aside(newer_than))
+        on_rank_0(self._world, lambda: self._catalog.set_aside(newer_than, self._attempt))
 
     def save(
         self,
@@ -158,11 +139,11 @@ class Checkpointer:
         save = self._prepare(engine, tag, client_state, frozen)
         try:
             records = gather(self._world, lambda: write_shard(save.url, save.rank, save.world_size, save.parts))
-            size = on_rank_0(self._world, lambda: self._commit(save, records, latest, replace, metrics or {}))
+            size, notes = on_rank_0(self._world, lambda: self._commit(save, records, latest, replace, metrics or {}))
         except DsjobError:
             on_rank_0(self._world, lambda: self._discard(save))
             raise
-        return Saved(tag, save.url, size, time.monotonic() - started)
+        return Saved(tag, save.url, size, time.monotonic() - started, notes)
 
     def save_behind(self, engine: Savable, *, tag: str, metrics: Mapping[str, float] | None = None) -> None:
         """As `save`, but comes back once there are copies of everything: `settle` tells how it ended."""
@@ -170,7 +151,7 @@ class Checkpointer:
         save = self._prepare(engine, tag, None, frozen=True)
         save = dataclasses.replace(save, parts=on_all_ranks(self._world, lambda: self._staging.copy(save.parts)))
 
-        def commit(records: Sequence[dict[str, Any]]) -> int:
+        def commit(records: Sequence[dict[str, Any]]) -> tuple[int, tuple[str, ...]]:
             return self._commit(save, records, latest=True, replace=False, metrics=metrics or {})
 
         self._background = Background(save, commit, lambda: self._discard(save), self._timeout)
@@ -186,14 +167,17 @@ class Checkpointer:
         running, self._background = self._background, None
         if running is None:
             return None
-        if any(on_each_rank(self._world, lambda: running.error is not None)):
-            running.abandon()
-        running.wait()
-        errors = [error for error in on_each_rank(self._world, lambda: running.error) if error is not None]
+        errors, ended = [], False
+        while not ended:  # together, so that no rank waits in a collective longer than that may take
+            running.wait(1.0)
+            told = on_each_rank(self._world, lambda: (running.ended, running.error))  # in this order: an end is final
+            errors, ended = [error for _, error in told if error is not None], all(done for done, _ in told)
+            if errors:
+                running.abandon()
         if errors:
             raise next((error for error in errors if not isinstance(error, ElsewhereError)), errors[0])
-        size = on_rank_0(self._world, lambda: running.size)
-        return Saved(running.save.tag, running.save.url, size, time.monotonic() - running.started)
+        size, notes = on_rank_0(self._world, lambda: running.result)
+        return Saved(running.save.tag, running.save.url, size, time.monotonic() - running.started, notes)
 
     def give_up(self, seconds: float) -> None:
         """Lets a save in the background end, where the run itself ends with an error; not a collective."""
@@ -289,13 +273,14 @@ class Checkpointer:
         latest: bool,
         replace: bool,
         metrics: Mapping[str, float],
-    ) -> int:
-        """Rank 0's part once all shards are written; the bytes of them."""
+    ) -> tuple[int, tuple[str, ...]]:
+        """Rank 0's part once all shards are written; the bytes of them, and what failed once they were committed."""
         assert self._attempt is not None
+        attempt = self._attempt
         manifest = save.complete(records, self._job)
-        self._catalog.commit(save.folder, manifest, self._attempt, latest=latest, replace=replace, metrics=metrics)
-        self._catalog.retire(self._retention, self._attempt)
-        return sum(entry["size"] for entry in manifest["files"].values())
+        notes = self._catalog.commit(save.folder, manifest, attempt, latest=latest, replace=replace, metrics=metrics)
+        notes += noting(lambda: self._catalog.retire(self._retention, attempt))
+        return sum(entry["size"] for entry in manifest["files"].values()), notes
 
     def load(
         self,
@@ -335,26 +320,39 @@ class Checkpointer:
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
         job = on_all_ranks(self._world, lambda: read_job(root, checkpoint)) if foreign is None else None
         reader = ShardReader(root, checkpoint)
-        with restoring(url):
-            client_state = decode(values.get("client_state", {}))
-            optimizer_tensors = state.make_optimizer_tensors(saved) if optimizer else {}
-            with renamed(f"read {url}"):
-                run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))
+        client_state = self._restore(url, lambda: decode(values.get("client_state", {})))
+        optimizer_tensors = self._restore(url, lambda: state.make_optimizer_tensors(saved) if optimizer else {})
+        with renamed(f"read {url}"):
+            run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))
+        same_world = len(values.get("rng", {})) == self._world.world_size
+
+        def put_back() -> None:
             if optimizer:
                 state.load_optimizer(optimizer_tensors, values["optimizer"])
                 state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
             if scheduler:
                 state.load_scheduler(values["scheduler"])
-            engine.restore_counters(values.get("counters", engine.counters()))
-            same_world = len(values.get("rng", {})) == self._world.world_size
             if same_world:
                 restore_rng(values["rng"][str(self._world.rank)], state.device)
             else:
                 seed_rng(seed + 1_000_003 * checkpoint.step + self._data_rank)
+
+        self._restore(url, put_back)
+        with restoring(url):
+            engine.restore_counters(values.get("counters", engine.counters()))  # a collective: ranks gather weights
         exact = same_world and optimizer and scheduler
-        notes = _describe_left_out(saved, optimizer_tensors) if optimizer else ()
+        notes = describe_left_out(saved, optimizer_tensors) if optimizer else ()
         notes += foreign.notes if foreign is not None else ()
         return Loaded(checkpoint.tag, url, checkpoint.step, client_state, exact, job, notes)
+
+    def _restore(self, url: str, action: Callable[[], T]) -> T:
+        """Does, on every rank or on none, what puts values back and is no collective."""
+
+        def act() -> T:
+            with restoring(url):
+                return action()
+
+        return on_all_ranks(self._world, act)
 
     def _find_foreign(self, state: TrainingState | JointState, tag: str | None) -> Foreign | None:
         joint = isinstance(state, JointState)
@@ -391,9 +389,3 @@ class Checkpointer:
             run_dcp(lambda **how: dcp.load(tensors, storage_reader=reader, **how))
         engine.restore_counters(engine.counters())  # compute copies follow the masters
         return found
-
-
-def _describe_left_out(saved: Shapes, loaded: Mapping[str, Any]) -> tuple[str, ...]:
-    left_out = [name for name in saved if name.endswith(BY_RANK) and name not in loaded]
-    gone = sorted({name.rpartition(".")[2].removesuffix(BY_RANK) for name in left_out})
-    return (f"the optimizer's {', '.join(gone)} begin anew: they belong to another number of ranks",) if gone else ()

@@ -14,7 +14,38 @@ from torch.distributed import checkpoint as dcp
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.source import renamed
+from dsjob.checkpoint.state import BY_RANK, Shapes
 from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was committed: its folder, bytes of tensors, and seconds that saving took.
+
+    `notes`: what could not be done once it was one.
+    """
+
+    tag: str
+    url: str
+    size: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was loaded; `job`: the resolved document that it carries.
+
+    `exact`: the run goes on bit for bit (same world size, all state restored). `notes`: what else begins anew.
+    """
+
+    tag: str
+    url: str
+    step: int
+    client_state: dict[str, Any]
+    exact: bool
+    job: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,3 +112,10 @@ def run_dcp(call: Callable[..., Any]) -> None:
         if isinstance(cause, (DsjobError, layout.Problem)):
             raise cause from None
         raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+def describe_left_out(saved: Shapes, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+    """What of a saved optimizer was not loaded, as a note."""
+    left_out = [name for name in saved if name.endswith(BY_RANK) and name not in loaded]
+    gone = sorted({name.rpartition(".")[2].removesuffix(BY_RANK) for name in left_out})
+    return (f"the optimizer's {', '.join(gone)} begin anew: they belong to another number of ranks",) if gone else ()

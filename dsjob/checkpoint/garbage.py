@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsjob import storage
-from dsjob.checkpoint.attempts import FOLDER, newest_attempt
+from dsjob.checkpoint.attempts import FOLDER, fences, newest_fencing
 from dsjob.checkpoint.inventory import take_inventory
 
 HOUR, DAY = 3600.0, 86400.0
-TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp")  # of storage.write_bytes; whole paths
+# Of storage.write_bytes, and of what convert writes; whole paths.
+TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp|(.+/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
 RECORD = re.compile(r"superseded/([^/]+)\.json")  # of a checkpoint that was set aside, by its folder or tag
 
 
@@ -40,7 +41,7 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
     A checkpoint with a commit record is never touched, damaged or not. Raises NoCheckpointError, StorageError.
     """
     inventory, now = take_inventory(url), time.time()
-    newest = newest_attempt(inventory.url)
+    newest = newest_fencing(inventory.url)
     files = storage.find_files(inventory.url)
     unread = {entry.tag for entry in inventory.checkpoints if entry.state == "damaged" and not entry.folder}
     unread |= {known[1] for path in files if (known := RECORD.fullmatch(path))}  # set aside by tag: damaged
@@ -50,7 +51,8 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
             age = None if entry.saved is None else now - entry.saved
             named = FOLDER.fullmatch(entry.folder)
             attempt = int(named["attempt"]) if named else 0
-            kept = _find_reason_to_keep(entry.state == "partial" and attempt >= newest, age, older_than)
+            alive = entry.state == "partial" and (attempt >= newest or not fences(inventory.url, attempt))
+            kept = _find_reason_to_keep(alive, age, older_than)
             if entry.state == "partial" and entry.tag in unread:
                 kept = "the record of its tag is there and cannot be read, or was set aside as damaged"
             kind: Literal["partial", "superseded"] = "partial" if entry.state == "partial" else "superseded"
@@ -73,15 +75,15 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
     return inventory.url, found, uploads
 
 
-def _find_reason_to_keep(newest_attempt: bool, age: float | None, older_than: float) -> str:
+def _find_reason_to_keep(alive: bool, age: float | None, older_than: float) -> str:
     """Why somebody may still need it: an older attempt is over once a newer one has begun, and its last writes with it;
-    the newest one may be alive, but no save pauses for a day."""
+    the newest one, and a program that is never fenced, may be `alive`, but no save pauses for a day."""
     if age is None:
         return "its age is not known here"
-    limit = max(older_than, DAY) if newest_attempt else older_than
+    limit = max(older_than, DAY) if alive else older_than
     if age >= limit:
         return ""
-    return "a run of the newest attempt may be writing it" if newest_attempt else "written too recently"
+    return "a run of the newest attempt may be writing it" if alive else "written too recently"
 
 
 def _delete(root: str, item: Garbage) -> None:

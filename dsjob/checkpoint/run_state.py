@@ -9,7 +9,7 @@ from typing import Any
 
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.source import renamed
-from dsjob.errors import CorruptCheckpointError, DsjobError
+from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
 
 
 def read_values(root: layout.Folder, checkpoint: layout.Checkpoint) -> dict[str, Any]:
@@ -31,13 +31,22 @@ def read_job(root: layout.Folder, checkpoint: layout.Checkpoint) -> dict[str, An
 
 @contextmanager
 def restoring(url: str) -> Iterator[None]:
-    """Renames what putting values back raises where they are not of the form that was saved: nothing checks each."""
+    """Renames what putting values back raises where they are not of the form that was saved: nothing checks each.
+
+    What says nothing about the checkpoint passes: MemoryError, and those of devices and process groups (kinds of
+    RuntimeError), after which an older checkpoint would fare no better.
+    """
     try:
         yield
-    except (AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, DsjobError):
+    except DsjobError:
+        raise
+    except (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        kind = type(error)
+        if isinstance(error, RuntimeError) and kind not in (RuntimeError, RecursionError):
             raise
-        what = f"{url}: what it holds cannot be restored: {type(error).__name__}: {str(error)[:200]}"
+        what = f"{url}: what it holds cannot be restored: {kind.__name__}: {str(error)[:200]}"
+        if kind is RuntimeError:  # torch has no other for what does not fit, and for a device that fails
+            raise CheckpointError(what) from error
         raise CorruptCheckpointError(what, hint=layout.ELSEWHERE) from error
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,7 +49,9 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
         if not tags:
             raise NoCheckpointError(f"no committed checkpoint in {root.root}", hint="name the folder with `commits`")
         records = [layout.find_commit(root, wanted)] if wanted else [layout.read_commit(root, tag) for tag in tags]
-        checkpoints = [layout.read_checkpoint(root, record) for record in sorted(records, key=lambda r: int(r["step"]))]
+        records.sort(key=lambda record: int(record["step"]))
+        checkpoints = [layout.read_checkpoint(root, record) for record in records]
+        pinned = set(root.names("pinned"))
         total, done = sum(sum(c.files.values()) for c in checkpoints), 0
 
         def count(size: int) -> None:
@@ -58,11 +61,21 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
                 progress(done, total)
 
         catalog = Catalog(target)
-        return [_copy_one(root, checkpoint, catalog, count) for checkpoint in checkpoints]
+        copied = []
+        for checkpoint, record in zip(checkpoints, records, strict=True):
+            if checkpoint.tag in pinned:  # before it is one: retention at the target must not be faster
+                storage.make_folder(storage.join(target, "pinned"))
+                storage.write_bytes(storage.join(target, "pinned", checkpoint.tag), b"")
+            copied.append(_copy_one(root, checkpoint, record.get("metrics"), catalog, count))
+        return copied
 
 
 def _copy_one(
-    root: layout.Folder, checkpoint: layout.Checkpoint, catalog: Catalog, count: Callable[[int], None]
+    root: layout.Folder,
+    checkpoint: layout.Checkpoint,
+    metrics: dict[str, float] | None,
+    catalog: Catalog,
+    count: Callable[[int], None],
 ) -> Copied:
     tag = checkpoint.tag
     there = {record["tag"]: record for record in catalog.records()}
@@ -79,10 +92,12 @@ def _copy_one(
     try:
         size = _copy_files(root, checkpoint, place, count)
         newest = max((int(record["step"]) for record in there.values()), default=0)
-        catalog.commit(folder, checkpoint.manifest, attempt, latest=checkpoint.step >= newest)
+        notes = catalog.commit(folder, checkpoint.manifest, attempt, latest=checkpoint.step >= newest, metrics=metrics)
     except BaseException:
         catalog.discard(tag, folder)
         raise
+    for note in notes:
+        warnings.warn(f"{place} is copied, but: {note}", stacklevel=2)
     return Copied(tag, place, size)
 
 

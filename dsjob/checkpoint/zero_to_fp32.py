@@ -209,8 +209,11 @@ def read_commit(source: Folder, tag: str) -> dict[str, Any]:
     folder, digest = record.get("dir"), record.get("manifest_sha256") or "none"
     if record.get("tag") != tag or not is_count(record.get("step")) or not DIGEST.fullmatch(str(digest)):
         raise Damaged(f"{source.root}/{name} is the record of another tag, or has no step and sha256")
-    if not isinstance(folder, str) or not NAME.fullmatch(folder):
+    if not isinstance(folder, str) or not re.fullmatch(re.escape(tag) + r"-a[0-9]{4,}(\.[0-9]+)?", folder):
         raise Damaged(f"{source.root}/{name} names the folder {str(folder)[:80]!r}, which no checkpoint can have")
+    metrics = record.get("metrics", {})
+    if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
+        raise Damaged(f"{source.root}/{name} has metrics that are no numbers by name")
     return record
 
 

@@ -17,7 +17,7 @@ from dsjob import storage
 from dsjob.checkpoint.attempts import Attempt, claim, claim_once
 from dsjob.checkpoint.catalog import Catalog
 from dsjob.checkpoint.retention import Retention
-from dsjob.errors import CheckpointError, FencedError
+from dsjob.errors import CheckpointError, FencedError, StorageError
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -71,6 +71,95 @@ def test_a_program_has_one_number_and_fences_nobody(tmp_path: Path) -> None:
     assert claim_once(f"{tmp_path}/own") is program
     claim(f"{tmp_path}/own")
     program.require_newest()
+
+
+def fill(url: str, attempt: Attempt, tag: str) -> str:
+    """A folder that is being written."""
+    folder = attempt.name_folder(tag)
+    storage.make_folder(f"{url}/{folder}/done")
+    storage.write_bytes(f"{url}/{folder}/state.json", b"{}")
+    return folder
+
+
+def test_programs_that_save_into_a_jobs_root_and_the_job_leave_each_other_alone(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    job = claim(url)
+    program = claim(url, fences=False)
+    commit(url, job, 1)
+    left, filled = fill(url, job, "left"), fill(url, program, "mine")
+    again = claim(url)
+    assert Catalog(url).collect_garbage(again) == [left]
+    commit(url, program, 7, "mine-2")
+    Catalog(url).retire(Retention(0), again)
+    assert {record["tag"] for record in Catalog(url).records()} == {"step-00000001", "mine-2"}
+    assert (tmp_path / filled).exists()
+    with pytest.raises(FencedError, match="attempt 3"):
+        commit(url, job, 2)
+
+
+def test_attempts_of_before_it_was_noted_fence(tmp_path: Path) -> None:
+    old = claim(str(tmp_path))
+    storage.write_bytes(f"{tmp_path}/attempts/a0002.json", b'{"attempt": 2}')
+    with pytest.raises(FencedError):
+        old.require_newest()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda catalog, attempt: catalog.set_aside(0, attempt),
+        lambda catalog, attempt: catalog.set_aside_damaged(["step-00000002"], attempt),
+        lambda catalog, attempt: catalog.retire(Retention(1), attempt),
+    ],
+)
+def test_a_fenced_run_leaves_the_checkpoints_of_the_newer_one(tmp_path: Path, act: Any) -> None:
+    url = str(tmp_path)
+    old, new = claim(url), claim(url)
+    commit(url, new, 1)
+    commit(url, new, 2)
+    with pytest.raises(FencedError):
+        act(Catalog(url), old)
+    assert [record["step"] for record in Catalog(url).records()] == [1, 2]
+
+
+def test_what_a_newer_program_has_committed_is_not_set_aside(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    job = claim(url)
+    commit(url, job, 3)
+    commit(url, claim(url, fences=False), 4)
+    Catalog(url).set_aside(1, job)
+    Catalog(url).set_aside_damaged(["step-00000004"], job)
+    assert [record["step"] for record in Catalog(url).records()] == [4]
+
+
+def test_what_fails_after_the_record_is_told_and_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = storage.write_bytes
+
+    def write(url: str, data: bytes) -> None:
+        if url.endswith(("latest", "zero_to_fp32.py")):
+            raise StorageError(f"cannot write {url}")
+        original(url, data)
+
+    monkeypatch.setattr(storage, "write_bytes", write)
+    url, attempt = str(tmp_path), claim(str(tmp_path))
+    folder = attempt.name_folder("x")
+    storage.make_folder(f"{url}/{folder}")
+    notes = Catalog(url).commit(folder, {"tag": "x", "step": 1}, attempt, latest=True)
+    assert notes == (f"cannot write {url}/latest", f"cannot write {url}/zero_to_fp32.py")
+    assert Catalog(url).find("x")["dir"] == folder
+
+
+def test_a_store_that_knows_no_creation_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(url: str, data: bytes, *, exclusive: bool = True) -> None:
+        with storage._renamed("create", "store://x"):
+            raise NotImplementedError("mode create")
+
+    monkeypatch.setattr(storage, "create_bytes", create)
+    with pytest.raises(CheckpointError, match="only where there is none") as caught:
+        claim(str(tmp_path))
+    assert "checkpoint.single_writer=true" in caught.value.hint
 
 
 class Paused:

@@ -377,6 +377,8 @@ def test_gc_of_what_was_superseded_and_of_temporary_files(root: Path) -> None:
     (root / "superseded" / "step-00000999-a0001.json").write_text("{}")
     temporary = root / "commits" / f"x.json.{uuid.uuid4().hex}.tmp"
     temporary.write_text("")
+    converted = root / ".model.safetensors.0123abcd.tmp"
+    converted.write_text("")
     damaged = root / "commits" / "best.json"
     damaged.write_text("{")
     ckpt("gc", root)
@@ -390,6 +392,7 @@ def test_gc_of_what_was_superseded_and_of_temporary_files(root: Path) -> None:
     ]
     assert not list((root / "superseded").iterdir())
     assert not temporary.exists()
+    assert not converted.exists()
     assert damaged.exists()
 
 
