@@ -18,6 +18,7 @@ from torch import Tensor
 from dsjob.checkpoint.foreign import Boxes
 from dsjob.checkpoint.torch_files import FragmentAddress, TorchFile
 
+MAX_PARAMETERS = 1 << 20
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -123,6 +124,17 @@ def place_stage3(shapes: Shapes, world_size: int, length: int | None = None) -> 
         raise ValueError(f"a rank has {length} elements of a group of weights, its shapes say {start}")
 
 
+def list_numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The numbers of the parameters of each of an optimizer's groups.
+
+    Raises ValueError where there are more than any model has: a small file may name one long list a million times.
+    """
+    given = [group["params"] for group in groups]
+    if sum(map(len, given)) > MAX_PARAMETERS:
+        raise ValueError(f"the optimizer's groups name more than {MAX_PARAMETERS} parameters")
+    return [list(numbers) for numbers in given]
+
+
 def list_entries(state: Mapping[str, Any], group: int, stage3: bool) -> dict[str, Any]:
     """What an optimizer keeps for one flat tensor of weights, step included."""
     if not stage3 and isinstance(state["base_optimizer_state"], list):  # elastic_checkpoint
@@ -130,8 +142,9 @@ def list_entries(state: Mapping[str, Any], group: int, stage3: bool) -> dict[str
         step = state.get("base_optimizer_state_step")
         return entries if step is None or "step" in entries else {**entries, "step": step}
     inner = state["optimizer_state_dict"] if stage3 else state["base_optimizer_state"]
-    numbers = [(number, settings) for settings in inner["param_groups"] for number in settings["params"]]
-    number, settings = numbers[group]
+    groups = inner["param_groups"]
+    listed = zip(list_numbers(groups), groups, strict=True)
+    number, settings = [(number, settings) for numbers, settings in listed for number in numbers][group]
     entries = dict(inner["state"].get(number) or {})
     if entries and "step" not in entries and type(settings.get("step")) is int:  # FusedAdam's
         entries["step"] = settings["step"]

@@ -41,7 +41,16 @@ def find_deepspeed(url: str, tag: str | None = None, groups: Groups | None = Non
         return None
     try:
         return _Reader(folder, groups).read()
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        MemoryError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         what = str(error) if isinstance(error, ValueError) else repr(error)
         raise layout.Damaged(f"{folder.place} is not as DeepSpeed writes it: {what[:300]}") from None
 

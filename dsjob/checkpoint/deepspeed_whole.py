@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.deepspeed_layout import Collected, Shapes, place_in_order
+from dsjob.checkpoint.deepspeed_layout import Collected, Shapes, list_numbers, place_in_order
 from dsjob.checkpoint.torch_files import Stored, TorchFile
 from dsjob.errors import CheckpointError
 
@@ -29,7 +29,7 @@ def read_whole(found: Collected, file: TorchFile, place: str, groups: Sequence[S
     if optimizer is None:
         return
     inner = optimizer.get("optimizer_state_dict", optimizer)
-    numbered = [list(group["params"]) for group in inner["param_groups"]]
+    numbered = list_numbers(inner["param_groups"])
     masters = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat")
     names = _find_names(numbered, shapes, masters, groups)
     if names is None and groups is not None:

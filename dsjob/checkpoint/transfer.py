@@ -51,7 +51,6 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
         records = [layout.find_commit(root, wanted)] if wanted else [layout.read_commit(root, tag) for tag in tags]
         records.sort(key=lambda record: int(record["step"]))
         checkpoints = [layout.read_checkpoint(root, record) for record in records]
-        pinned = set(root.names("pinned"))
         total, done = sum(sum(c.files.values()) for c in checkpoints), 0
 
         def count(size: int) -> None:
@@ -61,13 +60,10 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
                 progress(done, total)
 
         catalog = Catalog(target)
-        copied = []
-        for checkpoint, record in zip(checkpoints, records, strict=True):
-            if checkpoint.tag in pinned:  # before it is one: retention at the target must not be faster
-                storage.make_folder(storage.join(target, "pinned"))
-                storage.write_bytes(storage.join(target, "pinned", checkpoint.tag), b"")
-            copied.append(_copy_one(root, checkpoint, record.get("metrics"), catalog, count))
-        return copied
+        return [
+            _copy_one(root, c, record.get("metrics"), catalog, count)
+            for c, record in zip(checkpoints, records, strict=True)
+        ]
 
 
 def _copy_one(
@@ -91,6 +87,9 @@ def _copy_one(
     place = storage.join(catalog.url, folder)
     try:
         size = _copy_files(root, checkpoint, place, count)
+        if tag in root.names("pinned"):  # before it is a checkpoint: no job's retention at the target is faster
+            storage.make_folder(storage.join(catalog.url, "pinned"))
+            storage.write_bytes(storage.join(catalog.url, "pinned", tag), b"")
         newest = max((int(record["step"]) for record in there.values()), default=0)
         notes = catalog.commit(folder, checkpoint.manifest, attempt, latest=checkpoint.step >= newest, metrics=metrics)
     except BaseException:

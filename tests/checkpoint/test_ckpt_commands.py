@@ -457,6 +457,16 @@ def test_copy_of_one_tag(root: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "c").exists()
 
 
+def test_a_copy_keeps_metrics_and_pins(root: Path, tmp_path: Path) -> None:
+    record = root / "commits" / "step-00000120.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "metrics": {"loss": 0.5}}))
+    (root / "pinned").mkdir()
+    (root / "pinned" / "step-00000100").touch()
+    ckpt("copy", root, tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "commits" / record.name).read_text())["metrics"] == {"loss": 0.5}
+    assert os.listdir(tmp_path / "b" / "pinned") == ["step-00000100"]
+
+
 def test_copy_of_what_is_damaged_leaves_nothing(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "step-00000120-a0002" / "r00001-of-00002.safetensors"
     data = bytearray(path.read_bytes())

@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 import small_jobs
+import torch
 from small_jobs import at_step, list_steps, make_document, read_digests, run, send
 
 from dsjob import storage
 from dsjob.checkpoint import background, checkpointer
+from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.state import TrainingState
 from dsjob.errors import CheckpointError, CorruptCheckpointError, FencedError, Interrupted, Preempted, StorageError
 
 
@@ -278,6 +281,58 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert "trying the checkpoint before it" in capsys.readouterr().out
     assert list_steps(tmp_path) == [2, 4, 6, 8]
     assert read_digests(tmp_path, 8) == read_digests(whole, 8)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("full"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("x")]
+)
+def test_a_device_that_is_full_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    train(tmp_path, trainer={"max_steps": 4}, checkpoint={"every": 2})
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingState, "load_optimizer", fail)
+        with pytest.raises((type(error), CheckpointError)) as caught:
+            train(tmp_path, checkpoint={"on_corrupt": "previous"})
+    assert not isinstance(caught.value, CorruptCheckpointError)
+    assert list_steps(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize("call", ["abort_uploads", "collect_garbage"])
+def test_housekeeping_that_fails_keeps_no_run_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageError("cannot list: access denied")
+
+    owner: Any = storage if call == "abort_uploads" else Catalog
+    monkeypatch.setattr(owner, call, fail)
+    with pytest.warns(UserWarning, match="not cleared away: cannot list"):
+        train(tmp_path, trainer={"max_steps": 1})
+    assert list_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_retention_that_fails_is_told_beside_a_save_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StorageError("cannot delete: access denied")
+
+    monkeypatch.setattr(Catalog, "retire", fail)
+    train(tmp_path, trainer={"max_steps": 2}, checkpoint={"every": 2, "async": behind})
+    assert list_steps(tmp_path) == [2]
+    assert "but: cannot delete: access denied" in capsys.readouterr().out
+
+
+def test_a_save_that_was_asked_for_and_failed_is_still_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"keep": 0, "at_end": False, "save_on_error": "warn"}
+    small_jobs.MORE.append(at_step(3, lambda: send(signal.SIGUSR1)))
+    fail_once(monkeypatch, 4)
+    train(tmp_path, checkpoint=kept)
+    assert list_steps(tmp_path) == [5]
 
 
 def test_where_all_are_damaged_nothing_is_begun_anew(tmp_path: Path) -> None:
