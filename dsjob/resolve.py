@@ -309,7 +309,7 @@ def _divides(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]:
         return []
     told = f" ({ranks_from})" if ranks_from else ""
     message = f"{world_size} rank{'s' * (world_size > 1)}{told} are no groups of {parts:g}"
-    hint = f"start {int(parts) * max(1, world_size // int(parts))} ranks, or more of as many"
+    hint = f"start {int(parts) * max(1, world_size // int(parts))} ranks, or another multiple of {int(parts)}"
     return [Problem(message, _PARTS, "model-parallel-size", hint)]
 
 

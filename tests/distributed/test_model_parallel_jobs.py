@@ -192,7 +192,7 @@ def test_batches_are_those_of_the_data_parallel_ranks() -> None:
     assert resolve(resolved, world_size=4)["trainer"]["grad_accum"] == 2
     (problem,) = find_problems(document, world_size=3)
     assert problem.dotted == "trainer.model_parallel_size"
-    assert problem.hint == "launch.nproc=2"
+    assert problem.hint == "start 2 ranks, or another multiple of 2"
     wrong = make_job(trainer={**trainer, "max_steps": 1, "train_batch": 8, "grad_accum": 1})
     (problem,) = find_problems(wrong, world_size=4)
     assert "world size 2 (4 ranks / model_parallel_size 2)" in problem.message
