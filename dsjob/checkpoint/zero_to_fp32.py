@@ -291,12 +291,14 @@ def parse_counts(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def tile(shape: tuple[int, ...], chunks: list[Chunk], dim: int = 0) -> list[Any]:
+def tile(shape: tuple[int, ...], chunks: list[Chunk], dim: int = 0, spare: list[int] | None = None) -> list[Any]:
     """The row-major walk over boxes (see Tensor); ValueError where they do not fill the tensor exactly.
 
     Cuts `dim` wherever a box begins or ends. Between two cuts the same boxes take part: one that fills all later dims
     gives its elements in one run; otherwise the later dims are walked again for each index in between.
+    `spare`: how many boxes may still be looked at, so that boxes which all cut one another cost no square of time.
     """
+    spare = [max(1 << 16, 256 * len(chunks))] if spare is None else spare
     if dim == len(shape):
         if len(chunks) > 1:
             raise ValueError("chunks overlap")
@@ -310,11 +312,14 @@ def tile(shape: tuple[int, ...], chunks: list[Chunk], dim: int = 0) -> list[Any]
         active = [chunk for chunk in active if ends[chunk] > low]
         while waiting and waiting[-1].offsets[dim] == low:
             active.append(waiting.pop())
+        spare[0] -= len(active)
+        if spare[0] < 0:
+            raise ValueError("its chunks cut one another more often than any program saves them")
         if not active:
             raise ValueError(f"no chunk holds index {low} of dim {dim}")
         rows, rest = cuts[index + 1] - low, shape[dim + 1 :]
         whole = len(active) == 1 and active[0].sizes[dim + 1 :] == rest
-        nodes.append((rows * math.prod(rest), active[0]) if whole else (rows, tile(shape, active, dim + 1)))
+        nodes.append((rows * math.prod(rest), active[0]) if whole else (rows, tile(shape, active, dim + 1, spare)))
     return nodes
 
 

@@ -13,6 +13,8 @@ import hostile_deepspeed as hostile
 import pytest
 from deepspeed_data import RUNS
 
+from dsjob.checkpoint.deepspeed_layout import list_numbers
+
 TYPED = ("CheckpointError", "CorruptCheckpointError", "NoCheckpointError", "StorageError")
 SOURCES = ["z1_fp32_ws3_groups", "z3_fp32_ws3_frozen", "z0_bf16_ws2_plain"]
 
@@ -55,6 +57,13 @@ def test_zips_that_lie_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_one_long_list_in_many_groups_is_counted_before_it_is_copied() -> None:
+    numbers = list(range(1 << 16))
+    with pytest.raises(ValueError, match="name more than"):
+        list_numbers([{"params": numbers}] * (1 << 16))
+    assert list_numbers([{"params": [0, 1]}, {"params": [2]}]) == [[0, 1], [2]]
+
+
 def test_names_lead_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "folders").mkdir()
     results = read_watched(hostile.make_names(RUNS["z1_fp32_ws3_groups"], tmp_path / "folders"), tmp_path)

@@ -652,6 +652,19 @@ def test_wrong_manifests(saved: Path, words: str, change: Callable[[dict[str, An
     assert words in damaged(saved)
 
 
+def test_chunks_that_all_cut_one_another_are_refused() -> None:
+    """Columns, each cut at a row of its own: every cut goes through all columns."""
+
+    def cut(count: int) -> list[Any]:
+        boxes = [((0, column), (column + 1, 1)) for column in range(count)]
+        boxes += [((column + 1, column), (count - column, 1)) for column in range(count)]
+        return plain.tile((count + 1, count), [plain.Chunk("f", 0, 1, *box, "") for box in boxes])
+
+    assert len(cut(100)) == 101
+    with pytest.raises(ValueError, match="cut one another"):
+        cut(600)
+
+
 def test_chunks_without_digest_are_not_verified(tmp_path: Path) -> None:
     folder = save(tmp_path / "c", one(3), digests=False)
     assert "1 tensors were saved without sha256" in convert(tmp_path / "c", tmp_path / "out")
