@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as plain
 from dsjob.checkpoint.pretrained import make_files
-from dsjob.checkpoint.run_state import read_job, read_values
+from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.source import locate, renamed
 from dsjob.checkpoint.zero_to_fp32 import TORCH, Written
 from dsjob.errors import UsageError
@@ -148,7 +148,8 @@ def convert_to_deepspeed(
         enabled = (name for name in ("bf16", "fp16") if (job.get(name) or {}).get("enabled"))
         chosen: str = to or next(enabled, "fp32")
         target = Target(stage, world_size, TORCH_DTYPES[DTYPES[chosen]])
-        return write_deepspeed(place, checkpoint, values, storage.local_path(out), target, overwrite)
+        with restoring(source):
+            return write_deepspeed(place, checkpoint, values, storage.local_path(out), target, overwrite)
 
 
 def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:

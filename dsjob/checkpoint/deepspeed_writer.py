@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.deepspeed_layout import Piece, place_in_order, place_stage3
 from dsjob.checkpoint.named_pickle import save_named
@@ -75,10 +75,9 @@ def write_deepspeed(
             shards.close()
         place = os.path.join(out, tag)
         if os.path.exists(place):
-            shutil.rmtree(place)
+            os.replace(place, os.path.join(scratch, "before"))  # it goes with the rest, once the new one is there
         os.replace(os.path.join(scratch, "files"), place)
-    with open(os.path.join(out, "latest"), "w", encoding="utf-8") as file:
-        file.write(tag)
+    storage.write_bytes(os.path.join(out, "latest"), tag.encode())
     return [os.path.join(out, tag, name) for name in names]
 
 
@@ -234,7 +233,7 @@ class _Writer:
             )
         module.update({name: self.mapped.read(f"model.{name}") for name in buffers})
         module.update({alias: module[name] for alias, name in self.aliases.items()})
-        schedule = self.values["scheduler"]
+        schedule = self.values.get("scheduler")
         saves_frozen = target.stage > 1
         return {
             **self.values["client_state"],
@@ -291,7 +290,7 @@ class _Writer:
             if step is not None
         }
         inner = {"state": state, "param_groups": _describe_groups(self.values["optimizer"], self.groups, steps)}
-        scaler = _make_scaler(self.values["loss_scaler"])
+        scaler = _make_scaler(self.values.get("loss_scaler"))
         common = {"loss_scaler": scaler, "dynamic_loss_scale": isinstance(scaler, DynamicLossScaler), "overflow": False}
         own = [flats[rank] for flats in weights]
         if self.target.stage == 3:
