@@ -245,7 +245,7 @@ def test_two_compositions_do_not_touch_one_another(job_file: Path, tmp_path: Pat
     [
         ("trainer.mirco_batch=4", "trainer.mirco_batch", 'did you mean "micro_batch"?'),
         ("trainr.micro_batch=4", "trainr", 'did you mean "trainer"?'),
-        ("checkpoint.zzz=4", "checkpoint.zzz", "allowed in checkpoint: dir, every, at_end, keep, resume, async"),
+        ("output.zzz=4", "output.zzz", "allowed in output: dir"),
         ("model.widht=4", "model.widht", 'did you mean "width"?; to add it: +model.widht=...'),
         ("model.inner.widht=4", "model.inner.widht", "to add it: +model.inner.widht=..."),
         ("callbacks.mine._target_=a.b", "callbacks.mine._target_", "to add it: +callbacks.mine._target_=..."),
