@@ -47,7 +47,7 @@ def _describe_job(plan: Plan) -> list[tuple[str, str]]:
     model, layout = plan.job.model, plan.job.layout
     total, trained = count(model.weights), count(model.trainable)
     frozen = f", {trained:,} trained" if trained != total else ""
-    blocks = f", {len(model.units().keys() - {0})} blocks" if model.blocks_known else ""
+    blocks = f", {model.blocks} blocks" if model.blocks_known else ""
     samples = layout.micro_batch * layout.grad_accum * layout.world_size
     ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
     return [

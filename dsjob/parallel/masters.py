@@ -55,10 +55,12 @@ class Masters:
 
             def take(_: Tensor, pair: _Pair = pair) -> None:
                 if wanted():
-                    self._take(pair)
+                    with torch.no_grad():
+                        self._take(pair)
 
             pair.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
+    @torch.no_grad()
     def take_gradients(self) -> None:
         """Adds the parameters' gradients to the masters', in fp32, and drops them; waits for those on their way."""
         for pair in self._pairs.values():
@@ -66,7 +68,6 @@ class Masters:
         for pair in self._pairs.values():
             _arrive(pair)
 
-    @torch.no_grad()
     def _take(self, pair: _Pair) -> None:
         if pair.parameter.grad is None:
             return
@@ -112,7 +113,6 @@ class Masters:
             pair.arriving = pair.arrival = pair.master.grad = None
 
 
-@torch.no_grad()
 def _arrive(pair: _Pair) -> None:
     """Adds what is on its way to the host, once it is there."""
     arriving, arrival = pair.arriving, pair.arrival

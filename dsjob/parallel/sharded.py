@@ -24,10 +24,11 @@ from dsjob.errors import ContractError, UsageError
 from dsjob.mesh import World
 from dsjob.optim.shards import local
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
+from dsjob.parallel.gloo import exchange_directly
 from dsjob.parallel.masters import HOST, Masters, choose_host
 from dsjob.parallel.presharded import announce, lay_aside, make_whole, require_shards, write_back
 from dsjob.parallel.wrap import find_blocks
-from dsjob.plan.model import choose_ahead
+from dsjob.plan.model import choose_ahead, stands_alone
 from dsjob.precision import Precision
 from dsjob.spec import Zero
 
@@ -65,7 +66,7 @@ class Sharded(Strategy):
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         for safe in mark_safe(model, precision):
             _shard_safe(safe, options, precision.autocast)
-        blocks = find_blocks(model)
+        blocks = [b for b in find_blocks(model) if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mp_policy=policy, **options)
@@ -75,6 +76,9 @@ class Sharded(Strategy):
         fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
         write_back(model, placed, HOST if keep_off else world.device)
         self.module = model
+        if world.device.type == "cpu":
+            for unit in self._units():
+                exchange_directly(unit)
         self._set_masters(zero, precision)
         self._all = dict(model.named_parameters())
         for parameter in self._all.values():

@@ -38,7 +38,7 @@ def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
         times = layout.grad_accum if layout.sums_in_masters else 1
         moved.append(("all-reduce", "gradients", count(model.trainable) * layout.reduce * times, ranks))
     else:
-        units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units().items()}
+        units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units(layout.stage).items()}
         rest, blocks = units.get(0, 0), sum(elements for number, elements in units.items() if number)
         gathered, again = rest + blocks, 0
         if layout.stage == 3:

@@ -213,8 +213,9 @@ def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: i
     held = sum(w.padded(size) * (layout.compute if cast and w.trainable else w.itemsize) for w in model.weights)
     shards = [w.shard(size, rank % size) for w in near]
     # Without a copy a gradient is a part of what its unit has reduced, and keeps all of that.
-    units = {w.unit for w in near}
-    whole = sum(w.padded(size) * w.itemsize for w in model.trainable if w.unit in units)
+    near_blocks = {w.unit for w in near}
+    units = [unit for unit in model.units(layout.stage).values() if near_blocks & {w.unit for w in unit}]
+    whole = sum(w.padded(size) * w.itemsize for unit in units for w in unit if w.trainable)
     reduced = MASTER_SIZE * sum(shards) if cast else whole
     waiting, note = (reduced, "") if layout.grad_accum > 1 else (0, "")
     if layout.grad_accum > 1 and layout.defers:
@@ -235,7 +236,7 @@ def _pass_items(model: Model, layout: Layout) -> list[Item]:
     of parameters has no blocks to tell their sizes.
     """
     size, compute = layout.shards, layout.compute
-    units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units().items()}
+    units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units(layout.stage).items()}
     if not model.blocks_known:
         gathered = sum(units.values()) * compute if layout.stage < 3 else 0
         return [Item("gathered parameters", gathered, gathered, 0, note="until the last backward pass of the step")]

@@ -11,13 +11,15 @@ from dsjob.spec import Method
 
 Offload = Literal["none", "optimizer", "param"]
 MASTER_SIZE = 4  # bytes of an element of the fp32 masters
+SMALL_BLOCK = 1 << 20  # elements: handing over less costs more in calls than in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One parameter: its shape, bytes an element as the model is built, and the unit it is sharded in.
 
-    `unit`: 0 for what is outside the repeated blocks, from 1 for the blocks (`parallel.wrap.find_blocks`).
+    `unit`: 0 for what is outside the repeated blocks, from 1 for the blocks (`parallel.wrap.find_blocks`); see
+    `stands_alone`.
     """
 
     shape: tuple[int, ...]
@@ -62,11 +64,18 @@ class Model:
         """The parameters that an optimizer steps."""
         return tuple(weight for weight in self.weights if weight.trainable)
 
-    def units(self) -> dict[int, list[Weight]]:
-        """The parameters of each unit that is sharded as one."""
-        found: dict[int, list[Weight]] = {}
+    @property
+    def blocks(self) -> int:
+        """How many repeated blocks there are."""
+        return len({weight.unit for weight in self.weights} - {0})
+
+    def units(self, stage: int) -> dict[int, list[Weight]]:
+        """The parameters of each unit that is sharded as one at a ZeRO stage."""
+        found: dict[int, list[Weight]] = {0: []}
         for weight in self.weights:
             found.setdefault(weight.unit, []).append(weight)
+        for number in [n for n, unit in found.items() if n and not stands_alone(count(unit), stage)]:
+            found[0] += found.pop(number)
         return found
 
 
@@ -157,6 +166,14 @@ def choose_share(sizes: Sequence[int], ratio: float) -> set[int]:
             chosen.add(number)
             left -= size
     return chosen
+
+
+def stands_alone(elements: int, stage: int) -> bool:
+    """Whether a repeated block of so many elements is sharded as a unit, not with what is outside the blocks.
+
+    Below stage 3 all parameters are gathered at once in any case, so that a unit is worth it for its size alone.
+    """
+    return stage == 3 or elements >= SMALL_BLOCK
 
 
 def choose_ahead(sizes: Sequence[int], bucket: int, live: int | None = None) -> list[int]:

@@ -89,7 +89,7 @@ def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
             "source": plan.source,
             "parameters": count(model.weights),
             "trainable": count(model.trainable),
-            "blocks": len(model.units().keys() - {0}) if model.blocks_known else None,
+            "blocks": model.blocks if model.blocks_known else None,
         },
         "layout": {**asdict(layout), "precision": plan.precision},
         "memory": {
