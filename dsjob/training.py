@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsjob.callbacks import Callback
-from dsjob.checkpoint.checkpointer import Checkpointer, Savable
+from dsjob.checkpoint.checkpointer import Checkpointer
+from dsjob.checkpoint.joint import Savable
 from dsjob.contract import LossFunction
 from dsjob.data import NoLoader, TrainingLoader
 from dsjob.engine import Engine

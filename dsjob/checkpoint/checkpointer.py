@@ -9,11 +9,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
@@ -21,43 +18,18 @@ from dsjob.checkpoint.agreement import gather, on_all_ranks, on_each_rank, on_ra
 from dsjob.checkpoint.attempts import Attempt, claim, claim_once
 from dsjob.checkpoint.background import Background, ElsewhereError, Staging
 from dsjob.checkpoint.catalog import Catalog, noting
-from dsjob.checkpoint.committed import (
-    Loaded,
-    Matched,
-    Saved,
-    describe_left_out,
-    match,
-    read_checkpoint,
-    require_match,
-    require_sizes,
-    run_dcp,
-)
-from dsjob.checkpoint.elsewhere import find_elsewhere
-from dsjob.checkpoint.foreign import Foreign
-from dsjob.checkpoint.joint import JointState, name_part
+from dsjob.checkpoint.committed import Loaded, Matched, Saved
+from dsjob.checkpoint.joint import Savable, view_state
+from dsjob.checkpoint.loading import Loader
 from dsjob.checkpoint.prepared import PreparedSave, describe_state
 from dsjob.checkpoint.retention import Retention
-from dsjob.checkpoint.rng import capture_rng, restore_rng
-from dsjob.checkpoint.run_state import read_job, read_values, restoring
-from dsjob.checkpoint.shards import DTYPES, ShardReader, plan_parts, write_shard
-from dsjob.checkpoint.source import locate, open_root, renamed
-from dsjob.checkpoint.state import TrainingState
-from dsjob.checkpoint.values import decode, encode
+from dsjob.checkpoint.rng import capture_rng
+from dsjob.checkpoint.shards import plan_parts, write_shard
+from dsjob.checkpoint.values import encode
 from dsjob.errors import CheckpointError, DsjobError, StorageError
 from dsjob.mesh import World
-from dsjob.seeding import seed_rng
 
-T = TypeVar("T")
 UPLOAD_HOURS = 24.0  # an upload that has not ended by then belongs to no live process
-
-
-class Savable(Protocol):
-    """What can be saved: an engine, or several."""
-
-    def state(self) -> TrainingState | JointState: ...
-    def counters(self) -> dict[str, int]: ...
-    def restore_counters(self, counters: Mapping[str, int]) -> None: ...
-    def zero_optimization_stage(self) -> int: ...
 
 
 class Checkpointer:
@@ -81,6 +53,7 @@ class Checkpointer:
         self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
         self._retention, self._single_writer, self._timeout = retention or Retention(), single_writer, timeout
         self._catalog = Catalog(url)
+        self._loader = Loader(url, world, self._catalog)
         self._staging = Staging()
         self._background: Background | None = None
         self._attempt: Attempt | None = None  # rank 0 alone has one
@@ -194,7 +167,8 @@ class Checkpointer:
         """Plans a save, and takes down all that is no tensor. A collective."""
         if not layout.NAME.fullmatch(tag):
             raise CheckpointError(f"{tag!r} is no name for a checkpoint", hint="letters, digits, '.', '_' and '-'")
-        state = self._view(engine) if frozen else self._view(engine).without_frozen()
+        state = view_state(engine, self._model)
+        state = state if frozen else state.without_frozen()
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
         own = on_all_ranks(self._world, lambda: describe_state(state, tensors))
         client = on_all_ranks(self._world, lambda: encode(dict(client_state or {}), "client_state"))
@@ -233,11 +207,6 @@ class Checkpointer:
             manifest=manifest,
         )
 
-    def _view(self, engine: Savable) -> TrainingState | JointState:
-        """The state of an engine; on model-parallel ranks by the name of this one's part."""
-        state = engine.state()
-        return JointState({name_part(self._model.rank): state}) if self._model.size > 1 else state
-
     def _join_parts(self, own: dict[str, Any]) -> dict[str, Any]:
         """What `describe_state` gives, with the parts of all model-parallel ranks. A collective where there are any."""
         if self._model.size == 1:
@@ -247,18 +216,6 @@ class Checkpointer:
         models = sorted(name for part in parts for name in part.pop("models"))
         joined = {key: {name: value for part in parts for name, value in part[key].items()} for key in parts[0]}
         return {**joined, "models": models}
-
-    def _match(self, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str) -> Matched:
-        """See `match`. Raises CheckpointError where the checkpoint is of another number of model-parallel ranks."""
-        saved = checkpoint.manifest.get("model_ranks", 1)
-        if saved != self._model.size:
-            raise CheckpointError(
-                f"{url} holds the parts of {saved} model-parallel rank{'s' * (saved > 1)}, and there are"
-                f" {self._model.size} now",
-                hint="load it with as many; `dsjob convert --model mp_rank_00` gives the weights of a part",
-            )
-        start = f"model.{name_part(self._model.rank)}." if saved > 1 else "model."
-        return match(ours, checkpoint, url, start)
 
     def _begin_attempt(self) -> Attempt:
         """The attempt of this run, or of a program that has not opened the root."""
@@ -299,93 +256,11 @@ class Checkpointer:
         generators are re-seeded from where the world size is another one. Raises NoCheckpointError,
         CorruptCheckpointError, CheckpointError.
         """
-        state = self._view(engine)
-        foreign = on_rank_0(self._world, lambda: self._find_foreign(state, tag))
-        if foreign is None:
-            record = on_rank_0(self._world, lambda: self._catalog.find(tag))
-            root = open_root(self.url)
-            checkpoint = on_all_ranks(self._world, lambda: read_checkpoint(root, record))
-            url = storage.join(self.url, checkpoint.folder)
-            values = on_all_ranks(self._world, lambda: read_values(root, checkpoint))
-            on_rank_0(self._world, lambda: require_sizes(url, checkpoint))
-        else:
-            root, checkpoint, url = foreign.open(), foreign.checkpoint, foreign.place
-            optimizer, scheduler = optimizer and foreign.run is not None, scheduler and foreign.run is not None
-            values = foreign.values(state.optimizer_values() if optimizer else {})
-        ours = state.model_tensors()
-        found = self._match(ours, checkpoint, url)
-        hint = "load it into the model that it was saved from, or train in another output.dir"
-        require_match(found, ours, checkpoint, strict=strict, hint=hint)
-        tensors = {name: ours[name] for name in found.taken}
-        saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
-        job = on_all_ranks(self._world, lambda: read_job(root, checkpoint)) if foreign is None else None
-        reader = ShardReader(root, checkpoint)
-        client_state = self._restore(url, lambda: decode(values.get("client_state", {})))
-        optimizer_tensors = self._restore(url, lambda: state.make_optimizer_tensors(saved) if optimizer else {})
-        with renamed(f"read {url}"):
-            run_dcp(lambda **how: dcp.load({**tensors, **optimizer_tensors}, storage_reader=reader, **how))
-        same_world = len(values.get("rng", {})) == self._world.world_size
-
-        def put_back() -> None:
-            if optimizer:
-                state.load_optimizer(optimizer_tensors, values["optimizer"])
-                state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
-            if scheduler:
-                state.load_scheduler(values["scheduler"])
-            if same_world:
-                restore_rng(values["rng"][str(self._world.rank)], state.device)
-            else:
-                seed_rng(seed + 1_000_003 * checkpoint.step + self._data_rank)
-
-        self._restore(url, put_back)
-        with restoring(url):
-            engine.restore_counters(values.get("counters", engine.counters()))  # a collective: ranks gather weights
-        exact = same_world and optimizer and scheduler
-        notes = describe_left_out(saved, optimizer_tensors) if optimizer else ()
-        notes += foreign.notes if foreign is not None else ()
-        return Loaded(checkpoint.tag, url, checkpoint.step, client_state, exact, job, notes)
-
-    def _restore(self, url: str, action: Callable[[], T]) -> T:
-        """Does, on every rank or on none, what puts values back and is no collective."""
-
-        def act() -> T:
-            with restoring(url):
-                return action()
-
-        return on_all_ranks(self._world, act)
-
-    def _find_foreign(self, state: TrainingState | JointState, tag: str | None) -> Foreign | None:
-        joint = isinstance(state, JointState)
-        groups = None if joint else [group["names"] for group in state.optimizer_values().get("groups", [])]
-        with renamed(f"read {self.url}"):
-            found = find_elsewhere(self.url, tag, groups)
-        if found is not None and joint:
-            raise CheckpointError(f"{self.url} holds one whole model of {found.program}, and there are several here")
-        return found
+        return self._loader.load(engine, tag=tag, strict=strict, optimizer=optimizer, scheduler=scheduler, seed=seed)
 
     def load_weights(self, engine: Savable, source: str, *, strict: bool = True) -> Matched:
         """Loads the weights alone from another job's checkpoint: its run folder, root or step folder, by path or URL.
 
         `strict`: all have to match in name and shape; where not, what does is loaded. Returns what matched.
         """
-
-        def find() -> tuple[str, dict[str, Any]]:
-            with renamed(f"read {source}"):
-                root, record = locate(source, None)
-                return root.root, record
-
-        url, record = on_rank_0(self._world, find)
-        root = open_root(url)
-        checkpoint = on_all_ranks(self._world, lambda: read_checkpoint(root, record))
-        url = storage.join(url, checkpoint.folder)
-        ours = self._view(engine).model_tensors()
-        found = self._match(ours, checkpoint, url)
-        if strict or not found.taken:
-            hint = "checkpoint.strict=false takes what matches" if found.taken else "none of its weights is the model's"
-            require_match(found, ours, checkpoint, strict=True, hint=hint)
-        on_rank_0(self._world, lambda: require_sizes(url, checkpoint))
-        tensors, reader = {name: ours[name] for name in found.taken}, ShardReader(root, checkpoint)
-        with renamed(f"read {url}"):
-            run_dcp(lambda **how: dcp.load(tensors, storage_reader=reader, **how))
-        engine.restore_counters(engine.counters())  # compute copies follow the masters
-        return found
+        return self._loader.load_weights(engine, source, strict=strict)

@@ -8,12 +8,13 @@ a model that model-parallel ranks hold are called `mp_rank_00`, `mp_rank_01`, ..
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dsjob.checkpoint.state import Shapes, TrainingState
+from dsjob.mesh import ModelRanks
 
 
 def name_part(model_rank: int) -> str:
@@ -91,6 +92,21 @@ class JointState:
 
     def _join(self, read: Callable[[TrainingState | JointState], dict[str, Tensor]]) -> dict[str, Tensor]:
         return {_name(full, name): t for name, state in self._states.items() for full, t in read(state).items()}
+
+
+class Savable(Protocol):
+    """What can be saved: an engine, or several."""
+
+    def state(self) -> TrainingState | JointState: ...
+    def counters(self) -> dict[str, int]: ...
+    def restore_counters(self, counters: Mapping[str, int]) -> None: ...
+    def zero_optimization_stage(self) -> int: ...
+
+
+def view_state(engine: Savable, model: ModelRanks) -> TrainingState | JointState:
+    """The state of an engine; on model-parallel ranks by the name of this one's part."""
+    state = engine.state()
+    return JointState({name_part(model.rank): state}) if model.size > 1 else state
 
 
 def _name(full: str, owner: str) -> str:

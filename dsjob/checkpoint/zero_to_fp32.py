@@ -518,12 +518,7 @@ def export(
     or torch, by default that of the file's name, of a folder safetensors; `beside`: more files of the folder. Raises
     Problem.
     """
-    shards, done = Shards(source, checkpoint), 0
-    entries: dict[str, Entry] = {}
-    for name, place in weights(checkpoint).items():
-        tensor = checkpoint.tensors[place]
-        dtype = cast.target(tensor.dtype)
-        entries[name] = Entry(place, dtype, tensor.shape, math.prod(tensor.shape) * WIDTH[dtype])
+    entries = plan_entries(checkpoint, cast)
     files = plan_files(out, form, entries, limit, overwrite)
     pack = pack_torch if form == "torch" or out.endswith(TORCH) else pack_safetensors
     once = {entry.source: entry.size for entry in entries.values()}
@@ -531,45 +526,68 @@ def export(
     folder = os.path.dirname(next(iter(files))) or "."
     if os.path.realpath(folder) == os.path.join(source.root, checkpoint.folder):
         raise Refused(f"{folder} is the folder of a step, which is never changed", "choose another output")
-
-    ahead = ThreadPoolExecutor(1)  # reads and verifies the next block while one is written
-
-    def read(name: str) -> Iterator[memoryview]:
-        nonlocal done
-        place = entries[name].source
-        blocks = shards.stream(place)
-        coming = ahead.submit(next, blocks, None)
-        while (block := coming.result()) is not None:
-            coming = ahead.submit(next, blocks, None)
-            yield (wide := cast(name, checkpoint.tensors[place].dtype, block))
-            done += len(wide)
-            progress(done, total)
-
+    stream = Stream(Shards(source, checkpoint), entries, cast, lambda done: progress(done, total))
+    contents: list[tuple[str, Iterator[Bytes], int]] = [
+        (os.path.join(folder, name), iter([data]), 0) for name, data in (beside or {}).items()
+    ]
+    contents += [(path, pack({n: entries[n] for n in names}, stream.read), len(names)) for path, names in files.items()]
+    contents += [(*make_index(files, total), 0)] if len(files) > 1 else []
     temporary: dict[str, str] = {}
-    written: list[Written] = []
     try:
-        for file in sorted({chunk.file for entry in once for chunk in checkpoint.tensors[entry].chunks}):
-            shards.open_file(file)  # what is missing or cut short is found before anything is written
+        stream.open_files()  # what is missing or cut short is found before anything is written
         os.makedirs(folder, exist_ok=True)
-        for name, data in (beside or {}).items():
-            path = os.path.join(folder, name)
-            written.append(Written(path, *write_file(path, temporary, iter([data])), 0))
-        for path, names in files.items():
-            blocks = pack({name: entries[name] for name in names}, read)
-            written.append(Written(path, *write_file(path, temporary, blocks), len(names)))
-        if len(files) > 1:
-            weight_map = {name: os.path.basename(path) for path, names in files.items() for name in names}
-            index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-            path = re.sub(r"-\d{5}-of-\d{5}(\.\w+)$", r"\1.index.json", next(iter(files)))
-            written.append(Written(path, *write_file(path, temporary, iter([index.encode()])), 0))
+        written = [Written(path, *write_file(path, temporary, blocks), count) for path, blocks, count in contents]
         publish(folder, temporary, out in files)
     finally:
-        ahead.shutdown()
-        shards.close()
+        stream.close()
         for path in temporary.values():
             if os.path.exists(path):
                 os.unlink(path)
     return written
+
+
+class Stream:
+    """The bytes of the output's tensors, as they are to be written; the next block is read while one is written."""
+
+    def __init__(self, shards: Shards, entries: dict[str, Entry], cast: Fp32, progress: Callable[[int], None]) -> None:
+        self.shards, self.entries, self.cast, self.progress = shards, entries, cast, progress
+        self.ahead, self.done = ThreadPoolExecutor(1), 0
+
+    def open_files(self) -> None:
+        tensors = [self.shards.checkpoint.tensors[entry.source] for entry in self.entries.values()]
+        for file in sorted({chunk.file for tensor in tensors for chunk in tensor.chunks}):
+            self.shards.open_file(file)
+
+    def read(self, name: str) -> Iterator[memoryview]:
+        place = self.entries[name].source
+        dtype, blocks = self.shards.checkpoint.tensors[place].dtype, self.shards.stream(place)
+        coming = self.ahead.submit(next, blocks, None)
+        while (block := coming.result()) is not None:
+            coming = self.ahead.submit(next, blocks, None)
+            yield (wide := self.cast(name, dtype, block))
+            self.done += len(wide)
+            self.progress(self.done)
+
+    def close(self) -> None:
+        self.ahead.shutdown()
+        self.shards.close()
+
+
+def plan_entries(checkpoint: Checkpoint, cast: Fp32) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for name, place in weights(checkpoint).items():
+        tensor = checkpoint.tensors[place]
+        dtype = cast.target(tensor.dtype)
+        entries[name] = Entry(place, dtype, tensor.shape, math.prod(tensor.shape) * WIDTH[dtype])
+    return entries
+
+
+def make_index(files: dict[str, list[str]], total: int) -> tuple[str, Iterator[Bytes]]:
+    """The path and text of what says which tensor is in which file."""
+    weight_map = {name: os.path.basename(path) for path, names in files.items() for name in names}
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+    path = re.sub(r"-\d{5}-of-\d{5}(\.\w+)$", r"\1.index.json", next(iter(files)))
+    return path, iter([index.encode()])
 
 
 def pack_safetensors(entries: dict[str, Entry], read: Callable[[str], Iterator[Bytes]]) -> Iterator[Bytes]:
