@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -38,7 +39,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SLICE = 8 << 20
+_SLICE, _SMALL = 8 << 20, 64 << 10  # bytes; what is small is not worth another thread's waking
+_READERS = 4  # threads of a rank that read, each a chunk at a time, and verify what they have read
 _Chunk = dict[str, Any]  # of a manifest: file, start, length, offsets, sizes, sha256
 
 
@@ -125,6 +127,10 @@ def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) ->
     data = memoryview(flat.view(torch.uint8).numpy().data)
     for offset in range(0, len(data), _SLICE):
         part = data[offset : offset + _SLICE]
+        if len(part) < _SMALL:
+            digest.update(part)
+            file.write(part)
+            continue
         hashing = hasher.submit(digest.update, part)  # beside the writing: both let go of the interpreter's lock
         file.write(part)
         hashing.result()
@@ -150,8 +156,7 @@ class ShardReader(StorageReader):
     """Reads the boxes that a load plan asks for from a committed checkpoint."""
 
     def __init__(self, source: layout.Folder, checkpoint: layout.Checkpoint) -> None:
-        self._shards = layout.Shards(source, checkpoint)
-        self._checkpoint = checkpoint
+        self._source, self._checkpoint = source, checkpoint
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -175,22 +180,27 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[tuple[str, int], list[Any]] = {}
+        wanted: dict[tuple[str, int], list[tuple[ReadItem, Tensor]]] = {}
         for item in plan.items:
             tensor = self._checkpoint.tensors[item.storage_index.fqn]
             place = item.storage_index.offset
             number = next(i for i, chunk in enumerate(tensor.chunks) if torch.Size(chunk.offsets) == place)
-            wanted.setdefault((item.storage_index.fqn, number), []).append(item)
+            wanted.setdefault((item.storage_index.fqn, number), []).append((item, planner.resolve_tensor(item)))
+        readers = [layout.Shards(self._source, self._checkpoint) for _ in range(_READERS)]
+        free: SimpleQueue[layout.Shards] = SimpleQueue()
+        for reader in readers:
+            free.put(reader)
+        pool = ThreadPoolExecutor(_READERS)
         try:
-            for (name, number), items in wanted.items():
-                box = self._read_chunk(name, number)
-                for item in items:
-                    target = planner.resolve_tensor(item)
-                    part = box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
-                    target.detach().copy_(part)
+            jobs = {pool.submit(self._read_chunk, free, *key, pairs): pairs for key, pairs in wanted.items()}
+            for job, pairs in jobs.items():
+                job.result()
+                for item, target in pairs:
                     planner.commit_tensor(item, target)
         finally:
-            self._shards.close()
+            pool.shutdown(cancel_futures=True)
+            for reader in readers:
+                reader.close()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -199,9 +209,23 @@ class ShardReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
 
-    def _read_chunk(self, name: str, number: int) -> Tensor:
+    def _read_chunk(
+        self, free: SimpleQueue[layout.Shards], name: str, number: int, pairs: list[tuple[ReadItem, Tensor]]
+    ) -> None:
+        """Reads a chunk, verifies it, and gives each target its part of it; one thread's work."""
         tensor = self._checkpoint.tensors[name]
         chunk = tensor.chunks[number]
-        data = bytearray(chunk.length)
-        self._shards.read(name, chunk, 0, hashlib.sha256(), memoryview(data))
-        return torch.frombuffer(data, dtype=DTYPES[tensor.dtype]).reshape(chunk.sizes)
+        (item, target), *more = pairs
+        whole = tuple(item.lengths) == chunk.sizes and not more
+        direct = whole and target.is_cpu and target.is_contiguous() and target.dtype == DTYPES[tensor.dtype]
+        box = target.detach() if direct else torch.empty(chunk.sizes, dtype=DTYPES[tensor.dtype])
+        data = memoryview(box.reshape(-1).view(torch.uint8).numpy().data)
+        shards, digest = free.get(), hashlib.sha256()
+        try:
+            for start in range(0, max(chunk.length, 1), _SLICE):
+                shards.read(name, chunk, start, digest, data[start : start + _SLICE])
+        finally:
+            free.put(shards)
+        for item, target in [] if direct else pairs:
+            part = box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+            target.detach().copy_(part)

@@ -93,12 +93,17 @@ class TrainingState:
         }
 
     def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
-        """Empty tensors for every optimizer tensor in `shapes` (by checkpoint name) of a parameter of this model.
+        """Tensors to read into, for each in `shapes` (by checkpoint name) that belongs to a parameter of this model.
 
-        A tensor of its parameter's shape is sharded like the parameter; any other is whole on every rank. What differed
-        by rank on another number of ranks is left out.
+        They are the optimizer's own where it has such ones already. New ones are sharded like the parameter where they
+        have its shape, else whole on every rank. What differed by rank on another number of ranks is left out.
         """
         made: dict[str, Tensor] = {}
+        live = {
+            f"optimizer.{name}.{key}": value
+            for name, entry in self._optimizer_entries().items()
+            for key, value in entry.items()
+        }
         for full, (shape, dtype) in shapes.items() if self.optimizer is not None else ():
             name = full.removeprefix("optimizer.").rpartition(".")[0]
             master = self.masters.get(name)
@@ -107,6 +112,10 @@ class TrainingState:
             if full.endswith(BY_RANK):
                 if shape[0] == count_ranks():
                     made[full] = _stack_ranks(torch.empty(shape[1:], dtype=dtype, device=master.device))
+                continue
+            kept = live.get(full)
+            if isinstance(kept, Tensor) and tuple(kept.shape) == tuple(shape) and kept.dtype == dtype:
+                made[full] = kept
                 continue
             like = tuple(master.shape) == shape
             made[full] = torch.empty_like(master.data, dtype=dtype) if like else torch.empty(shape, dtype=dtype)

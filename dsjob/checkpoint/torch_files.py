@@ -14,6 +14,7 @@ import pickle
 import pickletools
 import re
 import struct
+import threading
 import warnings
 import zipfile
 import zlib
@@ -217,6 +218,7 @@ class CheckedFolder(layout.Folder):
         self.root, self._inner = inner.root, inner
         self._members = {name: sorted(listed) for name, listed in members.items()}
         self._sound: set[tuple[str, int]] = set()
+        self._checking = threading.Lock()  # several threads read; the second to want a member waits for its check
 
     def names(self, folder: str) -> list[str]:
         """See Folder."""
@@ -234,14 +236,20 @@ class CheckedFolder(layout.Folder):
         for member in members[max(bisect.bisect(members, (start + 1,)) - 1, 0) :]:
             if member.start >= end:
                 break
-            if (name, member.start) in self._sound or member.start + member.size <= start:
+            if member.start + member.size <= start:
                 continue
-            file.seek(member.start)
-            if _compute_crc(file, member.size) != member.crc:
-                raise layout.Damaged(
-                    f"{self.root}/{name}: the {member.size} bytes at {member.start} differ from the file's own checksum"
-                )
-            self._sound.add((name, member.start))
+            with self._checking:
+                self._check_member(name, file, member)
+
+    def _check_member(self, name: str, file: io.RawIOBase, member: Member) -> None:
+        if (name, member.start) in self._sound:
+            return
+        file.seek(member.start)
+        if _compute_crc(file, member.size) != member.crc:
+            raise layout.Damaged(
+                f"{self.root}/{name}: the {member.size} bytes at {member.start} differ from the file's own checksum"
+            )
+        self._sound.add((name, member.start))
 
 
 class _CheckedFile(io.RawIOBase):

@@ -17,6 +17,7 @@ import argparse
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -29,9 +30,10 @@ import zipfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 Bytes = Union[bytes, memoryview]  # noqa: UP007 (it is evaluated, also by Python 3.8)
+T = TypeVar("T")
 FORMAT, VERSION = "dsjob-checkpoint", 1
 NAME = re.compile(
     r"(?!\.)[A-Za-z0-9._-]{1,255}"
@@ -378,27 +380,31 @@ class Shards:
             place = f"chunk {list(chunk.offsets)} of tensor {name[:200]!r}"
             raise Damaged(f"{path}: the {chunk.length} bytes at {chunk.start}, {place}, {what}")
 
-    def stream(self, name: str, elements: int = BUFFER // 8) -> Iterator[memoryview]:
-        """The bytes of a tensor in row-major order, in blocks of `elements`; each is valid until the next but one.
+    def stream(
+        self, name: str, elements: int = BUFFER // 8, buffers: Iterator[memoryview] | None = None
+    ) -> Iterator[memoryview]:
+        """The bytes of a tensor in row-major order, in blocks of `elements`; each is valid until the next but one, or
+        until `buffers`, each as large as a block, comes to its place again.
 
         A chunk is read once, from its first byte to its last, and its digest compared there: blocks are to be trusted
         only after the last one. Raises Damaged.
         """
-        tensor, fill = self.checkpoint.tensors[name], 0
+        tensor, fill, block = self.checkpoint.tensors[name], 0, memoryview(b"")
         width = WIDTH[tensor.dtype]
         size = min(elements, math.prod(tensor.shape)) * width
-        block, other = memoryview(bytearray(size)), memoryview(bytearray(size))
+        buffers = buffers or itertools.cycle((memoryview(bytearray(size)), memoryview(bytearray(size))))
         reading: dict[Chunk, tuple[int, Any]] = {}
         for count, chunk in walk(tensor.nodes):
             position, digest = reading.pop(chunk, None) or (0, hashlib.sha256())
             end = position + count * width
             while position < end:
+                block = block if fill else next(buffers)[:size]
                 view = block[fill : fill + end - position]
                 self.read(name, chunk, position, digest, view)
                 fill, position = fill + len(view), position + len(view)
                 if fill == len(block):
                     yield block
-                    block, other, fill = other, block, 0
+                    fill = 0
             if end < chunk.length:
                 reading[chunk] = end, digest
         if fill:
@@ -547,30 +553,48 @@ def export(
 
 
 class Stream:
-    """The bytes of the output's tensors, as they are to be written; the next block is read while one is written."""
+    """The bytes of the output's tensors. While they are written, one thread reads and verifies what comes next, and
+    another makes the output's dtype of it."""
 
     def __init__(self, shards: Shards, entries: dict[str, Entry], cast: Fp32, progress: Callable[[int], None]) -> None:
         self.shards, self.entries, self.cast, self.progress = shards, entries, cast, progress
-        self.ahead, self.done = ThreadPoolExecutor(1), 0
+        self.reader, self.caster, self.done = ThreadPoolExecutor(1), ThreadPoolExecutor(1), 0
+        self.tensors = [shards.checkpoint.tensors[entry.source] for entry in entries.values()]
+        largest = max(math.prod(tensor.shape) * WIDTH[tensor.dtype] for tensor in self.tensors)
+        # One is being filled, one cast, one written, and one still hashed.
+        self.buffers = itertools.cycle([memoryview(bytearray(min(largest, BUFFER // 2))) for _ in range(4)])
 
     def open_files(self) -> None:
-        tensors = [self.shards.checkpoint.tensors[entry.source] for entry in self.entries.values()]
-        for file in sorted({chunk.file for tensor in tensors for chunk in tensor.chunks}):
+        for file in sorted({chunk.file for tensor in self.tensors for chunk in tensor.chunks}):
             self.shards.open_file(file)
 
-    def read(self, name: str) -> Iterator[memoryview]:
-        place = self.entries[name].source
-        dtype, blocks = self.shards.checkpoint.tensors[place].dtype, self.shards.stream(place)
-        coming = self.ahead.submit(next, blocks, None)
-        while (block := coming.result()) is not None:
-            coming = self.ahead.submit(next, blocks, None)
-            yield (wide := self.cast(name, dtype, block))
-            self.done += len(wide)
+    def read(self, names: Iterable[str]) -> Iterator[memoryview]:
+        """The tensors one after another; no block holds bytes of two."""
+        found = ahead(self.reader, self.verified(names))
+        for block in ahead(self.caster, (self.cast(name, dtype, block) for name, dtype, block in found)):
+            yield block
+            self.done += len(block)
             self.progress(self.done)
 
+    def verified(self, names: Iterable[str]) -> Iterator[tuple[str, str, memoryview]]:
+        for name in names:
+            place = self.entries[name].source
+            dtype = self.shards.checkpoint.tensors[place].dtype
+            for block in self.shards.stream(place, min(BUFFER // 8, BUFFER // 2 // WIDTH[dtype]), self.buffers):
+                yield name, dtype, block
+
     def close(self) -> None:
-        self.ahead.shutdown()
+        self.caster.shutdown()
+        self.reader.shutdown()
         self.shards.close()
+
+
+def ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
+    """The same items, the next of which is made by the one thread of `pool` while one is used."""
+    coming = pool.submit(next, items, None)
+    while (item := coming.result()) is not None:
+        coming = pool.submit(next, items, None)
+        yield item
 
 
 def plan_entries(checkpoint: Checkpoint, cast: Fp32) -> dict[str, Entry]:
@@ -590,7 +614,7 @@ def make_index(files: dict[str, list[str]], total: int) -> tuple[str, Iterator[B
     return path, iter([index.encode()])
 
 
-def pack_safetensors(entries: dict[str, Entry], read: Callable[[str], Iterator[Bytes]]) -> Iterator[Bytes]:
+def pack_safetensors(entries: dict[str, Entry], read: Callable[[Iterable[str]], Iterator[Bytes]]) -> Iterator[Bytes]:
     """The bytes of a safetensors file; a tensor of two names is in it twice, since the format cannot share."""
     names = sorted(entries, key=lambda name: (-WIDTH[entries[name].dtype], name))  # widest first: then all are aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -601,8 +625,7 @@ def pack_safetensors(entries: dict[str, Entry], read: Callable[[str], Iterator[B
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
-    for name in names:
-        yield from read(name)
+    yield from read(names)
 
 
 class Pipe:
@@ -625,7 +648,7 @@ class Pipe:
         return taken
 
 
-def pack_torch(entries: dict[str, Entry], read: Callable[[str], Iterator[Bytes]]) -> Iterator[Bytes]:
+def pack_torch(entries: dict[str, Entry], read: Callable[[Iterable[str]], Iterator[Bytes]]) -> Iterator[Bytes]:
     """The bytes of a file as `torch.save` writes it: an uncompressed zip of a pickle and the tensors' bytes, each
     at a multiple of 64. Tensors of one source share their bytes."""
     pipe = Pipe()
@@ -633,7 +656,9 @@ def pack_torch(entries: dict[str, Entry], read: Callable[[str], Iterator[Bytes]]
     keys = {source: str(number) for number, source in enumerate(unique)}
     start = {"data.pkl": pickle_tensors(entries, keys), "byteorder": b"little", "version": b"3\n"}
     members: list[tuple[str, int, Iterable[Bytes]]] = [(name, len(data), [data]) for name, data in start.items()]
-    members += [(f"data/{keys[source]}", entries[name].size, read(name)) for source, name in unique.items()]
+    coming = read(unique.values())
+    for source, name in unique.items():
+        members.append((f"data/{keys[source]}", entries[name].size, take(coming, entries[name].size)))
     with zipfile.ZipFile(pipe, "w") as archive:  # type: ignore[call-overload]
         for name, size, blocks in members:
             info, large = zipfile.ZipInfo(f"archive/{name}"), size >= 1 << 31
@@ -645,6 +670,14 @@ def pack_torch(entries: dict[str, Entry], read: Callable[[str], Iterator[Bytes]]
                     member.write(block)
                     yield from pipe.take()
     yield from pipe.take()
+
+
+def take(blocks: Iterator[Bytes], size: int) -> Iterator[Bytes]:
+    """As many blocks as have `size` bytes."""
+    while size:
+        block = next(blocks)
+        size -= len(block)
+        yield block
 
 
 def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
@@ -683,15 +716,30 @@ def write_file(path: str, temporary: dict[str, str], blocks: Iterator[Bytes]) ->
     digest = hashlib.sha256()
     folder, name = os.path.split(path)
     hidden = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
-    with open(hidden, "xb") as file, ThreadPoolExecutor(1) as pool:
+    with open(hidden, "xb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         temporary[path] = hidden
+        hashing, size = pool.submit(digest.update, b""), 0
         for block in blocks:
-            hashing = pool.submit(digest.update, block)  # beside the writing: both let go of the interpreter's lock
-            file.write(block)
             hashing.result()
-        file.flush()
+            hashing = pool.submit(digest.update, block)  # beside the writing: both let go of the interpreter's lock
+            write_all(file, block)
+            start_writeback(file.fileno(), size, len(block))
+            size += len(block)
+        hashing.result()
         os.fsync(file.fileno())
-        return file.tell(), digest.hexdigest()
+        return size, digest.hexdigest()
+
+
+def write_all(file: io.FileIO, block: Bytes) -> None:
+    view = memoryview(block)
+    while len(view):
+        view = view[file.write(view) :]
+
+
+def start_writeback(handle: int, start: int, length: int) -> None:
+    """Lets the disk begin with bytes that were just written, so that it works meanwhile and not in fsync alone."""
+    if sys.platform == "linux":  # elsewhere the same hint starts nothing
+        os.posix_fadvise(handle, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def publish(folder: str, temporary: dict[str, str], alone: bool) -> None:

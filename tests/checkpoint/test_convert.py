@@ -159,7 +159,9 @@ def test_floats_become_what_torch_makes_of_them(run: Path, tmp_path: Path, to: s
 def hard_values() -> Raw:
     """F32 with every upper half, and lower halves around the points where rounding turns."""
     upper = np.arange(1 << 16, dtype="<u4") << 16
-    lower = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], "<u4")
+    lower = np.array(
+        [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x4000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], "<u4"
+    )
     return Raw("F32", (upper[:, None] | lower).view("<f4"))
 
 

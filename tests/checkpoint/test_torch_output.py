@@ -72,7 +72,7 @@ def test_torch_loads_what_the_safetensors_file_holds(checkpoint: Path, tmp_path:
 
 def test_every_dtype_of_the_format_has_a_form(tmp_path: Path) -> None:
     entries = {d: plain.Entry(d, d, (3,), 3 * width) for d, width in plain.WIDTH.items()}
-    data = b"".join(map(bytes, plain.pack_torch(entries, lambda name: iter([bytes(entries[name].size)]))))
+    data = b"".join(map(bytes, plain.pack_torch(entries, lambda names: (bytes(entries[name].size) for name in names))))
     found = torch.load(io.BytesIO(data), weights_only=True)
     assert {name: tensor.dtype for name, tensor in found.items()}.items() >= DTYPES.items()
     assert all(tensor.shape == (3,) and not bits(tensor).strip(b"\0") for tensor in found.values())
@@ -103,7 +103,7 @@ def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
         return [block] * 64 + [bytes(64)] if name == "large" else [b"\7\0\0\0"]
 
     with open(tmp_path / "w.pt", "wb") as file:
-        for data in plain.pack_torch(entries, lambda name: iter(read(name))):
+        for data in plain.pack_torch(entries, lambda names: (part for name in names for part in read(name))):
             file.seek(len(data), 1) if data is block else file.write(data)
     found = load(tmp_path / "w.pt", mmap=True)
     assert found["large"].shape == (size,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -202,6 +203,19 @@ def test_any_tiling_by_boxes(tmp_path: Path, seed: int) -> None:
         blocks = [bytes(block) for block in shards.stream("model.x", elements)]
         assert b"".join(blocks) == raw.array.tobytes()
         assert max(map(len, blocks)) <= elements * raw.array.itemsize
+    shards.close()
+
+
+def test_buffers_are_filled_in_turn(tmp_path: Path) -> None:
+    """Whoever lends them counts on it: what is read ahead must not come over what is still written."""
+    save(tmp_path, {f"model.x{i}": floats(count, seed=i) for i, count in enumerate([8, 4, 6, 0, 4, 1])})
+    source = plain.Folder(str(tmp_path))
+    shards = plain.Shards(source, plain.read_checkpoint(source, plain.find_commit(source)))
+    lent = [bytearray(16) for _ in range(3)]
+    buffers = itertools.cycle(map(memoryview, lent))
+    blocks = [block for i in range(6) for block in shards.stream(f"model.x{i}", 4, buffers)]
+    numbers = {id(buffer): number for number, buffer in enumerate(lent)}
+    assert [numbers[id(block.obj)] for block in blocks] == [0, 1, 2, 0, 1, 2, 0]
     shards.close()
 
 

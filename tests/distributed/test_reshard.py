@@ -110,3 +110,29 @@ def test_an_engine_that_has_evaluated_sees_what_it_loads(tmp_path: Path) -> None
     for found in run_ranks(load_after_evaluation, 2, str(tmp_path)):
         for used, fresh in found:
             assert used == pytest.approx(fresh, abs=1e-6)
+
+
+def load_over_a_trained_engine(world: World, folder: str) -> list[tuple[bool, bool, bool]]:
+    """By stage: whether state and losses are those that were saved, and whether they lie where they lay before."""
+    found = []
+    for stage in (0, 3):
+        state, losses = save(world, f"{folder}/{stage}", stage, False)
+        engine = make_engine(stage, net=TiedNet(), scheduler=SCHEDULE)
+        train_engine(engine, 7, 2)
+        before = {name: value.data_ptr() for name, value in list_moments(engine).items()}
+        engine.load_checkpoint(f"{folder}/{stage}")
+        loaded = whole_state(engine)
+        same = all(torch.equal(value, loaded[name]) for name, value in state.items() if isinstance(value, torch.Tensor))
+        stayed = before == {name: value.data_ptr() for name, value in list_moments(engine).items()}
+        found.append((same, stayed, train_engine(engine, 3, 2) == losses))
+    return found
+
+
+def list_moments(engine: Any) -> dict[str, torch.Tensor]:
+    tensors = engine.state().optimizer_tensors()
+    return {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.slow
+def test_a_trained_engine_loads_into_the_memory_that_it_has(tmp_path: Path) -> None:
+    assert run_ranks(load_over_a_trained_engine, 2, str(tmp_path)) == [[(True, True, True)] * 2] * 2
