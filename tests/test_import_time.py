@@ -108,6 +108,13 @@ def test_the_help_of_convert_imports_no_torch(folder: Path) -> None:
     assert imported & (SLOW - {"numpy"}) == set()
 
 
+def test_reading_what_others_saved_imports_no_distributed_checkpoint() -> None:
+    """A second, and 100 MB, of a conversion that needs nothing of it."""
+    probe = "import sys, dsjob.checkpoint.elsewhere; print('torch.distributed.checkpoint' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_the_layers_below_torch_import_without_it() -> None:
     below = sorted(f"dsjob.{name}" for name in MODULES if home(name) in LAYERS[0] | LAYERS[1] | {"launch"})
     probe = f"import importlib, sys\nfor name in {below}: importlib.import_module(name)\nprint('torch' in sys.modules)"

@@ -142,7 +142,7 @@ def convert_to_deepspeed(
         if checkpoint.manifest.get("models") or checkpoint.manifest.get("model_ranks", 1) > 1:
             raise UsageError("the checkpoint holds several models, and a DeepSpeed checkpoint one", hint="--to fp32")
         from dsjob.checkpoint.deepspeed_writer import Target, write_deepspeed
-        from dsjob.checkpoint.shards import DTYPES as TORCH_DTYPES
+        from dsjob.checkpoint.dtypes import DTYPES as TORCH_DTYPES
         from dsjob.checkpoint.values import decode
 
         values, job = decode(read_values(place, checkpoint)), read_job(place, checkpoint) or {}

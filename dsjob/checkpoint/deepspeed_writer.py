@@ -23,8 +23,8 @@ from torch import Tensor
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.deepspeed_layout import Piece, place_in_order, place_stage3
+from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.named_pickle import save_named
-from dsjob.checkpoint.shards import DTYPES
 from dsjob.checkpoint.torch_files import DynamicLossScaler, FragmentAddress, LossScaler
 from dsjob.errors import UsageError
 

@@ -26,12 +26,13 @@ from dsjob.checkpoint.committed import (
     require_sizes,
     run_dcp,
 )
+from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.elsewhere import find_elsewhere
 from dsjob.checkpoint.foreign import Foreign
 from dsjob.checkpoint.joint import JointState, Savable, name_part, view_state
 from dsjob.checkpoint.rng import restore_rng
 from dsjob.checkpoint.run_state import read_job, read_values, restoring
-from dsjob.checkpoint.shards import DTYPES, ShardReader
+from dsjob.checkpoint.shards import ShardReader
 from dsjob.checkpoint.source import locate, open_root, renamed
 from dsjob.checkpoint.state import TrainingState
 from dsjob.checkpoint.values import decode

@@ -30,15 +30,10 @@ from torch.futures import Future
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.agreement import gather, scatter
+from dsjob.checkpoint.dtypes import DTYPES, NAMES
 from dsjob.checkpoint.values import encode_json
 from dsjob.mesh import World
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SLICE, _SMALL = 8 << 20, 64 << 10  # bytes; what is small is not worth another thread's waking
 _READERS = 4  # threads of a rank that read, each a chunk at a time, and verify what they have read
 _Chunk = dict[str, Any]  # of a manifest: file, start, length, offsets, sizes, sha256

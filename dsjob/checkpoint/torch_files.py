@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.shards import NAMES
+from dsjob.checkpoint.dtypes import NAMES
 from dsjob.errors import CheckpointError
 
 MAX_PICKLE, MAX_DIRECTORY, MAX_MEMBERS = 256 << 20, 256 << 20, 1 << 20

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.shards import DTYPES
+from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.source import open_root, renamed
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.convert import convert
+from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.elsewhere import find_elsewhere
 from dsjob.checkpoint.foreign import Foreign, split_range
-from dsjob.checkpoint.shards import DTYPES
 from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 
 GROUPS_OF_TWO = "z0_fp32_ws2_groups"

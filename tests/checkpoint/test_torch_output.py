@@ -15,7 +15,7 @@ from plain_checkpoint import STORED, floats, random_raw, save
 from torch import Tensor
 
 from dsjob.checkpoint import zero_to_fp32 as plain
-from dsjob.checkpoint.shards import DTYPES
+from dsjob.checkpoint.dtypes import DTYPES
 
 SCRIPT = Path(plain.__file__)
 
