@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="files at the same time")
     parser.add_argument("--seconds", type=float, default=900, help="for one file at most")
     parser.add_argument("--table", action="store_true", help="show the results as a table")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     results: Path = given.results.absolute()
     results.mkdir(parents=True, exist_ok=True)
     if given.checkout is not None:

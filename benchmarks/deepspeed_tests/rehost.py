@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
@@ -43,11 +44,8 @@ def make_stub(path: str) -> Stub:
     return Stub(path.rpartition(".")[2], (), {"_path": path})
 
 
-# What tests import beside what they test: groups of a model without experts, the size from which a tensor is swapped.
-UNUSED: dict[str, Any] = {
-    "split_params_into_different_moe_groups_for_optimizer": lambda groups: groups,
-    "MIN_SWAPPABLE_BYTES": 1 << 20,
-}
+# What tests import beside what they test: the size from which a tensor is swapped.
+UNUSED: dict[str, Any] = {"MIN_SWAPPABLE_BYTES": 1 << 20}
 
 
 class Mirror(types.ModuleType):
@@ -113,6 +111,8 @@ class HarnessFinder(importlib.abc.MetaPathFinder):
                 execute(module)
                 fit_torch()
                 fit_harness(module.DistributedExec)
+                hurried = types.SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(seconds / 10))
+                module.__dict__["time"] = hurried  # it waits half a second after each test
                 fit_skips()
 
             spec.loader.exec_module = execute_and_fit  # type: ignore[method-assign]
@@ -181,18 +181,26 @@ def read_scaler(optimizer: Any) -> Scaler:
     return Scaler(scalers[0])
 
 
-def fit_harness(harness: Any) -> None:
-    """A rank that fails says why and leaves, so that the others need not be waited for.
+_failures = 0  # tests that have failed so far; in a rank: that had when it joined its group
 
-    Ranks are kept for the next test, as the harness itself does for some tests, until one of them fails.
+
+def fit_harness(harness: Any) -> None:
+    """A rank that fails says why and leaves its group, so that the others need not be waited for.
+
+    Ranks are kept for the next test, as the harness itself does for some tests; after one that has failed they form a
+    group anew, and after one that has hung they are new ones.
     """
     import torch.distributed as dist
-    from _pytest.outcomes import Skipped
+    from _pytest.outcomes import Exit, Skipped
 
     run, launch, launch_in_pool = harness._dist_run, harness._launch_procs, harness._launch_daemonic_procs
 
     @functools.wraps(run)  # pickle finds a method by its name
     def run_and_tell(self: Any, local_rank: int, *args: Any, **kwargs: Any) -> Any:
+        global _failures
+        if self.rehost_failures != _failures and dist.is_initialized():
+            dist.destroy_process_group()
+        _failures = self.rehost_failures
         try:
             return run(self, local_rank, *args, **kwargs)
         except Skipped:
@@ -210,19 +218,24 @@ def fit_harness(harness: Any) -> None:
     def launch_kept(self: Any, *args: Any) -> None:
         ordinary = self.init_distributed and self.set_dist_env and not self.non_daemonic_procs
         self.reuse_dist_env = ordinary and os.environ["REHOST_KEEP"] == "1"
+        self.rehost_failures = _failures
         launch(self, *args)
 
-    def launch_until_failure(self: Any, num_procs: int, init_method: str) -> None:
+    def launch_and_count(self: Any, num_procs: int, init_method: str) -> None:
+        global _failures
         try:
             launch_in_pool(self, num_procs, init_method)
-        except BaseException:
+        except Exit:  # they hang
             pool = self._pool_cache.pop(num_procs, None)
             if pool is not None:
                 pool.terminate()
             raise
+        except Exception:
+            _failures += 1
+            raise
 
     harness._dist_run, harness._launch_procs = run_and_tell, launch_kept
-    harness._launch_daemonic_procs = launch_until_failure
+    harness._launch_daemonic_procs = launch_and_count
 
 
 def fit_skips() -> None:
