@@ -32,6 +32,7 @@ from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.origins import Composed, settle
 from dsjob.paths import Path
+from dsjob.redaction import REFERENCE, find_secrets
 from dsjob.resolve import place_problems
 from dsjob.trust import require_job_file
 
@@ -175,9 +176,9 @@ def finish(config: DictConfig, file: Document | None) -> Composed:
     overrides = _override_paths(cast("list[str]", OmegaConf.to_container(config.hydra.overrides.task, resolve=False)))
     try:
         with _renamed():
-            plain: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
-                OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), resolve=True
-            )
+            job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            _keep_references(job)
+            plain: dict[str, Any] = OmegaConf.to_container(job, resolve=True)  # type: ignore[assignment]
     except DocumentError as error:
         locate = Composed({}, file, recipes, overrides).locate
         raise DocumentError(place_problems(list(error.problems), locate)) from error
@@ -186,6 +187,16 @@ def finish(config: DictConfig, file: Document | None) -> Composed:
         if text.startswith("~") and path in _GROUPS.values() and not _is_set_below(path, overrides):
             _delete(plain, path)
     return settle(plain, file=file, recipes=recipes, overrides=overrides)
+
+
+def _keep_references(job: DictConfig) -> None:
+    """Lets secrets that are read from the environment stay references to it, whatever is resolved besides."""
+    for path, text in find_secrets(OmegaConf.to_container(job, resolve=False)):
+        if REFERENCE.fullmatch(text):
+            parent: Any = job
+            for part in path[:-1]:
+                parent = parent[part]
+            parent[path[-1]] = "\\" + text  # OmegaConf's way to write it as it stands
 
 
 def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:

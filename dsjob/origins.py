@@ -16,6 +16,7 @@ from dsjob.document import Document
 from dsjob.dsconfig import to_config_path
 from dsjob.errors import DocumentError, Problem, StorageError, UsageError
 from dsjob.paths import Path, get_at, has_at
+from dsjob.redaction import hide_value
 from dsjob.resolve import Place
 
 
@@ -41,7 +42,7 @@ class Composed:
             return self.deepspeed.source, mark.line, mark.column
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
-                return f"command line: {self.overrides[path[:length]]}", 0, 0
+                return f"command line: {hide_value(self.overrides[path[:length]])}", 0, 0
         # What a file beside a recipe does not have at the very place is the recipe's.
         if self.file is not None and (path in self.file.keys or not path or not self.recipes):
             mark = self.file.mark(path)

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -17,6 +18,7 @@ from typing import Any
 from dsjob import trust as trusting
 from dsjob.check import suggest
 from dsjob.errors import DsjobError, TargetError
+from dsjob.redaction import REFERENCE
 from dsjob.spec import Target, make_target
 from dsjob.trust import Trust
 
@@ -24,7 +26,8 @@ from dsjob.trust import Trust
 def call_target(target: Target, *positional: Any, trust: Trust = Trust()) -> Any:  # noqa: B008 (frozen)
     """Calls a target with `positional` and then its own arguments; targets among the arguments are called first.
 
-    `_partial_: true` binds the arguments instead. Raises TargetError where the target is not trusted, cannot be
+    `${oc.env:NAME}`, which stands for a secret, is read from the environment. `_partial_: true` binds the arguments
+    instead. Raises TargetError where the target is not trusted, cannot be
     imported or does not take the arguments; an error inside the target passes through.
     """
     problems = trusting.check_document({"_target_": target.path, **target.arguments}, trust)
@@ -62,6 +65,10 @@ def _build(value: Any, trust: Trust) -> Any:
         return {key: _build(item, trust) for key, item in value.items()}
     if isinstance(value, list):
         return [_build(item, trust) for item in value]
+    if isinstance(value, str) and (found := REFERENCE.fullmatch(value)):
+        if found[1] not in os.environ:
+            raise TargetError(f"{value}: there is no {found[1]} in the environment", hint=f"export {found[1]}=...")
+        return os.environ[found[1]]
     return value
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from dsjob import storage
 from dsjob.errors import StorageError
-from dsjob.redaction import describe_secret, redact
+from dsjob.redaction import describe_secret, find_secrets, hide_value, redact
 
 CANARY = "hunter2-canary"
 
@@ -51,3 +51,21 @@ def test_other_urls_are_left_alone(url: str) -> None:
     assert describe_secret(url) == ""
     if "?key" not in url:
         assert redact(f"cannot open {url}: no") == f"cannot open {url}: no"
+
+
+@pytest.mark.parametrize(
+    "key", ["token", "hf_token", "access-token", "authToken", "secret", "awsSecretAccessKey", "API_KEY", "db.password"]
+)
+def test_names_of_secrets(key: str) -> None:
+    document = {"a": [{"b": {key: CANARY}}], key: ""}
+    assert list(find_secrets(document)) == [(("a", 0, "b", key), CANARY)]
+    assert hide_value(f"+a.{key}={CANARY}") == f"+a.{key}=***"
+    assert hide_value(f"a={{{key}:{CANARY}}}") == "a=***"
+
+
+@pytest.mark.parametrize(
+    "key", ["pad_token", "eos_token", "tokenizer", "tokens", "key", "monkey", "secretary", "image_token"]
+)
+def test_other_names_are_no_secrets(key: str) -> None:
+    assert list(find_secrets({key: "x"})) == []
+    assert hide_value(f"a.{key}=x") == f"a.{key}=x"

@@ -414,6 +414,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "checkpoint.dir",
         {"checkpoint": {"dir": "s3://bucket/runs"}},
     ),
+    (
+        "secret-in-document",
+        {"loss": {"_target_": "a.b", "options": [{"hf_token": "abc"}]}},
+        "loss.options[0].hf_token",
+        {"loss": {"_target_": "a.b", "hf_token": "${oc.env:HF_TOKEN}", "pad_token": "<pad>", "token": ""}},
+    ),
     ("output-not-local", {"output": {"dir": "s3://runs/a"}}, "output.dir", {"output": {"dir": "runs/a"}}),
 ]
 # The same for bare DeepSpeed configs: what a job has no key for, or says in other words.

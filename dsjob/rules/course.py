@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsjob.paths import Path
-from dsjob.redaction import describe_secret, redact
+from dsjob.redaction import REFERENCE, describe_secret, find_secrets, redact
 from dsjob.rules.table import Document, Finding, enter, read
 
 
@@ -161,6 +161,15 @@ def _secret(document: Document) -> Iterator[Finding]:
         url = read(document, place, "")
         if isinstance(url, str) and (secret := describe_secret(url)):
             yield place, f"{redact(url)} is refused: {secret}", "use the environment or a profile of the store's tools"
+
+
+@enter("secret-in-document", whole=True)
+def _named_secret(document: Document) -> Iterator[Finding]:
+    """A document is copied into each checkpoint and each run folder, and shown to whoever asks; a reference to the
+    environment stays one in all of these."""
+    for path, value in find_secrets(document):
+        if not REFERENCE.fullmatch(value):
+            yield path, "is refused: a secret may not stand in a document", "${oc.env:NAME}, with it in the environment"
 
 
 @enter("output-not-local", whole=True)
