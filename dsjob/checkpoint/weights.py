@@ -10,15 +10,16 @@ from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.source import open_root, renamed
 
 
-def read_weights(url: str, *, tag: str | None = None) -> dict[str, Tensor]:
+def read_weights(url: str, *, tag: str | None = None, trained: bool = False) -> dict[str, Tensor]:
     """Parameters and buffers by name, floating-point ones as fp32; tied names share one tensor.
 
-    `url`: a checkpoint folder, as given to `save_checkpoint`; `tag`: by default the newest. Raises NoCheckpointError,
-    CorruptCheckpointError, StorageError.
+    `url`: a checkpoint folder, as given to `save_checkpoint`; `tag`: by default the newest; `trained`: without
+    parameters that were not. Raises NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     root = open_root(url)
     with renamed(f"read {url}"):
         checkpoint = layout.read_checkpoint(root, layout.find_commit(root, tag))
+        checkpoint = layout.without_frozen(checkpoint) if trained else checkpoint
         shards = layout.Shards(root, checkpoint)
         names = layout.weights(checkpoint)
         read: dict[str, Tensor] = {}

@@ -10,6 +10,7 @@ from importlib.metadata import version as _version
 
 from dsjob.deepspeed import checkpointing as checkpointing
 from dsjob.deepspeed import comm as comm
+from dsjob.deepspeed import moe as moe
 from dsjob.deepspeed import ops as ops
 from dsjob.deepspeed import runtime as runtime
 from dsjob.deepspeed import utils as utils

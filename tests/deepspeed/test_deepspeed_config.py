@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from dsjob.deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
+from dsjob.errors import ConfigError
 
 
 def test_a_config_is_read_by_attributes(tmp_path: Path) -> None:
@@ -52,3 +54,11 @@ def test_sections_have_their_defaults_and_old_names() -> None:
     assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
     with pytest.raises(ValueError, match="loss_scale_window"):
         DeepSpeedFP16Config(loss_scale_window=0)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_loss_scale_that_is_not_finite_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="finite"):
+        DeepSpeedFP16Config(enabled=True, loss_scale=value)
+    with pytest.raises(ConfigError, match=r"finite|at least"):
+        DeepSpeedConfig({"train_batch_size": 1, "fp16": {"enabled": True, "loss_scale": value}})

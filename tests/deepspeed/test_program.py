@@ -137,11 +137,21 @@ def test_a_repeating_loader_begins_again() -> None:
 
 def test_what_dsjob_lacks_is_not_there() -> None:
     with pytest.raises(ModuleNotFoundError):
-        __import__("dsjob.deepspeed.moe")
+        __import__("dsjob.deepspeed.moe.layer")
     assert deepspeed.checkpointing.checkpoint is dsjob.checkpointing.checkpoint
     assert deepspeed.comm.ReduceOp.SUM is torch.distributed.ReduceOp.SUM
     assert deepspeed.comm.is_initialized() in (True, False)
     assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine
+
+
+def test_groups_without_experts_are_what_they_were() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    group = {"params": iter([weight]), "name": "parameters", "lr": 0.5}
+    split = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer
+    assert split(group) == [{"params": [weight], "name": "parameters", "lr": 0.5}]
+    weight.allreduce = False  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="experts"):
+        split([{"params": [weight]}])
 
 
 def test_weights_of_a_checkpoint_are_read_whole(tmp_path: Path) -> None:
@@ -153,6 +163,7 @@ def test_weights_of_a_checkpoint_are_read_whole(tmp_path: Path) -> None:
 
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].weight = net[0].weight
+    net[1].bias.requires_grad_(False)
     config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "bf16": {"enabled": True}}
     engine = deepspeed.initialize(model=net, config=config)[0]
     engine.save_checkpoint(str(tmp_path))
@@ -161,7 +172,13 @@ def test_weights_of_a_checkpoint_are_read_whole(tmp_path: Path) -> None:
     assert weights["0.weight"].dtype == torch.float32
     fresh = load_state_dict_from_zero_checkpoint(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), str(tmp_path))
     assert torch.equal(fresh[1].weight, weights["0.weight"])  # type: ignore[index]
-    with pytest.raises(UsageError, match="does not say which"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
-    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))
-    assert list((tmp_path / "out").glob("*.safetensors"))
+    trained = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+    assert trained.keys() == weights.keys() - {"1.bias"}
+    out = tmp_path / "out"
+    for _ in range(2):  # DeepSpeed replaces what is there
+        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(out), exclude_frozen_parameters=True)
+    read = torch.load(out / "pytorch_model.bin", weights_only=True)
+    assert read.keys() == trained.keys()
+    assert torch.equal(read["1.weight"], weights["0.weight"])
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(out), safe_serialization=True)
+    assert list(out.glob("*.safetensors"))

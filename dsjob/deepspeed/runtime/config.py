@@ -15,6 +15,7 @@ from dsjob.errors import ConfigError
 from dsjob.mpu import read_data_ranks
 from dsjob.paths import get_at
 from dsjob.resolve import complete_config, resolve_config
+from dsjob.rules import RULES
 from dsjob.settings import Settings
 
 DeepSpeedConfigError = ConfigError
@@ -36,9 +37,8 @@ class Section:
         for name in reversed(self.path):
             config = {name: config}
         schema = contract.deepspeed_schema()
-        wrong = [
-            problem for problem in check_shape(contract.prune(config, schema), schema) if problem.severity == "error"
-        ]
+        found = [*check_shape(contract.prune(config, schema), schema), *RULES["finite"].find(config)]
+        wrong = [problem for problem in found if problem.severity == "error"]
         if wrong:
             raise ConfigError(wrong)
         self._take(get_at(complete_config(config), self.path) or {})

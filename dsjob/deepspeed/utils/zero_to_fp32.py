@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsjob.checkpoint.convert import convert, parse_size
+from dsjob.checkpoint.convert import Names, convert, parse_size
 from dsjob.checkpoint.weights import read_weights
-from dsjob.errors import UsageError
 from dsjob.optim.shards import local, own_part
 
 Place = str | os.PathLike[str]
@@ -22,9 +21,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """All weights of a checkpoint as fp32, whole, in memory; tied ones are one tensor. Raises UsageError."""
-    _refuse_exclusion(exclude_frozen_parameters)
-    return read_weights(os.fspath(checkpoint_dir), tag=tag)
+    """All weights of a checkpoint as fp32, whole, in memory; tied ones are one tensor."""
+    return read_weights(os.fspath(checkpoint_dir), tag=tag, trained=exclude_frozen_parameters)
 
 
 @torch.no_grad()
@@ -49,23 +47,21 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Place,
     output_dir: Place,
     max_shard_size: str = "5GB",
-    safe_serialization: bool = True,
+    safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the weights of a checkpoint as safetensors files, in bounded memory; nothing is ever pickled.
+    """Writes the weights of a checkpoint to `pytorch_model.bin`, or to safetensors files, in bounded memory.
 
-    Raises UsageError.
+    What is there already under these names is replaced.
     """
-    _refuse_exclusion(exclude_frozen_parameters)
     convert(
-        os.fspath(checkpoint_dir), os.fspath(output_dir), to="fp32", tag=tag, max_shard_size=parse_size(max_shard_size)
+        os.fspath(checkpoint_dir),
+        os.fspath(output_dir),
+        to="fp32",
+        tag=tag,
+        max_shard_size=parse_size(max_shard_size),
+        overwrite=True,
+        form="safetensors" if safe_serialization else "torch",
+        names=Names(trained=exclude_frozen_parameters),
     )
-
-
-def _refuse_exclusion(exclude_frozen_parameters: bool) -> None:
-    if exclude_frozen_parameters:
-        raise UsageError(
-            "a checkpoint does not say which of its parameters were frozen",
-            hint="save it without them: engine.save_checkpoint(..., exclude_frozen_parameters=True)",
-        )
