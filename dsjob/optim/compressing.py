@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsjob.errors import TargetError
+from dsjob.errors import TargetError, UsageError
 from dsjob.optim.partwise import PartwiseOptimizer
 from dsjob.optim.signs import average_signs, chunk_width, count_ranks
 
@@ -25,7 +25,7 @@ class CompressingOptimizer(PartwiseOptimizer):
     While it communicates, it moves every parameter that has had a gradient before, one that has none now as if by
     zeros: whether a parameter was used may differ by rank. An element whose average of squares is 0 when this freezes
     has had no gradient; it stays where it is, since its share of a compressed momentum would be divided by eps alone.
-    So does what a group's `exp_avg_mask`, a tensor of the shape of its parameters, has zeros for.
+    So does what a group's `exp_avg_mask`, a tensor of the shape of its parameters or flat, has zeros for.
     """
 
     _steps = 0  # taken so far
@@ -34,7 +34,6 @@ class CompressingOptimizer(PartwiseOptimizer):
         self,
         params: Any,
         freeze: tuple[str, int],
-        *,
         lr: float,
         bias_correction: bool,
         betas: tuple[float, float],
@@ -44,7 +43,7 @@ class CompressingOptimizer(PartwiseOptimizer):
         **more: Any,
     ) -> None:
         """`freeze`: the steps in which the average of squares moves, and what that argument is called. `more`: what
-        parameter groups have besides. Raises ValueError for no such steps."""
+        parameter groups have besides. Raises ValueError for no such steps, UsageError for a mask of another size."""
         name, steps = freeze
         if steps < 1:
             raise ValueError(f"{name}: the average of squares needs at least one step")
@@ -58,6 +57,12 @@ class CompressingOptimizer(PartwiseOptimizer):
             **more,
         }
         PartwiseOptimizer.__init__(self, params, defaults)  # a second base class would make defaults of its own
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises UsageError for a mask of another size than a parameter."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            _find_mask(parameter, self.param_groups[-1])
 
     @property
     def communicates(self) -> bool:
@@ -105,7 +110,7 @@ class CompressingOptimizer(PartwiseOptimizer):
     def find_live(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Which elements have had a gradient and are not masked: bool, of the parameter's shape."""
         live: Tensor = self.state[parameter]["exp_avg_sq"] > 0
-        mask = group.get("exp_avg_mask")
+        mask = _find_mask(parameter, group)
         return live if mask is None else live & mask.to(live.device).bool()
 
     def average(
@@ -147,3 +152,14 @@ class CompressingOptimizer(PartwiseOptimizer):
         rate = group["lr"] / self.correct(parameter, group)[0]
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(self.state[parameter]["exp_avg"], self.find_root(parameter, group), value=-rate)
+
+
+def _find_mask(parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
+    """A group's mask in the shape of one of its parameters. Raises UsageError where it has another size."""
+    mask: Tensor | None = group.get("exp_avg_mask")
+    if mask is None or mask.shape == parameter.shape:
+        return mask
+    if mask.numel() != parameter.numel():
+        found, wanted = list(mask.shape), list(parameter.shape)
+        raise UsageError(f"exp_avg_mask is {found}, and a parameter of its group {wanted}", hint="give each a group")
+    return mask.reshape(parameter.shape)

@@ -31,16 +31,8 @@ class OneBitAdam(CompressingOptimizer):
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(
-            params,
-            ("freeze_step", freeze_step),
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay,
-        )
+        freeze = ("freeze_step", freeze_step)
+        super().__init__(params, freeze, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay)
         self.freeze_step = freeze_step
 
     @property

@@ -43,18 +43,8 @@ class OneBitLamb(CompressingOptimizer, Lamb):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        super().__init__(
-            params,
-            ("freeze_step", freeze_step),
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-        )
+        freeze, bounds = ("freeze_step", freeze_step), {"max_coeff": max_coeff, "min_coeff": min_coeff}
+        super().__init__(params, freeze, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, **bounds)
         self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
         self.factor_range, self.factor_threshold = (factor_min, factor_max), factor_threshold
 

@@ -40,16 +40,8 @@ class ZeroOneAdam(CompressingOptimizer):
         local_step_scaler: int = 32678,
         local_step_clipper: int = 16,
     ) -> None:
-        super().__init__(
-            params,
-            ("var_freeze_step", var_freeze_step),
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay,
-        )
+        freeze = ("var_freeze_step", var_freeze_step)
+        super().__init__(params, freeze, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
 

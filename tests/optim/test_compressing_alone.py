@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dsjob.errors import UsageError
 from dsjob.optim import build_optimizer
 from dsjob.optim.onebit_adam import OneBitAdam
 from dsjob.optim.onebit_lamb import OneBitLamb
@@ -159,3 +160,19 @@ def test_state_comes_back_with_the_count_of_steps_and_the_own_mask() -> None:
     optimizer.load_state_dict(other.state_dict())
     assert torch.equal(optimizer.param_groups[0]["exp_avg_mask"], mask)
     assert math.isclose(float(other.state[weight]["step"]), 3.0)
+
+
+def test_a_mask_may_be_flat_and_has_the_size_of_its_parameters() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    mask = torch.tensor([1, 0, 1, 1, 1, 1])
+    optimizer = OneBitAdam([{"params": [weight], "exp_avg_mask": mask}], freeze_step=1)
+    for _ in range(3):
+        weight.grad = torch.ones(2, 3)
+        optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].flatten()[1] == 0
+    assert bool((optimizer.state[weight]["exp_avg"].flatten()[2:] != 0).all())
+    with pytest.raises(UsageError, match=r"exp_avg_mask is \[5\], and a parameter of its group \[2, 3\]"):
+        OneBitAdam([{"params": [weight], "exp_avg_mask": mask[:5]}], freeze_step=1)
+    optimizer.param_groups[0]["exp_avg_mask"] = mask[:5]
+    with pytest.raises(UsageError, match="exp_avg_mask"):
+        optimizer.step()
