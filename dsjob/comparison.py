@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -19,7 +20,7 @@ from typing import Any
 from dsjob import launch
 from dsjob import schema as contract
 from dsjob.callbacks import Callback, RunView
-from dsjob.errors import DsjobError, Interrupted, LaunchError
+from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
 from dsjob.trust import Trust
 
 ENGINES = ("dsjob", "deepspeed")
@@ -49,8 +50,12 @@ class Side:
 def compare(document: Mapping[str, Any], *, steps: int, trust: Trust, debug: bool = False) -> dict[str, Side]:
     """Trains `steps` steps of a resolved job by each engine; nothing is evaluated, saved or kept.
 
-    Raises LaunchError where a side fails, Interrupted at SIGTERM.
+    Raises UsageError where DeepSpeed is not installed, LaunchError where a side fails, Interrupted at SIGTERM.
     """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "compare-engines needs the package deepspeed, which is not installed", hint="pip install 'dsjob[deepspeed]'"
+        )
 
     def stop(number: int, _: Any) -> None:
         raise Interrupted(number)

@@ -212,7 +212,7 @@ class DeepSpeedEngine(Engine):
         schedule = self.lr_scheduler
         if self._step_applied and schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
             schedule.step(**(lr_kwargs or {}))
-        self.rhythm.end_micro_step(stepped=boundary)
+        self.rhythm.end_micro_step(stepped=boundary, skipped=boundary and not self._step_applied)
 
     def _read_step(self) -> None:
         norm = self._last_norm if self._last_norm is not None else self.driven.get_global_grad_norm()
@@ -221,7 +221,6 @@ class DeepSpeedEngine(Engine):
         self._grad_norm = None if norm is None else torch.as_tensor(norm)
         if self._scaler is not None:
             self._held.read_scaler(self._scaler)
-            self._scaler.skipped += not self._step_applied
 
     def get_global_grad_norm(self) -> float:
         """See Engine; 0.0 too where DeepSpeed computes none: at stage 0 in fp32 without clipping."""
@@ -313,6 +312,19 @@ class DeepSpeedEngine(Engine):
         self._given = weakref.ref(state)
         return state
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """See Engine. Raises UsageError at stages 1 and 2 in the midst of a step, before anything is loaded."""
+        self.require_droppable()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def require_droppable(self) -> None:
+        """Raises UsageError where there are gradients that DeepSpeed cannot drop."""
+        if self.holds_gradients and self.zero_optimization_stage() in (1, 2):
+            raise UsageError(
+                "at stages 1 and 2 DeepSpeed cannot drop gradients in the midst of a step",
+                hint="finish the step before zero_grad() or load_checkpoint(), or leave engine out",
+            )
+
     def take_back(self) -> None:
         """Gives DeepSpeed what has been written into the state that was given out last."""
         state = self._given() if self._given is not None else None
@@ -333,11 +345,7 @@ class _Driven(Strategy):
     def drop_gradients(self) -> None:
         engine = self._engine()
         assert engine is not None
-        if engine.holds_gradients and engine.zero_optimization_stage() in (1, 2):
-            raise UsageError(
-                "at stages 1 and 2 DeepSpeed cannot drop gradients in the midst of a step",
-                hint="finish the step before zero_grad() or load_checkpoint(), or leave engine out",
-            )
+        engine.require_droppable()
         drops = engine.driven.optimizer if hasattr(engine.driven.optimizer, "zero_grad") else engine.driven
         drops.zero_grad()
 

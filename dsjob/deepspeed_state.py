@@ -81,7 +81,6 @@ class DeepSpeedState:
             {
                 "scale": float(place.cur_scale),
                 "dynamic": scaler.dynamic,
-                "skipped": scaler.skipped,
                 "step": getattr(place, "cur_iter", 0),
                 "last_overflow": getattr(place, "last_overflow_iter", -1),
                 "borne": getattr(place, "cur_hysteresis", 1),

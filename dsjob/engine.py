@@ -42,6 +42,7 @@ class Engine(Readings, Saving):
     """
 
     sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
+    client_lr_scheduler: Any = None  # the schedule, or the callable that made it, that a program gave to `initialize`
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Engine(Readings, Saving):
         self.last_lr: list[float] = []  # the rates that the last optimizer step used
         self._grad_norm: Tensor | None = None
         self._scaler = LossScaler(spec.fp16) if precision.needs_scale else None
+        self._skips = precision.needs_scale or (precision.compute == torch.bfloat16 and spec.bf16.check_grad_overflow)
         self._step_applied = False
         self._syncs = True  # False inside no_sync
         self._scaled = False  # whether `scale` was called for a backward pass of the program's own
@@ -80,6 +82,11 @@ class Engine(Readings, Saving):
     def device(self) -> torch.device:
         """Where the model and its batches are."""
         return self.world.device
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or its blocks, are compiled: by the config, or by `compile` of the model."""
+        return self.spec.compile.enabled or self.module._compiled_call_impl is not None
 
     @property
     def basic_optimizer(self) -> Optimizer | None:
@@ -166,8 +173,9 @@ class Engine(Readings, Saving):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Ends a micro step; at the boundary steps the optimizer and the schedule (`lr_kwargs`: for its `step`).
 
-        Where gradients of any rank overflowed fp16, all ranks drop them: neither optimizer nor schedule step, but the
-        counters do. Raises LossScaleError where the loss scale is at its minimum already.
+        Where gradients of any rank are not finite, in fp16, or in bf16 with `check_grad_overflow`, all ranks drop them:
+        neither optimizer nor schedule step, but the counters do. Raises LossScaleError where the loss scale is at its
+        minimum already.
         """
         if not self._syncs:
             raise UsageError("step() may not be called inside no_sync or coalesce_grad_reduction")
@@ -177,7 +185,7 @@ class Engine(Readings, Saving):
             boundary = self.rhythm.boundary
             if boundary:
                 self._take_step(lr_kwargs or {})
-            self.rhythm.end_micro_step(stepped=boundary)
+            self.rhythm.end_micro_step(stepped=boundary, skipped=boundary and not self._step_applied)
         finally:
             self.rhythm.stepping = False
 
@@ -188,7 +196,7 @@ class Engine(Readings, Saving):
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
         self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, self.loss_scale() / self.gradient_factor)
-        overflow = self._scaler is not None and not bool(self._grad_norm.isfinite())
+        overflow = self._skips and not bool(self._grad_norm.isfinite())
         if not overflow:
             self.optimizer.step()
         if self._scaler is not None:
@@ -215,7 +223,7 @@ class Engine(Readings, Saving):
     def get_global_grad_norm(self) -> float:
         """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping; 0.0 before any.
 
-        Loss scaling does not show in it; inf or nan after an overflow of fp16.
+        Loss scaling does not show in it; inf or nan where gradients were not finite.
         """
         return float(self._grad_norm) if self._grad_norm is not None else 0.0
 

@@ -49,6 +49,7 @@ def initialize(
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | Mapping[str, Any] | None = None,
+    mesh_param: Sequence[int] | None = None,
     config_params: str | Mapping[str, Any] | None = None,
     trust: Sequence[str] = (),
 ) -> tuple[Engine, Optimizer | None, Epochs | None, LRScheduler | None]:
@@ -59,7 +60,8 @@ def initialize(
     `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent. The dataloader
     gives this rank's micro batches of one epoch each time it is iterated over. `mpu`: what divides the ranks into
     data-parallel and model-parallel ones, of which each of the latter holds its own part of the model (`dsjob.mpu`);
-    there is no dataloader where it says so.
+    there is no dataloader where it says so. `mesh_param`: ranks by data parallelism and sequence parallelism, which
+    dsjob does not have: [number of ranks, 1] or nothing.
     `trust`: prefixes of what a `_target_` in the config may name beside `dsjob.trust.LISTED` and modules in the current
     folder and the config file's.
 
@@ -74,6 +76,11 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = divide(join_world(), mpu)
+    if mesh_param and tuple(mesh_param) != (world.world_size, 1):
+        raise UsageError(
+            f"mesh_param={mesh_param!r}: all {world.world_size} ranks are data-parallel, and none sequence-parallel",
+            hint=f"leave it out, or give ({world.world_size}, 1)",
+        )
     spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
     if world.everyone.rank == 0:
         for problem in told:
@@ -93,6 +100,7 @@ def initialize(
     except TargetError as error:
         hint = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
         raise TargetError(error.message, hint=hint) from error
+    engine.client_lr_scheduler = lr_scheduler
     if training_data is not None and world.loads:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn, pin_memory=False)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -23,7 +23,7 @@ from dsjob.errors import ContractError, NonFiniteLossError
 from dsjob.mpu import share, share_length
 from dsjob.occasions import Occasions
 from dsjob.saves import SECONDS_TO_SETTLE, describe_end, ends_period, is_among_best, save, settle
-from dsjob.steps import Names, read_scalars
+from dsjob.steps import Names, read_scalars, to_scalar
 from dsjob.training import Run
 
 _EVALUATED = "batches of data.eval"
@@ -34,7 +34,7 @@ class _Meter:
 
     def __init__(self) -> None:
         self.scalars: dict[str, list[Tensor]] = {}  # by name, one of each step; `loss` first
-        self.skipped: dict[str, set[int]] = {}  # by engine, steps that an overflow of fp16 left out
+        self.skipped: dict[str, set[int]] = {}  # by engine, steps that were left out
         self.tokens = 0
         self.seconds = 0.0
         self.names = Names("trainer.step")
@@ -185,10 +185,11 @@ def _record(run: Run, meter: _Meter) -> None:
 def _require_finite_losses(run: Run, meter: _Meter, losses: list[float]) -> list[float]:
     """The losses of the steps that were taken. Raises NonFiniteLossError.
 
-    An overflow of fp16 may show in the loss already: the step is left out then, and has done no harm.
+    An overflow of fp16 may show in the loss already: the step is left out then, and has done no harm. bf16 has the
+    range of fp32: there, as in fp32, weights or data are to blame, and no later step will mend them.
     """
     steps = dict(enumerate(losses, start=run.step - len(losses) + 1))
-    skipped = meter.skipped.get(next(iter(run.engines)), set())
+    skipped = meter.skipped.get(next(iter(run.engines)), set()) if run.engine.precision.needs_scale else set()
     kept = {step: value for step, value in steps.items() if step not in skipped or math.isfinite(value)}
     for step, value in kept.items():
         _require_finite(run, "the loss", value, step)
@@ -216,10 +217,11 @@ def _read_others(run: Run) -> dict[str, float]:
 
 
 def _tell_skipped(run: Run, name: str, skipped: set[int]) -> None:
-    count, scale = len(skipped), run.engines[name].loss_scale()
+    count, engine = len(skipped), run.engines[name]
     of = f" of {name}" if len(run.engines) > 1 else ""
     steps = f"{count} step{'s' if count > 1 else ''}{of}, the last one {max(skipped)}"
-    run.say("skipped", f"{steps}: gradients overflowed fp16; the loss scale is {scale:g} now")
+    why = f"gradients overflowed fp16; the loss scale is {engine.loss_scale():g} now"
+    run.say("skipped", f"{steps}: {why if engine.precision.needs_scale else 'gradients were not finite'}")
 
 
 def _require_finite(run: Run, what: str, value: float, step: int) -> None:
@@ -289,14 +291,13 @@ def _evaluate_batch(run: Run, batch: Any) -> dict[str, Tensor]:
         scalars = read_scalars(given, "trainer.eval_step")
         return {name: scalars[name] for name in sorted(scalars)}
     outputs = call_model(run.engine, batch)
-    metrics = {name: _scalar(name, metric(outputs, batch)) for name, metric in run.metrics.items()}
+    metrics = {name: _require_scalar(name, metric(outputs, batch)) for name, metric in run.metrics.items()}
     return {"loss": find_loss(outputs, batch, run.loss), **metrics}
 
 
-def _scalar(name: str, value: Any) -> Tensor:
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-    if tensor.numel() != 1:
-        raise ContractError(
-            f"metrics.{name} returned a tensor of shape {list(tensor.shape)}", hint="return the batch mean"
-        )
-    return tensor.reshape(())
+def _require_scalar(name: str, value: Any) -> Tensor:
+    scalar = to_scalar(value)
+    if scalar is None:
+        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ContractError(f"metrics.{name} returned {found}", hint="return the batch mean")
+    return scalar

@@ -51,6 +51,11 @@ class Owned(NamedTuple):
         carrier = self._carrier()
         return carrier.grad if carrier is not None else None
 
+    @property
+    def own_gradient(self) -> Tensor | None:
+        """What waits on this rank to be reduced, whole; None where `gradient` has it."""
+        return self.owner.strategy.own_gradient(self.name)
+
     def _carrier(self) -> Tensor | None:
         """What has the gradient: the master, or before `step` the model's copy of it in lower precision."""
         master = self.master
@@ -139,11 +144,13 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """A parameter's gradient as fp32, whole: from the boundary's backward pass to the step, None at other times.
+    """A parameter's gradient as fp32, whole: from the boundary's backward pass to the step.
 
-    With fp16 it is still multiplied by the loss scale.
+    Before that, and inside `no_sync`, what this rank has added up by itself, where nothing of it is reduced yet; else
+    None. With fp16 it is still multiplied by the loss scale.
     """
-    return _read_gradient(param, whole)
+    reduced = _read_gradient(param, whole)
+    return _read(param, lambda owned: owned.own_gradient, whole) if reduced is None else reduced
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:

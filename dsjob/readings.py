@@ -34,8 +34,12 @@ class Readings:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were left out since gradients overflowed fp16; `global_steps` counts them too."""
-        return self._scaler.skipped if self._scaler is not None else 0
+        """Steps that were left out since gradients were not finite; `global_steps` counts them too."""
+        return self.rhythm.skipped_steps
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Nothing, as DeepSpeed gives without `wall_clock_breakdown`, which has no effect here."""
+        return {}
 
     def loss_scale(self) -> float:
         """What the next backward pass multiplies the loss by; 1.0 where losses are not scaled."""

@@ -25,6 +25,7 @@ class Rhythm:
     global_steps: int = 0
     global_samples: int = 0
     micro_steps: int = 0
+    skipped_steps: int = 0  # left out since gradients were not finite; global_steps counts them too
     done: int = 0  # micro steps of the step that is not finished
     forced: bool | None = None  # what the program says of the boundary, where it wants to
     managed: bool = True
@@ -68,9 +69,10 @@ class Rhythm:
 
         return count
 
-    def end_micro_step(self, *, stepped: bool) -> None:
-        """Counts a micro step; `stepped`: with an optimizer step, taken or skipped, at its end."""
+    def end_micro_step(self, *, stepped: bool, skipped: bool = False) -> None:
+        """Counts a micro step; `stepped`: with an optimizer step at its end, taken or `skipped`."""
         self.micro_steps += 1
+        self.skipped_steps += skipped
         self.done = 0 if stepped else self.done + 1
         if stepped:
             self.global_steps += 1
@@ -92,10 +94,12 @@ class Rhythm:
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "micro_steps": self.micro_steps,
+            "skipped_steps": self.skipped_steps,
         }
 
     def restore(self, counts: Mapping[str, int]) -> None:
         """Continues where `counts` were taken, at the beginning of a step."""
         self.global_steps, self.global_samples = counts["global_steps"], counts["global_samples"]
         self.micro_steps = self.global_steps * (self.accumulation if self.managed else 1)
+        self.skipped_steps = counts.get("skipped_steps", 0)
         self.done = self.passes = 0

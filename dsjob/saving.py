@@ -51,14 +51,11 @@ class Saving(Settings):
 
     def counters(self) -> dict[str, int]:
         """The counters that a checkpoint keeps."""
-        skipped = {"skipped_steps": self._scaler.skipped} if self._scaler is not None else {}
-        return {**self.rhythm.counts(), **skipped}
+        return self.rhythm.counts()
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Continues counting where a checkpoint left off; accumulation starts at the beginning of a step."""
         self.rhythm.restore(counters)
-        if self._scaler is not None:
-            self._scaler.skipped = counters.get("skipped_steps", self._scaler.skipped)
         self.strategy.drop_gradients()
         self.strategy.finish_step()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,15 @@ def _is_on(dotted: str) -> Callable[[Settings], bool]:
 
     get.__doc__ = f"Whether `{dotted}` of the config is on."
     return get
+
+
+class Monitor:
+    """DeepSpeed's monitors where none is on: the sections that switch them on have no effect here, which is told."""
+
+    enabled = False
+
+    def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
+        """Events (name, value, step) go nowhere: `enabled` says so."""
 
 
 class Settings:
@@ -105,6 +114,8 @@ class Settings:
     data_efficiency_enabled = _is_on("data_efficiency.enabled")
     curriculum_enabled_legacy = _is_on("curriculum_learning.enabled")
     aio_config = _read("aio")
+
+    monitor = Monitor()
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage that was asked for."""

@@ -68,10 +68,9 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
-    """The `bf16` section."""
-
+class Bf16:
     enabled: bool
+    check_grad_overflow: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +221,7 @@ class EngineSpec:
     prescale_gradients: bool
     gradient_predivide_factor: float
     communication_data_type: Dtype | None
-    bf16: Precision
+    bf16: Bf16
     fp16: Fp16
     torch_autocast: TorchAutocast
     data_types: DataTypes

@@ -51,18 +51,23 @@ def _call_own(step: UserStep, engines: Engines, batch: Any) -> dict[str, Tensor]
 def read_scalars(values: Any, what: str) -> dict[str, Tensor]:
     """What a step function returned, as detached scalars by name. Raises ContractError where it is something else."""
     named = values if isinstance(values, Mapping) else {"loss": values}
-    scalars = {
-        str(name): value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-        for name, value in named.items()
-        if isinstance(value, (Tensor, int, float))
-    }
-    if not named or len(scalars) < len(named) or any(value.numel() != 1 for value in scalars.values()):
+    scalars = {str(name): scalar for name, value in named.items() if (scalar := to_scalar(value)) is not None}
+    if not named or len(scalars) < len(named):
         kinds = {n: f"{type(v).__name__}{list(v.shape) if isinstance(v, Tensor) else ''}" for n, v in named.items()}
         raise ContractError(
             f"{what} returned {', '.join(f'{name}: {kind}' for name, kind in kinds.items()) or 'nothing'}",
             hint="return the loss, a tensor of one element, or a dict of such tensors by name",
         )
-    return {name: value.reshape(()) for name, value in scalars.items()}
+    return scalars
+
+
+def to_scalar(value: Any) -> Tensor | None:
+    """A number, or a tensor of one element, as a detached 0-dim tensor; None of anything else."""
+    try:
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):  # what torch raises of a string, a ragged list, None
+        return None
+    return tensor.reshape(()) if tensor.numel() == 1 else None
 
 
 class Names:

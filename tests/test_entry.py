@@ -76,7 +76,7 @@ def test_accumulation_steps_at_the_boundary_alone() -> None:
         assert engine.backward(loss).item() == pytest.approx(loss.item() / 3)
         engine.step()
     assert seen == [(False, 0, 0), (False, 0, 1), (True, 0, 2), (False, 1, 3), (False, 1, 4), (True, 1, 5)]
-    assert engine.counters() == {"global_steps": 2, "global_samples": 12, "micro_steps": 6}
+    assert engine.counters() == {"global_steps": 2, "global_samples": 12, "micro_steps": 6, "skipped_steps": 0}
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])

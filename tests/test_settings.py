@@ -85,7 +85,7 @@ def test_the_boundary_is_counted_unless_the_program_says_it() -> None:
         seen.append(rhythm.boundary)
         rhythm.end_micro_step(stepped=rhythm.boundary)
     assert seen == [False, True, False, False, True, False, True]
-    assert rhythm.counts() == {"global_steps": 3, "global_samples": 36, "micro_steps": 7}
+    assert rhythm.counts() == {"global_steps": 3, "global_samples": 36, "micro_steps": 7, "skipped_steps": 0}
 
 
 def test_rates_and_momenta_are_read_and_set() -> None:
@@ -108,3 +108,26 @@ def test_an_engine_that_is_destroyed_has_no_state_left() -> None:
     engine.destroy()
     assert not engine.optimizer.state
     assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
+def test_what_programs_ask_of_an_engine_besides() -> None:
+    make = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)  # noqa: E731
+    config = {"train_batch_size": 2, "optimizer": ADAMW}
+    engine = dsjob.initialize(model=build_net(), config=config, lr_scheduler=make)[0]
+    assert engine.client_lr_scheduler is make
+    assert isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ConstantLR)
+    assert make_engine(0).client_lr_scheduler is None
+    assert engine.monitor.enabled is False
+    assert engine.get_wall_clock_timers() == {}
+    engine.monitor.write_events([("Train/loss", 1.0, 0)])
+    assert engine.is_compiled is False
+    assert make_engine(0, compile={"enabled": True, "backend": "eager"}).is_compiled is True
+    engine.compile(backend="eager")
+    assert engine.is_compiled is True
+
+
+def test_a_mesh_of_ranks_is_one_of_data_parallel_ranks() -> None:
+    config = {"train_batch_size": 2, "optimizer": ADAMW}
+    assert dsjob.initialize(model=build_net(), config=config, mesh_param=(1, 1))[0].world_size == 1
+    with pytest.raises(UsageError, match=r"mesh_param=\(1, 2\)"):
+        dsjob.initialize(model=build_net(), config=config, mesh_param=(1, 2))

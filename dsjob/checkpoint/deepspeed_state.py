@@ -39,7 +39,7 @@ def read_run(file: TorchFile, optims: Sequence[Mapping[str, Any]], found: Collec
         scalars=found.scalars,
         trained=frozenset(found.trained),
         scheduler=_read_scheduler(main.get("lr_scheduler"), steps - skipped, notes),
-        scaler=_read_scaler(inner or {}, skipped),
+        scaler=_read_scaler(inner or {}),
         client_state=_read_client_state(main, file, notes),
     )
 
@@ -62,7 +62,7 @@ def _read_scheduler(saved: Any, steps: int, notes: list[str]) -> dict[str, Any]:
     return plain
 
 
-def _read_scaler(inner: Mapping[str, Any], skipped: int) -> dict[str, Any] | None:
+def _read_scaler(inner: Mapping[str, Any]) -> dict[str, Any] | None:
     """The loss scale: of ZeRO an object, of stage 0 among the optimizer's own values."""
     scaler = inner.get("loss_scaler")
     if isinstance(scaler, (LossScaler, DynamicLossScaler)):
@@ -77,7 +77,6 @@ def _read_scaler(inner: Mapping[str, Any], skipped: int) -> dict[str, Any] | Non
     return {
         "scale": float(values["cur_scale"]),
         "dynamic": dynamic,
-        "skipped": skipped,
         "step": int(values.get("cur_iter", 0)),
         "last_overflow": int(values.get("last_overflow_iter", -1)),
         "borne": int(borne),

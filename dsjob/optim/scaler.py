@@ -24,7 +24,6 @@ class LossScaler:
         self._spec = spec
         self.dynamic = spec.loss_scale == 0
         self.scale = float(2**spec.initial_scale_power if self.dynamic else spec.loss_scale)
-        self.skipped = 0
         self._step, self._last_overflow, self._borne = 0, -1, spec.hysteresis
 
     @property
@@ -42,7 +41,6 @@ class LossScaler:
                 f"gradients overflowed fp16 at the smallest loss scale, {self.scale:g}{_list(culprits)}",
                 hint="use bf16.enabled=true, which has the range of fp32 and needs no loss scale; or lower the rate",
             )
-        self.skipped += overflow
         if self.dynamic:
             self._adapt(overflow)
         self._step += 1
@@ -67,7 +65,6 @@ class LossScaler:
         return {
             "scale": self.scale,
             "dynamic": self.dynamic,
-            "skipped": self.skipped,
             "step": self._step,
             "last_overflow": self._last_overflow,
             "borne": self._borne,
@@ -75,7 +72,6 @@ class LossScaler:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave; a static scale stays what the document says."""
-        self.skipped = state["skipped"]
         if self.dynamic and state["dynamic"]:
             self.scale, self._step = state["scale"], state["step"]
             self._last_overflow = state["last_overflow"]

@@ -65,6 +65,10 @@ class Strategy:
     def reduce_gradients(self) -> None:
         """Reduces what backward passes have left on their rank; nothing where they reduce all. A collective."""
 
+    def own_gradient(self, name: str) -> Tensor | None:
+        """What backward passes have left on their rank of a parameter's gradient, where its `.grad` has none of it."""
+        return None
+
     def finish_gradients(self) -> None:
         """All backward passes of this step are done."""
         if self.copies is not None:

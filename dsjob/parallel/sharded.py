@@ -137,6 +137,10 @@ class Sharded(Strategy):
             parameter.unsharded_accumulated_grad = None
             parameter._unsharded_param.grad = None
 
+    def own_gradient(self, name: str) -> Tensor | None:
+        known = (p for unit in self._units() for p in _list_fsdp_parameters(unit) if p._param_fqn == name)
+        return next(map(_own_gradient, known), None)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluated = self._evaluated or not torch.is_grad_enabled()
         return self.module(*args, **kwargs)

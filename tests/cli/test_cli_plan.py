@@ -189,3 +189,8 @@ def test_mistakes_in_the_document_are_told_as_everywhere(plan: Any) -> None:
     code, _, err = plan("+recipe=quickstart", "trainer.max_steps=-1")
     assert code == 2
     assert "trainer.max_steps" in err
+
+
+def test_a_plan_says_whose_engine_its_figures_are_of(plan: Any) -> None:
+    assert "figures are of dsjob's own engine" not in plan("--params", "1e6")[1]
+    assert "figures are of dsjob's own engine" in plan("--params", "1e6", "engine=deepspeed")[1]

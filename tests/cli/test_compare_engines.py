@@ -104,7 +104,17 @@ def test_nothing_is_saved_whatever_the_job_says() -> None:
     assert not any((found.at_end, found.on_signal, found.async_))
 
 
+def test_deepspeed_is_looked_for_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("dsjob.comparison._run_side", pytest.fail)
+    assert main(["compare-engines", *SMALL]) == UsageError.exit_code
+    assert "the package deepspeed, which is not installed" in capsys.readouterr().err
+
+
 @slow
+@installed
 def test_a_signal_ends_the_side_that_is_training_and_leaves_nothing(tmp_path: Path) -> None:
     make_job(tmp_path, launch={"nproc": 2})
     temporary = tmp_path / "tmp"

@@ -193,6 +193,52 @@ def test_a_bare_deepspeed_config_can_be_built_on(tmp_path: Path) -> None:
     assert "no effect here: deepspeed.zero_optimization.overlap_comm" in done.stderr
 
 
+CANARY = "hunter2-canary"
+
+
+def test_a_secret_comes_from_the_environment_and_is_nowhere_in_the_run_folder(job: Path) -> None:
+    with (job / "my_model.py").open("a") as file:
+        file.write(f"""
+class Private(Data):
+    def __init__(self, token, options, **others):
+        assert (token, options["items"][0]["secret_key"]) == ("{CANARY}", "{CANARY}")
+        super().__init__(**others)
+""")
+    nested = {"items": [{"secret_key": "${oc.env:DSJOB_CANARY}"}]}
+    document = json.loads((job / "cfg.json").read_text())
+    document["data"]["train"] = {"_target_": "my_model.Private", "token": "${oc.env:DSJOB_CANARY}", "options": nested}
+    (job / "cfg.json").write_text(json.dumps(document))
+    given = (
+        "launch.nproc=2",
+        "checkpoint.every=3",
+        "data.eval._target_=my_model.Private",
+        "+data.eval.options.items=[{secret_key:${oc.env:DSJOB_CANARY}}]",
+    )
+    done = dsjob("cfg.json", *given, "+data.eval.token=${oc.env:DSJOB_CANARY}", cwd=job, DSJOB_CANARY=CANARY)
+    assert done.returncode == 0, done.stderr
+    again = dsjob("run", "run", "trainer.max_steps=8", cwd=job, DSJOB_CANARY=CANARY)
+    assert again.returncode == 0, again.stderr
+    shown = dsjob("show", "cfg.json", cwd=job, DSJOB_CANARY=CANARY)
+    assert "${oc.env:DSJOB_CANARY}" in shown.stdout
+    files = [path for path in (job / "run").rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [str(path) for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert CANARY not in done.stdout + done.stderr + again.stdout + again.stderr + shown.stdout
+    without = dsjob("cfg.json", "output.dir=other", cwd=job)
+    assert without.returncode == 2
+    assert "there is no DSJOB_CANARY in the environment" in without.stderr
+
+
+def test_a_secret_in_the_document_is_refused_and_not_repeated(job: Path) -> None:
+    done = dsjob("cfg.json", f"+data.train.token={CANARY}", f"+data.train.options={{api_key:{CANARY}}}", cwd=job)
+    assert done.returncode == 2
+    for key in ("token", "options.api_key"):
+        assert f"error[secret-in-document]: data.train.{key}: is refused" in done.stderr
+    assert "${oc.env:NAME}" in done.stderr
+    assert CANARY not in done.stdout + done.stderr
+    assert not (job / "run").exists()
+
+
 def test_training_on_follows_the_longer_schedule(job: Path) -> None:
     scheduler = ["+scheduler.type=WarmupDecayLR", "scheduler.params={warmup_num_steps:2}"]
     assert dsjob("cfg.json", *scheduler, "trainer.max_steps=9", "output.dir=whole", cwd=job).returncode == 0
@@ -224,6 +270,20 @@ def test_an_overflow_of_fp16_is_a_skipped_step_and_no_failure(job: Path, model: 
     assert (losses[4] is None) == (model == "NanOnce")
     assert losses[6] < losses[1]
     assert list_commits(job / "run") == ["step-00000004", "step-00000006"]
+
+
+def test_gradients_of_bf16_that_are_not_finite_are_a_skipped_step_and_a_loss_that_is_not_ends_the_job(
+    job: Path,
+) -> None:
+    done = dsjob("cfg.json", "model._target_=my_model.NanGradient", "bf16.enabled=true", "~data.eval", cwd=job)
+    assert done.returncode == 0, done.stderr
+    assert "skipped  1 step, the last one 4: gradients were not finite" in done.stdout
+    assert [step for step, norm in read_metrics(job / "run", "grad_norm").items() if norm is None] == [4]
+    assert json.loads((job / "run" / "resolved.json").read_text())["bf16"]["check_grad_overflow"] is True
+    arguments = ("model._target_=my_model.NanOnce", "bf16.enabled=true", "~data.eval", "output.dir=other")
+    done = dsjob("cfg.json", *arguments, cwd=job)
+    assert done.returncode == 1
+    assert "the loss became nan in step 4" in done.stderr
 
 
 def test_the_smallest_loss_scale_ends_a_job_and_names_what_overflows(job: Path) -> None:

@@ -252,6 +252,15 @@ def refuse(world: World) -> list[str]:
     with pytest.raises(UsageError) as caught:
         engine.zero_grad()
     messages.append(caught.value.message)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(world, "deepspeed", 2, 2)
+        engine.save_checkpoint(folder)
+        train_engine(engine, 0, 1, ROWS)
+        engine.backward(engine(x, y))
+        engine.step()
+        with pytest.raises(UsageError, match="cannot drop gradients"):
+            engine.load_checkpoint(folder)
+        assert (engine.global_steps, engine.rhythm.done) == (1, 1)
     with pytest.raises(UsageError) as caught:
         make_engine(world, "deepspeed", 2, zero_optimization={"allgather_bucket_size": 5})
     return [*messages, caught.value.message]

@@ -1,4 +1,4 @@
-"""fp16 on real ranks: overflows agreed, unscaled norms, stages against each other and against fp32."""
+"""fp16 on real ranks, and overflows of bf16: agreed, unscaled norms, stages against each other and against fp32."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def spike(engine: Engine, factor: float) -> None:
 
 def overflow_on_one_rank(world: World, accumulation: int) -> list[dict[str, Any]]:
     found = []
-    for stage in range(4):
-        engine = make_engine(stage, net=Spiky(), accumulation=accumulation, fp16=FP16, scheduler=WARM)
+    for stage, section in [(stage, section) for stage in range(4) for section in (FP16, None)]:
+        low: dict[str, Any] = {"fp16": section} if section else {"bf16": True}
+        engine = make_engine(stage, net=Spiky(), accumulation=accumulation, scheduler=WARM, **low)
         spike(engine, 1.0)
         before, rate = whole_state(engine), engine.get_lr()
         last = world.rank == world.world_size - 1
@@ -55,13 +56,14 @@ def overflow_on_one_rank(world: World, accumulation: int) -> list[dict[str, Any]
         after, norm = whole_state(engine), engine.get_global_grad_norm()
         kept = all(torch.equal(before[name], after[name]) for name in before)
         skip = (engine.was_step_applied(), engine.loss_scale(), engine.skipped_steps, engine.get_lr() == rate)
+        scale = 128.0 if section else 1.0
         counted = (engine.global_steps, engine.global_samples)
         spike(engine, 1.0)
         moved = not any(torch.equal(t, before[n]) for n, t in whole_state(engine).items() if "weight" in n)
         found.append(
             {
                 "kept": kept,
-                "skip": skip,
+                "skip": skip == (False, scale, 1, True),
                 "counted": counted,
                 "norm": math.isfinite(norm),
                 "applied": engine.was_step_applied(),
@@ -80,7 +82,7 @@ def test_an_overflow_on_one_rank_is_a_skipped_step_on_all(world_size: int, accum
         for result in found:
             assert result == {
                 "kept": True,
-                "skip": (False, 128.0, 1, True),
+                "skip": True,
                 "counted": (2, 2 * 2 * accumulation * world_size),
                 "norm": False,
                 "applied": True,
@@ -88,6 +90,13 @@ def test_an_overflow_on_one_rank_is_a_skipped_step_on_all(world_size: int, accum
                 "rate": True,
                 "dtypes": {torch.float32},
             }
+
+
+def test_bf16_steps_on_where_overflows_are_not_looked_for() -> None:
+    engine = make_engine(0, net=Spiky(), bf16={"enabled": True, "check_grad_overflow": False})
+    spike(engine, math.inf)
+    assert (engine.was_step_applied(), engine.skipped_steps) == (True, 0)
+    assert not bool(engine.module.blocks[0].weight.isfinite().all())  # type: ignore[index,union-attr]
 
 
 def exhaust(world: World) -> list[tuple[str, list[float]]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engines import build_net, make_engine, make_tokens, train_by_hand, whole_state
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ import dsjob
 from dsjob.engine import Engine
 from dsjob.errors import UsageError
 from dsjob.mesh import World
+from dsjob.parameters import safe_get_full_grad
 
 pytestmark = pytest.mark.slow
 
@@ -279,3 +281,38 @@ def test_outputs_may_be_changed_in_place_and_left_alone(accumulation: int) -> No
     for rank in run_ranks(change_in_place, 2, accumulation):
         assert rank.keys() == alone.keys()
         assert all(torch.allclose(rank[name], value, atol=1e-6) for name, value in alone.items())
+
+
+def read_own_gradients(world: World) -> list[tuple[bool, bool, bool]]:
+    """For each stage: what is read inside no_sync is this rank's own sum; what is after it is the mean."""
+    found = []
+    for stage in range(4):
+        engine = make_engine(stage)
+        weight = engine.module.head.weight  # type: ignore[union-attr]
+        assert isinstance(weight, Tensor)
+        own = []
+        with engine.no_sync():
+            for micro in range(2):
+                engine.backward(engine(*make_tokens(10 * micro + world.rank, 2)))
+                own.append(safe_get_full_grad(weight))
+        engine.allreduce_gradients()
+        mean = safe_get_full_grad(weight)
+        assert own[1] is not None
+        assert mean is not None
+        sums = own[1].clone()
+        dist.all_reduce(sums)
+        plain = build_net()
+        for micro in range(2):
+            plain(*make_tokens(10 * micro + world.rank, 2)).backward()
+        expected = plain.head.weight.grad
+        assert own[0] is not None
+        grew = not torch.allclose(own[0], own[1])
+        found.append((grew, torch.allclose(own[1], expected, atol=1e-6), torch.allclose(mean, sums / 2, atol=1e-6)))
+        engine.step()
+        assert safe_get_full_grad(weight) is None
+    return found
+
+
+def test_inside_no_sync_a_rank_reads_what_it_has_added_up_itself() -> None:
+    for found in run_ranks(read_own_gradients, 2):
+        assert found == [(True, True, True)] * 4

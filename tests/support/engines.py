@@ -32,7 +32,12 @@ def read_fixture(name: str) -> Any:
 
 
 def make_engine(
-    stage: int, *, net: nn.Module | None = None, accumulation: int = 1, bf16: bool = False, **config: Any
+    stage: int,
+    *,
+    net: nn.Module | None = None,
+    accumulation: int = 1,
+    bf16: bool | dict[str, Any] = False,
+    **config: Any,
 ) -> Engine:
     """An engine at a ZeRO stage."""
     return dsjob.initialize(
@@ -42,7 +47,7 @@ def make_engine(
             "gradient_accumulation_steps": accumulation,
             "optimizer": ADAMW,
             "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": bf16},
+            "bf16": bf16 if isinstance(bf16, dict) else {"enabled": bf16},
             **config,
         },
     )[0]
