@@ -7,13 +7,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def _out(ending: str = "") -> Path:
     return Path(os.environ["REHOST_OUT"] + ending)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Notes what there is to run, and keeps what has no result yet."""
+    """Notes what there is to run, without what DeepSpeed's own settings leave out, and keeps what has no result yet."""
     _out(".tests").write_text("".join(f"{item.nodeid}\n" for item in items))
     done = {json.loads(line)["test"] for line in _out().read_text().splitlines()} if _out().exists() else set()
     items[:] = [item for item in items if item.nodeid not in done]
