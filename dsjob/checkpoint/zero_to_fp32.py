@@ -681,7 +681,10 @@ def take(blocks: Iterator[Bytes], size: int) -> Iterator[Bytes]:
 
 
 def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
-    """The pickle of a dict of tensors, as torch loads it with `weights_only=True`; written out by its opcodes."""
+    """The pickle of a dict of tensors, as torch loads it with `weights_only=True`; written out by its opcodes.
+
+    Names of one source are names of one tensor, as they are in a model.
+    """
 
     def text(value: str) -> bytes:
         data = value.encode()
@@ -698,7 +701,11 @@ def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
         return b"(" + b"".join(items) + b"t"
 
     parts = [b"\x80\x02}("]
+    places: dict[str, bytes] = {}  # in the pickle's memo, by source
     for name, (source, dtype, shape, size) in entries.items():
+        if source in places:
+            parts.append(text(name) + b"j" + places[source])
+            continue
         old = dtype in STORAGES
         storage = found("torch", f"{STORAGES[dtype]}Storage") if old else found("torch.storage", "UntypedStorage")
         count = number(size // WIDTH[dtype] if old else size)
@@ -707,7 +714,9 @@ def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
         value += row(*map(number, shape)) + row(*map(number, steps))
         value += b"\x89" + found("collections", "OrderedDict") + b")R"
         made = found("torch._utils", "_rebuild_tensor_v2" if old else "_rebuild_tensor_v3")
+        places[source] = struct.pack("<I", len(places))
         parts.append(text(name) + made + b"(" + value + (b"" if old else found("torch", LATER[dtype])) + b"tR")
+        parts.append(b"r" + places[source])
     return b"".join([*parts, b"u."])
 
 

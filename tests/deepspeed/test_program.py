@@ -179,6 +179,7 @@ def test_weights_of_a_checkpoint_are_read_whole(tmp_path: Path) -> None:
         convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(out), exclude_frozen_parameters=True)
     read = torch.load(out / "pytorch_model.bin", weights_only=True)
     assert read.keys() == trained.keys()
+    assert read["1.weight"] is read["0.weight"]
     assert torch.equal(read["1.weight"], weights["0.weight"])
     convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(out), safe_serialization=True)
     assert list(out.glob("*.safetensors"))
