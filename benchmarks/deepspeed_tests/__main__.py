@@ -112,7 +112,7 @@ def show(results: Path) -> None:
                 )
         missing = counts["tests"] - counts["passed"] - counts["failed"] - counts["skipped"]
         total += counts
-        why = "; ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
+        why = "; ".join(f"{reason[:60]} ({number})" for reason, number in reasons.most_common())
         cells = [name, counts["tests"], counts["passed"], counts["failed"], counts["skipped"], missing, why]
         print("| " + " | ".join(map(str, cells)) + " |")
     print(f"\nIn all {total['tests']}: {total['passed']} pass, {total['failed']} fail, {total['skipped']} are skipped.")

@@ -80,8 +80,10 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("not in dsjob", r"dsjob has no deepspeed\.(moe|pipe|runtime\.(pipe|zero\.tiling|progressive_layer_drop))"),
     ("not in dsjob", r"buffer_dtype: .* not supported|compression_training\.|sparse_tensor_module_names|SparseCPU"),
     ("not in dsjob", r"unwrap_model_for_generation|is_current_accelerator_supported"),
+    ("internals", r"param has autocast_dtype: FSDP|adam_freeze_key"),  # of a module's class, which FSDP2 changes
     ("another package", r"PackageNotFoundError"),
     ("masters are fp32", r"(bf16|fp16)_master_weights_and_grads: true is not supported"),
+    ("masters are fp32", r"comm dtype doesn't match module dtype"),
     ("internals", r"dsjob has no deepspeed\.|'Stub'|sitecustomize\.|isinstance\(\w+ \(\\nParameter Group"),
     (
         "internals",
@@ -106,6 +108,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
         "another class of error",
         r"different tags|inside no_sync or coalesce|cannot be nested|needs a model: a|a loss is a scalar",
     ),
+    ("another class of error", r"elastic_checkpoint_is_deprecated"),  # told by a warning, not by a logger
     ("another class of error", r"with managed_gradient_accumulation=False|error\[finite\]: fp16\."),
     ("another class of error", r"Regex pattern did not match|error\[(range|type)\]: fp16\.|ValidationError"),
     ("another class of error", r"holds converted weights already|gradients overflowed fp16 at the smallest loss scale"),
@@ -120,6 +123,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("rounding of bf16 and fp16", r"Gradients differ|mismatch at|max-abs-diff|gradient \S+ differs at"),
     ("hysteresis at stage 0 too", r"loss_scale_config\.cur_scale == expected_loss_scale"),
     ("leaf modules of the config", r"leaf_module|'classes'|my\.Class"),
+    ("errors come back on as many ranks", r"Incorrect worker error"),
     ("leaf functions return no pair", r"not enough values to unpack"),
     ("ranks hung", r"^ranks hung"),
 )

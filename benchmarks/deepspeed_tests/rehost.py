@@ -181,26 +181,19 @@ def read_scaler(optimizer: Any) -> Scaler:
     return Scaler(scalers[0])
 
 
-_failures = 0  # tests that have failed so far; in a rank: that had when it joined its group
-
-
 def fit_harness(harness: Any) -> None:
-    """A rank that fails says why and leaves its group, so that the others need not be waited for.
+    """A rank that fails says why and leaves, so that the others need not be waited for.
 
-    Ranks are kept for the next test, as the harness itself does for some tests; after one that has failed they form a
-    group anew, and after one that has hung they are new ones.
+    Ranks are kept for the next test, as the harness itself does for some tests, until one of them fails: in a second
+    group of one process, torch may still use meshes of the first.
     """
     import torch.distributed as dist
-    from _pytest.outcomes import Exit, Skipped
+    from _pytest.outcomes import Skipped
 
     run, launch, launch_in_pool = harness._dist_run, harness._launch_procs, harness._launch_daemonic_procs
 
     @functools.wraps(run)  # pickle finds a method by its name
     def run_and_tell(self: Any, local_rank: int, *args: Any, **kwargs: Any) -> Any:
-        global _failures
-        if self.rehost_failures != _failures and dist.is_initialized():
-            dist.destroy_process_group()
-        _failures = self.rehost_failures
         try:
             return run(self, local_rank, *args, **kwargs)
         except Skipped:
@@ -218,24 +211,19 @@ def fit_harness(harness: Any) -> None:
     def launch_kept(self: Any, *args: Any) -> None:
         ordinary = self.init_distributed and self.set_dist_env and not self.non_daemonic_procs
         self.reuse_dist_env = ordinary and os.environ["REHOST_KEEP"] == "1"
-        self.rehost_failures = _failures
         launch(self, *args)
 
-    def launch_and_count(self: Any, num_procs: int, init_method: str) -> None:
-        global _failures
+    def launch_until_failure(self: Any, num_procs: int, init_method: str) -> None:
         try:
             launch_in_pool(self, num_procs, init_method)
-        except Exit:  # they hang
+        except Exception:  # not where all have skipped
             pool = self._pool_cache.pop(num_procs, None)
             if pool is not None:
                 pool.terminate()
             raise
-        except Exception:
-            _failures += 1
-            raise
 
     harness._dist_run, harness._launch_procs = run_and_tell, launch_kept
-    harness._launch_daemonic_procs = launch_and_count
+    harness._launch_daemonic_procs = launch_until_failure
 
 
 def fit_skips() -> None:
