@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.convert import widen
+from dsjob.checkpoint.safetensors_header import Place, read_header
 from dsjob.checkpoint.source import locate, open_root, renamed
-from dsjob.checkpoint.verify import MAX_HEADER, Progress
+from dsjob.checkpoint.verify import Progress
 from dsjob.errors import CorruptCheckpointError, UsageError
 
 Array = npt.NDArray[Any]
@@ -188,43 +187,20 @@ def _open_side(url: str, tag: str | None) -> Side:
     root = _Files(url)
     sizes, tensors = {}, {}
     for file in files:
-        sizes[file], header = _read_header(root, file)
-        for name, entry in header.items():
+        sizes[file], places = read_header(root, file)
+        for name, place in places.items():
             if name in tensors:
                 raise CorruptCheckpointError(f"{root.root}: {name[:200]!r} is in two files")
             try:
-                tensors[name] = _parse(file, entry, sizes)
-            except (KeyError, TypeError, ValueError) as error:
-                raise CorruptCheckpointError(f"{root.root}/{file}: {name[:200]!r}: {error!r}") from None
+                tensors[name] = _parse(file, place, sizes)
+            except ValueError as error:
+                raise CorruptCheckpointError(f"{root.root}/{file}: {name[:200]!r}: {error}") from None
     return Side(root, layout.Checkpoint(url, 0, ".", sizes, tensors, {}, {}), weights_only=True)
 
 
-def _read_header(root: layout.Folder, name: str) -> tuple[int, dict[str, Any]]:
-    """A safetensors file's size in bytes, and its header with each place counted from the file's beginning."""
-    place = storage.join(root.root, name)
-    try:
-        with root.open_file(name) as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            start = bytearray(8)
-            length = int.from_bytes(start, "little") if layout.read_exactly(file, memoryview(start)) else size
-            if length > min(MAX_HEADER, size - 8):
-                raise CorruptCheckpointError(f"{place} is no safetensors file: its header would have {length} bytes")
-            text = bytearray(length)
-            layout.read_exactly(file, memoryview(text))
-        header = json.loads(text.decode())
-        header.pop("__metadata__", None)
-        for entry in header.values():
-            entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
-    except FileNotFoundError:
-        raise CorruptCheckpointError(f"{place} is missing") from None
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{place} is no safetensors file: {error}") from None
-    return size, header
-
-
-def _parse(file: str, entry: dict[str, Any], sizes: dict[str, int]) -> layout.Tensor:
-    start, end = entry["data_offsets"]
-    whole = {"offsets": [0] * len(entry["shape"]), "sizes": entry["shape"]}
-    chunk = {"file": file, "start": start, "length": end - start, **whole}
-    return layout.parse_tensor({**entry, "role": "parameter", "chunks": [chunk]}, sizes)
+def _parse(file: str, place: Place, sizes: dict[str, int]) -> layout.Tensor:
+    whole = {"offsets": [0] * len(place.shape), "sizes": place.shape}
+    chunk = {"file": file, "start": place.start, "length": place.length, **whole}
+    return layout.parse_tensor(
+        {"role": "parameter", "dtype": place.dtype, "shape": place.shape, "chunks": [chunk]}, sizes
+    )

@@ -5,7 +5,6 @@ A folder is as transformers writes it: `model.safetensors` or `pytorch_model.bin
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.foreign import Boxes, Foreign
+from dsjob.checkpoint.safetensors_header import read_header
 from dsjob.checkpoint.source import open_root
 from dsjob.checkpoint.torch_files import TorchFile
 from dsjob.errors import CheckpointError
@@ -21,7 +21,7 @@ FILE = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,250}\.(safetensors|bin|pt|pth|ckpt)")
 WHOLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 BELOW = ("module", "model", "state_dict", "model_state_dict")
-MAX_HEADER, MAX_INDEX = 100 << 20, 64 << 20
+MAX_INDEX = 64 << 20
 
 
 def find_weights(url: str) -> Foreign | None:
@@ -52,13 +52,9 @@ def find_weights(url: str) -> Foreign | None:
 
 
 def _read_index(root: layout.Folder, name: str) -> list[str]:
-    with root.open_file(name) as file:
-        text = file.read(MAX_INDEX + 1) or b""
     try:
-        if len(text) > MAX_INDEX:
-            raise ValueError(f"it has more than {MAX_INDEX} bytes")
-        names = sorted(set(json.loads(text)["weight_map"].values()))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        names = sorted(set(layout.read_object(root, name, MAX_INDEX)["weight_map"].values()))
+    except (AttributeError, KeyError, TypeError) as error:
         raise layout.Damaged(f"{root.root}/{name} is no index of weights: {error!r}") from None
     wrong = next((n for n in names if not isinstance(n, str) or not FILE.fullmatch(n)), None)
     if wrong is not None:
@@ -77,31 +73,8 @@ def _read_torch(root: layout.Folder, name: str, boxes: Boxes) -> None:
 
 
 def _read_safetensors(root: layout.Folder, name: str, boxes: Boxes) -> None:
-    try:
-        raw = root.open_file(name)
-    except FileNotFoundError:
-        raise layout.Damaged(f"{root.root}/{name} is missing") from None
-    with raw as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        start = bytearray(8)
-        length = int.from_bytes(start, "little") if layout.read_exactly(file, memoryview(start)) else -1
-        if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise ValueError(f"{name} has a header of {length} bytes")
-        text = bytearray(length)
-        layout.read_exactly(file, memoryview(text))
-    header = json.loads(text)
-    boxes.sizes[name] = size
-    for key, entry in header.items():
-        if key == "__metadata__":
-            continue
-        first, end = entry["data_offsets"]
-        place = {"file": name, "start": 8 + length + first, "length": end - first}
-        chunk = {**place, "offsets": [0] * len(entry["shape"]), "sizes": entry["shape"]}
-        chunks = [chunk] if end > first else []
-        boxes.entries[f"model.{key}"] = {
-            "role": "parameter",
-            "dtype": entry["dtype"],
-            "shape": entry["shape"],
-            "chunks": chunks,
-        }
+    boxes.sizes[name], places = read_header(root, name)
+    for key, (dtype, shape, start, length) in places.items():
+        chunk = {"file": name, "start": start, "length": length, "offsets": [0] * len(shape), "sizes": shape}
+        chunks = [chunk] if length else []
+        boxes.entries[f"model.{key}"] = {"role": "parameter", "dtype": dtype, "shape": shape, "chunks": chunks}

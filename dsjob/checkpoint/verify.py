@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from dsjob.checkpoint import zero_to_fp32 as layout
+from dsjob.checkpoint.safetensors_header import MAX_HEADER, parse_header
 from dsjob.checkpoint.source import locate, renamed
 
-MAX_HEADER = 100_000_000  # bytes: what safetensors allows
 Progress = Callable[[int, int], None]
 
 
@@ -184,9 +182,8 @@ def _check_header(header: bytearray, spans: list[Span]) -> str:
     """What is wrong with a shard's safetensors header, which only other programs read; "" where it is right."""
     length = int.from_bytes(header[:8], "little")
     try:
-        found: Any = json.loads(header[8:].decode()) if 8 + length == len(header) else None
-        found.pop("__metadata__", None)
-    except (AttributeError, ValueError, RecursionError):
+        found = parse_header(header[8:]) if 8 + length == len(header) else None
+    except (ValueError, RecursionError):
         found = None
     expected = {
         f"{span.name}@{','.join(map(str, span.chunk.offsets))}": {

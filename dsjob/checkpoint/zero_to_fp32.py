@@ -161,14 +161,15 @@ def read_exactly(file: io.RawIOBase, view: memoryview) -> bool:
     return True
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for `object_pairs_hook`; ValueError where it has a key twice, of which readers take either."""
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key is given twice")
+    return dict(pairs)
+
+
 def read_object(source: Folder, name: str, limit: int, digest: str = "") -> dict[str, Any]:
     """A JSON object of at most `limit` bytes, with this sha256 if one is given. Raises Damaged."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError("a key is given twice")
-        return dict(pairs)
-
     place = f"{source.root}/{name}"
     try:
         with source.open_file(name) as file:
