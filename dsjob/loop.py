@@ -81,7 +81,7 @@ def _train(run: Run, occasions: Occasions) -> None:
         last = run.step == run.max_steps
         agreed = occasions.agree(run.step, news=run.checkpointer.has_news)
         if agreed.news:
-            settle(run)
+            occasions.note_settled(settle(run))
         logs = last or run.step % trainer.log_every == 0
         evaluates = run.evaluates and (last or (trainer.eval_every and run.step % trainer.eval_every == 0))
         saves = (last and checkpoint.at_end) or (checkpoint.every and run.step % checkpoint.every == 0)
@@ -94,9 +94,9 @@ def _train(run: Run, occasions: Occasions) -> None:
             _evaluate(run)
             saves = saves or is_among_best(run)
         if saves:
-            saved = save(run, wait=last or agreed.stops)
-            if saved:
-                occasions.note_save()
+            wait = last or agreed.stops
+            saved = save(run, wait=wait)
+            occasions.note_save(behind=checkpoint.async_ and not wait) if saved else occasions.note_failure()
             if agreed.stops and not last:
                 raise describe_end(run, saved)
         meter.start()

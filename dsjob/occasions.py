@@ -24,6 +24,7 @@ from dsjob.spec import Checkpoint
 
 _SECONDS = 0.5  # between two agreements of several ranks
 _MOST_STEPS = 1000
+_LONGEST_PAUSE = 300.0  # seconds between two tries of a save that was asked for and fails again and again
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Occasions:
         self._asked = self._stopped = False
         self._saved_at = self._agreed_at = time.monotonic()
         self._agreed_step = self._next = 0
+        self._granted = False  # the save under way was asked for
+        self._pause, self._try_at = 0.0, -math.inf
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
@@ -61,14 +64,33 @@ class Occasions:
                 signal.signal(number, handler)
 
     def _take(self, number: int, _: Any) -> None:
-        self._asked = True
+        self._asked, self._try_at = True, -math.inf
         self._stopped = self._stopped or number == signal.SIGTERM
 
-    def note_save(self) -> None:
-        """A checkpoint is made: what asked for it has got it, and the minutes are counted anew."""
+    def note_save(self, *, behind: bool = False) -> None:
+        """A checkpoint is made: what asked for it has got it, and the minutes are counted anew.
+
+        `behind`: it is under way, and `note_settled` will tell.
+        """
+        self._granted = behind and self._is_wanted()
         self._asked, self._saved_at = False, time.monotonic()
-        if self._world.rank == 0 and self._request and os.path.exists(self._request):
-            os.unlink(self._request)
+        if self._is_touched():
+            os.unlink(self._request or "")
+
+    def note_settled(self, saved: bool) -> None:
+        """The save under way has ended: what had asked for it asks again where it has failed."""
+        if not saved:
+            self._asked = self._asked or self._granted
+            self.note_failure()
+        self._granted = False
+
+    def note_failure(self) -> None:
+        """A save has failed: what asks for it is heard at once the first time, and then after pauses that double."""
+        now = time.monotonic()
+        if now - self._try_at > _LONGEST_PAUSE:  # of another trouble
+            self._pause = 0.0
+        self._try_at = now + self._pause
+        self._pause = min(_LONGEST_PAUSE, max(1.0, 2 * self._pause))
 
     def agree(self, step: int, *, news: bool) -> Agreed:
         """What is due after `step`, on all ranks alike; `news`: of a save in the background, as this rank knows it."""
@@ -87,10 +109,15 @@ class Occasions:
         return Agreed(bool(saves), bool(stops), bool(any_news))
 
     def _is_due(self) -> bool:
+        return self._is_wanted() and time.monotonic() >= self._try_at
+
+    def _is_wanted(self) -> bool:
         minutes = self._spec.every_minutes
         waited = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        touched = self._world.rank == 0 and self._request is not None and os.path.exists(self._request)
-        return self._asked or waited or touched
+        return self._asked or waited or self._is_touched()
+
+    def _is_touched(self) -> bool:
+        return self._world.rank == 0 and self._request is not None and os.path.exists(self._request)
 
 
 def crosses(every: float, before: float, after: float) -> bool:

@@ -43,15 +43,15 @@ def save(run: Run, *, wait: bool) -> bool:
     return _try_saving(run, tag, begin)
 
 
-def settle(run: Run) -> None:
-    """Waits for a save in the background, if there is one, and tells how it ended."""
+def settle(run: Run) -> bool:
+    """Waits for a save in the background, if there is one, and tells how it ended; whether it has not failed."""
 
     def wait() -> None:
         saved = run.checkpointer.settle()
         if saved is not None:
             _tell_saved(run, saved)
 
-    _try_saving(run, run.behind, wait)
+    return _try_saving(run, run.behind, wait)
 
 
 def _tell_saved(run: Run, saved: Saved) -> None:
