@@ -7,7 +7,6 @@ records of the others, and commits.
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,8 @@ from torch import Tensor
 from dsjob import storage
 from dsjob.checkpoint.agreement import as_told
 from dsjob.checkpoint.prepared import PreparedSave
-from dsjob.checkpoint.shards import Part, write_record, write_shard
-from dsjob.errors import CheckpointError, DsjobError
+from dsjob.checkpoint.shards import Part, read_record, write_record, write_shard
+from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, FencedError
 
 # On rank 0: makes a checkpoint of all ranks' records; its bytes, and notes.
 Commit = Callable[[Sequence[dict[str, Any]]], tuple[int, tuple[str, ...]]]
@@ -97,8 +96,18 @@ class Background:
                 self._discard()
             else:
                 write_record(self.save.url, self.save.rank, {"rank": self.save.rank, "error": str(self.error)})
+        except FencedError as error:
+            self.error = error
         except Exception:
             return
+
+    def _read_record(self, rank: int) -> dict[str, Any]:
+        for pause in (0.1, 1.0):
+            try:
+                return read_record(self.save.url, rank)
+            except CorruptCheckpointError:  # damaged on its way here, or where it lies: the next answer tells
+                time.sleep(pause)
+        return read_record(self.save.url, rank)
 
     def _await_records(self) -> list[dict[str, Any]]:
         """The completion records of the other ranks, in their order."""
@@ -107,8 +116,9 @@ class Background:
         found: dict[int, dict[str, Any]] = {}
         while missing:
             for name in missing.keys() & set(storage.list_names(folder)):
-                record = json.loads(storage.read_bytes(storage.join(folder, name)))
-                rank = missing.pop(name)
+                rank = missing[name]
+                record = self._read_record(rank)
+                del missing[name]
                 if "error" in record:
                     raise ElsewhereError(f"rank {rank} could not write its part of {self.save.url}: {record['error']}")
                 found[rank] = record

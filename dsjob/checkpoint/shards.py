@@ -32,6 +32,7 @@ from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.agreement import gather, scatter
 from dsjob.checkpoint.dtypes import DTYPES, NAMES
 from dsjob.checkpoint.values import encode_json
+from dsjob.errors import CorruptCheckpointError
 from dsjob.mesh import World
 
 _SLICE, _SMALL = 8 << 20, 64 << 10  # bytes; what is small is not worth another thread's waking
@@ -89,7 +90,22 @@ def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict
 
 def write_record(url: str, rank: int, record: dict[str, Any]) -> None:
     """Writes what a rank says of its part of a save: that it is whole, or why it is not."""
-    storage.write_bytes(storage.join(url, "done", f"r{rank:05d}.json"), encode_json(record))
+    text = encode_json(record)
+    text = encode_json({**record, "record_sha256": hashlib.sha256(text).hexdigest()})
+    storage.write_bytes(storage.join(url, "done", f"r{rank:05d}.json"), text)
+
+
+def read_record(url: str, rank: int) -> dict[str, Any]:
+    """What `write_record` was given. Raises CorruptCheckpointError where it differs, and StorageError."""
+    place = storage.join(url, "done", f"r{rank:05d}.json")
+    try:
+        record: dict[str, Any] = json.loads(storage.read_bytes(place))
+        digest = record.pop("record_sha256")
+        if hashlib.sha256(encode_json(record)).hexdigest() == digest:
+            return record
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise CorruptCheckpointError(f"{place} is not what rank {rank} wrote")
 
 
 def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
