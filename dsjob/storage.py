@@ -123,7 +123,11 @@ def find_files(url: str) -> dict[str, Found]:
 
 
 def _walk(path: str) -> Iterator[tuple[str, Found]]:
-    for folder, _, names in os.walk(path):
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # gone meanwhile
+            raise error
+
+    for folder, _, names in os.walk(path, onerror=fail):
         for name in names:
             full = os.path.join(folder, name)
             try:

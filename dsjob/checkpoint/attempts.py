@@ -81,7 +81,8 @@ def claim(url: str, *, single_writer: bool = False, fences: bool = True) -> Atte
             storage.delete(record)  # what is left of it would fence a run that is alone there
             what = f"the store of {url} lets a file be created twice: two runs could commit the same checkpoint there"
             raise CheckpointError(what, hint=_SINGLE_WRITER)
-        tags = _list_tags(url) if fences else None
+        # Twice: a tag that one answer loses on its way would be taken for what a fenced run commits later.
+        tags = _list_tags(url) | _list_tags(url) if fences else None
         attempt = _own[url] = Attempt(url, number, not single_writer, tags)
         return attempt
     raise CheckpointError(f"could not claim an attempt in {url}: others were faster {_TRIES} times")

@@ -17,9 +17,10 @@ from dsjob.checkpoint.attempts import FOLDER, Attempt, fences
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.source import open_root, renamed
 from dsjob.checkpoint.values import encode_json
-from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
+from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, FencedError, StorageError
 
-_OWN_FILES = re.compile(r"done|(manifest|state|job)\.json(\.[0-9a-f]{32}\.tmp)?|r\d{5,}-of-\d{5,}\.safetensors")
+_SCRIPT = "zero_to_fp32.py"
+_STEP = re.compile(r"step-(\d{8,})")  # a job's tag
 
 
 class Catalog:
@@ -27,6 +28,8 @@ class Catalog:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._has_script = False
+        self._uncertain: set[str] = set()  # folders whose commit record may yet appear in an object store
 
     def find(self, tag: str | None) -> dict[str, Any]:
         """The commit record of a tag, or of the newest checkpoint. Raises NoCheckpointError."""
@@ -34,14 +37,17 @@ class Catalog:
             return layout.find_commit(open_root(self.url), tag)
 
     def records(self) -> list[dict[str, Any]]:
-        """The commit records in the order of their steps, without those that cannot be read, which `tags` has too."""
+        """The commit records in the order of their steps, without those that cannot be read or contradict themselves,
+        which `tags` has too: no digest covers them, and what is deleted is decided by them."""
         root, records = open_root(self.url), []
         for tag in self._tags():
             try:
                 with renamed(f"read {self.url}"):
-                    records.append(layout.read_commit(root, tag))
+                    record = layout.read_commit(root, tag)
             except CorruptCheckpointError:
                 continue
+            if _is_consistent(record):
+                records.append(record)
         return sorted(records, key=lambda record: int(record["step"]))
 
     def commit(
@@ -76,28 +82,51 @@ class Catalog:
         storage.sync_folder(self.url)
         attempt.require_newest()
         before = self.find(tag)["dir"] if replace and storage.exists(self._commit_url(tag)) else None
-        if before is not None:
-            storage.write_bytes(self._commit_url(tag), encode_json(record))
-        else:
-            self._create_record(tag, record, attempt)
-        # Whoever began in between may not have seen the record: it sets it aside, and so this one is not saved.
-        attempt.require_newest()
-        notes = noting(lambda: storage.delete(storage.join(self.url, before))) if before is not None else ()
+        try:
+            if before is not None:
+                storage.write_bytes(self._commit_url(tag), encode_json(record))
+            else:
+                self._create_record(tag, record, attempt)
+        except StorageError:
+            if not storage.is_local(self.url):  # a request that was given up may be carried out all the same
+                self._uncertain.add(folder)
+            raise
+        try:
+            # Whoever began in between may not have seen the record: it sets it aside, and so this one is not saved.
+            attempt.require_newest()
+        except FencedError:
+            noting(lambda: self._withdraw(tag, folder))
+            raise
+        old = before not in (None, folder)
+        notes = noting(lambda: storage.delete(storage.join(self.url, str(before)))) if old else ()
         return notes + noting(lambda: self._write_latest(tag) if latest else None) + noting(self._write_script)
 
     def _write_latest(self, tag: str) -> None:
         storage.write_bytes(storage.join(self.url, "latest"), f"{tag}\n".encode())
 
     def _write_script(self) -> None:
-        script = storage.join(self.url, "zero_to_fp32.py")
-        if not storage.exists(script):
-            source = resources.files("dsjob.checkpoint").joinpath("zero_to_fp32.py")
-            storage.write_bytes(script, source.read_bytes())
+        """Puts this dsjob's script in the place of another, but for one that reads later versions of the format."""
+        if self._has_script:
+            return
+        place = storage.join(self.url, _SCRIPT)
+        own = resources.files("dsjob.checkpoint").joinpath(_SCRIPT).read_bytes()
+        there = storage.read_bytes(place) if storage.exists(place) else b""
+        found = re.search(rb'^FORMAT, VERSION = "[a-z-]+", (\d{1,9})$', there, re.MULTILINE)
+        if there != own and not (found and int(found[1]) > layout.VERSION):
+            storage.write_bytes(place, own)
+        self._has_script = True
+
+    def _withdraw(self, tag: str, folder: str) -> None:
+        """Deletes the record of a fenced run whose folder the newer one has cleared away before the record was there:
+        that one is nobody's checkpoint, and would be taken for a damaged one."""
+        if self.find(tag)["dir"] == folder and not storage.exists(storage.join(self.url, folder, "manifest.json")):
+            storage.delete(self._commit_url(tag))
 
     def _create_record(self, tag: str, record: Mapping[str, Any], attempt: Attempt) -> None:
         try:
             storage.create_bytes(self._commit_url(tag), encode_json(record), exclusive=attempt.exclusive)
         except FileExistsError:
+            attempt.require_newest()  # it may be a newer run's, which is the better answer
             if _is_stray(self.find(tag), attempt):
                 self._set_aside(self.find(tag))
                 self._create_record(tag, record, attempt)
@@ -107,7 +136,10 @@ class Catalog:
             ) from None
 
     def discard(self, tag: str, folder: str) -> None:
-        """Deletes what a failed save left, so that a full disk has its space back; never what was committed."""
+        """Deletes what a failed save left, so that a full disk has its space back; never what is or may yet become a
+        checkpoint."""
+        if folder in self._uncertain:
+            return
         if not storage.exists(self._commit_url(tag)) or self.find(tag)["dir"] != folder:
             storage.delete(storage.join(self.url, folder))
 
@@ -125,35 +157,17 @@ class Catalog:
             else:
                 records.append(record)
         for old in retention.expired(records, storage.list_names(storage.join(self.url, "pinned"))):
+            if attempt is not None:  # time may have passed: a newer run may need what is old to this one
+                attempt.require_newest()
             storage.delete(self._commit_url(old["tag"]))
             storage.delete(storage.join(self.url, old["dir"]))
-
-    def collect_garbage(self, attempt: Attempt) -> list[str]:
-        """Deletes the folders of older runs that were never committed; their names.
-
-        These runs are fenced: none of their folders can become a checkpoint any more. Programs that are not may still
-        be filling theirs.
-        """
-        kept = {record["dir"] for record in self.records()} | set(self._tags())
-        kept |= {name.removesuffix(".json") for name in storage.list_names(storage.join(self.url, "superseded"))}
-        gone = []
-        for name in storage.list_names(self.url):
-            found = FOLDER.fullmatch(name)
-            if not found or int(found["attempt"]) >= attempt.number or kept & {name, found["tag"]}:
-                continue
-            folder = storage.join(self.url, name)
-            own = all(map(_OWN_FILES.fullmatch, storage.list_names(folder)))  # anything else is somebody else's
-            if own and fences(self.url, int(found["attempt"])):
-                storage.delete(folder)
-                gone.append(name)
-        return gone
 
     def tags(self) -> list[str]:
         """The tags of all checkpoints, the newest first; one whose record cannot be read comes where its name says."""
         root = open_root(self.url)
 
         def read_step(tag: str) -> int:
-            if found := re.fullmatch(r"step-(\d{8,})", tag):
+            if found := _STEP.fullmatch(tag):
                 return int(found[1])
             try:
                 return int(layout.read_commit(root, tag)["step"])
@@ -203,6 +217,13 @@ def noting(action: Callable[[], object]) -> tuple[str, ...]:
     except DsjobError as error:
         return (error.message,)
     return ()
+
+
+def _is_consistent(record: Mapping[str, Any]) -> bool:
+    """Whether what a commit record says twice is the same: the step, as a job's tags have it, and the attempt."""
+    step, folder = _STEP.fullmatch(record["tag"]), FOLDER.fullmatch(record["dir"])
+    same = folder is not None and int(folder["attempt"]) == record.get("attempt")
+    return same and (step is None or int(step[1]) == record["step"])
 
 
 def _is_newer(record: Mapping[str, Any], attempt: Attempt | None) -> bool:

@@ -19,6 +19,7 @@ from dsjob.checkpoint.attempts import Attempt, claim, claim_once
 from dsjob.checkpoint.background import Background, ElsewhereError, Staging
 from dsjob.checkpoint.catalog import Catalog, noting
 from dsjob.checkpoint.committed import Loaded, Matched, Saved
+from dsjob.checkpoint.garbage import clear
 from dsjob.checkpoint.joint import Savable, view_state
 from dsjob.checkpoint.loading import Loader
 from dsjob.checkpoint.prepared import PreparedSave, describe_state
@@ -26,10 +27,8 @@ from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.rng import capture_rng
 from dsjob.checkpoint.shards import plan_parts, write_shard
 from dsjob.checkpoint.values import encode
-from dsjob.errors import CheckpointError, DsjobError, StorageError
+from dsjob.errors import CheckpointError, DsjobError, FencedError
 from dsjob.mesh import World
-
-UPLOAD_HOURS = 24.0  # an upload that has not ended by then belongs to no live process
 
 
 class Checkpointer:
@@ -66,9 +65,7 @@ class Checkpointer:
 
         def begin() -> None:
             self._attempt = claim(self.url, single_writer=self._single_writer)
-            attempt = self._attempt
-            notes = noting(lambda: self._catalog.collect_garbage(attempt))
-            for note in notes + noting(lambda: storage.abort_uploads(self.url, hours=UPLOAD_HOURS)):
+            for note in clear(self.url, self._attempt):
                 warnings.warn(f"what older runs left is not cleared away: {note}", stacklevel=2)
 
         on_rank_0(self._world, begin)
@@ -158,9 +155,14 @@ class Checkpointer:
             self._background.wait(seconds)
 
     def _discard(self, save: PreparedSave) -> None:
+        """Clears away a save that has failed. Raises FencedError where a newer run has begun, which may be why."""
+        assert self._attempt is not None
         try:
             self._catalog.discard(save.tag, save.folder)
-        except StorageError:  # what made the save fail stands in the way here too: the next run clears it away
+            self._attempt.require_newest()
+        except FencedError:
+            raise
+        except DsjobError:  # what made the save fail stands in the way here too: the next run clears it away
             pass
 
     def _prepare(self, engine: Savable, tag: str, client_state: Mapping[str, Any] | None, frozen: bool) -> PreparedSave:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from dsjob import storage
-from dsjob.checkpoint.attempts import FOLDER, fences, newest_fencing
-from dsjob.checkpoint.inventory import take_inventory
+from dsjob.checkpoint import zero_to_fp32 as layout
+from dsjob.checkpoint.attempts import FOLDER, Attempt, fences, newest_fencing
+from dsjob.checkpoint.catalog import noting
+from dsjob.checkpoint.inventory import Listed, list_unfinished
+from dsjob.checkpoint.source import find_root, open_root, renamed
+from dsjob.errors import CorruptCheckpointError, NoCheckpointError
 
 HOUR, DAY = 3600.0, 86400.0
 # Of storage.write_bytes, and of what convert writes; whole paths.
 TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp|(.+/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
 RECORD = re.compile(r"superseded/([^/]+)\.json")  # of a checkpoint that was set aside, by its folder or tag
+UNREAD = "the record of its tag is there and cannot be read, or was set aside as damaged"
 
 
 @dataclass(frozen=True)
@@ -40,39 +46,95 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
 
     A checkpoint with a commit record is never touched, damaged or not. Raises NoCheckpointError, StorageError.
     """
-    inventory, now = take_inventory(url), time.time()
-    newest = newest_fencing(inventory.url)
-    files = storage.find_files(inventory.url)
-    unread = {entry.tag for entry in inventory.checkpoints if entry.state == "damaged" and not entry.folder}
-    unread |= {known[1] for path in files if (known := RECORD.fullmatch(path))}  # set aside by tag: damaged
-    found: list[Garbage] = []
-    for entry in inventory.checkpoints:
-        if entry.state in ("partial", "superseded"):
-            age = None if entry.saved is None else now - entry.saved
-            named = FOLDER.fullmatch(entry.folder)
-            attempt = int(named["attempt"]) if named else 0
-            alive = entry.state == "partial" and (attempt >= newest or not fences(inventory.url, attempt))
-            kept = _find_reason_to_keep(alive, age, older_than)
-            if entry.state == "partial" and entry.tag in unread:
-                kept = "the record of its tag is there and cannot be read, or was set aside as damaged"
-            kind: Literal["partial", "superseded"] = "partial" if entry.state == "partial" else "superseded"
-            found.append(Garbage(kind, entry.folder, entry.size, age, kept))
-    folders = {entry.folder for entry in inventory.checkpoints}
-    gone = {entry.path for entry in found}
-    tags = {entry.tag for entry in inventory.checkpoints if entry.state == "partial"}
-    for path, file in files.items():
-        age = None if file.written is None else now - file.written
-        if TEMPORARY.fullmatch(path) and path.partition("/")[0] not in gone:
-            found.append(Garbage("temporary", path, file.size, age, _find_reason_to_keep(False, age, older_than)))
-        record = RECORD.fullmatch(path)
-        # Its folder is gone, or committed again.
-        if record and record[1] not in tags and (record[1] not in folders or record[1] not in gone):
-            found.append(Garbage("superseded", path, file.size, age, _find_reason_to_keep(False, age, older_than)))
+    with renamed(f"read {url}"):
+        root = find_root(url)[0].root
+    found = find_garbage(root, older_than=older_than)
+    if not found and not storage.list_names(storage.join(root, "commits")):
+        raise NoCheckpointError(f"no checkpoint in {root}", hint="name a run's folder or a checkpoint folder")
     for item in found if not dry_run else ():
         if not item.kept:
-            _delete(inventory.url, item)
-    uploads = 0 if dry_run else storage.abort_uploads(inventory.url, hours=max(older_than, DAY) / HOUR)
-    return inventory.url, found, uploads
+            _delete(root, item)
+    uploads = 0 if dry_run else storage.abort_uploads(root, hours=max(older_than, DAY) / HOUR)
+    return root, found, uploads
+
+
+def clear(url: str, attempt: Attempt) -> tuple[str, ...]:
+    """What a run does when it begins; what of it failed, which is told and no more.
+
+    It deletes what older runs, which are fenced, have never committed, and otherwise what `collect` does; but what was
+    set aside is for the user to decide on.
+    """
+
+    def delete() -> None:
+        for item in find_garbage(url, older_than=HOUR, asking=attempt):
+            if not item.kept and item.kind != "superseded":
+                _delete(url, item)
+
+    return noting(delete) + noting(lambda: storage.abort_uploads(url, hours=DAY / HOUR))
+
+
+def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) -> list[Garbage]:
+    """What is garbage in a root, with the reason to keep it where there is one.
+
+    `asking`: the run that wants to know: nothing that it has fenced can become a checkpoint any more, however young.
+    """
+    files, now = storage.find_files(url), time.time()
+    taken, unread = _read_records(url, files)
+    unfinished = list_unfinished(storage.list_names(url), files, taken)
+    newest, found = newest_fencing(url), []
+    for entry in unfinished:
+        age = None if entry.saved is None else now - entry.saved
+        kept = _find_reason_to_keep(_may_be_alive(url, entry, newest), age, older_than)
+        if entry.state == "partial" and entry.tag in unread:
+            kept = UNREAD
+        elif asking is not None and _is_fenced(entry, asking):
+            kept = ""
+        kind: Literal["partial", "superseded"] = "partial" if entry.state == "partial" else "superseded"
+        found.append(Garbage(kind, entry.folder, entry.size, age, kept))
+    folders = {entry.folder for entry in unfinished}
+    tags = {entry.tag for entry in unfinished if entry.state == "partial"}
+    for path, file in files.items():
+        age = None if file.written is None else now - file.written
+        kept = _find_reason_to_keep(False, age, older_than)
+        record = RECORD.fullmatch(path)
+        if TEMPORARY.fullmatch(path) and path.partition("/")[0] not in folders:
+            found.append(Garbage("temporary", path, file.size, age, kept))
+        elif record and record[1] not in folders | tags:  # its folder is gone, or committed again
+            found.append(Garbage("superseded", path, file.size, age, kept))
+    return found
+
+
+def _read_records(url: str, files: Mapping[str, storage.Found]) -> tuple[set[str], set[str]]:
+    """The folders that commit records name, and the tags of which it is not known which folder is theirs."""
+    root, taken = open_root(url), set()
+    unread = {known[1] for path in files if (known := RECORD.fullmatch(path))}  # set aside by tag: damaged
+    for path in files:
+        found = re.fullmatch(r"commits/([^/]+)\.json", path)
+        if not found:
+            continue
+        try:
+            with renamed(f"read {url}"):
+                taken.add(layout.read_commit(root, found[1])["dir"])
+        except CorruptCheckpointError:
+            unread.add(found[1])
+    return taken, unread
+
+
+def _is_fenced(entry: Listed, asking: Attempt) -> bool:
+    """Whether a save that was never committed is of a run that the one that asks has fenced; programs are not."""
+    number = _read_number(entry)
+    return entry.state == "partial" and number < asking.number and fences(asking.url, number)
+
+
+def _may_be_alive(url: str, entry: Listed, newest: int) -> bool:
+    number = _read_number(entry)
+    return entry.state == "partial" and (number >= newest or not fences(url, number))
+
+
+def _read_number(entry: Listed) -> int:
+    named = FOLDER.fullmatch(entry.folder)
+    assert named
+    return int(named["attempt"])
 
 
 def _find_reason_to_keep(alive: bool, age: float | None, older_than: float) -> str:
@@ -87,6 +149,21 @@ def _find_reason_to_keep(alive: bool, age: float | None, older_than: float) -> s
 
 
 def _delete(root: str, item: Garbage) -> None:
+    if item.kind == "partial" and not _is_loose(root, item.path):
+        return
     if item.kind == "superseded":  # the record first: a folder that is half gone must not have one
         storage.delete(storage.join(root, "superseded", f"{item.path.rpartition('/')[2].removesuffix('.json')}.json"))
     storage.delete(storage.join(root, item.path))
+
+
+def _is_loose(root: str, folder: str) -> bool:
+    """Asks once more, of the record itself: a listing has no digest, and a folder that is needed must not go."""
+    tag = folder.rpartition("-a")[0]
+    if not storage.exists(storage.join(root, "commits", f"{tag}.json")):
+        return True
+    try:
+        with renamed(f"read {root}"):
+            named = layout.read_commit(open_root(root), tag)["dir"]
+    except CorruptCheckpointError:
+        return False
+    return named != folder and storage.exists(storage.join(root, named, "manifest.json"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,9 +15,10 @@ from dsjob.checkpoint.attempts import FOLDER
 from dsjob.checkpoint.source import find_root, locate, renamed
 from dsjob.errors import NoCheckpointError
 
+# Files of a save, whole paths below its folder: a folder that has others is somebody's own.
 SAVED = re.compile(
-    r"(done/)?[^/]+\.(json|safetensors|tmp)"
-)  # files of such a folder: what has others is somebody's own
+    r"((manifest|state|job)\.json|done/r\d{5,}\.json)(\.[0-9a-f]{32}\.tmp)?|r\d{5,}-of-\d{5,}\.safetensors"
+)
 State = Literal["committed", "damaged", "partial", "superseded"]
 
 
@@ -62,24 +64,38 @@ def take_inventory(url: str) -> Inventory:
     with renamed(f"list {url}"):
         root, _ = find_root(url)
         files = storage.find_files(root.root)
-        folders = {name: _Contents() for name in root.names("") if layout.NAME.fullmatch(name)}
-        for path, found in files.items():
-            folder, _, name = path.partition("/")
-            if folder in folders and name:
-                folders[folder].add(name, found)
+        names = root.names("")
+        folders = _group(names, files)
         tags = sorted(name[8:-5] for name in files if re.fullmatch(r"commits/[^/]+\.json", name))
         listed = [_look(root, tag, folders, files) for tag in tags if layout.NAME.fullmatch(tag)]
-        taken = {entry.folder for entry in listed}
-        for name, contents in folders.items():
-            if FOLDER.fullmatch(name) and name not in taken and all(map(SAVED.fullmatch, contents.sizes)):
-                state: State = "superseded" if f"superseded/{name}.json" in files else "partial"
-                tag = name.rpartition("-a")[0]
-                listed.append(Listed(state, tag, name, None, contents.size, contents.written))
+        listed += list_unfinished(names, files, {entry.folder for entry in listed})
         if not listed:
             raise NoCheckpointError(f"no checkpoint in {root.root}", hint="name a run's folder or a checkpoint folder")
     last = max((e for e in listed if e.state == "committed"), key=lambda e: (e.step or 0, e.tag), default=None)
     marked = [Listed(**{**asdict(entry), "newest": entry is last}) for entry in listed]
     return Inventory(root.root, tuple(sorted(marked, key=lambda e: (e.step is None, e.step or 0, e.tag, e.folder))))
+
+
+def list_unfinished(names: Iterable[str], files: Mapping[str, storage.Found], taken: Collection[str]) -> list[Listed]:
+    """The folders of saves that are no checkpoints, `partial` or `superseded`.
+
+    names, files: those in a root, and all below it; taken: the folders that commit records name.
+    """
+    found = []
+    for name, contents in _group(names, files).items():
+        if FOLDER.fullmatch(name) and name not in taken and all(map(SAVED.fullmatch, contents.sizes)):
+            state: State = "superseded" if f"superseded/{name}.json" in files else "partial"
+            found.append(Listed(state, name.rpartition("-a")[0], name, None, contents.size, contents.written))
+    return found
+
+
+def _group(names: Iterable[str], files: Mapping[str, storage.Found]) -> dict[str, _Contents]:
+    folders = {name: _Contents() for name in names if layout.NAME.fullmatch(name)}
+    for path, found in files.items():
+        folder, _, name = path.partition("/")
+        if folder in folders and name:
+            folders[folder].add(name, found)
+    return folders
 
 
 class _Contents:

@@ -123,7 +123,7 @@ class _UrlFile(io.RawIOBase):
         view = memoryview(buffer)
         count = max(0, min(len(view), self.length - self.position))
         if count >= BLOCK:
-            data = self.folder.read(self.name, self.position, self.position + count)
+            data = self.folder.read(self.name, self.position, self.position + count)[:count]
         elif count:
             index, start = divmod(self.position, BLOCK)
             data = self.folder.block(self.name, index)[start : start + count]

@@ -16,6 +16,7 @@ import pytest
 from dsjob import storage
 from dsjob.checkpoint.attempts import Attempt, claim, claim_once
 from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.garbage import clear
 from dsjob.checkpoint.retention import Retention
 from dsjob.errors import CheckpointError, FencedError, StorageError
 
@@ -88,7 +89,8 @@ def test_programs_that_save_into_a_jobs_root_and_the_job_leave_each_other_alone(
     commit(url, job, 1)
     left, filled = fill(url, job, "left"), fill(url, program, "mine")
     again = claim(url)
-    assert Catalog(url).collect_garbage(again) == [left]
+    assert clear(url, again) == ()
+    assert not (tmp_path / left).exists()
     commit(url, program, 7, "mine-2")
     Catalog(url).retire(Retention(0), again)
     assert {record["tag"] for record in Catalog(url).records()} == {"step-00000001", "mine-2"}
@@ -199,6 +201,19 @@ def test_a_commit_that_a_newer_run_may_not_have_seen_is_not_acknowledged(
     assert [record["attempt"] for record in Catalog(url).records()] == [2]
     commit(url, new, 5)
     assert Catalog(url).find(None)["attempt"] == 2
+
+
+def test_a_fenced_run_takes_back_its_record_of_a_folder_that_was_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be the newest checkpoint, and a damaged one, to the next run."""
+    url = str(tmp_path)
+    old = claim(url)
+    commit(url, old, 4)
+    Paused(monkeypatch, "before", lambda: clear(url, claim(url)))
+    with pytest.raises(FencedError):
+        commit(url, old, 5)
+    assert [record["step"] for record in Catalog(url).records()] == [4]
 
 
 def test_the_record_of_a_fenced_run_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

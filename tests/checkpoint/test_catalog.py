@@ -1,13 +1,17 @@
 """Commit records: what is a checkpoint, what stays of it, and what a crash between two writes leaves."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsjob import storage
+from dsjob.checkpoint import garbage
+from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.attempts import Attempt, claim
 from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.garbage import clear
 from dsjob.checkpoint.retention import Best, Retention
 from dsjob.errors import CheckpointError, NoCheckpointError
 
@@ -117,7 +121,62 @@ def test_garbage_is_what_older_attempts_never_committed(catalog: Catalog) -> Non
         storage.make_folder(storage.join(catalog.url, name, "done"))
         storage.write_bytes(storage.join(catalog.url, name, "done", "r00000.json"), b"{}")
     storage.write_bytes(storage.join(catalog.url, "mine-a0001", "notes.txt"), b"not of a checkpoint")
-    gone = catalog.collect_garbage(Attempt(catalog.url, 2, True))
-    assert gone == ["step-00000003-a0001"]
+    assert clear(catalog.url, Attempt(catalog.url, 2, True)) == ()
     kept = ["mine-a0001", "step-00000001-a0001", "step-00000002-a0001", "step-00000004-a0002"]
     assert list_folders(catalog) == kept
+
+
+def test_garbage_is_not_what_a_listing_forgets(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No digest covers what a store lists: before a folder goes, the record itself is asked for."""
+    folder = commit(catalog, 1)
+    original = storage.find_files
+
+    def forget(url: str) -> Any:
+        return {name: file for name, file in original(url).items() if "commits/" not in name}
+
+    monkeypatch.setattr(storage, "find_files", forget)
+    assert clear(catalog.url, Attempt(catalog.url, 2, True)) == ()
+    assert list_folders(catalog) == [folder]
+    assert [item.path for item in garbage.find_garbage(catalog.url, older_than=0.0)] == [folder]
+
+
+def change_record(catalog: Catalog, tag: str, **changes: Any) -> None:
+    place = storage.join(catalog.url, "commits", f"{tag}.json")
+    storage.write_bytes(place, json.dumps({**json.loads(storage.read_bytes(place)), **changes}).encode())
+
+
+@pytest.mark.parametrize("changes", [{"step": 66}, {"attempt": 2}, {"dir": "step-00000002-a0011"}])
+def test_retention_is_not_misled_by_a_record_that_contradicts_itself(catalog: Catalog, changes: Any) -> None:
+    """A flipped bit makes an old checkpoint the newest, or an acknowledged one that of a fenced run."""
+    folders = [commit(catalog, step) for step in (1, 2, 3)]
+    change_record(catalog, "step-00000002", **changes)
+    catalog.retire(Retention(1), Attempt(catalog.url, 1, True, frozenset()))
+    assert set(folders[1:]) <= set(list_folders(catalog))
+    assert catalog.find(None)["tag"] == "step-00000003"
+    assert "step-00000002" in catalog.tags()
+
+
+def test_a_folder_whose_record_names_another_that_is_not_there_stays(catalog: Catalog) -> None:
+    folder = commit(catalog, 1)
+    change_record(catalog, "step-00000001", dir="step-00000001-a0003")
+    assert clear(catalog.url, Attempt(catalog.url, 2, True)) == ()
+    assert list_folders(catalog) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("there", "replaced"),
+    [
+        (b"an older one", True),
+        (b"", True),
+        (b'FORMAT, VERSION = "dsjob-checkpoint", 1\nmore\n', True),
+        (b'FORMAT, VERSION = "dsjob-checkpoint", 2\n', False),
+    ],
+)
+def test_the_script_in_a_root_is_this_dsjobs_unless_it_reads_later_formats(
+    catalog: Catalog, there: bytes, replaced: bool
+) -> None:
+    storage.make_folder(catalog.url)
+    storage.write_bytes(storage.join(catalog.url, "zero_to_fp32.py"), there)
+    commit(catalog, 1)
+    found = storage.read_bytes(storage.join(catalog.url, "zero_to_fp32.py"))
+    assert found == (Path(layout.__file__).read_bytes() if replaced else there)

@@ -17,8 +17,8 @@ import small_jobs
 import torch
 from small_jobs import at_step, list_steps, make_document, read_digests, run, send
 
-from dsjob import storage
-from dsjob.checkpoint import background, checkpointer
+from dsjob import occasions, storage
+from dsjob.checkpoint import background
 from dsjob.checkpoint.catalog import Catalog
 from dsjob.checkpoint.state import TrainingState
 from dsjob.errors import CheckpointError, CorruptCheckpointError, FencedError, Interrupted, Preempted, StorageError
@@ -300,15 +300,14 @@ def test_a_device_that_is_full_is_no_damage(tmp_path: Path, monkeypatch: pytest.
     assert list_steps(tmp_path) == [2, 4]
 
 
-@pytest.mark.parametrize("call", ["abort_uploads", "collect_garbage"])
+@pytest.mark.parametrize("call", ["abort_uploads", "find_files"])
 def test_housekeeping_that_fails_keeps_no_run_from_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise StorageError("cannot list: access denied")
 
-    owner: Any = storage if call == "abort_uploads" else Catalog
-    monkeypatch.setattr(owner, call, fail)
+    monkeypatch.setattr(storage, call, fail)
     with pytest.warns(UserWarning, match="not cleared away: cannot list"):
         train(tmp_path, trainer={"max_steps": 1})
     assert list_steps(tmp_path) == [1]
@@ -333,6 +332,26 @@ def test_a_save_that_was_asked_for_and_failed_is_still_due(tmp_path: Path, monke
     fail_once(monkeypatch, 4)
     train(tmp_path, checkpoint=kept)
     assert list_steps(tmp_path) == [5]
+
+
+def wait_for_the_writer(run: Any, step: int) -> None:
+    behind = run.checkpointer._background
+    assert behind is None or behind.wait(60)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_save_that_was_asked_for_and_fails_on_is_tried_again_after_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], behind: bool
+) -> None:
+    monkeypatch.setattr(occasions, "_LONGEST_PAUSE", 1e9)
+    kept = {"keep": 0, "at_end": False, "save_on_error": "warn", "async": behind}
+    small_jobs.MORE.append(at_step(2, lambda: send(signal.SIGUSR1)))
+    small_jobs.MORE.append(wait_for_the_writer)
+    for step in range(1, 9):
+        fail_once(monkeypatch, step)
+    train(tmp_path, checkpoint=kept)
+    assert list_steps(tmp_path) == []
+    assert capsys.readouterr().out.count("training goes on") == 2
 
 
 def test_where_all_are_damaged_nothing_is_begun_anew(tmp_path: Path) -> None:
@@ -384,7 +403,6 @@ def test_what_a_killed_run_left_is_cleared_away_by_the_next(tmp_path: Path, monk
     (left / "r00000-of-00001.safetensors").write_bytes(b"half")
     train(tmp_path)
     assert not left.exists()
-    assert checkpointer.UPLOAD_HOURS >= 24
 
 
 def test_a_store_that_cannot_tell_who_was_first_is_refused_unless_one_writes(
