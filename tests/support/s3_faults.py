@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,21 +22,25 @@ ERRORS = {
     "412": ("PreconditionFailed", "at least one precondition did not hold"),
     "503": ("SlowDown", "please reduce your request rate"),
 }
+METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE")
 KINDS = ["409", "412", "503", "drop", "hang", "lost", "cut", "short", "flip"]
 
 
 @dataclass
 class Fault:
-    """`kind` for the next `times` requests of a method whose path has `part` in it.
+    """`kind` for the next `times` requests of a method whose path has `part` in it, after `skip` that pass.
 
     A status answers in the server's place; drop and hang never reach it; lost does, and its answer does not come back;
-    cut ends an answer before its end, short says that it is shorter than it is, flip changes one bit of it.
+    cut ends an answer before its end, short says that it is shorter than it is, flip changes one bit of it. kill ends
+    the store's `victim` before the request is carried out, killed after it; stop and stopped stop it there, and what is
+    left of the request is done once `go_on` is set.
     """
 
     kind: str
     methods: tuple[str, ...]
     part: str
     times: int
+    skip: int = 0
 
     def matches(self, method: str, path: str) -> bool:
         return self.times > 0 and method in self.methods and self.part in path
@@ -46,6 +52,8 @@ class FaultyStore:
     def __init__(self, server: str) -> None:
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str]] = []
+        self.victim = 0
+        self.waiting, self.go_on = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self.over = threading.Event()
         target = urlsplit(server)
@@ -56,14 +64,23 @@ class FaultyStore:
         self.url = f"http://127.0.0.1:{self._proxy.server_port}"
         threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
 
-    def fail(self, kind: str, *methods: str, part: str = "", times: int = 1) -> Fault:
-        """Adds a fault to be done."""
-        fault = Fault(kind, methods, part, times)
+    def fail(self, kind: str, *methods: str, part: str = "", times: int = 1, skip: int = 0) -> Fault:
+        """Adds a fault to be done; of all methods where none is named."""
+        fault = Fault(kind, methods or METHODS, part, times, skip)
         self.faults.append(fault)
         return fault
 
+    def strike(self, number: int) -> None:
+        """Sends a signal to the victim, and waits where it is one to stop."""
+        assert self.victim
+        os.kill(self.victim, number)
+        if number == signal.SIGSTOP:
+            self.waiting.set()
+            self.go_on.wait(60)
+
     def close(self) -> None:
         self.over.set()
+        self.go_on.set()
         self._proxy.shutdown()
         self._proxy.server_close()
 
@@ -71,7 +88,9 @@ class FaultyStore:
         with self._lock:
             self.seen.append((method, path))
             for fault in self.faults:
-                if fault.matches(method, path):
+                if fault.matches(method, path) and fault.skip:
+                    fault.skip -= 1
+                elif fault.matches(method, path):
                     fault.times -= 1
                     return fault.kind
         return ""
@@ -110,11 +129,15 @@ class FaultyStore:
                     return
                 if kind == "hang":
                     store.over.wait(30)
-                if kind in ("drop", "hang"):
+                if kind in ("kill", "stop"):
+                    store.strike(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                if kind in ("drop", "hang", "kill"):
                     self.drop()
                     return
                 found, data = store.forward(self, body)
-                if kind == "lost":
+                if kind in ("killed", "stopped"):
+                    store.strike(signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+                if kind in ("lost", "killed"):
                     self.drop()
                     return
                 headers = {k: v for k, v in found.getheaders() if k.lower() not in HOP}
