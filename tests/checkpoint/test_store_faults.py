@@ -50,7 +50,11 @@ def load(url: str, engine: Engine) -> int:
 
 
 def export(url: str, engine: Engine, folder: Path) -> None:
-    convert(url, str(folder / "weights"))
+    convert(url, str(folder / "weights"), to="fp32")
+
+
+def read_weights(folder: Path) -> bytes:
+    return (folder / "weights" / "model.safetensors").read_bytes()
 
 
 READERS: dict[str, Callable[[str, Engine, Path], Any]] = {
@@ -67,15 +71,17 @@ def test_what_arrives_short_or_changed_is_never_taken_for_what_was_saved(
     s3: str, faulty: FaultyStore, engine: Engine, tmp_path: Path, part: str, kind: str
 ) -> None:
     save_step(open_root(s3), engine, 1)
+    export(s3, engine, tmp_path / "right")
     for name, read in READERS.items():
         faulty.fail(kind, "GET", part=part, times=FOREVER)
-        if part == "state.json" and name == "convert":  # which does not look at it
-            read(s3, engine, tmp_path)
-        else:
-            with pytest.raises(CorruptCheckpointError):
-                read(s3, engine, tmp_path)
-            assert not list(tmp_path.rglob("*.safetensors"))
-            assert not list(tmp_path.rglob("step-*.json"))
+        try:
+            read(s3, engine, tmp_path / name)
+        except CorruptCheckpointError:
+            assert not list((tmp_path / name).rglob("model.safetensors"))
+            assert not list((tmp_path / name).rglob("commits/*"))
+        else:  # it looks at weights alone
+            assert name == "convert"
+            assert read_weights(tmp_path / name) == read_weights(tmp_path / "right")
         faulty.faults.clear()
     faulty.fail(kind, "GET", part=part, times=FOREVER)
     try:
@@ -113,7 +119,7 @@ def read_with_faults(url: str, faulty: FaultyStore, engine: Engine, kinds: list[
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("kinds", "every"),
-    [(["503", "drop", "lost", "cut", "short", "flip"], 2), pytest.param(KINDS, 1, marks=pytest.mark.full)],
+    [(["503", "cut", "short", "flip"], 3), pytest.param(KINDS, 1, marks=pytest.mark.full)],
     ids=["some", "all"],
 )
 def test_a_fault_of_any_request_of_a_load(
@@ -126,7 +132,8 @@ def test_a_fault_of_any_request_of_a_load(
         save_step(checkpointer, engine, step)
     outcomes = read_with_faults(s3, faulty, engine, kinds, every)
     print(f"{outcomes.total()} loads: {dict(outcomes)}")  # noqa: T201
-    assert outcomes["flip: refused"] > 1
+    assert outcomes["flip: refused"]
+    assert outcomes["short: refused"]
 
 
 # ---- writing
@@ -173,12 +180,11 @@ def save_with_faults(url: str, faulty: FaultyStore, engine: Engine, kinds: list[
 @pytest.mark.parametrize(
     ("kinds", "every", "times"),
     [
-        (["503", "drop", "lost", "409", "412", "short", "flip"], 11, 1),
-        (["503"], 19, FOREVER),
-        pytest.param(KINDS, 1, 1, marks=pytest.mark.full),
-        pytest.param(["503", "drop", "lost", "409", "412", "short", "flip"], 3, FOREVER, marks=pytest.mark.full),
+        (["503", "lost", "flip"], 23, 1),
+        (["503"], 31, FOREVER),
+        *(pytest.param([kind], 1, 1, marks=pytest.mark.full) for kind in KINDS),
+        *(pytest.param([kind], 4, FOREVER, marks=pytest.mark.full) for kind in KINDS if kind not in ("hang", "cut")),
     ],
-    ids=["once", "for good", "all, once", "all, for good"],
 )
 @pytest.mark.filterwarnings("ignore:what older runs left")
 def test_a_fault_of_any_request_of_a_save(
@@ -222,8 +228,8 @@ class Strike:
 
     def __init__(self, faulty: FaultyStore, url: str, step: int, kind: str, skip: int, *, opens_first: bool) -> None:
         context = get_forks()
-        begin, opened = context.Event(), context.Event() if opens_first else None
-        self.process = context.Process(target=save_and_end, args=(url, step, dict(os.environ), opened, begin))
+        self.begin, opened = context.Event(), context.Event() if opens_first else None  # kept: the process opens them
+        self.process = context.Process(target=save_and_end, args=(url, step, dict(os.environ), opened, self.begin))
         self.process.start()
         assert self.process.pid
         assert opened is None or opened.wait(60)
@@ -231,12 +237,12 @@ class Strike:
         faulty.waiting.clear()
         faulty.go_on.clear()
         self.fault = faulty.fail(kind, skip=skip)
-        begin.set()
+        self.begin.set()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("every", [14, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["kill", "killed"])
 def test_a_save_that_is_killed_at_any_request_is_there_or_not(
     s3: str, faulty: FaultyStore, engine: Engine, kind: str, every: int
@@ -252,13 +258,13 @@ def test_a_save_that_is_killed_at_any_request_is_there_or_not(
         if not code:
             break
     print(f"killed at {rolling.outcomes.total() - 1} requests: {dict(rolling.outcomes)}")  # noqa: T201
-    assert rolling.outcomes["killed, old"] > 1
+    assert rolling.outcomes["killed, old"]
     assert every > 1 or rolling.outcomes["killed, new"] > 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("every", [14, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["stop", "stopped"])
 def test_a_save_that_is_stopped_at_any_request_loses_to_the_newer_run(
     s3: str, faulty: FaultyStore, engine: Engine, kind: str, every: int
@@ -283,4 +289,4 @@ def test_a_save_that_is_stopped_at_any_request_loses_to_the_newer_run(
         rolling.step = saved - 1
         rolling.check(True, "newer run", (kind, skip))
     print(f"stopped: {dict(rolling.outcomes)}")  # noqa: T201
-    assert rolling.outcomes["fenced"] > 1
+    assert rolling.outcomes["fenced"]
