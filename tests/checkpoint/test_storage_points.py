@@ -149,8 +149,9 @@ def test_a_save_whose_operations_fail_is_told_in_words(root: str, numbers: list[
 
 
 def stop_everywhere(root: str, every: int, behind: bool) -> Counter[str]:
-    """Stops a save at every operation, or every n-th, lets a newer run go on, and then the older one."""
-    rolling = Rolling(root)
+    """Stops a save at every operation, or every n-th, lets a newer run go on, and then the older one; how that ended,
+    and which checkpoint the newer one had found."""
+    rolling, fenced = Rolling(root), Counter[str]()
 
     def save(at: int) -> bool:
         checkpointer = open_root(root)
@@ -162,12 +163,12 @@ def stop_everywhere(root: str, every: int, behind: bool) -> Counter[str]:
         older = Fork(lambda: save(at))  # noqa: B023
         if not older.wait_until_stopped():
             assert older.get() is False
-            return rolling.outcomes
+            return fenced
         found, saved = Fork(lambda: go_on(root, rolling.engine)).get()
         os.kill(older.pid, signal.SIGCONT)
         kind, value = older.wait()
         assert found == rolling.step + 1 if kind == "returned" else "FencedError" in value, (at, found, value)
-        rolling.outcomes[f"{kind}, {'new' if found > rolling.step else 'old'}"] += 1
+        fenced[f"{kind}, {'new' if found > rolling.step else 'old'}"] += 1
         rolling.step = saved - 1
         rolling.check("returned", (at, value))
     raise AssertionError("there are more operations than points")

@@ -242,7 +242,7 @@ class Strike:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["kill", "killed"])
 def test_a_save_that_is_killed_at_any_request_is_there_or_not(
     s3: str, faulty: FaultyStore, engine: Engine, kind: str, every: int
@@ -264,8 +264,9 @@ def test_a_save_that_is_killed_at_any_request_is_there_or_not(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["stop", "stopped"])
+@pytest.mark.parametrize(
+    ("kind", "every"), [("stop", 17), *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in ("stop", "stopped"))]
+)
 def test_a_save_that_is_stopped_at_any_request_loses_to_the_newer_run(
     s3: str, faulty: FaultyStore, engine: Engine, kind: str, every: int
 ) -> None:

@@ -43,6 +43,21 @@ def fail_to_write(step: int) -> None:
     storage.open_write = open_write
 
 
+def flip_records(times: int) -> None:
+    """Lets a bit of ranks' completion records flip on their way, so many times."""
+    original, left = storage.read_bytes, [times]
+
+    def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:
+        data = original(url, start, end)
+        if "/done/" not in url or not left[0]:
+            return data
+        left[0] -= 1
+        place = data.index(b"sha256") + 12
+        return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+    storage.read_bytes = read_bytes
+
+
 def run_all(world: World, folder: str) -> dict[str, Any]:
     """Every case in one world, which is what costs time."""
     occasions._SECONDS = 0.0  # ranks agree after every step, however short
@@ -67,6 +82,12 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
             key = f"{name} {policy}"
             found[key] = attempt(make_document(f"{folder}/{key}", **sections, checkpoint=options), world)
             storage.open_write = original
+
+    read = storage.read_bytes
+    for name, times in (("flips", 2), ("flips on", 1 << 30)):
+        flip_records(times)
+        found[name] = attempt(make_document(f"{folder}/{name}", **sections, checkpoint=behind), world)
+        storage.read_bytes = read
     return found
 
 
@@ -90,6 +111,12 @@ def test_ranks_save_together_or_fail_together(tmp_path: Path) -> None:
         folders = os.listdir(tmp_path / f"{name} warn" / "checkpoints")
         assert not [folder for folder in folders if folder.startswith("step-00000004")]
         assert read_digests(tmp_path / f"{name} warn", 8) == read_digests(tmp_path / "whole", 8)
+
+    assert first["flips"] == ""
+    assert read_digests(tmp_path / "flips", 2) == read_digests(tmp_path / "whole", 2)
+    assert first["flips on"].startswith("CorruptCheckpointError: ")
+    assert first["flips on"].endswith("done/r00001.json is not what rank 1 wrote")
+    assert list_steps(tmp_path / "flips on") == []
 
 
 def resume_everywhere(world: World, folder: str, workers: int) -> None:
