@@ -86,10 +86,16 @@ def join(url: str, *names: str) -> str:
 
 
 def exists(url: str) -> bool:
-    """Whether a file or folder is there."""
+    """Whether a file or folder is there; StorageError where that cannot be told."""
     with _renamed("look at", url):
         fs, path = _open_file_system(url)
-        return bool(fs.exists(path))
+        if not is_local(url):
+            return bool(fs.exists(path))
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
 
 def size(url: str) -> int:
@@ -124,7 +130,7 @@ def find_files(url: str) -> dict[str, Found]:
 
 def _walk(path: str) -> Iterator[tuple[str, Found]]:
     def fail(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # gone meanwhile
+        if not isinstance(error, (FileNotFoundError, PermissionError)):  # gone meanwhile, or nothing of ours
             raise error
 
     for folder, _, names in os.walk(path, onerror=fail):

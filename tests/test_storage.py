@@ -352,6 +352,27 @@ def test_a_folder_in_place_of_a_file_is_a_storage_error(local: str) -> None:
     assert os.listdir(local) == ["folder"]
 
 
+def test_what_cannot_be_told_is_not_said_to_be_missing(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that is taken for missing costs the folder that it names."""
+    Path(local, "x").write_text("1")
+    Path(local, "folder").mkdir()
+
+    def fail(path: str, **_: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", fail)
+        with pytest.raises(StorageError, match=f"cannot look at {local}/x: Input/output error"):
+            storage.exists(f"{local}/x")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", fail)
+        with pytest.raises(StorageError, match=f"cannot list {local}: Input/output error"):
+            storage.find_files(local)
+    assert storage.exists(f"{local}/x")
+    assert not storage.exists(f"{local}/y")
+    assert not storage.exists(f"{local}/x/y")
+
+
 def test_a_folder_that_is_missing_is_named(local: str) -> None:
     for call in (storage.write_bytes, storage.create_bytes):
         with pytest.raises(StorageError, match=f"{local}/gone/x: no such file or folder"):

@@ -24,6 +24,7 @@ HOUR, DAY = 3600.0, 86400.0
 TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp|(.+/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
 RECORD = re.compile(r"superseded/([^/]+)\.json")  # of a checkpoint that was set aside, by its folder or tag
 UNREAD = "the record of its tag is there and cannot be read, or was set aside as damaged"
+NEEDED = "the record of its tag names it, or a folder that is not there"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) 
             kept = UNREAD
         elif asking is not None and _is_fenced(entry, asking):
             kept = ""
+        if entry.state == "partial" and not kept and not _is_loose(url, entry):
+            kept = NEEDED
         kind: Literal["partial", "superseded"] = "partial" if entry.state == "partial" else "superseded"
         found.append(Garbage(kind, entry.folder, entry.size, age, kept))
     folders = {entry.folder for entry in unfinished}
@@ -131,6 +134,18 @@ def _may_be_alive(url: str, entry: Listed, newest: int) -> bool:
     return entry.state == "partial" and (number >= newest or not fences(url, number))
 
 
+def _is_loose(url: str, entry: Listed) -> bool:
+    """Asks once more, of the record itself: a listing has no digest, and a folder that is needed must not go."""
+    if not storage.exists(storage.join(url, "commits", f"{entry.tag}.json")):
+        return True
+    try:
+        with renamed(f"read {url}"):
+            named = layout.read_commit(open_root(url), entry.tag)["dir"]
+    except CorruptCheckpointError:
+        return False
+    return named != entry.folder and storage.exists(storage.join(url, named, "manifest.json"))
+
+
 def _read_number(entry: Listed) -> int:
     named = FOLDER.fullmatch(entry.folder)
     assert named
@@ -149,21 +164,6 @@ def _find_reason_to_keep(alive: bool, age: float | None, older_than: float) -> s
 
 
 def _delete(root: str, item: Garbage) -> None:
-    if item.kind == "partial" and not _is_loose(root, item.path):
-        return
     if item.kind == "superseded":  # the record first: a folder that is half gone must not have one
         storage.delete(storage.join(root, "superseded", f"{item.path.rpartition('/')[2].removesuffix('.json')}.json"))
     storage.delete(storage.join(root, item.path))
-
-
-def _is_loose(root: str, folder: str) -> bool:
-    """Asks once more, of the record itself: a listing has no digest, and a folder that is needed must not go."""
-    tag = folder.rpartition("-a")[0]
-    if not storage.exists(storage.join(root, "commits", f"{tag}.json")):
-        return True
-    try:
-        with renamed(f"read {root}"):
-            named = layout.read_commit(open_root(root), tag)["dir"]
-    except CorruptCheckpointError:
-        return False
-    return named != folder and storage.exists(storage.join(root, named, "manifest.json"))

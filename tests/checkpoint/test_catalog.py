@@ -137,7 +137,8 @@ def test_garbage_is_not_what_a_listing_forgets(catalog: Catalog, monkeypatch: py
     monkeypatch.setattr(storage, "find_files", forget)
     assert clear(catalog.url, Attempt(catalog.url, 2, True)) == ()
     assert list_folders(catalog) == [folder]
-    assert [item.path for item in garbage.find_garbage(catalog.url, older_than=0.0)] == [folder]
+    found = garbage.find_garbage(catalog.url, older_than=0.0, asking=Attempt(catalog.url, 2, True))
+    assert [(item.path, item.kept) for item in found] == [(folder, garbage.NEEDED)]
 
 
 def change_record(catalog: Catalog, tag: str, **changes: Any) -> None:
