@@ -180,10 +180,10 @@ def save_with_faults(url: str, faulty: FaultyStore, engine: Engine, kinds: list[
 @pytest.mark.parametrize(
     ("kinds", "every", "times"),
     [
-        (["503", "lost", "flip"], 23, 1),
-        (["503"], 31, FOREVER),
-        *(pytest.param([kind], 1, 1, marks=pytest.mark.full) for kind in KINDS),
-        *(pytest.param([kind], 4, FOREVER, marks=pytest.mark.full) for kind in KINDS if kind not in ("hang", "cut")),
+        pytest.param(["503", "lost", "flip"], 23, 1, id="some once"),
+        pytest.param(["503"], 31, FOREVER, id="busy for good"),
+        *(pytest.param([kind], 1, 1, marks=pytest.mark.full, id=f"{kind} once") for kind in KINDS),
+        *(pytest.param([kind], 4, FOREVER, marks=pytest.mark.full, id=f"{kind} for good") for kind in KINDS),
     ],
 )
 @pytest.mark.filterwarnings("ignore:what older runs left")
