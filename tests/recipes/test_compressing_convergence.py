@@ -25,7 +25,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"type": "OneBitLamb", "params": {"lr": 1e-2, **COMMON, "freeze_step": FREEZE}},
     {
         "type": "ZeroOneAdam",
-        "params": {"lr": 3e-3, **COMMON, "var_freeze_step": 300, "local_step_scaler": 150, "local_step_clipper": 2},
+        "params": {"lr": 3e-3, **COMMON, "var_freeze_step": 200, "local_step_scaler": 150, "local_step_clipper": 2},
     },
 ]
 
