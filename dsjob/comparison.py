@@ -106,7 +106,7 @@ def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> 
 
 def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
     granted = replace(trust, prefixes=(*trust.prefixes, __name__))
-    arguments = (document, run_dir, granted.to_text(), debug)
+    arguments = (document, run_dir, granted.to_text(), debug, os.getpid())
     process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
     process.start()
     try:
@@ -125,9 +125,9 @@ def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Tru
     raise LaunchError(f"engine {engine}: {told['message']}", hint=told["hint"], exit_code=told.get("exit_code", 1))
 
 
-def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool) -> None:
+def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, parent: int) -> None:
     """The main function of a side's process; what it prints is not shown."""
-    launch.end_with_parent()
+    launch.end_with_parent(parent)
     sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:

@@ -29,6 +29,7 @@ from dsjob.trust import Trust
 _TRUST_VARIABLE = "DSJOB_TRUST"  # for ranks alone: what the launcher was granted, never read by a command
 _ERRORS_VARIABLE = "DSJOB_ERRORS"
 _DEBUG_VARIABLE = "DSJOB_DEBUG"
+_LAUNCHER_VARIABLE = "DSJOB_LAUNCHER"  # its process
 
 
 def read_world_size() -> int | None:
@@ -164,6 +165,7 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
         _ERRORS_VARIABLE: private,
         _DEBUG_VARIABLE: "1" if debug else "",
         _TRUST_VARIABLE: trust.to_text(),
+        _LAUNCHER_VARIABLE: str(os.getpid()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
     }
     if "lo" in (name for _, name in socket.if_nameindex()):
@@ -249,7 +251,7 @@ def _run_rank(resolved: str, run_dir: str) -> int:
     """The main function of a rank: trains, and leaves a record of what went wrong."""
     # A rank may sit in a collective that no Python handler can interrupt; checkpoints survive a sudden end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    end_with_parent()
+    end_with_parent(int(os.environ[_LAUNCHER_VARIABLE]))
     from dsjob.job import run_job
     from dsjob.mesh import join_world, leave_world
 
@@ -282,10 +284,12 @@ def _run_rank(resolved: str, run_dir: str) -> int:
     return 0
 
 
-def end_with_parent() -> None:
-    """Lets this process never outlive the one that started it."""
+def end_with_parent(parent: int) -> None:
+    """Lets this process never outlive the one that started it, process `parent`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was gone before this asked to be told
+            end_rank(1)
 
 
 def end_rank(code: int) -> NoReturn:

@@ -140,6 +140,13 @@ def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path) -> Non
     assert len(done.stderr.splitlines()) == 2
 
 
+def test_a_rank_whose_launcher_was_gone_before_it_could_ask_to_be_told_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "dsjob.launch", "resolved.json", "run"]
+    env = clean_env(DSJOB_LAUNCHER=str(os.getppid()))  # the launcher's parent is the rank's once it is gone
+    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
     started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01")
