@@ -25,6 +25,9 @@ from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, Fe
 Commit = Callable[[Sequence[dict[str, Any]]], tuple[int, tuple[str, ...]]]
 
 
+_PATIENCE = 2.0  # seconds
+
+
 class ElsewhereError(CheckpointError):
     """Another rank could not write its part; it has the error itself."""
 
@@ -60,6 +63,7 @@ class Background:
         self.error: DsjobError | None = None
         self.started = time.monotonic()
         self._commit, self._discard, self._timeout = commit, discard, timeout
+        self._waiting: float | None = None  # for other ranks' parts, since when
         self._abandoned = threading.Event()
         # A daemon: a process that ends leaves what is not committed, as one that is killed.
         self._thread = threading.Thread(target=self._run, name="dsjob-save", daemon=True)
@@ -78,6 +82,15 @@ class Background:
         """Waits for the thread; whether it is done."""
         self._thread.join(seconds)
         return self.ended
+
+    def give_up(self, seconds: float) -> None:
+        """Waits where the run ends with an error; for other ranks' parts, which may never come, no longer than for its
+        own."""
+        began = time.monotonic()
+        while not self.wait(0.05) and time.monotonic() - began < seconds:
+            since = self._waiting
+            if since is not None and time.monotonic() - max(since, began) > max(_PATIENCE, since - self.started):
+                return
 
     def _run(self) -> None:
         save = self.save
@@ -114,6 +127,7 @@ class Background:
         folder, pause = storage.join(self.save.url, "done"), 0.02
         missing = {f"r{rank:05d}.json": rank for rank in range(1, self.save.world_size)}
         found: dict[int, dict[str, Any]] = {}
+        self._waiting = time.monotonic()
         while missing:
             for name in missing.keys() & set(storage.list_names(folder)):
                 rank = missing[name]
@@ -127,4 +141,5 @@ class Background:
                 ranks = ", ".join(map(str, sorted(missing.values())))
                 raise ElsewhereError(f"no completion record of rank {ranks} in {folder} after {waited:.0f} s")
             pause = min(1.0, pause * 1.5)
+        self._waiting = None  # what is left is this rank's own work
         return [found[rank] for rank in sorted(found)]

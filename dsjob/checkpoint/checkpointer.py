@@ -152,7 +152,7 @@ class Checkpointer:
     def give_up(self, seconds: float) -> None:
         """Lets a save in the background end, where the run itself ends with an error; not a collective."""
         if self._background is not None:
-            self._background.wait(seconds)
+            self._background.give_up(seconds)
 
     def _discard(self, save: PreparedSave) -> None:
         """Clears away a save that has failed. Raises FencedError where a newer run has begun, which may be why."""

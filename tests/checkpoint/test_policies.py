@@ -20,6 +20,7 @@ from small_jobs import at_step, list_steps, make_document, read_digests, run, se
 from dsjob import occasions, storage
 from dsjob.checkpoint import background
 from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.prepared import PreparedSave
 from dsjob.checkpoint.state import TrainingState
 from dsjob.errors import CheckpointError, CorruptCheckpointError, FencedError, Interrupted, Preempted, StorageError
 
@@ -167,6 +168,21 @@ def test_a_run_that_fails_lets_its_save_end(tmp_path: Path, hooks: list[Any]) ->
     with pytest.raises(ValueError, match="mine"):
         train(tmp_path, checkpoint={"every": 2, "async": True})
     assert list_steps(tmp_path) == [2]
+
+
+def test_a_run_that_fails_does_not_wait_for_a_rank_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_PATIENCE", 0.0)
+    folder = "step-00000002-a0001"
+    plan: dict[str, Any] = {"tag": "step-00000002", "parts": [], "described": {}, "roles": {}, "values": {}}
+    save = PreparedSave(url=str(tmp_path / folder), folder=folder, rank=0, world_size=2, manifest={}, **plan)
+    running = background.Background(save, lambda records: (0, ()), lambda: None, timeout=600)
+    running.give_up(600)
+    assert not running.ended
+    running.abandon()
+    assert running.wait(60)
+    assert "no completion record of rank 1" in str(running.error)
 
 
 # ---- disks
