@@ -30,18 +30,22 @@ class ClosedForm(LRScheduler):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The step; everything else comes from the document."""
-        return {"last_epoch": self.last_epoch}
+        """The step, and the rates that were set there; everything else comes from the document."""
+        return {"last_epoch": self.last_epoch, "last_lr": [float(rate) for rate in self._last_lr]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues at the saved step."""
+        """Continues at the saved step.
+
+        Rates are those of the document, but where somebody else has set a group's rate since this schedule's last step.
+        """
+        before, saved = self._last_lr, state_dict.get("last_lr")
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = self.last_epoch + 1
         self._last_lr = self.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+        for index, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._last_lr, strict=True)):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)  # compiled optimizers hold on to it
-            else:
+            elif saved is None or group["lr"] in (before[index], *saved[index : index + 1]):
                 group["lr"] = rate
 
 

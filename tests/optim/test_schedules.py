@@ -140,6 +140,24 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
     assert float(rate) == 1.0
 
 
+def test_a_resume_brings_back_a_rate_that_a_program_has_set_and_takes_one_that_the_document_has() -> None:
+    params = {"warmup_num_steps": 4, "warmup_max_lr": 1.0, "warmup_type": "linear"}
+    first = make_optimizer(1.0)
+    schedule = make_schedule("WarmupLR", params, first)
+    for _ in range(2):
+        first.step()
+        schedule.step()
+    for rate, changed, expected in ((None, 1.0, 0.25), (None, 2.0, 0.5), (0.1, 1.0, 0.1), (0.1, 2.0, 0.1)):
+        second = make_optimizer(1.0)
+        resumed = make_schedule("WarmupLR", {**params, "warmup_max_lr": changed}, second)
+        second.param_groups[0]["lr"] = rate or first.param_groups[0]["lr"]  # as the optimizer's state has it
+        resumed.load_state_dict(schedule.state_dict())
+        assert second.param_groups[0]["lr"] == pytest.approx(expected)
+        second.step()
+        resumed.step()
+        assert second.param_groups[0]["lr"] == pytest.approx(0.5 * changed)
+
+
 @pytest.mark.parametrize(("kind", "params", "lr", "expected"), GOLDEN)
 @pytest.mark.parametrize("stop", [0, 1, 3, 6])
 def test_a_saved_schedule_goes_on_where_it_was(
