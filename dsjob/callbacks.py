@@ -33,7 +33,11 @@ class RunView(Protocol):
 
 
 class Callback:
-    """Override what is needed. Every hook is called on every rank, in the same order, so collectives are safe in it."""
+    """Override what is needed. Every hook is called on every rank, in the same order, so collectives are safe in it.
+
+    One with methods `state_dict` and `load_state_dict` has its state in each checkpoint: a dict of JSON values and of
+    tensors, 1 MiB of them at most, by rank where ranks differ. A run that goes on gives it back before `on_start`.
+    """
 
     def on_start(self, run: RunView) -> None:
         """Training begins, or goes on after a resume."""
@@ -48,7 +52,7 @@ class Callback:
         returned."""
 
     def on_save(self, run: RunView, url: str) -> None:
-        """A checkpoint is committed."""
+        """A checkpoint is committed, with what `state_dict` gave before this call; in the background, steps ago."""
 
     def on_end(self, run: RunView) -> None:
         """Training has reached its last step."""

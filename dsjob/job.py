@@ -16,6 +16,7 @@ from dsjob import loop, storage
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.committed import Loaded
+from dsjob.checkpoint.objects import list_stateful
 from dsjob.checkpoint.retention import Best, Retention
 from dsjob.data import NoLoader, TrainingLoader
 from dsjob.engine import Engine
@@ -91,17 +92,19 @@ def _prepare(
     steps = count_steps(trainer, loader.samples_per_epoch)
     engines = _build_engines(models, specs, document, steps, world, trust, mpu)
     seed_rng(trainer.seed + world.rank)
-    url = spec.checkpoint.dir or storage.join(run_dir, "checkpoints")
+    loss = build_callable(spec.loss, "loss", trust) if spec.loss else None
+    callbacks = {name: _build_callback(name, target, trust) for name, target in spec.callbacks.items()}
+    metrics = {name: build_callable(target, f"metrics.{name}", trust) for name, target in spec.metrics.items()}
+    kept = list_stateful(display.say, callbacks=callbacks, metrics=metrics)
     checkpointer = Checkpointer(
-        url,
+        spec.checkpoint.dir or storage.join(run_dir, "checkpoints"),
         world=world,
         retention=_build_retention(spec.checkpoint),
         job=document,
         single_writer=spec.checkpoint.single_writer,
         timeout=spec.launch.timeout,
+        objects=kept,
     )
-    loss = build_callable(spec.loss, "loss", trust) if spec.loss else None
-    callbacks = [_build_callback(name, target, trust) for name, target in spec.callbacks.items()]
     run = Run(
         spec=spec,
         engines=engines,
@@ -113,7 +116,7 @@ def _prepare(
             _WriteResolved(run_dir, document),
             display,
             MetricsFile(os.path.join(run_dir, METRICS_NAME)),
-            *callbacks,
+            *callbacks.values(),
         ],
         say=display.say,
         micro_step=make_micro_step(build_callable(trainer.step, "trainer.step", trust) if trainer.step else None, loss),
@@ -121,7 +124,8 @@ def _prepare(
         eval_step=build_callable(trainer.eval_step, "trainer.eval_step", trust) if trainer.eval_step else None,
         evaluation=evaluation,
         collate=collate,
-        metrics={name: build_callable(target, f"metrics.{name}", trust) for name, target in spec.metrics.items()},
+        metrics=metrics,
+        kept=kept,
     )
     return run, resume(run, specs)
 

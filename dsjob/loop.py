@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dsjob.checkpoint.objects import capture_objects
+from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.contract import call_model, find_loss
 from dsjob.data import EvaluationBatches, to_device
 from dsjob.data.batches import count_elements, is_tokens
@@ -70,7 +72,11 @@ def _train(run: Run, occasions: Occasions) -> None:
     run.loader.seek(engine.global_samples)
     batches = iter(run.loader)
     meter = _Meter()
+    random = capture_rng(engine.device)
     run.tell("on_start")
+    if run.step:  # the run without interruption was told once, before its first step
+        restore_rng(random, engine.device)
+    capture_objects(engine.world.everyone, run.kept)  # state that cannot be saved is told of before it costs anything
     if run.evaluates and trainer.eval_at_start and run.step == 0:
         _evaluate(run)
     run.engines.train()

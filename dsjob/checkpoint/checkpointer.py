@@ -22,6 +22,7 @@ from dsjob.checkpoint.committed import Loaded, Matched, Saved
 from dsjob.checkpoint.garbage import clear
 from dsjob.checkpoint.joint import Savable, view_state
 from dsjob.checkpoint.loading import Loader
+from dsjob.checkpoint.objects import Stateful, capture_objects
 from dsjob.checkpoint.prepared import PreparedSave, describe_state
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.rng import capture_rng
@@ -47,12 +48,13 @@ class Checkpointer:
         job: Mapping[str, Any] | None = None,
         single_writer: bool = False,
         timeout: float = 1800.0,
+        objects: Mapping[str, Stateful] | None = None,
     ) -> None:
-        self.url, self._job = url, job
+        self.url, self._job, self._objects = url, job, objects or {}
         self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
         self._retention, self._single_writer, self._timeout = retention or Retention(), single_writer, timeout
         self._catalog = Catalog(url)
-        self._loader = Loader(url, world, self._catalog)
+        self._loader = Loader(url, world, self._catalog, self._objects)
         self._staging = Staging()
         self._background: Background | None = None
         self._attempt: Attempt | None = None  # rank 0 alone has one
@@ -175,6 +177,7 @@ class Checkpointer:
         own = on_all_ranks(self._world, lambda: describe_state(state, tensors))
         client = on_all_ranks(self._world, lambda: encode(dict(client_state or {}), "client_state"))
         plain = self._join_parts(own)
+        objects = capture_objects(self._world, self._objects)
         random = gather(self._world, lambda: capture_rng(state.device))
         parts, described = plan_parts(tensors, self._world)
         folder = on_rank_0(self._world, lambda: self._begin_attempt().name_folder(tag))
@@ -195,6 +198,7 @@ class Checkpointer:
             **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler")},
             "rng": {str(rank): entry for rank, entry in enumerate(random)},
             "client_state": client,
+            **({"objects": objects} if objects else {}),
         }
         return PreparedSave(
             url=storage.join(self.url, folder),

@@ -1,4 +1,4 @@
-"""The state of every random generator of a rank, as JSON values."""
+"""The state of every random generator of a rank, and named states of model-parallel ranks, as JSON values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsjob.activation.rng import TRACKER
 from dsjob.checkpoint.values import decode, encode
 
 
@@ -23,7 +24,8 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         state["cuda"] = _to_text(torch.cuda.get_rng_state(device))
-    return state
+    tracked = {name: _to_text(own) for name, own in TRACKER.get_states().items()}
+    return {**state, **({"tracked": tracked} if tracked else {})}
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:
@@ -34,6 +36,8 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(_from_text(state["torch"]))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
+    tracked = {name: _from_text(own) for name, own in state.get("tracked", {}).items()}
+    TRACKER.set_states({**TRACKER.get_states(), **tracked})
 
 
 def _to_text(state: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -88,11 +89,18 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
         flip_records(times)
         found[name] = attempt(make_document(f"{folder}/{name}", **sections, checkpoint=behind), world)
         storage.read_bytes = read
+    for steps in (4, 8):  # each rank has something of its own to keep
+        found[f"own {steps}"] = attempt(make_own(f"{folder}/own", steps), world)
     return found
 
 
+def make_own(folder: str, steps: int) -> dict[str, Any]:
+    callbacks = {"own": {"_target_": "stateful.OwnNumber"}}
+    return make_document(folder, trainer={"max_steps": steps}, **STAGE_3, callbacks=callbacks)
+
+
 @pytest.mark.slow
-def test_ranks_save_together_or_fail_together(tmp_path: Path) -> None:
+def test_ranks_save_together_or_fail_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = run_ranks(run_all, 2, str(tmp_path))
     assert first == second, "an error of one rank is one of all"
     assert first["whole"] == first["behind"] == ""
@@ -117,6 +125,18 @@ def test_ranks_save_together_or_fail_together(tmp_path: Path) -> None:
     assert first["flips on"].startswith("CorruptCheckpointError: ")
     assert first["flips on"].endswith("done/r00001.json is not what rank 1 wrote")
     assert list_steps(tmp_path / "flips on") == []
+    assert first["own 4"] == first["own 8"] == ""
+    assert read_own(tmp_path / "own", 8) == [[10 * step + rank for step in range(1, 9)] for rank in range(2)]
+    run(make_own(f"{tmp_path}/own", 9))
+    told = "callbacks.own goes on with the state that rank 0 had: each of 2 ranks had its own"
+    assert told in capsys.readouterr().out
+    assert read_own(tmp_path / "own", 9) == [[10 * step for step in range(1, 10)]]
+
+
+def read_own(folder: Path, step: int) -> list[list[int]]:
+    """The numbers that each rank has kept."""
+    state = json.loads(next((folder / "checkpoints").glob(f"step-{step:08d}-a*/state.json")).read_text())
+    return [of_rank["values"]["numbers"] for of_rank in state["objects"]["callbacks.own"]]
 
 
 def resume_everywhere(world: World, folder: str, workers: int) -> None:
