@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerContext
 # None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use.
 PRELOADED = [
     "dsjob.entry", "dsjob.job", "dsjob.cli.run", "dsjob.compose", "torch.distributed.fsdp",
-    "torch.distributed.checkpoint", "torch._dynamo", "pytest",
+    "torch.distributed.checkpoint", "torch._dynamo", "s3fs", "pytest",
 ]  # fmt: skip
 
 

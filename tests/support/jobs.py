@@ -151,7 +151,14 @@ def dsjob(
 
 
 def _call(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
-    """The command as its script calls it, with the script's sys.path."""
+    enter(command, cwd, environment, folder)
+    from dsjob.cli import main
+
+    sys.exit(main())
+
+
+def enter(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
+    """Makes this process, a fork, what the command's script finds: its sys.path, its arguments; output to `folder`."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(cwd)
@@ -162,9 +169,6 @@ def _call(command: Sequence[str], cwd: str, environment: dict[str, str], folder:
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(Path(DSJOB).parent), *given, *installed]
     sys.argv[:] = command
-    from dsjob.cli import main
-
-    sys.exit(main())
 
 
 def clean_env(**changes: str) -> dict[str, str]:
