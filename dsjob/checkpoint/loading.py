@@ -30,6 +30,7 @@ from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.elsewhere import find_elsewhere
 from dsjob.checkpoint.foreign import Foreign
 from dsjob.checkpoint.joint import JointState, Savable, name_part, view_state
+from dsjob.checkpoint.objects import Stateful, restore_objects
 from dsjob.checkpoint.rng import restore_rng
 from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.shards import ShardReader
@@ -57,8 +58,8 @@ class Opened:
 class Loader:
     """Loads from the checkpoints below one URL, whatever the world size that saved them. A collective, each method."""
 
-    def __init__(self, url: str, world: World, catalog: Catalog) -> None:
-        self._url, self._catalog = url, catalog
+    def __init__(self, url: str, world: World, catalog: Catalog, objects: Mapping[str, Stateful]) -> None:
+        self._url, self._catalog, self._objects = url, catalog, objects
         self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
 
     def load(
@@ -84,6 +85,8 @@ class Loader:
         tensors = self._restore(url, lambda: state.make_optimizer_tensors(saved) if optimizer else {})
         self._read(opened, {**{name: ours[name] for name in found.taken}, **tensors})
         same_world = len(values.get("rng", {})) == self._world.world_size
+        kept = values.get("objects", {})
+        told = self._restore(url, lambda: restore_objects(self._world, self._objects, kept))
 
         def put_back() -> None:
             if optimizer:
@@ -100,7 +103,7 @@ class Loader:
         with restoring(url):
             engine.restore_counters(values.get("counters", engine.counters()))  # a collective: ranks gather weights
         exact = same_world and optimizer and scheduler
-        notes = describe_left_out(saved, tensors) if optimizer else ()
+        notes = told + (describe_left_out(saved, tensors) if optimizer else ())
         notes += foreign.notes if foreign is not None else ()
         return Loaded(checkpoint.tag, url, checkpoint.step, client_state, exact, job, notes)
 
