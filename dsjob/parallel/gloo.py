@@ -1,8 +1,8 @@
-"""FSDP2's two collectives on gloo, by messages between pairs of ranks.
+"""FSDP2's two collectives on CPU, by messages between pairs of ranks.
 
-gloo's own reduce-scatter of 20 MiB between two ranks takes 3 to 4 times, its all-gather 1.3 times as long as the same
-bytes sent and added (torch 2.13, loopback), since it goes through an all-reduce's buffers. Sums of more than two ranks
-are taken in the dtype that travels, as gloo takes them, and in an order that differs by rank and not by run.
+gloo's own take longer, its reduce-scatter most of all: `benchmarks/engine.py` has a step with either (dsjob's, and
+FSDP2 by hand). Sums of more than two ranks are taken in the dtype that travels, as gloo takes them, and in an order that
+differs by rank and not by run.
 """
 
 from __future__ import annotations
