@@ -753,10 +753,13 @@ def start_writeback(handle: int, start: int, length: int) -> None:
 
 
 def publish(folder: str, temporary: dict[str, str], alone: bool) -> None:
-    """Gives the files their names, the index last. Earlier output goes first (not for a file named alone)."""
+    """Gives the files their names, the index last. Earlier output of the same form goes first (not for a file named
+    alone); what is there in the other form may be the only copy of something else."""
     names = {os.path.basename(path) for path in temporary}
-    for name in sorted([] if alone else filter(OUTPUT.fullmatch, os.listdir(folder)), reverse=True):
-        if name not in names or name.endswith(".json"):
+    forms = [found.group(1, 3) for found in map(OUTPUT.fullmatch, names) if found]
+    for found in filter(None, map(OUTPUT.fullmatch, [] if alone else sorted(os.listdir(folder), reverse=True))):
+        name = found.group()
+        if found.group(1, 3) in forms and (name not in names or name.endswith(".json")):
             os.unlink(os.path.join(folder, name))
     for path, hidden in temporary.items():
         os.replace(hidden, path)
@@ -814,7 +817,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(*safe, dest="format", action="store_const", const="safetensors", help="--format safetensors")
     frozen = ("--exclude-frozen-parameters", "--exclude_frozen_parameters")
     parser.add_argument(*frozen, action="store_true", help="leave out the parameters that were not trained")
-    parser.add_argument("--overwrite", action="store_true", help="replace earlier output")
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier output of the same form")
     parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`: nothing half-written stays

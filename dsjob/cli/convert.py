@@ -97,7 +97,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--zero-stage", type=int, choices=(1, 2, 3), help="with --to deepspeed: its ZeRO stage")
     add("--world-size", type=int, metavar="N", help="with --to deepspeed: how many ranks go on from it")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
-    add("--overwrite", action="store_true", help="replace earlier output")
+    add("--overwrite", action="store_true", help="replace earlier output of the same form")
     return parser.parse_intermixed_args(arguments)
 
 

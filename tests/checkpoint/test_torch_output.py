@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from dsjob.checkpoint import zero_to_fp32 as plain
 from dsjob.checkpoint.dtypes import DTYPES
+from dsjob.cli import main
+from dsjob.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 SCRIPT = Path(plain.__file__)
 
@@ -126,8 +129,42 @@ def test_shards_and_their_index_as_transformers_names_them(checkpoint: Path, tmp
     assert len(whole) == 5 * len(STORED) + 4
     assert "already" in run(checkpoint, out, code=2)
     text = run(checkpoint, out, "--overwrite")
-    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", *names}
     assert "load_file" in text
+
+
+def convert_by_script(checkpoint: Path, out: Path, form: str) -> None:
+    run(checkpoint, out, "--overwrite", "--format", form)
+
+
+def convert_by_command(checkpoint: Path, out: Path, form: str) -> None:
+    assert main(["convert", str(checkpoint), str(out), "--overwrite", "--format", form]) == 0
+
+
+def convert_as_deepspeed(checkpoint: Path, out: Path, form: str) -> None:
+    convert_zero_checkpoint_to_fp32_state_dict(checkpoint, out, safe_serialization=form == "safetensors")
+
+
+@pytest.mark.parametrize("call", [convert_by_script, convert_by_command, convert_as_deepspeed])
+@pytest.mark.parametrize(
+    ("form", "new", "other", "last"),
+    [
+        ("torch", "pytorch_model", "model", "safetensors"),
+        ("safetensors", "model", "pytorch_model", "bin"),
+    ],
+)
+def test_overwriting_leaves_weights_of_the_other_form_alone(
+    checkpoint: Path, tmp_path: Path, call: Callable[..., None], form: str, new: str, other: str, last: str
+) -> None:
+    out, own = tmp_path / "out", "bin" if form == "torch" else "safetensors"
+    out.mkdir()
+    stale = [f"{new}-00001-of-00002.{own}", f"{new}.{own}.index.json"]
+    mine = [f"{other}.{last}", f"{other}-00001-of-00002.{last}", f"{other}.{last}.index.json", f"{new}.{last}"]
+    for name in stale + mine:
+        (out / name).write_text("mine")
+    call(checkpoint, out, form)
+    assert {path.name for path in out.iterdir()} == {f"{new}.{own}", *mine}
+    assert [(out / name).read_text() for name in mine] == ["mine"] * 4
 
 
 @pytest.mark.parametrize("option", ["--exclude_frozen_parameters", "--exclude-frozen-parameters"])

@@ -53,7 +53,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Writes the weights of a checkpoint to `pytorch_model.bin`, or to safetensors files, in bounded memory.
 
-    What is there already under these names is replaced.
+    What is there already in the same form is replaced.
     """
     convert(
         os.fspath(checkpoint_dir),
