@@ -25,6 +25,7 @@ class LossScaler:
         self.dynamic = spec.loss_scale == 0
         self.scale = float(2**spec.initial_scale_power if self.dynamic else spec.loss_scale)
         self._step, self._last_overflow, self._borne = 0, -1, spec.hysteresis
+        self._skipped = 0
 
     @property
     def exhausted(self) -> bool:
@@ -43,6 +44,7 @@ class LossScaler:
             )
         if self.dynamic:
             self._adapt(overflow)
+        self._skipped += overflow
         self._step += 1
 
     def _adapt(self, overflow: bool) -> None:
@@ -65,6 +67,7 @@ class LossScaler:
         return {
             "scale": self.scale,
             "dynamic": self.dynamic,
+            "skipped": self._skipped,  # which earlier programs need; here the engine counts them
             "step": self._step,
             "last_overflow": self._last_overflow,
             "borne": self._borne,
@@ -72,6 +75,7 @@ class LossScaler:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave; a static scale stays what the document says."""
+        self._skipped = state.get("skipped", self._skipped)
         if self.dynamic and state["dynamic"]:
             self.scale, self._step = state["scale"], state["step"]
             self._last_overflow = state["last_overflow"]

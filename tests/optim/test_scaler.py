@@ -105,3 +105,13 @@ def test_a_static_scale_is_the_documents_whatever_was_saved() -> None:
     assert static.scale == 64
     dynamic.load(make_scaler(loss_scale=64).state())
     assert dynamic.scale == 128
+
+
+def test_a_state_has_every_key_that_earlier_programs_read() -> None:
+    first, second = make_scaler(), make_scaler()
+    follow(first, "x.x")
+    second.load(first.state())
+    follow(second, "x")
+    keys = {"scale", "dynamic", "skipped", "step", "last_overflow", "borne"}
+    assert (second.state().keys(), second.state()["skipped"]) == (keys, 3)
+    second.load({key: value for key, value in first.state().items() if key != "skipped"})  # some were saved without it
