@@ -20,6 +20,7 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -32,7 +33,15 @@ from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.origins import Composed, settle
 from dsjob.paths import Path
-from dsjob.redaction import REFERENCE, find_secrets
+from dsjob.redaction import (
+    REFERENCE,
+    describe_secret,
+    find_secrets,
+    hide_value,
+    is_argument,
+    is_reference,
+    list_texts,
+)
 from dsjob.resolve import place_problems
 from dsjob.trust import require_job_file
 
@@ -142,6 +151,29 @@ def take_first(overrides: Sequence[str]) -> list[str]:
     return first
 
 
+def find_literal_secrets(overrides: Sequence[str]) -> list[Path]:
+    """The places of secrets that stand in overrides themselves, in any of the values of a sweep."""
+    found: list[Path] = []
+    with _renamed():
+        for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+            path = _split(parsed.get_key_element().lstrip("+~"))
+            sweeps = parsed.is_sweep_override() and parsed.is_discrete_sweep()
+            for value in parsed.sweep_iterator() if sweeps else [parsed.value()]:
+                tree = {path[-1]: _unquote(value)} if path else {}
+                below = [place for place, item in find_secrets(tree) if not is_reference(item)]
+                below += [place for place, item in list_texts(tree) if isinstance(item, str) and describe_secret(item)]
+                found += [(*path[:-1], *place) for place in below]
+    return list(dict.fromkeys(found))
+
+
+def _unquote(value: Any) -> Any:
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, dict):
+        return {str(_unquote(key)): _unquote(item) for key, item in value.items()}
+    return [_unquote(item) for item in value] if isinstance(value, list) else value
+
+
 def multirun(task: TaskFunction, overrides: Sequence[str], *, file: Document | None, config_dir: str | None) -> None:
     """Hydra's own multirun of `task`, with the sweeper and launcher that the overrides choose.
 
@@ -191,8 +223,12 @@ def finish(config: DictConfig, file: Document | None) -> Composed:
 
 def _keep_references(job: DictConfig) -> None:
     """Lets secrets that are read from the environment stay references to it, whatever is resolved besides."""
-    for path, text in find_secrets(OmegaConf.to_container(job, resolve=False)):
-        if REFERENCE.fullmatch(text):
+    document = OmegaConf.to_container(job, resolve=False)
+    secret = {path for path, _ in find_secrets(document)}
+    for path, text in list_texts(document):
+        found = REFERENCE.fullmatch(text) if isinstance(text, str) else None
+        in_url = found and is_argument(document, path) and describe_secret(os.environ.get(found[1], ""))
+        if found and (path in secret or in_url):
             parent: Any = job
             for part in path[:-1]:
                 parent = parent[part]
@@ -226,7 +262,7 @@ def _renamed() -> Iterator[None]:
         raise UsageError(f"no {group or 'config'} is called {name or missing}", hint=hint) from error
     except OverrideParseException as error:
         raise UsageError(
-            f"cannot read {error.override!r}", hint="an override is key=value: trainer.max_steps=10"
+            f"cannot read {hide_value(error.override or '')!r}", hint="an override is key=value: trainer.max_steps=10"
         ) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error) from error
@@ -241,6 +277,7 @@ def _renamed() -> Iterator[None]:
 
 def _explain(error: Exception) -> UsageError | DocumentError:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = re.sub(r"\S+=\S+", lambda found: hide_value(found[0]), text)
     found = re.search(r"Could not (?:override|append to config|delete from config)\W+'?([\w.\[\]@/$-]+)", text)
     cause = error.__cause__
     key = found.group(1).rstrip(".'") if found else ""

@@ -213,6 +213,8 @@ class DeepSpeedEngine(Engine):
         if self._step_applied and schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
             schedule.step(**(lr_kwargs or {}))
         self.rhythm.end_micro_step(stepped=boundary, skipped=boundary and not self._step_applied)
+        if self._scaler is None:
+            self.rhythm.require_progress()
 
     def _read_step(self) -> None:
         norm = self._last_norm if self._last_norm is not None else self.driven.get_global_grad_norm()

@@ -88,11 +88,6 @@ class Engine(Readings, Saving):
         """Whether the model, or its blocks, are compiled: by the config, or by `compile` of the model."""
         return self.spec.compile.enabled or self.module._compiled_call_impl is not None
 
-    @property
-    def basic_optimizer(self) -> Optimizer | None:
-        """The optimizer: there is no wrapper around it."""
-        return self.optimizer
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
@@ -175,7 +170,7 @@ class Engine(Readings, Saving):
 
         Where gradients of any rank are not finite, in fp16, or in bf16 with `check_grad_overflow`, all ranks drop them:
         neither optimizer nor schedule step, but the counters do. Raises LossScaleError where the loss scale is at its
-        minimum already.
+        minimum already, and in bf16 NonFiniteLossError after `rhythm.MAX_SKIPPED` such steps in a row.
         """
         if not self._syncs:
             raise UsageError("step() may not be called inside no_sync or coalesce_grad_reduction")
@@ -186,6 +181,8 @@ class Engine(Readings, Saving):
             if boundary:
                 self._take_step(lr_kwargs or {})
             self.rhythm.end_micro_step(stepped=boundary, skipped=boundary and not self._step_applied)
+            if self._scaler is None:
+                self.rhythm.require_progress()
         finally:
             self.rhythm.stepping = False
 
@@ -215,17 +212,6 @@ class Engine(Readings, Saving):
         found: list[Any] = [None] * ranks
         dist.all_gather_object(found, names)
         return [name for name in self.strategy.masters if any(name in names for names in found)]
-
-    def was_step_applied(self) -> bool:
-        """Whether the last call of `step` has changed the weights: False off the boundary, and after an overflow."""
-        return self._step_applied
-
-    def get_global_grad_norm(self) -> float:
-        """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping; 0.0 before any.
-
-        Loss scaling does not show in it; inf or nan where gradients were not finite.
-        """
-        return float(self._grad_norm) if self._grad_norm is not None else 0.0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those that are still being accumulated too."""
@@ -266,11 +252,6 @@ class Engine(Readings, Saving):
     def eval(self) -> Engine:
         """As nn.Module.eval."""
         return self.train(False)
-
-    def count_parameters(self) -> tuple[int, int]:
-        """Elements of all parameters, tied ones once, and of those that are trained."""
-        total = sum(weight.numel() for weight in self.strategy.weights().values())
-        return total, sum(master.numel() for master in self.strategy.masters.values())
 
     def empty_partition_cache(self) -> None:
         """Frees what forward passes have gathered."""

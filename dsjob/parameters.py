@@ -109,8 +109,8 @@ def _read(
     return found.to(torch.float32 if found.is_floating_point() else found.dtype, copy=True)
 
 
-def _read_gradient(parameter: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor | None:
-    found = _read(parameter, lambda owned: owned.gradient, part)
+def _read_gradient(parameter: Tensor, part: Callable[[Tensor], Tensor], *, own: bool = False) -> Tensor | None:
+    found = _read(parameter, lambda owned: owned.own_gradient if own else owned.gradient, part)
     return None if found is None else found.mul_(_find_factor(parameter))
 
 
@@ -147,10 +147,11 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """A parameter's gradient as fp32, whole: from the boundary's backward pass to the step.
 
     Before that, and inside `no_sync`, what this rank has added up by itself, where nothing of it is reduced yet; else
-    None. With fp16 it is still multiplied by the loss scale.
+    None; the mean of that over all ranks is what is there after reducing, whatever `gradient_allreduce_op` says: with
+    sum both are multiplied by the number of ranks. With fp16 it is still multiplied by the loss scale.
     """
     reduced = _read_gradient(param, whole)
-    return _read(param, lambda owned: owned.own_gradient, whole) if reduced is None else reduced
+    return _read_gradient(param, whole, own=True) if reduced is None else reduced
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -199,8 +200,11 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 
 
 def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: Callable[..., Tensor]) -> None:
-    """Puts `update_func(gradient, parameter)` in the place of each gradient that is there, whole."""
+    """Puts `update_func(gradient, parameter)` in the place of each gradient that is there, whole.
+
+    What is not reduced yet at stages 1 to 3 is left alone.
+    """
     for param in param_list:
-        gradient = safe_get_full_grad(param)
+        gradient = _read_gradient(param, whole)
         if gradient is not None:
             safe_set_full_grad(param, update_func(gradient, param))

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.optim.scaler import LossScaler
+from dsjob.parallel import Strategy
 from dsjob.rhythm import Rhythm
 
 
 class Readings:
-    """The part of an engine that tells of its counters, batch sizes, loss scale and parameter groups."""
+    """The part of an engine that tells of its counters, batch sizes, loss scale, gradients and parameter groups."""
 
     rhythm: Rhythm
+    strategy: Strategy
     optimizer: Optimizer | None
     _scaler: LossScaler | None
+    _grad_norm: Tensor | None
+    _step_applied: bool
+
+    @property
+    def basic_optimizer(self) -> Optimizer | None:
+        """The optimizer: there is no wrapper around it."""
+        return self.optimizer
 
     @property
     def global_steps(self) -> int:
@@ -36,6 +46,22 @@ class Readings:
     def skipped_steps(self) -> int:
         """Steps that were left out since gradients were not finite; `global_steps` counts them too."""
         return self.rhythm.skipped_steps
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` has changed the weights: False off the boundary, and after an overflow."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float:
+        """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping; 0.0 before any.
+
+        Loss scaling does not show in it; inf or nan where gradients were not finite.
+        """
+        return float(self._grad_norm) if self._grad_norm is not None else 0.0
+
+    def count_parameters(self) -> tuple[int, int]:
+        """Elements of all parameters, tied ones once, and of those that are trained."""
+        total = sum(weight.numel() for weight in self.strategy.weights().values())
+        return total, sum(master.numel() for master in self.strategy.masters.values())
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Nothing, as DeepSpeed gives without `wall_clock_breakdown`, which has no effect here."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dsjob.paths import Path
+from dsjob.paths import Path, get_at
 
 # Azure's own form `abfs://container@account.../path` names a container there, which is no secret.
 # A password may hold slashes, as keys of AWS do; what has no colon ends at the first one.
@@ -23,37 +23,72 @@ _SECRET = re.compile(
 _AZURE = re.compile(r"(?i)\b(?:abfss?|az|wasbs?)://$")
 
 
-# `token` by itself is one; `pad_token` and `eos_token` are not.
 _SECRET_NAME = re.compile(
-    r"(?:.*_)?(?:secret|password|passwd|passphrase|(?:api|access|account|secret|private)_?key"
-    r"|(?:auth|access|api|bearer|hf|hub|refresh|sas|security|session)_?token)|token"
+    r"(?:.*_)?(?:secret|password|passwd|pwd|passphrase|(?:api|access|account|secret|private)_?key|authorization"
+    r"|credentials?|connection_?string|dsn|token|(?:auth|access|api)token)"
 )
-REFERENCE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")
+# The names that tokenizers and models have for theirs, and numbers of them.
+_VOCABULARY = re.compile(
+    r"(?:.*_)?(?:audio|begin|blank|bo[isv]|class|cls|end|eo[dimstv]|fill|first|image|last|mask|max|middle|min|new|next|num"
+    r"|pad|patch|per|prefix|sep|separator|sos|special|speech|start|stop|suffix|unk|video|word)_token"
+)
+# With `,null` the environment need not have it.
+REFERENCE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(,\s*null\s*)?\}")
 
 
 def is_secret(key: object) -> bool:
     """Whether an argument of this name is a secret."""
-    return isinstance(key, str) and bool(_SECRET_NAME.fullmatch(_split_words(key)))
+    words = _split_words(key) if isinstance(key, str) else ""
+    return bool(_SECRET_NAME.fullmatch(words)) and not _VOCABULARY.fullmatch(words)
 
 
 def _split_words(key: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.]", "_", key).lower()
 
 
-def find_secrets(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """The texts in a document that are named as secrets, with their places; empty ones are none."""
+def list_texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The texts and numbers in a document, with their places; empty texts are none."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        if isinstance(item, str) and item and is_secret(key):
+        if isinstance(item, (str, int, float)) and not isinstance(item, bool) and item != "":
             yield (*path, key), item
-        yield from find_secrets(item, (*path, key))
+        yield from list_texts(item, (*path, key))
+
+
+def find_secrets(value: Any) -> Iterator[tuple[Path, Any]]:
+    """Those that are named as secrets, alone or in a list."""
+    for path, item in list_texts(value):
+        if is_secret(next((part for part in reversed(path) if isinstance(part, str)), None)):
+            yield path, item
+
+
+def hide_secrets(value: Any) -> Any:
+    """A document with *** for what it holds of secrets; references stay."""
+    if isinstance(value, list):
+        return [hide_secrets(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = [path for path, item in find_secrets(value) if not is_reference(item)]
+    secret = {path[0] for path in found if not any(isinstance(part, str) for part in path[1:])}
+    return {key: "***" if key in secret else hide_secrets(item) for key, item in value.items()}
+
+
+def is_argument(document: Any, path: Path) -> bool:
+    """Whether a target is called with what is at `path`."""
+    above = (get_at(document, path[:length]) for length in range(1, len(path)))
+    return any(isinstance(value, dict) and value.get("_target_") for value in above)
+
+
+def is_reference(value: object) -> bool:
+    """Whether a value is read from the environment, and is nothing else."""
+    return isinstance(value, str) and bool(REFERENCE.fullmatch(value))
 
 
 def hide_value(override: str) -> str:
     """A `key=value` with *** for the value where it is a secret, or has one in it."""
-    key, _, _ = override.partition("=")
-    words = re.findall(r"[\w-]+", override)
-    return f"{key}=***" if any(is_secret(word) for word in words) else override
+    key, equals, _ = override.partition("=")
+    hidden = f"{key}=***" if equals else "***"
+    return hidden if any(is_secret(word) for word in re.findall(r"[\w-]+", override)) else redact(override)
 
 
 def describe_secret(url: str) -> str:

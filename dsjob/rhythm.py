@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsjob.errors import UsageError
+from dsjob.errors import NonFiniteLossError, UsageError
 from dsjob.spec import Trainer
+
+MAX_SKIPPED = 10  # steps in a row that are left out before that is an error, where no loss scale answers to overflows
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Rhythm:
     global_samples: int = 0
     micro_steps: int = 0
     skipped_steps: int = 0  # left out since gradients were not finite; global_steps counts them too
+    skipped_in_a_row: int = 0  # of these, the ones since the last step that was taken
     done: int = 0  # micro steps of the step that is not finished
     forced: bool | None = None  # what the program says of the boundary, where it wants to
     managed: bool = True
@@ -75,10 +78,21 @@ class Rhythm:
         self.skipped_steps += skipped
         self.done = 0 if stepped else self.done + 1
         if stepped:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
             self.global_steps += 1
             passes = self.accumulation if self.managed else self.passes
             self.global_samples += self.micro_batch * passes * self.world_size
             self.passes = 0
+
+    def require_progress(self) -> None:
+        """Raises NonFiniteLossError where MAX_SKIPPED steps in a row were left out: more of them mend nothing."""
+        if self.skipped_in_a_row >= MAX_SKIPPED:
+            raise NonFiniteLossError(
+                f"gradients were not finite in {self.skipped_in_a_row} steps in a row, up to step {self.global_steps}:"
+                " none of these was taken",
+                hint="look for log(0), sqrt(0) or a division by zero in the model or loss, and for nan in the data;"
+                " torch.autograd.set_detect_anomaly(True) names the operator",
+            )
 
     def set_train_batch(self, samples: int) -> None:
         """Another train batch, by another number of micro steps. Raises UsageError where that is no whole number."""
@@ -102,4 +116,4 @@ class Rhythm:
         self.global_steps, self.global_samples = counts["global_steps"], counts["global_samples"]
         self.micro_steps = self.global_steps * (self.accumulation if self.managed else 1)
         self.skipped_steps = counts.get("skipped_steps", 0)
-        self.done = self.passes = 0
+        self.done = self.passes = self.skipped_in_a_row = 0

@@ -26,8 +26,8 @@ from dsjob.trust import Trust
 def call_target(target: Target, *positional: Any, trust: Trust = Trust()) -> Any:  # noqa: B008 (frozen)
     """Calls a target with `positional` and then its own arguments; targets among the arguments are called first.
 
-    `${oc.env:NAME}`, which stands for a secret, is read from the environment. `_partial_: true` binds the arguments
-    instead. Raises TargetError where the target is not trusted, cannot be
+    `${oc.env:NAME}`, which stands for a secret, is read from the environment; with `,null` it may be absent there.
+    `_partial_: true` binds the arguments instead. Raises TargetError where the target is not trusted, cannot be
     imported or does not take the arguments; an error inside the target passes through.
     """
     problems = trusting.check_document({"_target_": target.path, **target.arguments}, trust)
@@ -66,6 +66,8 @@ def _build(value: Any, trust: Trust) -> Any:
     if isinstance(value, list):
         return [_build(item, trust) for item in value]
     if isinstance(value, str) and (found := REFERENCE.fullmatch(value)):
+        if found[1] not in os.environ and found[2]:
+            return None
         if found[1] not in os.environ:
             raise TargetError(f"{value}: there is no {found[1]} in the environment", hint=f"export {found[1]}=...")
         return os.environ[found[1]]

@@ -217,6 +217,32 @@ def test_interpolations_are_resolved() -> None:
     assert document["trainer"]["seed"] == 64
 
 
+@pytest.mark.parametrize("value", ["hf_canary", None])
+def test_a_secret_that_may_be_absent_stays_a_reference(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSJOB_TEST_TOKEN", raising=False)
+    if value is not None:
+        monkeypatch.setenv("DSJOB_TEST_TOKEN", value)
+    composed = compose(["+recipe=quickstart", "+data.train.token='${oc.env:DSJOB_TEST_TOKEN,null}'"])
+    assert composed.document["data"]["train"]["token"] == "${oc.env:DSJOB_TEST_TOKEN,null}"
+
+
+def test_a_url_with_a_password_stays_a_reference_and_another_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSJOB_TEST_URL", "postgresql://u:pw@h/db")
+    monkeypatch.setenv("DSJOB_TEST_HOST", "postgresql://h/db")
+    given = ["+data.train.url='${oc.env:DSJOB_TEST_URL}'", "+data.train.host='${oc.env:DSJOB_TEST_HOST}'"]
+    train = compose(["+recipe=quickstart", *given]).document["data"]["train"]
+    assert (train["url"], train["host"]) == ("${oc.env:DSJOB_TEST_URL}", "postgresql://h/db")
+    job = compose(["+recipe=quickstart", "checkpoint.dir='${oc.env:DSJOB_TEST_URL}'"]).document
+    assert job["checkpoint"]["dir"] == "postgresql://u:pw@h/db"  # which the check refuses
+
+
+@pytest.mark.parametrize("override", ["data.train.token=[hunter2", "token:hunter2"])
+def test_an_override_that_cannot_be_read_is_told_without_its_secret(override: str) -> None:
+    with pytest.raises(UsageError, match="cannot read") as caught:
+        compose(["+recipe=quickstart", override])
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_folder_of_the_users_own_adds_recipes_and_groups(tmp_path: Path, quickstart: dict[str, Any]) -> None:
     for group in ("recipe", "optimizer"):
         (tmp_path / group).mkdir()

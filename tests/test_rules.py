@@ -420,6 +420,24 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "loss.options[0].hf_token",
         {"loss": {"_target_": "a.b", "hf_token": "${oc.env:HF_TOKEN}", "pad_token": "<pad>", "token": ""}},
     ),
+    (
+        "secret-in-document",
+        {"data": {"train": {"_target_": "a.b", "password": 5}}},
+        "data.train.password",
+        {"deepspeed": {"comet": {"api_key": "abc"}}, "comet": {"api_key": "abc"}},
+    ),
+    (
+        "secret-in-url",
+        {"data": {"train": {"_target_": "a.b", "options": ["postgresql://u:pw@h/db"]}}},
+        "data.train.options[0]",
+        {"data": {"train": {"_target_": "a.b", "options": ["postgresql://h/db", "${oc.env:DB}"]}}},
+    ),
+    (
+        "secret-without-effect",
+        {"deepspeed": {"comet": {"api_key": "abc"}}},
+        "deepspeed.comet.api_key",
+        {"deepspeed": {"comet": {"api_key": "${oc.env:COMET}"}, "optimizer": {"params": {"token": "a"}}}},
+    ),
     ("output-not-local", {"output": {"dir": "s3://runs/a"}}, "output.dir", {"output": {"dir": "runs/a"}}),
 ]
 # The same for bare DeepSpeed configs: what a job has no key for, or says in other words.

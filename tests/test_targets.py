@@ -258,3 +258,11 @@ def test_describe_call_error_leaves_self_and_catch_alls_out() -> None:
     def function(self: object, a: int, *args: int, **kwargs: int) -> None: ...
 
     assert describe_call_error("f", function, TypeError("wrong")) == "f: wrong; it takes a"
+
+
+def test_a_secret_that_may_be_absent_is_none_without_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSJOB_TEST_TOKEN", raising=False)
+    target = Target("targets_pkg.parts.gather", {"token": "${oc.env:DSJOB_TEST_TOKEN,null}"})
+    assert call_target(target) == ((), {"token": None})
+    monkeypatch.setenv("DSJOB_TEST_TOKEN", "canary")
+    assert call_target(target) == ((), {"token": "canary"})

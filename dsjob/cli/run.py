@@ -14,6 +14,7 @@ from dsjob.cli.trusted import add_arguments, grant
 from dsjob.document import Document
 from dsjob.errors import UsageError
 from dsjob.origins import STDIN, Composed, is_deepspeed, read_document
+from dsjob.redaction import hide_secrets
 from dsjob.run_folder import RESOLVED_NAME
 
 _SWEEP = "optimizer.params.lr=1e-3,3e-4"
@@ -121,7 +122,7 @@ def _sweep(composed: Composed) -> str:
 def _print_yaml(document: dict[str, Any], package: str | None) -> None:
     from dsjob.cli.output import to_yaml
 
-    value: Any = document
+    value: Any = hide_secrets(document)
     for part in package.split(".") if package and package != "_global_" else []:
         if not isinstance(value, dict) or part not in value:
             raise UsageError(f"there is no {package} in the document")

@@ -16,8 +16,10 @@ from dsjob import compose as composition
 from dsjob import launch
 from dsjob.cli.execute import run_composed
 from dsjob.document import Document
-from dsjob.errors import DsjobError, Interrupted, LaunchError
+from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, Problem
 from dsjob.origins import read_document
+from dsjob.resolve import place_problems
+from dsjob.rules import RULES
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
 from dsjob.trust import Trust
 
@@ -28,6 +30,7 @@ _FILE_VARIABLE, _DEBUG_VARIABLE, _DIR_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEE
 
 def main(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool, trust: Trust) -> int:
     """Sweeps; the exit code is 1 if any run failed."""
+    _refuse_secrets(overrides, file, config_dir)
     folder = _choose_folder(overrides, file, config_dir)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
     os.environ[_TRUST_VARIABLE] = trust.to_text()
@@ -41,6 +44,21 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
         raise LaunchError(f"no run of the sweep has left a result in {folder}")
     _print_table(folder, results)
     return 0 if all(entry["status"] == "done" for entry in results.values()) else 1
+
+
+def _refuse_secrets(overrides: list[str], file: Document | None, config_dir: str | None) -> None:
+    """Raises DocumentError for those of any run, before Hydra prints and writes down what the runs are given."""
+    hint = "NAME in the environment, and KEY='${oc.env:NAME}'"
+    problems = [
+        Problem("is refused: a secret may not stand in an override", path, "secret-in-document", hint, "command line")
+        for path in composition.find_literal_secrets(overrides)
+    ]
+    if not problems:
+        composed = composition.compose(composition.take_first(overrides), file=file, config_dir=config_dir)
+        found = [*RULES["secret-in-document"].find(composed.document), *RULES["secret-in-url"].find(composed.document)]
+        problems = place_problems(found, composed.locate)
+    if problems:
+        raise DocumentError(problems)
 
 
 def _choose_folder(overrides: list[str], file: Document | None, config_dir: str | None) -> str | None:

@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from dsjob.errors import Problem
 from dsjob.paths import Path
-from dsjob.redaction import REFERENCE, describe_secret, find_secrets, redact
+from dsjob.redaction import describe_secret, find_secrets, is_argument, is_reference, list_texts, redact
 from dsjob.rules.table import Document, Finding, enter, read
+from dsjob.schema import job_schema
 
 
 @enter("finite")
@@ -161,6 +163,9 @@ def _secret(document: Document) -> Iterator[Finding]:
         url = read(document, place, "")
         if isinstance(url, str) and (secret := describe_secret(url)):
             yield place, f"{redact(url)} is refused: {secret}", "use the environment or a profile of the store's tools"
+    for path, text in list_texts(document):
+        if is_argument(document, path) and isinstance(text, str) and (secret := describe_secret(text)):
+            yield path, f"{redact(text)} is refused: {secret}", "${oc.env:NAME}, with all of it in the environment"
 
 
 @enter("secret-in-document", whole=True)
@@ -168,8 +173,24 @@ def _named_secret(document: Document) -> Iterator[Finding]:
     """A document is copied into each checkpoint and each run folder, and shown to whoever asks; a reference to the
     environment stays one in all of these."""
     for path, value in find_secrets(document):
-        if not REFERENCE.fullmatch(value):
-            yield path, "is refused: a secret may not stand in a document", "${oc.env:NAME}, with it in the environment"
+        if not is_reference(value) and not _is_idle(document, path):
+            override = f"{Problem('', path, 'secret-in-document').dotted}='${{oc.env:NAME}}'"
+            yield path, "is refused: a secret may not stand in a document", f"{override}, with it in the environment"
+
+
+@enter("secret-without-effect", severity="warning", whole=True)
+def _idle_secret(document: Document) -> Iterator[Finding]:
+    """A DeepSpeed config may hold keys of services that nothing here calls: they are left out of all that is saved,
+    but the file itself still holds them."""
+    for path, value in find_secrets(document):
+        if path[0] == "deepspeed" and not is_reference(value) and _is_idle(document, path[1:]):
+            yield path, "is a secret in a file, and has no effect here", "leave it out"
+
+
+def _is_idle(document: Document, path: Path) -> bool:
+    """Whether what is at `path` is of a DeepSpeed config's sections that a job does not have."""
+    config, parts = document.get("deepspeed"), path[1:] if path[0] == "deepspeed" else path
+    return isinstance(config, dict) and parts[0] in config and parts[0] not in job_schema()["properties"]
 
 
 @enter("output-not-local", whole=True)

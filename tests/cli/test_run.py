@@ -234,9 +234,42 @@ def test_a_secret_in_the_document_is_refused_and_not_repeated(job: Path) -> None
     assert done.returncode == 2
     for key in ("token", "options.api_key"):
         assert f"error[secret-in-document]: data.train.{key}: is refused" in done.stderr
+        assert f"data.train.{key}='${{oc.env:NAME}}'" in done.stderr
     assert "${oc.env:NAME}" in done.stderr
     assert CANARY not in done.stdout + done.stderr
     assert not (job / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"+data.train.token={CANARY}",
+        f"+data.train.token='${{oc.env:DSJOB_CANARY}}',{CANARY}",
+        f"+data.train.options={{api_key:{CANARY}}}",
+        f"+data.train.url='postgresql://u:{CANARY}@h/db'",
+        f"+data.train.token=a b {CANARY}",
+    ],
+)
+@pytest.mark.parametrize("more", ["trainer.max_steps=1,2", "hydra.sweep.dir=elsewhere"])
+def test_a_sweep_with_a_secret_does_not_begin_and_does_not_repeat_it(job: Path, override: str, more: str) -> None:
+    before = sorted(job.rglob("*"))
+    done = dsjob("-m", "cfg.json", override, more, cwd=job)
+    assert done.returncode == 2
+    assert CANARY not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path for path in sorted(job.rglob("*")) if path not in before and "__pycache__" not in str(path)] == []
+
+
+def test_a_secret_of_a_deepspeed_file_that_has_no_effect_is_a_warning_and_is_not_saved(job: Path) -> None:
+    (job / "ds.json").write_text(json.dumps({"comet": {"enabled": True, "api_key": CANARY}}))
+    done = dsjob("cfg.json", "deepspeed=ds.json", "trainer.max_steps=1", cwd=job)
+    assert done.returncode == 0, done.stderr
+    assert "warning[secret-without-effect]: deepspeed.comet.api_key" in done.stderr
+    shown = dsjob("cfg.json", "deepspeed=ds.json", "--cfg", "job", cwd=job)
+    assert "***" in shown.stdout
+    assert CANARY not in done.stdout + done.stderr + shown.stdout
+    files = [path for path in (job / "run").rglob("*") if path.is_file()]
+    assert [str(path) for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
 def test_training_on_follows_the_longer_schedule(job: Path) -> None:
@@ -284,6 +317,19 @@ def test_gradients_of_bf16_that_are_not_finite_are_a_skipped_step_and_a_loss_tha
     done = dsjob("cfg.json", *arguments, cwd=job)
     assert done.returncode == 1
     assert "the loss became nan in step 4" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [(6, "no step was taken: the gradients' norm became nan in step 6"), (20, "not finite in 10 steps in a row")],
+)
+def test_a_job_of_bf16_that_takes_no_step_is_an_error(job: Path, steps: int, message: str) -> None:
+    given = ("model._target_=my_model.NanGradients", "bf16.enabled=true", "~data.eval", f"trainer.max_steps={steps}")
+    done = dsjob("cfg.json", *given, cwd=job)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list_commits(job / "run") == []
 
 
 def test_the_smallest_loss_scale_ends_a_job_and_names_what_overflows(job: Path) -> None:

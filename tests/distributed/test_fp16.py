@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import dsjob
 from dsjob.engine import Engine
-from dsjob.errors import LossScaleError
+from dsjob.errors import LossScaleError, NonFiniteLossError
 from dsjob.mesh import World
+from dsjob.rhythm import MAX_SKIPPED
 
 FP16: dict[str, Any] = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
 WARM: dict[str, Any] = {
@@ -97,6 +98,23 @@ def test_bf16_steps_on_where_overflows_are_not_looked_for() -> None:
     spike(engine, math.inf)
     assert (engine.was_step_applied(), engine.skipped_steps) == (True, 0)
     assert not bool(engine.module.blocks[0].weight.isfinite().all())  # type: ignore[index,union-attr]
+
+
+def test_bf16_skips_for_a_while_and_not_for_ever() -> None:
+    engine = make_engine(0, net=Spiky(), bf16=True)
+    for _ in range(2):
+        for _ in range(MAX_SKIPPED - 1):
+            spike(engine, math.nan)
+        spike(engine, 1.0)  # one that is taken begins the count anew
+    for _ in range(MAX_SKIPPED - 1):
+        spike(engine, math.nan)
+    before, steps = whole_state(engine), 3 * MAX_SKIPPED
+    message = f"not finite in {MAX_SKIPPED} steps in a row, up to step {steps}: none of these was taken"
+    with pytest.raises(NonFiniteLossError, match=message) as caught:
+        spike(engine, math.nan)
+    assert "set_detect_anomaly" in caught.value.hint
+    assert (engine.global_steps, engine.skipped_steps) == (steps, steps - 2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole_state(engine).items())
 
 
 def exhaust(world: World) -> list[tuple[str, list[float]]]:

@@ -16,7 +16,7 @@ import dsjob
 from dsjob.engine import Engine
 from dsjob.errors import UsageError
 from dsjob.mesh import World
-from dsjob.parameters import safe_get_full_grad
+from dsjob.parameters import safe_get_full_grad, safe_update_full_grad_vectorized
 
 pytestmark = pytest.mark.slow
 
@@ -283,18 +283,29 @@ def test_outputs_may_be_changed_in_place_and_left_alone(accumulation: int) -> No
         assert all(torch.allclose(rank[name], value, atol=1e-6) for name, value in alone.items())
 
 
-def read_own_gradients(world: World) -> list[tuple[bool, bool, bool]]:
-    """For each stage: what is read inside no_sync is this rank's own sum; what is after it is the mean."""
-    found = []
+def read_own_gradients(world: World, op: str) -> list[tuple[bool, bool, bool, bool, bool]]:
+    """For each stage: what is read inside no_sync is this rank's own sum; what is after it is the mean.
+
+    Both are times the ranks where their sum is asked for. Then: what is written all at once, inside and after.
+    """
+    found, factor = [], 2 if op == "sum" else 1
     for stage in range(4):
-        engine = make_engine(stage)
+        engine = make_engine(stage, gradient_allreduce_op=op)
         weight = engine.module.head.weight  # type: ignore[union-attr]
         assert isinstance(weight, Tensor)
         own = []
+        written: list[Tensor] = []
+
+        def change(gradient: Tensor, parameter: Tensor, written: list[Tensor] = written) -> Tensor:
+            written.append(gradient)
+            return gradient
+
         with engine.no_sync():
             for micro in range(2):
                 engine.backward(engine(*make_tokens(10 * micro + world.rank, 2)))
                 own.append(safe_get_full_grad(weight))
+            safe_update_full_grad_vectorized([weight], change)
+        inside = len(written) == (stage == 0)  # where the gradient itself is what is there
         engine.allreduce_gradients()
         mean = safe_get_full_grad(weight)
         assert own[1] is not None
@@ -304,15 +315,19 @@ def read_own_gradients(world: World) -> list[tuple[bool, bool, bool]]:
         plain = build_net()
         for micro in range(2):
             plain(*make_tokens(10 * micro + world.rank, 2)).backward()
-        expected = plain.head.weight.grad
+        expected = plain.head.weight.grad * factor
+        safe_update_full_grad_vectorized([weight], change)
+        after = torch.equal(written[-1], mean) and torch.equal(safe_get_full_grad(weight), mean)
         assert own[0] is not None
         grew = not torch.allclose(own[0], own[1])
-        found.append((grew, torch.allclose(own[1], expected, atol=1e-6), torch.allclose(mean, sums / 2, atol=1e-6)))
+        same = torch.allclose(own[1], expected, atol=1e-6), torch.allclose(mean, sums / 2, atol=1e-6)
+        found.append((grew, *same, inside, after))
         engine.step()
         assert safe_get_full_grad(weight) is None
     return found
 
 
-def test_inside_no_sync_a_rank_reads_what_it_has_added_up_itself() -> None:
-    for found in run_ranks(read_own_gradients, 2):
-        assert found == [(True, True, True)] * 4
+@pytest.mark.parametrize("op", ["avg", "sum"])
+def test_inside_no_sync_a_rank_reads_what_it_has_added_up_itself(op: str) -> None:
+    for found in run_ranks(read_own_gradients, 2, op):
+        assert found == [(True,) * 5] * 4

@@ -96,6 +96,11 @@ class NanGradient(Net):
         # sqrt has an infinite slope at 0, and inf * 0 is nan: the loss itself stays finite
         return loss + 0 * torch.sqrt(loss * 0) if NanGradient.calls == 4 else loss
 
+class NanGradients(Net):
+    def forward(self, x, y):
+        loss = super().forward(x, y)
+        return loss + 0 * torch.sqrt(loss * 0)
+
 class NanOnce(Net):
     calls = 0
 
