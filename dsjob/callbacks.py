@@ -36,7 +36,8 @@ class Callback:
     """Override what is needed. Every hook is called on every rank, in the same order, so collectives are safe in it.
 
     One with methods `state_dict` and `load_state_dict` has its state in each checkpoint: a dict of JSON values and of
-    tensors, 1 MiB of them at most, by rank where ranks differ. A run that goes on gives it back before `on_start`.
+    tensors, 1 MiB of it at most, by rank where ranks differ; state that is none of this is told of and left out. A run
+    that goes on gives it back before `on_start`.
     """
 
     def on_start(self, run: RunView) -> None:

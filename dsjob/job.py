@@ -16,7 +16,7 @@ from dsjob import loop, storage
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.committed import Loaded
-from dsjob.checkpoint.objects import list_stateful
+from dsjob.checkpoint.objects import Kept
 from dsjob.checkpoint.retention import Best, Retention
 from dsjob.data import NoLoader, TrainingLoader
 from dsjob.engine import Engine
@@ -95,7 +95,7 @@ def _prepare(
     loss = build_callable(spec.loss, "loss", trust) if spec.loss else None
     callbacks = {name: _build_callback(name, target, trust) for name, target in spec.callbacks.items()}
     metrics = {name: build_callable(target, f"metrics.{name}", trust) for name, target in spec.metrics.items()}
-    kept = list_stateful(display.say, callbacks=callbacks, metrics=metrics)
+    kept = Kept(display.say, callbacks=callbacks, metrics=metrics)
     checkpointer = Checkpointer(
         spec.checkpoint.dir or storage.join(run_dir, "checkpoints"),
         world=world,

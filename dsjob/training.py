@@ -9,7 +9,7 @@ from typing import Any
 from dsjob.callbacks import Callback
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.joint import Savable
-from dsjob.checkpoint.objects import Stateful
+from dsjob.checkpoint.objects import Kept
 from dsjob.contract import LossFunction
 from dsjob.data import NoLoader, TrainingLoader
 from dsjob.engine import Engine
@@ -38,7 +38,7 @@ class Run:
     eval_step: UserStep | None = None
     collate: Callable[[list[Any]], Any] | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    kept: Mapping[str, Stateful] = field(default_factory=dict)  # callbacks and metrics whose state checkpoints hold
+    kept: Kept = field(default_factory=Kept)  # callbacks and metrics: checkpoints hold the state of those that have one
     occasions: Occasions | None = None
     rated: list[dict[str, Any]] = field(default_factory=list)  # checkpoints by their metrics, where the best stay
     last_record: dict[str, float] = field(default_factory=dict)

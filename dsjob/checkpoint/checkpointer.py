@@ -22,7 +22,7 @@ from dsjob.checkpoint.committed import Loaded, Matched, Saved
 from dsjob.checkpoint.garbage import clear
 from dsjob.checkpoint.joint import Savable, view_state
 from dsjob.checkpoint.loading import Loader
-from dsjob.checkpoint.objects import Stateful, capture_objects
+from dsjob.checkpoint.objects import Kept, capture_objects
 from dsjob.checkpoint.prepared import PreparedSave, describe_state
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.rng import capture_rng
@@ -48,9 +48,9 @@ class Checkpointer:
         job: Mapping[str, Any] | None = None,
         single_writer: bool = False,
         timeout: float = 1800.0,
-        objects: Mapping[str, Stateful] | None = None,
+        objects: Kept | None = None,
     ) -> None:
-        self.url, self._job, self._objects = url, job, objects or {}
+        self.url, self._job, self._objects = url, job, Kept() if objects is None else objects
         self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
         self._retention, self._single_writer, self._timeout = retention or Retention(), single_writer, timeout
         self._catalog = Catalog(url)

@@ -30,7 +30,7 @@ from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.elsewhere import find_elsewhere
 from dsjob.checkpoint.foreign import Foreign
 from dsjob.checkpoint.joint import JointState, Savable, name_part, view_state
-from dsjob.checkpoint.objects import Stateful, restore_objects
+from dsjob.checkpoint.objects import Kept, restore_objects
 from dsjob.checkpoint.rng import restore_rng
 from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.shards import ShardReader
@@ -58,7 +58,7 @@ class Opened:
 class Loader:
     """Loads from the checkpoints below one URL, whatever the world size that saved them. A collective, each method."""
 
-    def __init__(self, url: str, world: World, catalog: Catalog, objects: Mapping[str, Stateful]) -> None:
+    def __init__(self, url: str, world: World, catalog: Catalog, objects: Kept) -> None:
         self._url, self._catalog, self._objects = url, catalog, objects
         self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
 

@@ -1,24 +1,25 @@
 """The state of a job's own objects, its callbacks and metrics: plain values and small tensors, as JSON values.
 
-Where ranks have the same state it is kept once; where they do not, by rank.
+Where ranks have the same state it is kept once; where they do not, by rank. State that cannot be kept is told of and
+left out of a save, which loses nothing else by it.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import safetensors.torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsjob.checkpoint.agreement import gather
-from dsjob.checkpoint.values import decode, encode
-from dsjob.errors import CheckpointError, DsjobError
+from dsjob.checkpoint.values import decode, encode, encode_json
+from dsjob.errors import CheckpointError, DsjobError, Interrupted
 from dsjob.mesh import World
 
-MOST_BYTES = 1 << 20  # of the tensors of one object: state.json holds them
+MOST_BYTES = 1 << 20  # of one object: state.json holds it
 
 
 class Stateful(Protocol):
@@ -28,37 +29,47 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
-def list_stateful(say: Callable[[str, str], None], **objects: Mapping[str, Any]) -> dict[str, Stateful]:
-    """Those of `objects` that have state, by `<kind>.<name>`; a module with much state, weights then, is told of and
-    left out."""
-    kept: dict[str, Stateful] = {}
-    for name, value in ((f"{kind}.{name}", value) for kind, named in objects.items() for name, value in named.items()):
-        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
-            continue
-        size = _count_bytes(value.state_dict()) if isinstance(value, nn.Module) else 0
-        if size > MOST_BYTES:
-            say("not kept", f"{name} has {size:,} bytes of tensors: no checkpoint holds them, a resume makes it anew")
-            continue
-        kept[name] = value
-    return kept
+class Kept(dict[str, Any]):
+    """A job's own objects by `<kind>.<name>`, those without state too: the names are the same on every rank.
+
+    `say`: shows a title and a text to the user.
+    """
+
+    def __init__(self, say: Callable[[str, str], None] | None = None, **objects: Mapping[str, Any]) -> None:
+        super().__init__({f"{kind}.{name}": value for kind, named in objects.items() for name, value in named.items()})
+        self._say, self._told = say, set[str]()
+
+    def tell(self, name: str, why: str) -> None:
+        """Says, once for each object, that its state is left out of checkpoints."""
+        if self._say is not None and name not in self._told:
+            self._say("not kept", f"{name} is left out of checkpoints, and begins anew on a resume: {why}")
+        self._told.add(name)
 
 
-def capture_objects(world: World, objects: Mapping[str, Stateful]) -> dict[str, list[Any]]:
+def capture_objects(world: World, objects: Kept) -> dict[str, list[Any]]:
     """On rank 0 the state of each object by its name: a list of one where all ranks have the same, else by rank.
 
-    A collective, unless there are no objects. Raises CheckpointError for state that cannot be kept.
+    What cannot be kept, or not of every rank, is told and left out. A collective, unless there are no objects.
     """
     if not objects:
         return {}
-    found = gather(world, lambda: {name: _capture(name, value) for name, value in objects.items()})
-    states = {name: [of_rank[name] for of_rank in found] for name in objects if found}
-    return {name: own if any(state != own[0] for state in own) else own[:1] for name, own in states.items()}
+    found: list[dict[str, Any]] = gather(world, lambda: {n: _try(n, v) for n, v in objects.items() if _is_stateful(v)})
+    states = {}
+    for name in (name for name in objects if any(name in of_rank for of_rank in found)):
+        own = [of_rank.get(name, "it has no state_dict and load_state_dict there") for of_rank in found]
+        refused = [(rank, state) for rank, state in enumerate(own) if isinstance(state, str)]
+        if refused:
+            rank, why = refused[0]
+            objects.tell(name, why if len(refused) == len(own) else f"on rank {rank}, {why}")
+        else:
+            states[name] = own if any(state != own[0] for state in own) else own[:1]
+    return states
 
 
-def restore_objects(world: World, objects: Mapping[str, Stateful], saved: Mapping[str, list[Any]]) -> tuple[str, ...]:
+def restore_objects(world: World, objects: Kept, saved: Mapping[str, list[Any]]) -> tuple[str, ...]:
     """Gives this rank's objects their state back; what of that cannot be done, in words. Raises CheckpointError."""
-    notes = []
-    for name, value in objects.items():
+    notes, stateful = [], {name: value for name, value in objects.items() if _is_stateful(value)}
+    for name, value in stateful.items():
         states = saved.get(name)
         if states is None:
             notes.append(f"{name} begins anew: the checkpoint has no state of it")
@@ -66,27 +77,44 @@ def restore_objects(world: World, objects: Mapping[str, Stateful], saved: Mappin
         if len(states) not in (1, world.world_size):
             notes.append(f"{name} goes on with the state that rank 0 had: each of {len(states)} ranks had its own")
         _restore(name, value, states[world.rank if len(states) == world.world_size else 0])
-    unused = sorted(saved.keys() - objects)
+    unused = sorted(saved.keys() - stateful)
     notes += [f"the state of {name} is not used: there is nothing of that name to take it" for name in unused]
     return tuple(notes)
 
 
-def _capture(name: str, value: Stateful) -> dict[str, Any]:
+def _is_stateful(value: object) -> TypeGuard[Stateful]:
+    return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
+
+
+def _try(name: str, value: Stateful) -> dict[str, Any] | str:
+    """The state as JSON values, or why there is none."""
     try:
-        state = value.state_dict()
-        if not isinstance(state, Mapping):
-            raise TypeError(f"it gave {type(state).__name__}, not a dict")
-        if (size := _count_bytes(state)) > MOST_BYTES:
-            hint = "weights belong into the model; what a callback or metric keeps is small"
-            raise CheckpointError(f"{name} has {size:,} bytes of tensors, more than {MOST_BYTES:,}", hint=hint)
-        tensors = {key: item for key, item in state.items() if isinstance(item, Tensor)}
-        copies = {key: item.detach().cpu().contiguous().clone() for key, item in tensors.items()}
-        packed = {"tensors": base64.b64encode(safetensors.torch.save(copies)).decode("ascii")} if copies else {}
-        return {"values": encode({key: item for key, item in state.items() if key not in tensors}, name), **packed}
-    except DsjobError:
+        return _capture(name, value)
+    except Interrupted:  # by a signal, which has nothing to do with what was going on
         raise
-    except Exception as error:  # it is the user's own code, and the other ranks have to hear of it
-        raise CheckpointError(f"{name}.state_dict(): {type(error).__name__}: {error}") from error
+    except DsjobError as error:
+        return error.message
+    except Exception as error:  # it is the user's own code
+        return f"{name}.state_dict(): {type(error).__name__}: {error}"
+
+
+def _capture(name: str, value: Stateful) -> dict[str, Any]:
+    state = value.state_dict()
+    if not isinstance(state, Mapping):
+        raise TypeError(f"it gave {type(state).__name__}, not a dict")
+    tensors = {key: item for key, item in state.items() if isinstance(item, Tensor)}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    _require_small(size, "tensors")
+    values = encode({key: item for key, item in state.items() if key not in tensors}, name)
+    _require_small(size + len(encode_json(values)), "state")
+    copies = {key: item.detach().cpu().contiguous().clone() for key, item in tensors.items()}
+    packed = {"tensors": base64.b64encode(safetensors.torch.save(copies)).decode("ascii")} if copies else {}
+    return {"values": values, **packed}
+
+
+def _require_small(size: int, what: str) -> None:
+    if size > MOST_BYTES:
+        raise CheckpointError(f"it has {size:,} bytes of {what}, more than {MOST_BYTES:,}")
 
 
 def _restore(name: str, value: Stateful, state: Mapping[str, Any]) -> None:
@@ -102,7 +130,3 @@ def _restore(name: str, value: Stateful, state: Mapping[str, Any]) -> None:
             f"{name}.load_state_dict(): {type(error).__name__}: {error}",
             hint="it is given what state_dict() gave when the checkpoint was saved",
         ) from error
-
-
-def _count_bytes(state: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

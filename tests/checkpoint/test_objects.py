@@ -8,13 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small_jobs
 import torch
 from small_jobs import at_step, list_steps, make_document, read_digests, read_losses, run, send
+from stateful import Holds
+from torch import nn
 
 from dsjob.activation.rng import TRACKER
-from dsjob.errors import CheckpointError, Preempted
+from dsjob.checkpoint.objects import Kept, capture_objects, restore_objects
+from dsjob.errors import CheckpointError, Interrupted, Preempted
+from dsjob.mesh import World
+
+ONE = World(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -95,12 +102,48 @@ def test_what_has_no_state_there_or_none_to_take_it_is_told_and_the_run_goes_on(
     }
 
 
-def test_state_that_cannot_be_kept_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"callbacks\.nested\.deep\[0\] is Tensor, which a checkpoint cannot keep"
-    ):
-        run(make(tmp_path, "Nested"))
-    assert read_losses(tmp_path) == {}
+def test_state_that_cannot_be_kept_is_told_once_and_the_rest_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(make(tmp_path, "Nested", "Grows", "OwnNumber", checkpoint={"every": 1, "keep": 0}))
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("not kept") == 2
+    assert "callbacks.nested is left out of checkpoints, and begins anew on a resume" in told
+    assert "callbacks.nested.deep[0] is Tensor, which a checkpoint cannot keep" in told
+    assert "it has 1,200,011 bytes of state, more than 1,048,576" in told
+    assert list_steps(tmp_path) == list(range(1, 9))
+    kept = ["callbacks.grows", "callbacks.ownnumber"]
+    assert [sorted(read_state(tmp_path, step)["objects"]) for step in (3, 4)] == [kept, kept[1:]]
+    run(make(tmp_path, "Nested", "Grows", "OwnNumber", trainer={"max_steps": 9}))
+    assert "callbacks.nested begins anew" in capsys.readouterr().out
+
+
+def test_what_a_job_is_not_to_lose_a_save_for() -> None:
+    class Broken(nn.Module):
+        def state_dict(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("mine")
+
+    loop: dict[str, Any] = {}
+    loop["loop"] = loop
+    states = [{"a": np.zeros(2)}, {"a": {1}}, {"a": Path()}, {"a": b"x"}, [1], None, loop, {"a": torch.zeros(1 << 19)}]
+    states += [{1: torch.zeros(1)}, {"a": torch.zeros(1, device="meta")}, {"a": torch.zeros(1 << 18), "b": 1}]
+    odd = {str(number): Holds(state) for number, state in enumerate(states)}
+    told: list[str] = []
+    objects = Kept(lambda title, text: told.append(text), odd={**odd, "broken": Broken()}, good={"a": Holds({"a": 1})})
+    for _ in range(2):
+        assert capture_objects(ONE, objects) == {"good.a": [{"values": {"a": 1}}]}
+    assert len(told) == len(states) + 1
+    assert "odd.broken.state_dict(): RuntimeError: mine" in told[-1]
+    assert "it has 2,097,152 bytes of tensors, more than 1,048,576" in told[7]
+
+
+def test_a_signal_is_no_state_that_cannot_be_kept() -> None:
+    class Ended(Holds):
+        def state_dict(self) -> Any:
+            raise Interrupted(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        capture_objects(ONE, Kept(a={"b": Ended()}))
 
 
 def test_a_callback_that_cannot_take_its_state_back_is_named(tmp_path: Path) -> None:
@@ -114,7 +157,7 @@ def test_a_module_with_many_weights_is_no_state_and_that_is_told(
 ) -> None:
     metrics = {name: {"_target_": "stateful.Judge", "width": width} for name, width in (("large", 300), ("small", 2))}
     run(make(tmp_path, **{**EVALUATED, "metrics": metrics}))
-    assert "metrics.large has 1,228,800 bytes of tensors: no checkpoint holds them" in capsys.readouterr().out
+    assert "it has 1,228,800 bytes of tensors, more than" in capsys.readouterr().out
     assert list(read_state(tmp_path, 8)["objects"]) == ["metrics.small"]
 
 
@@ -124,26 +167,13 @@ def test_without_state_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_tensors_keep_their_dtype_shape_and_bits() -> None:
-    from dsjob.checkpoint.objects import capture_objects, restore_objects
-    from dsjob.mesh import World
-
-    class Holder:
-        def __init__(self, state: dict[str, Any]) -> None:
-            self.state = state
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.state = state
-
-    world = World(0, 0, 1, torch.device("cpu"))
     dtypes = [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.float8_e4m3fn]
     given = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype).T for dtype in dtypes}
     given |= {"none": torch.zeros(0, 4), "number": torch.tensor(3), "shared": given["torch.bool"]}
-    saved = json.loads(json.dumps(capture_objects(world, {"a": Holder({**given, "text": ("x", 1.5)})})))
-    holder = Holder({})
-    assert restore_objects(world, {"a": holder}, saved) == ()
+    holder = Holds({**given, "text": ("x", 1.5)})
+    saved = json.loads(json.dumps(capture_objects(ONE, Kept(a={"b": holder}))))
+    holder.state = None
+    assert restore_objects(ONE, Kept(a={"b": holder}), saved) == ()
     assert holder.state.pop("text") == ("x", 1.5)
     assert holder.state.keys() == given.keys()
     for name, tensor in given.items():

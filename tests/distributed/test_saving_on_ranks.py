@@ -91,12 +91,20 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
         storage.read_bytes = read
     for steps in (4, 8):  # each rank has something of its own to keep
         found[f"own {steps}"] = attempt(make_own(f"{folder}/own", steps), world)
+    found["unlike"] = attempt(make_unlike(f"{folder}/unlike"), world)
     return found
 
 
 def make_own(folder: str, steps: int) -> dict[str, Any]:
     callbacks = {"own": {"_target_": "stateful.OwnNumber"}}
     return make_document(folder, trainer={"max_steps": steps}, **STAGE_3, callbacks=callbacks)
+
+
+def make_unlike(folder: str) -> dict[str, Any]:
+    """A job whose ranks judge differently of what can be kept."""
+    names = ("FailsOnRank1", "make_unlike", "OwnNumber")
+    callbacks = {name.lower(): {"_target_": f"stateful.{name}"} for name in names}
+    return make_document(folder, trainer={"max_steps": 4}, **STAGE_3, callbacks=callbacks, checkpoint={"every": 2})
 
 
 @pytest.mark.slow
@@ -131,12 +139,20 @@ def test_ranks_save_together_or_fail_together(tmp_path: Path, capsys: pytest.Cap
     told = "callbacks.own goes on with the state that rank 0 had: each of 2 ranks had its own"
     assert told in capsys.readouterr().out
     assert read_own(tmp_path / "own", 9) == [[10 * step for step in range(1, 10)]]
+    assert first["unlike"] == ""
+    for step in (2, 4):
+        assert list(read_objects(tmp_path / "unlike", step)) == ["callbacks.ownnumber"]
+
+
+def read_objects(folder: Path, step: int) -> dict[str, Any]:
+    state = json.loads(next((folder / "checkpoints").glob(f"step-{step:08d}-a*/state.json")).read_text())
+    found: dict[str, Any] = state["objects"]
+    return found
 
 
 def read_own(folder: Path, step: int) -> list[list[int]]:
     """The numbers that each rank has kept."""
-    state = json.loads(next((folder / "checkpoints").glob(f"step-{step:08d}-a*/state.json")).read_text())
-    return [of_rank["values"]["numbers"] for of_rank in state["objects"]["callbacks.own"]]
+    return [of_rank["values"]["numbers"] for of_rank in read_objects(folder, step)["callbacks.own"]]
 
 
 def resume_everywhere(world: World, folder: str, workers: int) -> None:

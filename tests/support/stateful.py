@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,41 @@ class Nested(OwnNumber):
 
     def state_dict(self) -> dict[str, Any]:
         return {"deep": [torch.zeros(1)]}
+
+
+class Holds(OwnNumber):
+    """Gives what it was made with, or has been given since, as its state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        pass
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Grows(OwnNumber):
+    """Has more to keep with each step, at the fourth more than a checkpoint takes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": "x" * 300_000 * len(self.numbers)}
+
+
+class FailsOnRank1(OwnNumber):
+    """Has state on rank 0 alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if os.environ.get("RANK", "0") == "0" else {"odd": {1, 2}}
+
+
+def make_unlike() -> Callback:
+    """A callback that has state on rank 0, and methods for it there alone."""
+    return OwnNumber() if os.environ.get("RANK", "0") == "0" else Callback()
 
 
 class Fails(OwnNumber):
