@@ -63,7 +63,8 @@ class Background:
         self.error: DsjobError | None = None
         self.started = time.monotonic()
         self._commit, self._discard, self._timeout = commit, discard, timeout
-        self._waiting: float | None = None  # for other ranks' parts, since when
+        self._took = 0.0  # seconds that its own part took
+        self._waiting: float | None = None  # since when other ranks' parts are missing, and none has come
         self._abandoned = threading.Event()
         # A daemon: a process that ends leaves what is not committed, as one that is killed.
         self._thread = threading.Thread(target=self._run, name="dsjob-save", daemon=True)
@@ -84,18 +85,19 @@ class Background:
         return self.ended
 
     def give_up(self, seconds: float) -> None:
-        """Waits where the run ends with an error; for other ranks' parts, which may never come, no longer than for its
-        own."""
+        """Waits where the run ends with an error; while other ranks' parts are missing, which may never come, no longer
+        than for its own."""
         began = time.monotonic()
         while not self.wait(0.05) and time.monotonic() - began < seconds:
             since = self._waiting
-            if since is not None and time.monotonic() - max(since, began) > max(_PATIENCE, since - self.started):
+            if since is not None and time.monotonic() - max(since, began) > max(_PATIENCE, self._took):
                 return
 
     def _run(self) -> None:
         save = self.save
         try:
             own = write_shard(save.url, save.rank, save.world_size, save.parts)
+            self._took = time.monotonic() - self.started
             if save.rank == 0:
                 self.result = self._commit([own, *self._await_records()])
         except BaseException as error:  # whatever it is: a save that ends silently would be taken for a good one
@@ -127,9 +129,10 @@ class Background:
         folder, pause = storage.join(self.save.url, "done"), 0.02
         missing = {f"r{rank:05d}.json": rank for rank in range(1, self.save.world_size)}
         found: dict[int, dict[str, Any]] = {}
-        self._waiting = time.monotonic()
         while missing:
-            for name in missing.keys() & set(storage.list_names(folder)):
+            there = missing.keys() & set(storage.list_names(folder))
+            self._waiting = None if there else self._waiting or time.monotonic()
+            for name in there:
                 rank = missing[name]
                 record = self._read_record(rank)
                 del missing[name]
@@ -138,8 +141,8 @@ class Background:
                 found[rank] = record
             waited = time.monotonic() - self.started
             if missing and (waited > self._timeout or self._abandoned.wait(pause)):
+                self._waiting = None  # what is left is to clear away
                 ranks = ", ".join(map(str, sorted(missing.values())))
                 raise ElsewhereError(f"no completion record of rank {ranks} in {folder} after {waited:.0f} s")
             pause = min(1.0, pause * 1.5)
-        self._waiting = None  # what is left is this rank's own work
         return [found[rank] for rank in sorted(found)]

@@ -21,6 +21,7 @@ from dsjob import occasions, storage
 from dsjob.checkpoint import background
 from dsjob.checkpoint.catalog import Catalog
 from dsjob.checkpoint.prepared import PreparedSave
+from dsjob.checkpoint.shards import write_record
 from dsjob.checkpoint.state import TrainingState
 from dsjob.errors import CheckpointError, CorruptCheckpointError, FencedError, Interrupted, Preempted, StorageError
 
@@ -170,19 +171,42 @@ def test_a_run_that_fails_lets_its_save_end(tmp_path: Path, hooks: list[Any]) ->
     assert list_steps(tmp_path) == [2]
 
 
+def begin_save_of_two_ranks(folder: Path, commit: background.Commit) -> background.Background:
+    """Rank 0's part of a save in the background."""
+    name = "step-00000002-a0001"
+    plan: dict[str, Any] = {"tag": "step-00000002", "parts": [], "described": {}, "roles": {}, "values": {}}
+    save = PreparedSave(url=str(folder / name), folder=name, rank=0, world_size=2, manifest={}, **plan)
+    return background.Background(save, commit, lambda: None, timeout=600)
+
+
 def test_a_run_that_fails_does_not_wait_for_a_rank_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "_PATIENCE", 0.0)
-    folder = "step-00000002-a0001"
-    plan: dict[str, Any] = {"tag": "step-00000002", "parts": [], "described": {}, "roles": {}, "values": {}}
-    save = PreparedSave(url=str(tmp_path / folder), folder=folder, rank=0, world_size=2, manifest={}, **plan)
-    running = background.Background(save, lambda records: (0, ()), lambda: None, timeout=600)
+    running = begin_save_of_two_ranks(tmp_path, lambda records: (0, ()))
     running.give_up(600)
     assert not running.ended
     running.abandon()
     assert running.wait(60)
     assert "no completion record of rank 1" in str(running.error)
+
+
+def test_a_run_that_fails_waits_while_what_all_ranks_have_written_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the records, and the commit, may take longer than a rank's own part."""
+    monkeypatch.setattr(background, "_PATIENCE", 0.0)
+    monkeypatch.setattr(background, "read_record", lambda *_: {"rank": 1, "slow": pause()})
+    write_record(str(tmp_path / "step-00000002-a0001"), 1, {"rank": 1})
+    running = begin_save_of_two_ranks(tmp_path, lambda records: (len(records), pause()))
+    running.give_up(60)
+    assert running.ended
+    assert running.result[0] == 2
+
+
+def pause() -> tuple[str, ...]:
+    time.sleep(0.4)
+    return ()
 
 
 # ---- disks
