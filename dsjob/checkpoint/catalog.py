@@ -16,7 +16,7 @@ from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.attempts import FOLDER, Attempt, fences
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.source import open_root, renamed
-from dsjob.checkpoint.values import encode_json
+from dsjob.checkpoint.values import encode_file
 from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, FencedError, StorageError
 
 _SCRIPT = "zero_to_fp32.py"
@@ -65,8 +65,9 @@ class Catalog:
         Where the tag is taken: with `replace`, the new checkpoint takes the place of the old one at once, whose folder
         is then deleted; else CheckpointError. Raises FencedError where a newer attempt has begun.
         """
-        text = encode_json(manifest)
-        storage.write_bytes(storage.join(self.url, folder, "manifest.json"), text)
+        place = storage.join(self.url, folder, "manifest.json")
+        text = encode_file(manifest, place, layout.MAX_MANIFEST)
+        storage.write_bytes(place, text)
         tag = manifest["tag"]
         record = {
             "format": layout.FORMAT,
@@ -78,15 +79,16 @@ class Catalog:
             "manifest_sha256": hashlib.sha256(text).hexdigest(),
             **({"metrics": dict(metrics)} if metrics else {}),
         }
+        text = encode_file(record, self._commit_url(tag), layout.MAX_RECORD)
         storage.make_folder(self._commit_url())
         storage.sync_folder(self.url)
         attempt.require_newest()
         before = self.find(tag)["dir"] if replace and storage.exists(self._commit_url(tag)) else None
         try:
             if before is not None:
-                storage.write_bytes(self._commit_url(tag), encode_json(record))
+                storage.write_bytes(self._commit_url(tag), text)
             else:
-                self._create_record(tag, record, attempt)
+                self._create_record(tag, text, attempt)
         except StorageError:
             if not storage.is_local(self.url):  # a request that was given up may be carried out all the same
                 self._uncertain.add(folder)
@@ -122,14 +124,14 @@ class Catalog:
         if self.find(tag)["dir"] == folder and not storage.exists(storage.join(self.url, folder, "manifest.json")):
             storage.delete(self._commit_url(tag))
 
-    def _create_record(self, tag: str, record: Mapping[str, Any], attempt: Attempt) -> None:
+    def _create_record(self, tag: str, text: bytes, attempt: Attempt) -> None:
         try:
-            storage.create_bytes(self._commit_url(tag), encode_json(record), exclusive=attempt.exclusive)
+            storage.create_bytes(self._commit_url(tag), text, exclusive=attempt.exclusive)
         except FileExistsError:
             attempt.require_newest()  # it may be a newer run's, which is the better answer
             if _is_stray(self.find(tag), attempt):
                 self._set_aside(self.find(tag))
-                self._create_record(tag, record, attempt)
+                self._create_record(tag, text, attempt)
                 return
             raise CheckpointError(
                 f"{self.url} holds a checkpoint {tag} already", hint="save to another folder: checkpoint.dir=..."

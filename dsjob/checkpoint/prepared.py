@@ -10,10 +10,11 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dsjob import storage
+from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.joint import JointState
 from dsjob.checkpoint.shards import Part, list_tensors
 from dsjob.checkpoint.state import TrainingState
-from dsjob.checkpoint.values import encode_json
+from dsjob.checkpoint.values import encode_file
 from dsjob.errors import CheckpointError
 
 
@@ -33,7 +34,10 @@ class PreparedSave:
     manifest: dict[str, Any]
 
     def complete(self, records: Sequence[dict[str, Any]], job: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Makes sure that every rank's file is there, and writes what lies beside them; the manifest."""
+        """Makes sure that every rank's file is there, and writes what lies beside them; the manifest.
+
+        Raises CheckpointError for what is larger than readers take.
+        """
         files = {}
         for record in records:
             if record["file"] is None:
@@ -42,9 +46,11 @@ class PreparedSave:
             if found != record["size"]:
                 raise CheckpointError(f"{self.url}/{record['file']} has {found} bytes, not {record['size']} as written")
             files[record["file"]] = {"size": record["size"]}
-        texts = {"state": encode_json(self.values), **({"job": encode_json(job)} if job is not None else {})}
+        plain = {"state": self.values, **({"job": job} if job is not None else {})}
+        places = {name: storage.join(self.url, f"{name}.json") for name in plain}
+        texts = {name: encode_file(value, places[name], layout.MAX_MANIFEST) for name, value in plain.items()}
         for name, text in texts.items():
-            storage.write_bytes(storage.join(self.url, f"{name}.json"), text)
+            storage.write_bytes(places[name], text)
         return {
             **self.manifest,
             "files": files,

@@ -57,3 +57,14 @@ def decode(value: Any) -> Any:
 def encode_json(value: Any) -> bytes:
     """`value` as compact JSON. Raises ValueError for nan and inf."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode_file(value: Any, place: str, limit: int) -> bytes:
+    """The same for a file at `place` of which readers take `limit` bytes. Raises CheckpointError where it has more."""
+    text = encode_json(value)
+    if len(text) > limit:
+        raise CheckpointError(
+            f"{place} would have {len(text):,} bytes, and what reads checkpoints takes {limit:,} at most",
+            hint="keep less beside the tensors: client_state, what callbacks and metrics remember, metrics by name",
+        )
+    return text

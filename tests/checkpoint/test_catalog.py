@@ -77,6 +77,20 @@ def test_a_tag_has_one_winner_unless_it_is_to_be_replaced(catalog: Catalog) -> N
     assert list_folders(catalog) == ["best-a0003"]
 
 
+@pytest.mark.parametrize(
+    ("limit", "name"), [("MAX_MANIFEST", "step-00000002-a0001/manifest"), ("MAX_RECORD", "commits/step-00000002")]
+)
+def test_what_no_reader_takes_is_no_checkpoint(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, limit: str, name: str
+) -> None:
+    commit(catalog, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(layout, limit, 20)
+        with pytest.raises(CheckpointError, match=rf"{name}\.json would have \d+ bytes, .* takes 20 at most"):
+            commit(catalog, 2)
+    assert [record["step"] for record in catalog.records()] == [1]
+
+
 def test_going_back_keeps_what_came_later_out_of_the_way(catalog: Catalog) -> None:
     folders = [commit(catalog, step) for step in (1, 2, 3)]
     catalog.set_aside(1)

@@ -17,6 +17,7 @@ from stateful import Holds
 from torch import nn
 
 from dsjob.activation.rng import TRACKER
+from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.objects import Kept, capture_objects, restore_objects
 from dsjob.errors import CheckpointError, Interrupted, Preempted
 from dsjob.mesh import World
@@ -135,6 +136,22 @@ def test_what_a_job_is_not_to_lose_a_save_for() -> None:
     assert len(told) == len(states) + 1
     assert "odd.broken.state_dict(): RuntimeError: mine" in told[-1]
     assert "it has 2,097,152 bytes of tensors, more than 1,048,576" in told[7]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_plain_state_that_no_reader_would_take_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool
+) -> None:
+    def limit(run: Any, step: int) -> None:
+        behind = run.checkpointer._background
+        assert behind is None or behind.wait(60)
+        if step == 3:
+            monkeypatch.setattr(layout, "MAX_MANIFEST", 1000)
+
+    small_jobs.MORE.append(limit)
+    with pytest.raises(CheckpointError, match=r"step-00000004-a0001/state\.json would have [\d,]+ bytes"):
+        run(make(tmp_path, "OwnNumber", checkpoint={"every": 2, "async": behind}))
+    assert list_steps(tmp_path) == [2]
 
 
 def test_a_signal_is_no_state_that_cannot_be_kept() -> None:
