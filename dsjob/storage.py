@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -112,23 +112,33 @@ class Found(NamedTuple):
     written: float | None
 
 
-def find_files(url: str) -> dict[str, Found]:
-    """Every file below a folder, by its path there with `/` between names; links to folders are not entered."""
+def find_files(url: str, *, deep: bool = True) -> dict[str, Found]:
+    """Every file below a folder, by its path there with `/` between names; links to folders are not entered.
+
+    `deep`: in folders of it too, at whatever depth.
+    """
     with _renamed("list", url):
         fs, path = _open_file_system(url)
         if is_local(url):
-            return dict(_walk(path))
-        found = {}
-        for name, entry in fs.find(path, detail=True).items():
-            when = next(
-                (entry[key] for key in ("LastModified", "last_modified", "mtime", "created") if key in entry), None
-            )
+            return dict(_walk(path, deep))
+        found, keys = {}, ("LastModified", "last_modified", "mtime", "created")
+        for name, entry in _list_entries(fs, path, deep):
+            when = next((entry[key] for key in keys if key in entry), None)
             written = when.timestamp() if isinstance(when, datetime) else when if isinstance(when, float) else None
             found[name[len(path.rstrip("/")) + 1 :]] = Found(int(entry["size"] or 0), written)
         return found
 
 
-def _walk(path: str) -> Iterator[tuple[str, Found]]:
+def _list_entries(fs: Any, path: str, deep: bool) -> list[tuple[str, Any]]:
+    if deep:
+        return list(fs.find(path, detail=True).items())
+    try:
+        return [(entry["name"], entry) for entry in fs.ls(path, detail=True) if entry["type"] == "file"]
+    except FileNotFoundError:
+        return []
+
+
+def _walk(path: str, deep: bool) -> Iterator[tuple[str, Found]]:
     def fail(error: OSError) -> None:
         if not isinstance(error, (FileNotFoundError, PermissionError)):  # gone meanwhile, or nothing of ours
             raise error
@@ -141,6 +151,8 @@ def _walk(path: str) -> Iterator[tuple[str, Found]]:
             except OSError:  # gone meanwhile, or a link to nothing
                 continue
             yield os.path.relpath(full, path).replace(os.sep, "/"), Found(status.st_size, status.st_mtime)
+        if not deep:
+            return
 
 
 def list_names(url: str) -> list[str]:
@@ -265,7 +277,7 @@ def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
     """Creates a file durably; FileExistsError when somebody else has created it first, with other bytes.
 
     Give bytes that no other writer has: where an answer was lost on its way, what is there tells whose creation it was.
-    Not `exclusive`: for stores that cannot refuse a second creation (see `creates_once`); two at once both pass then.
+    Not `exclusive`: for stores that cannot refuse a second creation (see checkpoint.attempts); two at once both pass.
     """
     with _renamed("create", url, passing=(FileExistsError,)):
         if not exclusive:
@@ -308,24 +320,6 @@ def _create_object(fs: Any, path: str, data: bytes) -> None:
             if "conflict" not in str(error).lower() or attempt == _CONFLICTS - 1:
                 raise
             time.sleep(0.1 * 2**attempt)
-
-
-def creates_once(url: str) -> bool:
-    """Whether a second creation of the existing file `url` is refused there. Where it is not, the file is changed."""
-    try:
-        create_bytes(url, uuid.uuid4().bytes)
-    except FileExistsError:
-        return True
-    except StorageError as error:
-        if knows_no_creation(error):
-            return False
-        raise
-    return False
-
-
-def knows_no_creation(error: StorageError) -> bool:
-    """Whether this is how a file system refuses `create_bytes` that has nothing of the kind."""
-    return isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError))
 
 
 def _open_local(path: str) -> BinaryIO:
@@ -374,8 +368,9 @@ def delete(url: str) -> None:
             _sync_folder(os.path.dirname(path))
 
 
-def abort_uploads(url: str, *, hours: float) -> int:
-    """Ends uploads below a folder that were begun more than `hours` ago and never finished; how many there were.
+def abort_uploads(url: str, *, hours: float, of: Callable[[str], bool] = bool) -> int:
+    """Ends uploads below a folder that were begun more than `hours` ago and never finished; how many there were. `of`:
+    whether one with that path there is meant.
 
     A writer that is killed leaves them on S3, unseen and paid for. Other stores clear them away by themselves.
     """
@@ -392,7 +387,8 @@ def abort_uploads(url: str, *, hours: float) -> int:
             found += page.get("Uploads", [])
             more = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
         oldest = datetime.now(UTC) - timedelta(hours=hours)
-        old = [upload for upload in found if upload["Initiated"] < oldest]
+        meant = (upload for upload in found if of(upload["Key"][len(prefix) :]))
+        old = [upload for upload in meant if upload["Initiated"] < oldest]
         for upload in old:
             try:
                 fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])

@@ -16,6 +16,8 @@ from s3 import CREDENTIALS, forget_connections
 from s3_faults import KINDS, FaultyStore, faulty_store
 
 from dsjob import storage
+from dsjob.checkpoint.attempts import Attempt, creates_once
+from dsjob.checkpoint.garbage import clear
 from dsjob.errors import StorageError
 
 WRITES = ("PUT", "POST")
@@ -113,6 +115,15 @@ def test_of_a_killed_upload_nothing_is_seen_and_what_is_left_is_swept(s3: str) -
     assert list_uploads(s3) == []
 
 
+def test_uploads_of_others_are_left_to_them_by_a_run(s3: str) -> None:
+    fs, path = fsspec.core.url_to_fs(s3, use_listings_cache=False)
+    bucket, _, root = path.partition("/")
+    for name in ("step-00000001-a0001/r00000-of-00001.safetensors", "others/large", "large"):
+        fs.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{root}/{name}")
+    assert clear(s3, Attempt(s3, 2, True)) == ()
+    assert sorted(list_uploads(s3)) == [f"{root}/large", f"{root}/others/large"]
+
+
 def test_every_page_of_uploads_is_swept(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server of tests gives one page, whatever is asked for: pages of one are cut here."""
     fs, path = fsspec.core.url_to_fs(s3, use_listings_cache=False)
@@ -141,7 +152,7 @@ def test_stores_that_refuse_a_second_creation_are_told_from_others(
 ) -> None:
     for root in (s3, str(tmp_path), "memory://probe"):
         storage.write_bytes(f"{root}/x", b"1")
-        assert storage.creates_once(f"{root}/x")
+        assert creates_once(f"{root}/x")
     kind = fsspec.get_filesystem_class("s3")
     original = kind._pipe_file
 
@@ -150,7 +161,7 @@ def test_stores_that_refuse_a_second_creation_are_told_from_others(
 
     monkeypatch.setattr(kind, "_pipe_file", overwrite)
     forget_connections()
-    assert not storage.creates_once(f"{s3}/x")
+    assert not creates_once(f"{s3}/x")
     storage.write_bytes(f"{s3}/y", b"mine")
     storage.create_bytes(f"{s3}/y", b"mine", exclusive=False)
     with pytest.raises(FileExistsError):
@@ -161,7 +172,7 @@ def test_stores_that_refuse_a_second_creation_are_told_from_others(
 
     monkeypatch.setattr(kind, "_pipe_file", refuse)
     forget_connections()
-    assert not storage.creates_once(f"{s3}/x")
+    assert not creates_once(f"{s3}/x")
     forget_connections()
 
 

@@ -418,3 +418,6 @@ def test_all_files_below_a_folder(tmp_path: Path, kind: str) -> None:
     assert {name: file.size for name, file in found.items()} == {"a": 2, "below/b": 3}
     assert all(file.written is not None and abs(file.written - time.time()) < 600 for file in found.values())
     assert storage.find_files(storage.join(url, "nothing")) == {}
+    here = storage.find_files(url, deep=False)
+    assert here == {"a": found["a"]}
+    assert storage.find_files(storage.join(url, "nothing"), deep=False) == {}

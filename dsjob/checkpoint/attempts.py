@@ -73,11 +73,11 @@ def claim(url: str, *, single_writer: bool = False, fences: bool = True) -> Atte
         except FileExistsError:
             continue
         except StorageError as error:
-            if not storage.knows_no_creation(error):
+            if not _knows_no_creation(error):
                 raise
             what = f"the store of {url} cannot create a file only where there is none ({error.message})"
             raise CheckpointError(what, hint=_SINGLE_WRITER) from error
-        if not single_writer and not storage.creates_once(record):
+        if not single_writer and not creates_once(record):
             storage.delete(record)  # what is left of it would fence a run that is alone there
             what = f"the store of {url} lets a file be created twice: two runs could commit the same checkpoint there"
             raise CheckpointError(what, hint=_SINGLE_WRITER)
@@ -115,6 +115,23 @@ def fences(url: str, number: int) -> bool:
     except (ValueError, RecursionError):
         return True
     return not isinstance(found, dict) or found.get("fences") is not False
+
+
+def creates_once(url: str) -> bool:
+    """Whether a second creation of the existing file `url` is refused there. Where it is not, the file is changed."""
+    try:
+        storage.create_bytes(url, uuid.uuid4().bytes)
+    except FileExistsError:
+        return True
+    except StorageError as error:
+        if not _knows_no_creation(error):
+            raise
+    return False
+
+
+def _knows_no_creation(error: StorageError) -> bool:
+    """Whether this is how a file system refuses `create_bytes` that has nothing of the kind."""
+    return isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError))
 
 
 def _describe(number: int, fences: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ from dsjob.checkpoint.source import find_root, open_root, renamed
 from dsjob.errors import CorruptCheckpointError, NoCheckpointError
 
 HOUR, DAY = 3600.0, 86400.0
+PLACES = ("attempts", "commits", "pinned", "superseded")  # folders of a root beside those of saves
 # Of storage.write_bytes, and of what convert writes; whole paths.
 TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp|(.+/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
 RECORD = re.compile(r"superseded/([^/]+)\.json")  # of a checkpoint that was set aside, by its folder or tag
@@ -71,17 +72,20 @@ def clear(url: str, attempt: Attempt) -> tuple[str, ...]:
             if not item.kept and item.kind != "superseded":
                 _delete(url, item)
 
-    return noting(delete) + noting(lambda: storage.abort_uploads(url, hours=DAY / HOUR))
+    of_saves = lambda path: bool(FOLDER.fullmatch(path.partition("/")[0]))  # noqa: E731
+    return noting(delete) + noting(lambda: storage.abort_uploads(url, hours=DAY / HOUR, of=of_saves))
 
 
 def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) -> list[Garbage]:
     """What is garbage in a root, with the reason to keep it where there is one.
 
-    `asking`: the run that wants to know: nothing that it has fenced can become a checkpoint any more, however young.
+    `asking`: the run that wants to know: nothing that it has fenced can become a checkpoint any more, however young. It
+    looks at nothing but what runs write, while a user who asks means all that is there.
     """
-    files, now = storage.find_files(url), time.time()
+    names, now = storage.list_names(url), time.time()
+    files = storage.find_files(url) if asking is None else _list_own(url, names)
     taken, unread = _read_records(url, files)
-    unfinished = list_unfinished(storage.list_names(url), files, taken)
+    unfinished = list_unfinished(names, files, taken)
     newest, found = newest_fencing(url), []
     for entry in unfinished:
         age = None if entry.saved is None else now - entry.saved
@@ -105,6 +109,19 @@ def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) 
         elif record and record[1] not in folders | tags:  # its folder is gone, or committed again
             found.append(Garbage("superseded", path, file.size, age, kept))
     return found
+
+
+def _list_own(url: str, names: Iterable[str]) -> dict[str, storage.Found]:
+    """The files of a root that may be a run's: a bucket, or a folder that others use too, may hold any number more.
+
+    names: those in the root.
+    """
+    files = storage.find_files(url, deep=False)
+    for name in names:
+        if name in PLACES or FOLDER.fullmatch(name):
+            below = storage.find_files(storage.join(url, name))
+            files |= {f"{name}/{path}": found for path, found in below.items()}
+    return files
 
 
 def _read_records(url: str, files: Mapping[str, storage.Found]) -> tuple[set[str], set[str]]:

@@ -140,13 +140,38 @@ def test_garbage_is_what_older_attempts_never_committed(catalog: Catalog) -> Non
     assert list_folders(catalog) == kept
 
 
+def test_a_run_looks_at_nothing_but_what_runs_write(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its root may be a bucket's, or a folder that others use too."""
+    folder, temporary = commit(catalog, 1), f"x.{'0' * 32}.tmp"
+    for name in ("others/deep", "others-a0001", "step-00000002-a0001", "commits", "attempts", "superseded", "pinned"):
+        storage.make_folder(storage.join(catalog.url, name))
+        storage.write_bytes(storage.join(catalog.url, name, temporary), b"")
+    storage.write_bytes(storage.join(catalog.url, temporary), b"")
+    original, listed = storage.find_files, []
+
+    def find(url: str, **how: Any) -> Any:
+        listed.append((url[len(catalog.url) :], how))
+        return original(url, **how)
+
+    monkeypatch.setattr(storage, "find_files", find)
+    monkeypatch.setattr(garbage, "HOUR", -1.0)  # all is old
+    assert clear(catalog.url, Attempt(catalog.url, 2, True)) == ()
+    left = [name for name in original(catalog.url) if name.endswith(".tmp")]
+    assert left == [f"others/deep/{temporary}"]
+    assert ("", {"deep": False}) in listed
+    assert {url for url, how in listed if not how} <= {
+        *("/attempts", "/commits", "/pinned", "/superseded", "/others-a0001", "/step-00000002-a0001"),
+        f"/{folder}",
+    }
+
+
 def test_garbage_is_not_what_a_listing_forgets(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     """No digest covers what a store lists: before a folder goes, the record itself is asked for."""
     folder = commit(catalog, 1)
     original = storage.find_files
 
-    def forget(url: str) -> Any:
-        return {name: file for name, file in original(url).items() if "commits/" not in name}
+    def forget(url: str, **how: Any) -> Any:
+        return {} if url.endswith("/commits") else original(url, **how)
 
     monkeypatch.setattr(storage, "find_files", forget)
     assert clear(catalog.url, Attempt(catalog.url, 2, True)) == ()
