@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = ["s3"]
+pytest_plugins = ["s3", "whole_jobs"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -77,6 +77,11 @@ def run(document: dict[str, Any], world: World | None = None) -> dict[int, float
     return read_losses(folder)
 
 
+def train(folder: str | Path, **sections: Any) -> dict[int, float]:
+    """`run` of `make_document`."""
+    return run(make_document(folder, **sections))
+
+
 def read_losses(folder: str | Path) -> dict[int, float]:
     """The losses of a run by step; of a step that was taken twice, the last."""
     path = Path(folder, "metrics.jsonl")
