@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,18 @@ class Agreed:
 
 
 class Occasions:
-    """Watches over signals, the file `request` and the clock for one run."""
+    """Watches over signals, the file `request` and the clock (in seconds) for one run."""
 
-    def __init__(self, spec: Checkpoint, world: World, request: str | None) -> None:
-        self._spec, self._world, self._request = spec, world.everyone, request
+    def __init__(
+        self,
+        spec: Checkpoint,
+        world: World,
+        request: str | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec, self._world, self._request, self._clock = spec, world.everyone, request, clock
         self._asked = self._stopped = False
-        self._saved_at = self._agreed_at = time.monotonic()
+        self._saved_at = self._agreed_at = self._clock()
         self._agreed_step = self._next = 0
         self._granted = False  # the save under way was asked for
         self._pause, self._try_at = 0.0, -math.inf
@@ -51,7 +57,7 @@ class Occasions:
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
         """Takes SIGTERM and SIGUSR1 for requests while the block runs; `step`: the one that training begins at."""
-        self._saved_at = self._agreed_at = time.monotonic()
+        self._saved_at = self._agreed_at = self._clock()
         self._agreed_step = self._next = step
         if not self._spec.on_signal or threading.current_thread() is not threading.main_thread():
             yield
@@ -73,24 +79,31 @@ class Occasions:
         `behind`: it is under way, and `note_settled` will tell.
         """
         self._granted = behind and self._is_wanted()
-        self._asked, self._saved_at = False, time.monotonic()
+        self._asked, self._saved_at = False, self._clock()
         if self._is_touched():
             os.unlink(self._request or "")
+        if not behind:
+            self._end_trouble()
 
-    def note_settled(self, saved: bool) -> None:
-        """The save under way has ended: what had asked for it asks again where it has failed."""
-        if not saved:
+    def note_settled(self, saved: bool | None) -> None:
+        """The save under way has ended: what had asked for it asks again where it has failed. None: there was none."""
+        if saved is None:
+            return
+        if saved:
+            self._end_trouble()
+        else:
             self._asked = self._asked or self._granted
             self.note_failure()
         self._granted = False
 
     def note_failure(self) -> None:
-        """A save has failed: what asks for it is heard at once the first time, and then after pauses that double."""
-        now = time.monotonic()
-        if now - self._try_at > _LONGEST_PAUSE:  # of another trouble
-            self._pause = 0.0
-        self._try_at = now + self._pause
+        """A save has failed: what asks for it is heard at once the first time, then after pauses that double, until one
+        is made."""
+        self._try_at = self._clock() + self._pause
         self._pause = min(_LONGEST_PAUSE, max(1.0, 2 * self._pause))
+
+    def _end_trouble(self) -> None:
+        self._pause, self._try_at = 0.0, -math.inf
 
     def agree(self, step: int, *, news: bool) -> Agreed:
         """What is due after `step`, on all ranks alike; `news`: of a save in the background, as this rank knows it."""
@@ -98,7 +111,7 @@ class Occasions:
             return Agreed(self._is_due(), self._stopped, news)
         if step < self._next:
             return Agreed()
-        now = time.monotonic()
+        now = self._clock()
         pace = (now - self._agreed_at) / max(step - self._agreed_step, 1)
         flags = [float(self._is_due()), float(self._stopped), float(news), pace]
         told = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
@@ -109,11 +122,11 @@ class Occasions:
         return Agreed(bool(saves), bool(stops), bool(any_news))
 
     def _is_due(self) -> bool:
-        return self._is_wanted() and time.monotonic() >= self._try_at
+        return self._is_wanted() and self._clock() >= self._try_at
 
     def _is_wanted(self) -> bool:
         minutes = self._spec.every_minutes
-        waited = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        waited = minutes is not None and self._clock() - self._saved_at >= 60 * minutes
         return self._asked or waited or self._is_touched()
 
     def _is_touched(self) -> bool:

@@ -39,19 +39,22 @@ def save(run: Run, *, wait: bool) -> bool:
             _tell_saved(run, run.checkpointer.save(run.savable, tag=tag, metrics=metrics))
         run.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
 
-    settle(run)
+    settled = settle(run)
+    if run.occasions is not None:
+        run.occasions.note_settled(settled)
     return _try_saving(run, tag, begin)
 
 
-def settle(run: Run) -> bool:
-    """Waits for a save in the background, if there is one, and tells how it ended; whether it has not failed."""
+def settle(run: Run) -> bool | None:
+    """Waits for a save in the background and tells how it ended: whether it has not failed; None without one."""
+    tag, run.behind = run.behind, ""
 
     def wait() -> None:
         saved = run.checkpointer.settle()
         if saved is not None:
             _tell_saved(run, saved)
 
-    return _try_saving(run, run.behind, wait)
+    return _try_saving(run, tag, wait) if tag else None
 
 
 def _tell_saved(run: Run, saved: Saved) -> None:

@@ -44,7 +44,7 @@ class Run:
     last_record: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
-    behind: str = ""  # the tag of the last save in the background
+    behind: str = ""  # the tag of the save in the background
     last_saved: str | None = None
 
     @property

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 import small_jobs
 from small_jobs import at_step, list_steps, read_digests, send, train
 
-from dsjob import storage
+from dsjob import occasions, storage
 from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.errors import StorageError
 
 pytestmark = pytest.mark.usefixtures("hooks")
@@ -150,3 +152,34 @@ def test_a_save_that_was_asked_for_and_failed_is_still_due(tmp_path: Path, monke
     fail_once(monkeypatch, 4)
     train(tmp_path, checkpoint=kept)
     assert list_steps(tmp_path) == [5]
+
+
+def test_a_save_that_was_asked_for_is_not_forgotten_where_the_next_one_settles_it_and_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of step 3 was asked for, and is under way until that of step 4, which is due, settles it."""
+    monkeypatch.setattr(occasions, "_LONGEST_PAUSE", 0.0)
+    settling, settle, write = threading.Event(), Checkpointer.settle, storage.open_write
+
+    def open_write(url: str) -> Any:
+        if "step-00000003" in url:
+            settling.wait(60)
+        if "step-00000003" in url or "step-00000004" in url:
+            raise StorageError(f"cannot write {url}: no space")
+        return write(url)
+
+    def settle_now(self: Checkpointer) -> Any:
+        settling.set()
+        return settle(self)
+
+    def wait_for_the_writer(run: Any, step: int) -> None:
+        behind = run.checkpointer._background
+        assert step < 5 or behind is None or behind.wait(60)
+
+    monkeypatch.setattr(storage, "open_write", open_write)
+    monkeypatch.setattr(Checkpointer, "settle", settle_now)
+    small_jobs.MORE.extend([at_step(2, lambda: send(signal.SIGUSR1)), wait_for_the_writer])
+    train(tmp_path, checkpoint={"keep": 0, "every": 4, "save_on_error": "warn", "async": True})
+    steps = list_steps(tmp_path)
+    assert len(steps) == 2, steps
+    assert 4 < steps[0] < steps[1] == 8
