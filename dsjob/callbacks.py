@@ -37,7 +37,8 @@ class Callback:
 
     One with methods `state_dict` and `load_state_dict` has its state in each checkpoint: a dict of JSON values and of
     tensors, 1 MiB of it at most, by rank where ranks differ; state that is none of this is told of and left out. A run
-    that goes on gives it back before `on_start`.
+    that goes on gives it back before `on_start`, with tensors on the CPU whatever they were saved from: `copy_` them
+    into your own, which stay on their device.
     """
 
     def on_start(self, run: RunView) -> None:

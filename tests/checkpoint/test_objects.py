@@ -13,7 +13,7 @@ import pytest
 import small_jobs
 import torch
 from small_jobs import at_step, list_steps, make_document, read_digests, read_losses, run, send
-from stateful import Holds
+from stateful import Holds, Patience
 from torch import nn
 
 from dsjob.activation.rng import TRACKER
@@ -198,3 +198,12 @@ def test_tensors_keep_their_dtype_shape_and_bits() -> None:
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
         bits = [each.contiguous().flatten().view(torch.uint8) for each in (found, tensor)]
         assert torch.equal(*bits), name
+
+
+def test_a_callback_copies_what_comes_back_on_the_cpu_into_tensors_of_its_own() -> None:
+    saving, loading = Patience(), Patience()
+    saving.mean += 3
+    own = loading.mean
+    assert restore_objects(ONE, Kept(a={"b": loading}), capture_objects(ONE, Kept(a={"b": saving}))) == ()
+    assert loading.mean is own
+    assert own.tolist() == [3, 3]

@@ -50,6 +50,7 @@ class Patience(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self.__dict__.keys() == state.keys()
+        self.mean.copy_(state.pop("mean"))  # it is on the CPU, whatever the device of one's own
         self.__dict__.update(state)
 
 
