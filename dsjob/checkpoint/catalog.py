@@ -89,8 +89,8 @@ class Catalog:
                 storage.write_bytes(self._commit_url(tag), text)
             else:
                 self._create_record(tag, text, attempt)
-        except StorageError:
-            if not storage.is_local(self.url):  # a request that was given up may be carried out all the same
+        except StorageError as error:
+            if not storage.is_local(self.url) and not _is_refused(error):  # without answer it may be carried out yet
                 self._uncertain.add(folder)
             raise
         try:
@@ -219,6 +219,23 @@ def noting(action: Callable[[], object]) -> tuple[str, ...]:
     except DsjobError as error:
         return (error.message,)
     return ()
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether a store has answered that it does not do it, and so never will: a status of 4xx, as its library has it.
+
+    Those that say "later", or that it is there already, tell nothing: it may have been this very request.
+    """
+    while error is not None:
+        if error.__context__ not in (None, error.__cause__) and not _is_refused(error.__context__):
+            return False  # it is of reading back what became of another request
+        answer = getattr(error, "response", None)
+        told = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+        for status in (told, *(getattr(error, name, None) for name in ("status_code", "status", "code"))):
+            if isinstance(status, int) and 400 <= status <= 599:
+                return status < 500 and status not in (408, 409, 412, 425, 429)
+        error = error.__cause__
+    return False
 
 
 def _is_consistent(record: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from dsjob.checkpoint.attempts import Attempt, claim
 from dsjob.checkpoint.catalog import Catalog
 from dsjob.checkpoint.garbage import clear
 from dsjob.checkpoint.retention import Best, Retention
-from dsjob.errors import CheckpointError, NoCheckpointError
+from dsjob.errors import CheckpointError, NoCheckpointError, StorageError
 
 
 @pytest.fixture(params=["path", "memory"])
@@ -89,6 +89,41 @@ def test_what_no_reader_takes_is_no_checkpoint(
         with pytest.raises(CheckpointError, match=rf"{name}\.json would have \d+ bytes, .* takes 20 at most"):
             commit(catalog, 2)
     assert [record["step"] for record in catalog.records()] == [1]
+
+
+class Answer(Exception):  # noqa: N818 (as stores' libraries have it)
+    def __init__(self, status: int | None) -> None:
+        super().__init__("an answer" if status else "no answer")
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+@pytest.mark.parametrize("behind", [None, 403, 503])
+@pytest.mark.parametrize("status", [None, 400, 403, 404, 408, 409, 412, 429, 500, 503])
+def test_a_folder_stays_where_its_record_may_yet_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, behind: int | None
+) -> None:
+    """`behind`: what came back before, where `status` is of reading back what became of it."""
+    catalog = Catalog(f"memory://{tmp_path}/c")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        try:
+            if behind:
+                raise Answer(behind)
+            raise Answer(status)
+        except Answer as error:
+            if not behind:
+                raise StorageError("cannot create") from error
+            try:
+                raise Answer(status)
+            except Answer as unread:
+                raise StorageError("cannot create") from unread
+
+    monkeypatch.setattr(storage, "create_bytes", refuse)
+    with pytest.raises(StorageError):
+        commit(catalog, 1)
+    catalog.discard("step-00000001", "step-00000001-a0001")
+    gone = status in (400, 403, 404) and behind in (None, 403)
+    assert bool(list_folders(catalog)) != gone
 
 
 def test_going_back_keeps_what_came_later_out_of_the_way(catalog: Catalog) -> None:

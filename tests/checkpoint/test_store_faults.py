@@ -18,6 +18,7 @@ from s3 import HURRIED, forget_connections
 from s3_faults import KINDS, FaultyStore, faulty_store
 from storage_points import go_on, load_newest, make_marked_engine, open_root, require_clean, save_step
 
+from dsjob import storage
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.convert import convert
 from dsjob.checkpoint.transfer import copy
@@ -200,6 +201,24 @@ def test_a_fault_of_any_request_of_a_save(
         monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 2)  # they would be borne with for long
     outcomes = save_with_faults(s3, faulty, engine, kinds, every, times)
     print(f"{outcomes.total()} saves: {dict(outcomes)}")  # noqa: T201
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "stays"), [("403", False), ("503", True), ("drop", True)])
+def test_the_folder_of_a_save_goes_where_its_record_was_refused_for_good(
+    s3: str, faulty: FaultyStore, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, stays: bool
+) -> None:
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 2)  # they would be borne with for long
+    checkpointer = open_root(s3)
+    save_step(checkpointer, engine, 1)
+    fault = faulty.fail(kind, "PUT", part="/commits/step-00000002", times=FOREVER)
+    with pytest.raises(StorageError, match="step-00000002"):
+        save_step(checkpointer, engine, 2)
+    assert fault.times < FOREVER
+    faulty.faults.clear()
+    names = storage.list_names(s3)
+    assert [name[:13] for name in names if name.startswith("step-")] == ["step-00000001"] + ["step-00000002"] * stays
+    assert load(s3, engine) == 1
 
 
 # ---- killed, and stopped

@@ -18,6 +18,7 @@ import pytest
 from s3 import HURRIED, forget_connections
 
 ERRORS = {
+    "403": ("AccessDenied", "access denied"),
     "409": ("ConditionalRequestConflict", "a conflicting conditional operation is under way"),
     "412": ("PreconditionFailed", "at least one precondition did not hold"),
     "503": ("SlowDown", "please reduce your request rate"),
