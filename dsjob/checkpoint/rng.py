@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsjob.activation.rng import TRACKER
+from dsjob.activation.rng import TRACKER, read_state
 from dsjob.checkpoint.values import decode, encode
 
 
@@ -29,15 +29,16 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    """Sets all generators to a captured state."""
+    """Sets all generators to a captured state, without what is of a GPU where there is none, or the other way round."""
     random.setstate(decode(state["python"]))
     kind, keys, *rest = decode(state["numpy"])
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_from_text(state["torch"]))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
-    tracked = {name: _from_text(own) for name, own in state.get("tracked", {}).items()}
-    TRACKER.set_states({**TRACKER.get_states(), **tracked})
+    size = read_state().numel()  # a state of another kind of device is none of this generator's
+    saved = {name: _from_text(own) for name, own in state.get("tracked", {}).items()}
+    TRACKER.set_states({**TRACKER.get_states(), **{n: own for n, own in saved.items() if own.numel() == size}})
 
 
 def _to_text(state: Tensor) -> str:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsjob.activation.rng import TRACKER
 from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.values import decode, encode
 from dsjob.errors import CheckpointError
@@ -48,3 +49,20 @@ def test_every_generator_continues_where_it_was() -> None:
     expected = [draw() for _ in range(3)]
     restore_rng(state, torch.device("cpu"))
     assert [draw() for _ in range(3)] == expected
+
+
+def test_a_named_state_of_another_kind_of_generator_is_left_out() -> None:
+    """As where a run on a GPU goes on without one."""
+    TRACKER.reset()
+    TRACKER.add("masks", 7)
+    own = TRACKER.get_states()["masks"]
+    state = capture_rng(torch.device("cpu"))
+    state["tracked"] |= {"other": "AAAAAAAAAAAAAAAAAAAAAA==", "same": state["tracked"]["masks"]}
+    state["tracked"]["masks"] = state["tracked"]["other"]
+    restore_rng(state, torch.device("cpu"))
+    found = TRACKER.get_states()
+    assert sorted(found) == ["masks", "same"]
+    assert torch.equal(found["masks"], own)
+    with TRACKER.fork("same"):
+        torch.rand(1)
+    TRACKER.reset()
