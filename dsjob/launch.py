@@ -156,20 +156,7 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, nproc), Std.ALL)),
     )
-    changed = {
-        "DSJOB_STORE": os.path.join(private, "store"),
-        # The agent would open a store on all interfaces for its ranks; they meet in the file.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # DDP and gloo print warnings that nobody who runs a job can act on.
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        _ERRORS_VARIABLE: private,
-        _DEBUG_VARIABLE: "1" if debug else "",
-        _TRUST_VARIABLE: trust.to_text(),
-        _LAUNCHER_VARIABLE: str(os.getpid()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
-    }
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        changed["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    changed = _list_variables(private, nproc, trust, debug)
     before = {key: os.environ.get(key) for key in changed}
     os.environ.update(changed)
     request = os.path.join(run_dir, SAVE_REQUEST)
@@ -192,6 +179,25 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
             if value is not None:
                 os.environ[key] = value
         shutil.rmtree(private, ignore_errors=True)
+
+
+def _list_variables(private: str, nproc: int, trust: Trust, debug: bool) -> dict[str, str]:
+    """What ranks find in their environment."""
+    found = {
+        "DSJOB_STORE": os.path.join(private, "store"),
+        # The agent would open a store on all interfaces for its ranks; they meet in the file.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # DDP and gloo print warnings that nobody who runs a job can act on.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        _ERRORS_VARIABLE: private,
+        _DEBUG_VARIABLE: "1" if debug else "",
+        _TRUST_VARIABLE: trust.to_text(),
+        _LAUNCHER_VARIABLE: str(os.getpid()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
+    }
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return found
 
 
 def _explain(private: str, codes: Mapping[int, int], logs: str) -> DsjobError:

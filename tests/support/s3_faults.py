@@ -142,12 +142,7 @@ class FaultyStore:
                     self.drop()
                     return
                 headers = {k: v for k, v in found.getheaders() if k.lower() not in HOP}
-                if kind in ("flip", "short"):  # as of a store that sends no checksums, by which the client would know
-                    headers = {k: v for k, v in headers.items() if not k.lower().startswith("x-amz-checksum")}
-                if kind == "flip" and data:
-                    data = data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
-                if kind == "short":
-                    data = data[: len(data) // 2]
+                headers, data = _spoil(kind, headers, data)
                 length = found.getheader("content-length") if self.command == "HEAD" else None
                 self.answer(found.status, headers, data, cut=kind == "cut", length=length)
 
@@ -171,6 +166,17 @@ class FaultyStore:
 
 
 HOP = ("connection", "content-length", "transfer-encoding")
+
+
+def _spoil(kind: str, headers: dict[str, str], data: bytes) -> tuple[dict[str, str], bytes]:
+    """An answer as a store sends it that has no checksums, by which the client would know."""
+    if kind not in ("flip", "short"):
+        return headers, data
+    headers = {k: v for k, v in headers.items() if not k.lower().startswith("x-amz-checksum")}
+    half = len(data) // 2
+    if kind == "flip" and data:
+        return headers, data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
+    return headers, data[:half]
 
 
 @contextmanager
