@@ -1,8 +1,8 @@
 """FSDP2's two collectives on CPU, by messages between pairs of ranks.
 
 gloo's own take longer, its reduce-scatter most of all: `benchmarks/engine.py` has a step with either (dsjob's, and
-FSDP2 by hand). Sums of more than two ranks are taken in the dtype that travels, as gloo takes them, and in an order that
-differs by rank and not by run.
+FSDP2 by hand). Sums of more than two ranks are taken in the dtype that travels, as gloo takes them, and in an order
+that differs by rank and not by run.
 """
 
 from __future__ import annotations
