@@ -136,6 +136,18 @@ def merge(path: str, rows: list[dict[str, Any]]) -> None:
         file.write("\n")
 
 
+def show(path: str) -> None:
+    """Prints the file's cells as a table in Markdown: dsjob's time by the other's."""
+    with open(path, encoding="utf-8") as file:
+        rows = json.load(file)["cells"]
+    names = [name for name in SIDES if name != "dsjob"]
+    print("| model | ranks | ZeRO | precision | accumulation |", " | ".join(names), "|")
+    print("|---" * (5 + len(names)) + "|")
+    for place, cells in itertools.groupby(rows, key=lambda row: [row[key] for key in KEY[:5]]):
+        ratios = {row["against"]: f"{row['ratio']:.2f}" for row in cells if "ratio" in row}
+        print("|", " | ".join([*map(str, place), *(ratios.get(name, "") for name in names)]), "|")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
@@ -151,7 +163,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of each rank; cores by ranks where absent")
     parser.add_argument("--processor-time", action="store_true", help="of rank 0, in place of time on the clock")
     parser.add_argument("--json", metavar="FILE", help="merge the figures into it")
+    parser.add_argument("--show", metavar="FILE", help="only print what is in it, as a table")
     args = parser.parse_args()
+    if args.show:
+        show(args.show)
+        return
     print(
         f"{'size':>4} {'ranks':>5} {'stage':>5} {'precision':>9} {'accum':>5}  {'against':<28}"
         f"{'dsjob ms':>9} {'other ms':>9} {'ratio':>7}"
