@@ -120,7 +120,7 @@ def read_with_faults(url: str, faulty: FaultyStore, engine: Engine, kinds: list[
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("kinds", "every"),
-    [(["503", "cut", "short", "flip"], 3), pytest.param(KINDS, 1, marks=pytest.mark.full)],
+    [(["503", "cut", "short", "flip"], 7), pytest.param(KINDS, 1, marks=pytest.mark.full)],
     ids=["some", "all"],
 )
 def test_a_fault_of_any_request_of_a_load(

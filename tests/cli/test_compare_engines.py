@@ -41,9 +41,8 @@ installed = pytest.mark.skipif(
 
 @slow
 @installed
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_quickstart_has_the_same_losses_on_two_ranks(tmp_path: Path, stage: int) -> None:
-    job = (*SMALL, f"zero_optimization.stage={stage}", "launch.nproc=2")
+def test_quickstart_has_the_same_losses_on_two_ranks(tmp_path: Path) -> None:
+    job = (*SMALL, "zero_optimization.stage=2", "launch.nproc=2")  # other stages: test_deepspeed_driven
     done = dsjob("compare-engines", *job, "--steps", "4", "--tolerance", "1e-4", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
