@@ -226,6 +226,12 @@ def _build_callback(name: str, target: Any, trust: Trust) -> Callback:
     built = call_target(target, trust=trust)
     if not isinstance(built, Callback):
         raise ContractError(f"callbacks.{name}: {target.path} returned {type(built).__name__}, not a dsjob Callback")
+    hooks = [hook for hook in vars(Callback) if hook.startswith("on_")]
+    for hook in dir(built):
+        if hook.startswith("on_") and hook not in hooks:
+            raise ContractError(
+                f"callbacks.{name}: {target.path} has {hook}, which is never called", hint=f"hooks: {', '.join(hooks)}"
+            )
     return built
 
 

@@ -155,3 +155,10 @@ class Masked(Net):
         with tracker.fork("masks"):
             mask = torch.rand(x.shape) > 0.3
         return super().forward(x * mask, y)
+
+
+class Misspelt(Callback):
+    """Other programs call it so."""
+
+    def on_step(self) -> None:
+        """Nobody calls it here."""
