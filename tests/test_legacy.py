@@ -140,7 +140,7 @@ def test_bfloat16_is_an_old_name_in_a_deepspeed_config() -> None:
     assert told == "ds.json:3:3: warning[deprecated]: bfloat16: is an old spelling; now bf16"
     spec, _ = resolve_config({"train_batch_size": 8, **on}, world_size=1, locate=nowhere)
     assert spec.bf16.enabled
-    assert resolve(make_job(deepspeed=on))["bf16"] == {"enabled": True}
+    assert resolve(make_job(deepspeed=on))["bf16"] == {"enabled": True, "check_grad_overflow": True}
     (told,) = lines("job.json", make_job(**on))  # there have never been jobs with it
     assert told.endswith('error[unknown-key]: bfloat16: unknown key; did you mean "bf16"?')
 
