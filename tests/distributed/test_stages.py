@@ -63,6 +63,7 @@ def test_every_stage_gives_what_plain_pytorch_gives(world_size: int, kind: str) 
                 "global_steps": STEPS,
                 "global_samples": STEPS * 2 * accumulation * world_size,
                 "micro_steps": STEPS * accumulation,
+                "skipped_steps": 0,
             }
             for name, weight in expected.items():
                 torch.testing.assert_close(
