@@ -204,6 +204,8 @@ def _require_finite_losses(run: Run, meter: _Meter, losses: list[float]) -> list
         if engine.was_step_applied():
             of = f" of {name}" if len(run.engines) > 1 else ""
             _require_finite(run, f"the gradients' norm{of}", engine.get_global_grad_norm(), run.step)
+        elif engine.precision.needs_scale:
+            continue  # a loss scale answers to overflows, or is what the document asks for
         elif run.step == run.max_steps and engine.skipped_steps == engine.global_steps > 0:
             what = f"no step{f' of {name}' if len(run.engines) > 1 else ''} was taken: the gradients' norm"
             _require_finite(run, what, engine.get_global_grad_norm(), run.step)
