@@ -179,7 +179,7 @@ class ByHand(Side):
             self._shard()
             self.what = "FSDP2"
         else:
-            self.parameters = list(self.model.parameters())
+            self.parameters: list[Tensor] = list(self.model.parameters())
             self.masters = self.parameters
             if self.low:
                 self.masters = [nn.Parameter(p.detach().clone()) for p in self.parameters]
