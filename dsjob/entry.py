@@ -76,11 +76,8 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = divide(join_world(), mpu)
-    if mesh_param and tuple(mesh_param) != (world.world_size, 1):
-        raise UsageError(
-            f"mesh_param={mesh_param!r}: all {world.world_size} ranks are data-parallel, and none sequence-parallel",
-            hint=f"leave it out, or give ({world.world_size}, 1)",
-        )
+    if mesh_param:
+        _check_mesh(mesh_param, world)
     spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
     if world.everyone.rank == 0:
         for problem in told:
@@ -197,6 +194,14 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
             raise UsageError("the optimizer holds a tensor that is no parameter of the model")
         group["params"] = [masters[names[id(p)]] for p in group["params"] if names[id(p)] in masters]
     return optimizer
+
+
+def _check_mesh(mesh_param: Sequence[int], world: World) -> None:
+    if tuple(mesh_param) != (world.world_size, 1):
+        raise UsageError(
+            f"mesh_param={mesh_param!r}: all {world.world_size} ranks are data-parallel, and none sequence-parallel",
+            hint=f"leave it out, or give ({world.world_size}, 1)",
+        )
 
 
 def _read_trust(prefixes: Sequence[str]) -> Trust:

@@ -227,8 +227,8 @@ def _build_callback(name: str, target: Any, trust: Trust) -> Callback:
     if not isinstance(built, Callback):
         raise ContractError(f"callbacks.{name}: {target.path} returned {type(built).__name__}, not a dsjob Callback")
     hooks = [hook for hook in vars(Callback) if hook.startswith("on_")]
-    for hook in dir(built):
-        if hook.startswith("on_") and hook not in hooks:
+    for hook in dir(type(built)):
+        if hook.startswith("on_") and hook not in hooks and callable(getattr(type(built), hook)):
             raise ContractError(
                 f"callbacks.{name}: {target.path} has {hook}, which is never called", hint=f"hooks: {', '.join(hooks)}"
             )

@@ -80,8 +80,8 @@ class Occasions:
         """
         self._granted = behind and self._is_wanted()
         self._asked, self._saved_at = False, self._clock()
-        if self._is_touched():
-            os.unlink(self._request or "")
+        if self._request is not None and self._is_touched():
+            os.unlink(self._request)
         if not behind:
             self._end_trouble()
 

@@ -16,3 +16,7 @@ def test_a_hook_that_is_never_called_is_refused_before_the_first_step(tmp_path: 
         run(make_document(tmp_path, callbacks=callbacks))
     assert told.value.hint == "hooks: on_start, on_log, on_eval, on_save, on_end"
     assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_attributes_that_are_called_like_hooks_are_none(tmp_path: Path) -> None:
+    run(make_document(tmp_path, callbacks={"mine": {"_target_": "stateful.WithSwitches"}}))

@@ -17,7 +17,7 @@ from dsjob import launch
 from dsjob.cli.execute import run_composed
 from dsjob.document import Document
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, Problem
-from dsjob.origins import read_document
+from dsjob.origins import Composed, read_document
 from dsjob.resolve import place_problems
 from dsjob.rules import RULES
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
@@ -30,8 +30,10 @@ _FILE_VARIABLE, _DEBUG_VARIABLE, _DIR_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEE
 
 def main(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool, trust: Trust) -> int:
     """Sweeps; the exit code is 1 if any run failed."""
-    _refuse_secrets(overrides, file, config_dir)
-    folder = _choose_folder(overrides, file, config_dir)
+    _refuse_secrets(overrides)
+    first = composition.compose(composition.take_first(overrides), file=file, config_dir=config_dir)
+    _refuse_secrets_composed(first)
+    folder = _choose_folder(overrides, first.document)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
     os.environ[_TRUST_VARIABLE] = trust.to_text()
     os.environ[_FILE_VARIABLE] = file.source if file is not None else ""
@@ -46,31 +48,33 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
     return 0 if all(entry["status"] == "done" for entry in results.values()) else 1
 
 
-def _refuse_secrets(overrides: list[str], file: Document | None, config_dir: str | None) -> None:
+def _refuse_secrets(overrides: list[str]) -> None:
     """Raises DocumentError for those of any run, before Hydra prints and writes down what the runs are given."""
     hint = "NAME in the environment, and KEY='${oc.env:NAME}'"
     problems = [
         Problem("is refused: a secret may not stand in an override", path, "secret-in-document", hint, "command line")
         for path in composition.find_literal_secrets(overrides)
     ]
-    if not problems:
-        composed = composition.compose(composition.take_first(overrides), file=file, config_dir=config_dir)
-        found = [*RULES["secret-in-document"].find(composed.document), *RULES["secret-in-url"].find(composed.document)]
-        problems = place_problems(found, composed.locate)
     if problems:
         raise DocumentError(problems)
 
 
-def _choose_folder(overrides: list[str], file: Document | None, config_dir: str | None) -> str | None:
+def _refuse_secrets_composed(first: Composed) -> None:
+    """Raises DocumentError for those that the first run has of its recipes, and most likely every run."""
+    found = [*RULES["secret-in-document"].find(first.document), *RULES["secret-in-url"].find(first.document)]
+    if problems := place_problems(found, first.locate):
+        raise DocumentError(problems)
+
+
+def _choose_folder(overrides: list[str], document: dict[str, Any]) -> str | None:
     """The folder of the sweep: where a single run would put its output; the runs are numbered below it.
 
     None where the user has chosen hydra.sweep.dir, which Hydra then fills in.
     """
     if any(override.startswith("hydra.sweep.dir=") for override in overrides):
         return None
-    composed = composition.compose(composition.take_first(overrides), file=file, config_dir=config_dir)
-    pattern = composed.document.get("output", {}).get("dir", "outputs/%name/%time")
-    return make_run_dir(pattern, composed.document["name"])
+    pattern = document.get("output", {}).get("dir", "outputs/%name/%time")
+    return make_run_dir(pattern, document["name"])
 
 
 def run_one(config: DictConfig) -> float:

@@ -175,6 +175,13 @@ def test_parameters_that_were_not_trained_are_left_out(checkpoint: Path, tmp_pat
     assert left_out == {"frozen", "z_frozen"}
 
 
+def test_nothing_is_written_where_no_weights_are_left(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"model.frozen": floats(4, role="frozen")})
+    said = run(tmp_path / "c", tmp_path / "all.bin", "--exclude-frozen-parameters", code=2)
+    assert "holds no parameters and no buffers" in said
+    assert not (tmp_path / "all.bin").exists()
+
+
 def test_the_arguments_of_deepspeeds_script(checkpoint: Path, tmp_path: Path) -> None:
     step = next(checkpoint.glob("step-*"))
     run(step, tmp_path / "pytorch_model.bin")

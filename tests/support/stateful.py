@@ -157,6 +157,15 @@ class Masked(Net):
         return super().forward(x * mask, y)
 
 
+class WithSwitches(Callback):
+    """Has attributes that are called like hooks, and are none."""
+
+    on_weekdays = True
+
+    def __init__(self) -> None:
+        self.on_gpu = True
+
+
 class Misspelt(Callback):
     """Other programs call it so."""
 
