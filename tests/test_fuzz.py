@@ -27,7 +27,7 @@ from dsjob.schema import Schema
 ENTRY = {"file", "line", "column", "severity", "rule", "path", "message", "hint"}
 SHAPE = {"unknown-key", "type", "enum", "range", "length", "pattern", "required", "type-and-target", "syntax", "number"}
 QUIET = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-FEW, MANY = settings(QUIET, max_examples=150), settings(QUIET, max_examples=3000)
+FEW, MANY = settings(QUIET, max_examples=500), settings(QUIET, max_examples=3000)
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad", "NAdam", "Lamb")
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR")
 
@@ -184,13 +184,14 @@ def check_sound(document: dict[str, Any], suffix: str) -> None:
 SUFFIXES = st.sampled_from(["json", "yaml"])
 
 
+@pytest.mark.slow
 @FEW
 @given(DOCUMENTS, SUFFIXES)
 def test_a_document_of_the_contract_has_no_mistake_of_shape(document: dict[str, Any], suffix: str) -> None:
     check_sound(document, suffix)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @MANY
 @given(DOCUMENTS, SUFFIXES)
 def test_thousands_of_documents_of_the_contract(document: dict[str, Any], suffix: str) -> None:
@@ -251,13 +252,14 @@ def check_spoilt(document: dict[str, Any], suffix: str) -> None:
     validate(write(document, suffix).encode(errors="surrogatepass"), suffix)
 
 
+@pytest.mark.slow
 @FEW
 @given(spoilt(), SUFFIXES)
 def test_a_spoilt_document_gets_a_report(document: dict[str, Any], suffix: str) -> None:
     check_spoilt(document, suffix)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @MANY
 @given(spoilt(), SUFFIXES)
 def test_thousands_of_spoilt_documents(document: dict[str, Any], suffix: str) -> None:
@@ -292,13 +294,14 @@ def torn(draw: st.DrawFn) -> tuple[bytes, str]:
     return text, suffix
 
 
+@pytest.mark.slow
 @FEW
 @given(torn())
 def test_a_torn_text_gets_a_report(text: tuple[bytes, str]) -> None:
     validate(*text)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @MANY
 @given(torn())
 def test_thousands_of_torn_texts(text: tuple[bytes, str]) -> None:

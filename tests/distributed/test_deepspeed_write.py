@@ -17,6 +17,7 @@ from dsjob.checkpoint.convert import convert, convert_to_deepspeed
 from dsjob.checkpoint.elsewhere import find_elsewhere
 from dsjob.checkpoint.source import open_root
 from dsjob.checkpoint.zero_to_fp32 import Shards, find_commit, read_checkpoint
+from dsjob.deepspeed_engine import _import_deepspeed
 from dsjob.engine import Engine
 from dsjob.errors import UsageError
 from dsjob.mesh import World
@@ -97,8 +98,7 @@ def test_what_is_written_reads_back_equal_to_the_bit(case: str, tmp_path: Path) 
 
 def follow(world: World, folder: str) -> dict[str, list[float]]:
     """In DeepSpeed itself: the losses of the four steps after each checkpoint."""
-    import deepspeed
-
+    deepspeed = _import_deepspeed(world)
     deepspeed.init_distributed("gloo", verbose=False)
     found = {}
     for case in CASES:

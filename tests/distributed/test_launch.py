@@ -65,7 +65,7 @@ class Started:
     [
         [],
         ["launch.nproc=2", "zero_optimization.stage=3"],
-        ["launch.nproc=4"],
+        pytest.param(["launch.nproc=4"], marks=pytest.mark.full),
         ["launch.nproc=2", "zero_optimization.stage=1", "bf16.enabled=true", "trainer.micro_batch=2"],
     ],
     ids=["one rank", "two ranks, stage 3", "four ranks, stage 0", "two ranks, stage 1, bf16, accumulated"],

@@ -61,10 +61,16 @@ def compare(world: World, kind: str, precision: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "tied and frozen"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_offloading_changes_no_bit(world_size: int, precision: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [
+        (1, "tied and frozen"),
+        (2, "plain"),
+        *(pytest.param(*other, marks=pytest.mark.full) for other in ((1, "plain"), (2, "tied and frozen"))),
+    ],
+)
+def test_offloading_changes_no_bit(world_size: int, kind: str, precision: str) -> None:
     for found in run_ranks(compare, world_size, kind, precision):
         assert len(found) == 12
         for name, same in found:

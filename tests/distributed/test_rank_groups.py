@@ -83,7 +83,8 @@ def test_the_backward_pass_of_hpz_gathers_within_a_group() -> None:
         assert found == {"plain": {4}, "hpz": {2}, "mics": {2}}
 
 
-def resume(world: World, folder: str) -> list[bool]:
+def resume(world: World, folder: str, loads: int) -> list[bool]:
+    """What each way saves, loaded into so many of the next ones."""
     same = []
     ways = [{}, *WAYS.values()]
     for number, way in enumerate(ways):
@@ -91,7 +92,7 @@ def resume(world: World, folder: str) -> list[bool]:
         train_engine(engine, 0, 2)
         engine.save_checkpoint(f"{folder}/{number}")
         expected = whole_state(engine)
-        for then in ways:
+        for then in [*ways, *ways][number + 1 : number + 1 + loads]:
             again = make(then)
             again.load_checkpoint(f"{folder}/{number}")
             state = whole_state(again)
@@ -100,9 +101,10 @@ def resume(world: World, folder: str) -> list[bool]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_loads_into_any_grouping(tmp_path: Path) -> None:
-    for same in run_ranks(resume, 4, str(tmp_path)):
-        assert same == [True] * 25
+@pytest.mark.parametrize("loads", [2, pytest.param(5, marks=pytest.mark.full)])
+def test_a_checkpoint_loads_into_any_grouping(tmp_path: Path, loads: int) -> None:
+    for same in run_ranks(resume, 4, str(tmp_path), loads):
+        assert same == [True] * 5 * loads
 
 
 def refuse(world: World) -> list[str]:

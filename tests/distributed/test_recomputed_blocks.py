@@ -92,14 +92,20 @@ def check_equal(rows: list[Any]) -> None:
             torch.testing.assert_close(found["state"][key], tensor, rtol=0, atol=0, msg=f"{name}: {key}")
 
 
+RUNS = [(1, 3, ("fp32", "bf16")), (2, 1, ("fp32", "bf16")), (2, 3, ("fp16", "autocast"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dropout", "tied and frozen"])
 @pytest.mark.parametrize(
-    ("world_size", "accumulation", "precisions"),
-    [(1, 3, ("fp32", "bf16")), (2, 1, ("fp32", "bf16")), (2, 3, ("fp16", "autocast"))],
+    ("kind", "world_size", "accumulation", "precisions"),
+    [
+        *(("dropout", *run) for run in RUNS),
+        ("tied and frozen", *RUNS[0]),
+        *(pytest.param("tied and frozen", *run, marks=pytest.mark.full) for run in RUNS[1:]),
+    ],
 )
 def test_every_stage_gives_bit_for_bit_what_it_gives_without(
-    world_size: int, accumulation: int, precisions: tuple[str, ...], kind: str
+    kind: str, world_size: int, accumulation: int, precisions: tuple[str, ...]
 ) -> None:
     for rows in run_ranks(compare_ways, world_size, kind, accumulation, precisions):
         assert len(rows) == 4 * len(precisions) * len(WAYS) - 3 * ("autocast" in precisions)
@@ -109,10 +115,10 @@ def test_every_stage_gives_bit_for_bit_what_it_gives_without(
 WIDTH, BLOCKS, TOKENS = 64, 8, 3000  # so many tokens that buffers of collectives do not count
 
 
-def keep(world: World) -> dict[tuple[int, str], tuple[int, int]]:
+def keep(world: World, stages: tuple[int, ...]) -> dict[tuple[int, str], tuple[int, int]]:
     """For each stage and way: bytes that a forward pass leaves, and the most that a step adds."""
     found = {}
-    for stage, name in itertools.product(range(4), ("none", "full", "every second")):
+    for stage, name in itertools.product(stages, ("none", "full", "every second")):
         section = WAYS.get(name, {"mode": name})
         engine = make_engine(stage, net=Net(53, WIDTH, BLOCKS), activation_checkpointing=section)
         tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
@@ -129,12 +135,14 @@ def keep(world: World) -> dict[tuple[int, str], tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_memory_falls_by_what_the_blocks_would_keep(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(1, (0, 3)), (2, (3,)), pytest.param(2, (0, 1, 2), marks=pytest.mark.full)]
+)
+def test_memory_falls_by_what_the_blocks_would_keep(world_size: int, stages: tuple[int, ...]) -> None:
     """Beside its input, a block keeps what comes out of its norm, and the hidden layer after relu."""
     spared = BLOCKS * TOKENS * 4 * (WIDTH + 3 * WIDTH + 1)
-    for found in run_ranks(keep, world_size):
-        for stage in range(4):
+    for found in run_ranks(keep, world_size, stages):
+        for stage in stages:
             (kept, peak), (kept_full, peak_full), (kept_half, _) = (
                 found[stage, name] for name in ("none", "full", "every second")
             )
@@ -170,10 +178,10 @@ def test_a_run_goes_on_with_it_switched_over_and_names_are_the_models_own(tmp_pa
             assert names == own
 
 
-def compile_blocks(world: World) -> list[tuple[str, list[float], list[float], int]]:
+def compile_blocks(world: World, precisions: tuple[str, ...]) -> list[tuple[str, list[float], list[float], int]]:
     """Of each stage, precision and way: losses compiled and not, and how many graphs were compiled."""
     rows = []
-    for stage, precision in itertools.product(range(4), ("fp32", "bf16", "autocast")):
+    for stage, precision in itertools.product(range(4), precisions):
         expected = train("plain", stage, PRECISIONS[precision])["losses"]
         for mode in ("none", "full", *(("selective",) if precision != "autocast" or stage == 0 else ())):
             sections = {
@@ -189,10 +197,17 @@ def compile_blocks(world: World) -> list[tuple[str, list[float], list[float], in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_compiled_blocks_follow_the_others_at_every_stage(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "precisions"),
+    [
+        (1, ("bf16", "autocast")),
+        (2, ("fp32",)),
+        *(pytest.param(n, ("fp32", "bf16", "autocast"), marks=pytest.mark.full) for n in (1, 2)),
+    ],
+)
+def test_compiled_blocks_follow_the_others_at_every_stage(world_size: int, precisions: tuple[str, ...]) -> None:
     """And are compiled once for all, but where autocast gathers modules inside of them."""
-    for rows in run_ranks(compile_blocks, world_size):
+    for rows in run_ranks(compile_blocks, world_size, precisions):
         for name, losses, expected, graphs in rows:
             assert graphs == 1 or "autocast" in name, name
             assert losses == pytest.approx(expected, rel=1e-6 if "fp32" in name else 4e-3), name
