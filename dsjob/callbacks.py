@@ -45,9 +45,10 @@ class Callback:
         """Training begins, or goes on after a resume."""
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
-        """A log record: step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second, eta_seconds;
-        with fp16 loss_scale too, and a grad_norm that is not finite where the step was skipped; what trainer.step
-        returned besides, and of each further model `<name>/lr`, `<name>/grad_norm`."""
+        """A log record: step, epoch, loss, lr, grad_norm; samples_per_second and tokens_per_second of training alone;
+        eta_seconds, which counts in what evaluations, saves and callbacks have taken so far; with fp16 loss_scale too,
+        and a grad_norm that is not finite where the step was skipped; what trainer.step returned besides, and of each
+        further model `<name>/lr`, `<name>/grad_norm`."""
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """An evaluation is done: `eval/loss` and the document's metrics as `eval/<name>`, or what trainer.eval_step

@@ -32,7 +32,8 @@ _EVALUATED = "batches of data.eval"
 
 
 class _Meter:
-    """Scalars, samples and seconds since the last record. Scalars stay on the device until they are asked for."""
+    """Scalars, tokens and seconds of training since the last record; and what else has taken time in the run: records,
+    evaluations, saves, callbacks. Scalars stay on the device until they are asked for."""
 
     def __init__(self) -> None:
         self.scalars: dict[str, list[Tensor]] = {}  # by name, one of each step; `loss` first
@@ -40,13 +41,26 @@ class _Meter:
         self.tokens = 0
         self.seconds = 0.0
         self.names = Names("trainer.step")
-        self._started = time.perf_counter()
+        self._steps, self._beside = 0, 0.0  # of the whole run
+        self._turned = time.perf_counter()
 
     def start(self) -> None:
-        self._started = time.perf_counter()
+        """Training goes on."""
+        self._beside += self._turn()
 
     def pause(self) -> None:
-        self.seconds += time.perf_counter() - self._started
+        """Something else begins."""
+        self.seconds += self._turn()
+
+    def _turn(self) -> float:
+        before, self._turned = self._turned, time.perf_counter()
+        return self._turned - before
+
+    def estimate(self, steps: int, left: int) -> float:
+        """Seconds of the clock for `left` more steps: as fast as the `steps` since the last record, and with the
+        share of all else that each step has had so far."""
+        self._steps += steps
+        return (self.seconds / steps + self._beside / self._steps) * left
 
     def reset(self) -> None:
         self.scalars, self.skipped, self.tokens, self.seconds = {}, {}, 0, 0.0
@@ -71,7 +85,6 @@ def _train(run: Run, occasions: Occasions) -> None:
     engine, trainer, checkpoint = run.engine, run.spec.trainer, run.spec.checkpoint
     run.loader.seek(engine.global_samples)
     batches = iter(run.loader)
-    meter = _Meter()
     random = capture_rng(engine.device)
     run.tell("on_start")
     if run.step:  # the run without interruption was told once, before its first step
@@ -80,7 +93,7 @@ def _train(run: Run, occasions: Occasions) -> None:
     if run.evaluates and trainer.eval_at_start and run.step == 0:
         _evaluate(run)
     run.engines.train()
-    meter.start()
+    meter = _Meter()
     while run.step < run.max_steps:
         seen = engine.global_samples
         _take_step(run, batches, meter)
@@ -94,7 +107,6 @@ def _train(run: Run, occasions: Occasions) -> None:
         saves = saves or agreed.saves or agreed.stops or ends_period(run, seen)
         if not (logs or evaluates or saves):
             continue
-        meter.pause()
         _record(run, meter)
         if evaluates:
             _evaluate(run)
@@ -162,7 +174,8 @@ def _record(run: Run, meter: _Meter) -> None:
         summed = torch.cat([reported, read])
         dist.all_reduce(summed)
         scalars, tokens = summed[:-3] / summed[-3], float(summed[-2] / summed[-1])
-    losses, *others = torch.split(scalars, [len(values) for values in meter.scalars.values()])
+    losses, *others = torch.split(scalars.cpu(), [len(values) for values in meter.scalars.values()])
+    meter.pause()  # here: until now a device may not have done what it was given
     means = {name: float(values.mean()) for name, values in zip(list(meter.scalars)[1:], others, strict=True)}
     steps = len(losses)
     finite = _require_finite_losses(run, meter, losses.tolist())
@@ -179,7 +192,7 @@ def _record(run: Run, meter: _Meter) -> None:
         "grad_norm": norm,
         "samples_per_second": steps * engine.train_batch_size() / seconds,
         "tokens_per_second": tokens * world.world_size / seconds,
-        "eta_seconds": seconds / steps * (run.max_steps - run.step),
+        "eta_seconds": meter.estimate(steps, run.max_steps - run.step),
     }
     if engine.precision.needs_scale:
         own["loss_scale"] = engine.loss_scale()
