@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import IO, Any, Protocol
 
 from dsjob.engine import Engine
 from dsjob.engines import Engines
-from dsjob.run_folder import drop_non_finite
+from dsjob.run_folder import METRICS_NAME, drop_non_finite, supersede_metrics
 
 
 class RunView(Protocol):
@@ -62,15 +63,19 @@ class Callback:
 
 
 class MetricsFile(Callback):
-    """Appends every log record and evaluation to a JSON-lines file, one object a line; rank 0 alone writes."""
+    """Appends every log record and evaluation to metrics.jsonl in a run's folder, one object a line; rank 0 alone.
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    Each step is there once: before its first line a run sets aside those of steps that it takes anew.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = run_dir
+        self._begun_at: int | None = None
         self._file: IO[str] | None = None
 
     def on_start(self, run: RunView) -> None:
         if run.engine.global_rank == 0:
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+            self._begun_at = run.step
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
         self._write(record)
@@ -84,6 +89,10 @@ class MetricsFile(Callback):
             self._file = None
 
     def _write(self, record: Mapping[str, Any]) -> None:
+        if self._begun_at is not None:  # not in on_start: a run that fails before it gets anywhere spoils nothing
+            supersede_metrics(self._run_dir, self._begun_at)
+            self._begun_at, path = None, os.path.join(self._run_dir, METRICS_NAME)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the rest of the run)
         if self._file is not None:
             self._file.write(json.dumps(drop_non_finite(record)) + "\n")
             self._file.flush()

@@ -31,7 +31,7 @@ from dsjob.optim.schedules import settle_length
 from dsjob.progress import Display, make_console, show_seconds
 from dsjob.resolve import complete_config, resolve_model
 from dsjob.resume import resume
-from dsjob.run_folder import METRICS_NAME, SAVE_REQUEST, read_result, write_resolved, write_result
+from dsjob.run_folder import SAVE_REQUEST, read_result, write_resolved, write_result
 from dsjob.seeding import seed_rng
 from dsjob.spec import Checkpoint, JobSpec, Trainer, view
 from dsjob.steps import make_micro_step
@@ -115,7 +115,7 @@ def _prepare(
         callbacks=[
             _WriteResolved(run_dir, document),
             display,
-            MetricsFile(os.path.join(run_dir, METRICS_NAME)),
+            MetricsFile(run_dir),
             *callbacks.values(),
         ],
         say=display.say,

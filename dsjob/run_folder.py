@@ -16,6 +16,7 @@ from dsjob.paths import Path, get_at
 RESOLVED_NAME = "resolved.json"
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
+SUPERSEDED_METRICS_NAME = "metrics-superseded.jsonl"
 SAVE_REQUEST = "save-now"  # touched to have a checkpoint made
 
 
@@ -67,6 +68,33 @@ def write_result(run_dir: str, result: Mapping[str, Any]) -> None:
 def read_result(run_dir: str) -> dict[str, Any]:
     """A run's result.json; empty where there is none."""
     return _read_json(os.path.join(run_dir, RESULT_NAME))
+
+
+def supersede_metrics(run_dir: str, step: int) -> None:
+    """Moves the lines of metrics.jsonl of steps after `step`, which a run takes anew, to metrics-superseded.jsonl.
+
+    At step 0 these are all; a last line that a kill has cut short goes too. A kill in here loses nothing, and the next
+    run does what is left.
+    """
+    path, aside = (os.path.join(run_dir, name) for name in (METRICS_NAME, SUPERSEDED_METRICS_NAME))
+    before = storage.read_bytes(path) if os.path.exists(path) else b""
+    kept, moved = bytearray(), bytearray()
+    for line in before.splitlines():
+        (kept if step and _is_of(line, step) else moved).extend(line + b"\n")
+    if kept == before:
+        return
+    there = storage.read_bytes(aside) if os.path.exists(aside) else b""
+    if not there.endswith(moved):  # as it does where a kill has come between the two writes
+        storage.write_bytes(aside, there + moved)
+    storage.write_bytes(path, bytes(kept))
+
+
+def _is_of(line: bytes, step: int) -> bool:
+    """Whether a line is a whole record of a step up to `step`."""
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _read_json(path: str) -> dict[str, Any]:

@@ -151,8 +151,12 @@ def read_saved(root: str, step: int) -> tuple[dict[str, list[str]], dict[str, An
 
 
 def read_losses(folder: Path) -> list[tuple[int, float]]:
-    """All losses that the runs of a job have noted, by step."""
-    path = folder / "run" / "metrics.jsonl"
+    """All losses that the runs of a job have noted, by step, those of steps that were taken anew first."""
+    return [loss for name in ("metrics-superseded.jsonl", "metrics.jsonl") for loss in read_file(folder, name)]
+
+
+def read_file(folder: Path, name: str) -> list[tuple[int, float]]:
+    path = folder / "run" / name
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
@@ -256,6 +260,7 @@ class Campaign:
     def _is_same(self, folder: Path, root: str) -> bool:
         """Whether weights, optimizer, schedule, generators, callbacks and all losses are those of the unbroken run."""
         same = all(loss == self.whole.losses[step] for step, loss in read_losses(folder))
+        same = same and read_file(folder, "metrics.jsonl") == list(self.whole.losses.items())  # each step once
         return same and list_steps(root)[-1] == STEPS and read_saved(root, STEPS) == self.whole.saved[STEPS]
 
 

@@ -85,6 +85,10 @@ def test_going_back_to_a_tag_sets_later_checkpoints_aside(job: Path) -> None:
     back = dsjob("cfg.json", "checkpoint.resume=step-00000002", "checkpoint.every=2", "checkpoint.keep=0", cwd=job)
     assert "step-00000002-a0001 at step 2" in back.stdout, back.stderr
     assert read_metrics(job / "run") == before
+    lines = [json.loads(line) for line in (job / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]  # and the evaluation: nothing twice
+    superseded = (job / "run" / "metrics-superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == [3, 4, 5, 6, 6]
     assert list_commits(job / "run") == ["step-00000002", "step-00000004", "step-00000006"]
     aside = sorted(path.name for path in (job / "run/checkpoints/superseded").iterdir())
     assert aside == ["step-00000004-a0001.json", "step-00000006-a0001.json"]
@@ -364,7 +368,7 @@ def test_changed_hyperparameters_take_effect_and_are_told(job: Path) -> None:
 @pytest.mark.parametrize("change", ["model._target_=my_model.NoLoss", "model._target_=my_model.nope"])
 def test_a_run_that_fails_at_once_spoils_nothing(job: Path, change: str) -> None:
     assert dsjob("cfg.json", cwd=job).returncode == 0
-    kept = {name: (job / "run" / name).read_bytes() for name in ("resolved.json", "result.json")}
+    kept = {name: (job / "run" / name).read_bytes() for name in ("resolved.json", "result.json", "metrics.jsonl")}
     assert dsjob("run", "run", change, "trainer.max_steps=8", cwd=job).returncode != 0
     assert dsjob("run", "run", "checkpoint.resume=never", cwd=job).returncode == 1
     assert kept == {name: (job / "run" / name).read_bytes() for name in kept}

@@ -1,0 +1,76 @@
+"""What lies in a run's folder when a run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsjob import storage
+from dsjob.run_folder import supersede_metrics
+
+
+def write(folder: Path, steps: list[int], name: str = "metrics.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in steps))
+    return path
+
+
+def read(folder: Path, name: str = "metrics.jsonl") -> list[int]:
+    path = folder / name
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("step", "kept", "aside"),
+    [(3, [1, 2, 2, 3], [4, 5]), (5, [1, 2, 2, 3, 4, 5], []), (9, [1, 2, 2, 3, 4, 5], []), (0, [], [1, 2, 2, 3, 4, 5])],
+)
+def test_what_a_run_takes_anew_is_set_aside(tmp_path: Path, step: int, kept: list[int], aside: list[int]) -> None:
+    write(tmp_path, [1, 2, 2, 3, 4, 5])  # an evaluation is a second line of its step
+    supersede_metrics(str(tmp_path), step)
+    assert (read(tmp_path), read(tmp_path, "metrics-superseded.jsonl")) == (kept, aside)
+    assert sorted(path.name for path in tmp_path.iterdir())[-1] == "metrics.jsonl"  # and nothing temporary
+
+
+def test_a_folder_without_metrics_stays_as_it_is(tmp_path: Path) -> None:
+    supersede_metrics(str(tmp_path), 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rest", ['{"step": 3, "lo', "7", "null", '{"loss": 1.5}', '{"step": "3"}', "\xff"])
+def test_a_line_that_is_cut_short_is_set_aside(tmp_path: Path, rest: str) -> None:
+    path = write(tmp_path, [1, 2])
+    path.write_bytes(path.read_bytes() + rest.encode("latin-1"))
+    supersede_metrics(str(tmp_path), 2)
+    assert read(tmp_path) == [1, 2]
+    assert (tmp_path / "metrics-superseded.jsonl").read_bytes() == rest.encode("latin-1") + b"\n"
+
+
+def test_a_last_line_without_its_end_gets_one(tmp_path: Path) -> None:
+    path = write(tmp_path, [1, 2])
+    path.write_bytes(path.read_bytes()[:-1])
+    supersede_metrics(str(tmp_path), 2)
+    assert path.read_bytes()[-1:] == b"\n"
+    assert read(tmp_path) == [1, 2]
+
+
+def test_a_kill_between_the_two_writes_loses_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, [7], "metrics-superseded.jsonl")
+    write(tmp_path, [1, 2, 3])
+    real = storage.write_bytes
+
+    def die(url: str, data: bytes) -> None:
+        if url.endswith("metrics.jsonl"):
+            raise KeyboardInterrupt
+        real(url, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_bytes", die)
+        with pytest.raises(KeyboardInterrupt):
+            supersede_metrics(str(tmp_path), 1)
+    assert read(tmp_path) == [1, 2, 3]
+    supersede_metrics(str(tmp_path), 1)
+    assert (read(tmp_path), read(tmp_path, "metrics-superseded.jsonl")) == ([1], [7, 2, 3])
