@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dsjob import storage
 from dsjob.checkpoint.agreement import on_rank_0
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.committed import Loaded, Matched
 from dsjob.checkpoint.source import holds_commits
-from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
 from dsjob.models import list_models
 from dsjob.optim.changes import apply_changes
 from dsjob.resolve import resolve_model
@@ -16,10 +17,14 @@ from dsjob.spec import JobSpec
 from dsjob.training import Run
 
 _WORDS = ("auto", "never", "required")
+_SHOWN = 10  # tags in a message
 
 
 def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
-    """Begins a new attempt, and continues from a checkpoint where there is one; None where training begins anew."""
+    """Begins a new attempt, and continues from a checkpoint where there is one; None where training begins anew.
+
+    Raises UsageError where checkpoint.resume names what is not there, before older runs are fenced by it.
+    """
     policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
     tags = checkpointer.tags()
     if policy == "never" and tags:
@@ -32,12 +37,16 @@ def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
             f"checkpoint.resume is required, but {checkpointer.url} holds no committed checkpoint",
             hint="point checkpoint.dir at one, or start anew with checkpoint.resume=auto",
         )
+    tag = None if policy in _WORDS or "/" in policy else policy
+    if tag is not None and tags and not {tag, tag.rpartition("-a")[0]} & {*tags}:  # a step's folder names its tag
+        more = f" and {len(tags) - _SHOWN} more" if len(tags) > _SHOWN else ""
+        there = f"there are: {', '.join(tags[:_SHOWN])}{more}"
+        raise UsageError(f"checkpoint.resume: no checkpoint {tag!r} in {checkpointer.url}", hint=there)
     checkpointer.open()
     tags = checkpointer.tags()  # with what an older run has committed before it was fenced
-    tag = None if policy in _WORDS or "/" in policy else policy
     if tag is None and not tags:
         return _begin_from(run, policy) if "/" in policy else None
-    loaded = checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed) if tag else _load_newest(run, tags)
+    loaded = _load_tag(run, tag) if tag else _load_newest(run, tags)
     _follow_changes(run, loaded, specs)
     if tag is not None and tags and tags[0] != loaded.tag:
         checkpointer.set_aside(newer_than=loaded.step)
@@ -45,6 +54,14 @@ def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
         run.rated = checkpointer.rated()
     run.last_saved = loaded.url
     return loaded
+
+
+def _load_tag(run: Run, tag: str) -> Loaded:
+    try:
+        return run.checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed)
+    except NoCheckpointError as error:
+        hint = f"{error.hint}; checkpoint.resume=auto starts anew where there is none"
+        raise UsageError(f"checkpoint.resume: no checkpoint {tag!r}: {error.message}", hint=hint) from error
 
 
 def _load_newest(run: Run, tags: list[str]) -> Loaded:
@@ -84,7 +101,12 @@ def _begin_from(run: Run, url: str) -> Loaded | None:
     """Begins with the weights of another job's checkpoint, or goes on from what another program has left at `url`."""
     world, strict = run.engine.world, run.spec.checkpoint.strict
     if not on_rank_0(world.everyone, lambda: holds_commits(url)):
-        return Checkpointer(url, world=world).load(run.savable, strict=strict, seed=run.spec.trainer.seed)
+        if not on_rank_0(world.everyone, lambda: storage.exists(url)):
+            raise UsageError(f"checkpoint.resume: there is no file or folder {url}", hint="correct the path or URL")
+        try:
+            return Checkpointer(url, world=world).load(run.savable, strict=strict, seed=run.spec.trainer.seed)
+        except NoCheckpointError as error:
+            raise UsageError(f"checkpoint.resume: no checkpoint in {url}: {error.message}", hint=error.hint) from error
     run.say("warm start", describe_matched(run.checkpointer.load_weights(run.savable, url, strict=strict)))
     return None
 

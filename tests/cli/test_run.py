@@ -102,15 +102,23 @@ def test_going_back_to_a_tag_sets_later_checkpoints_aside(job: Path) -> None:
         ("never", False, 0, ""),
         ("never", True, 1, "checkpoint.resume is never"),
         ("auto", False, 0, ""),
-        ("step-00000099", True, 1, "no checkpoint 'step-00000099'"),
+        ("step-00000099", True, 2, "no checkpoint 'step-00000099' in run/checkpoints\n  there are: step-00000002"),
+        ("step-00000002-a0009", True, 2, "step-00000002 is in step-00000002-a0001"),
+        ("step-00000002-a0001", True, 0, ""),
+        ("step-00000099", False, 2, "no checkpoint 'step-00000099': no committed checkpoint in"),
+        ("./elsewhere", False, 2, "there is no file or folder ./elsewhere"),
+        (".//", False, 2, "no checkpoint in .//: no committed checkpoint in"),
     ],
 )
 def test_resume_does_what_it_is_told(job: Path, policy: str, first: bool, code: int, message: str) -> None:
     if first:
         assert dsjob("cfg.json", "trainer.max_steps=2", cwd=job).returncode == 0
+    attempts = [path.name for path in job.glob("run/checkpoints/attempts/*")]
     done = dsjob("cfg.json", f"checkpoint.resume={policy}", cwd=job)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
+    if first and code == 2 and "a0009" not in policy:  # a mistyped tag fences no run
+        assert attempts == [path.name for path in job.glob("run/checkpoints/attempts/*")]
 
 
 def test_a_converted_file_holds_the_trained_weights(job: Path) -> None:
