@@ -12,7 +12,7 @@ from importlib import import_module
 from keyword import iskeyword
 from typing import Any, NoReturn
 
-from dsjob.errors import DocumentError, DsjobError, UsageError
+from dsjob.errors import DocumentError, DsjobError, Preempted, UsageError
 
 USAGE = """\
 dsjob: train from a job document
@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         elif error.exit_code == 130:
             print("dsjob: interrupted", file=sys.stderr)  # noqa: T201
+        elif isinstance(error, Preempted):  # what was asked for, and done
+            print(f"dsjob: {error}", file=sys.stderr)  # noqa: T201
         else:
             _print_error(error)
         return error.exit_code

@@ -16,7 +16,7 @@ from dsjob import compose as composition
 from dsjob import launch
 from dsjob.cli.execute import run_composed
 from dsjob.document import Document
-from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, Problem
+from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, Preempted, Problem
 from dsjob.origins import Composed, read_document
 from dsjob.resolve import place_problems
 from dsjob.rules import RULES
@@ -100,7 +100,9 @@ def run_one(config: DictConfig) -> float:
         source = os.environ.get(_FILE_VARIABLE)
         composed = composition.finish(config, read_document(source) if source else None)
         result = run_composed(composed, trust, bool(os.environ.get(_DEBUG_VARIABLE)), run_dir=run_dir)
-    except Interrupted as error:
+    except (Interrupted, Preempted) as error:
+        if isinstance(error, Preempted):
+            print(f"dsjob: {error}", file=sys.stderr, flush=True)  # noqa: T201
         raise SystemExit(error.exit_code) from error  # no Exception: Hydra would go on with the next run
     except Exception as error:
         known = isinstance(error, DsjobError)

@@ -1,6 +1,7 @@
 """Jobs as a user runs them: own code, own files, repeated, continued, converted, swept."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,26 @@ def test_a_sweep_does_not_mix_with_an_earlier_one(job: Path) -> None:
     assert losses == [
         json.loads((job / "run" / str(i) / "result.json").read_text())["metrics"]["eval/loss"] for i in (0, 1)
     ]
+
+
+STOP = """
+import os, signal
+from dsjob.callbacks import Callback
+
+class Stop(Callback):
+    def on_log(self, run, record):
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m", "trainer.seed=1,2"]], ids=["run", "sweep"])
+def test_a_run_that_sigterm_has_stopped_is_saved_and_no_error(job: Path, sweep: list[str]) -> None:
+    (job / "stop.py").write_text(STOP)
+    done = dsjob("cfg.json", *sweep, "+callbacks.stop={_target_: stop.Stop}", cwd=job)
+    assert done.returncode == 75, done.stderr
+    assert re.search(r"^dsjob: stopped by SIGTERM after step 2, which is saved: run/", done.stderr, re.MULTILINE)
+    assert "error" not in done.stderr
+    assert "== run 1" not in done.stdout  # nor does a sweep go on
 
 
 def test_a_sweep_may_have_a_folder_that_hydra_fills_in(job: Path) -> None:

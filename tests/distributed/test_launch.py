@@ -112,7 +112,8 @@ def test_a_signal_stops_everything_within_seconds(tmp_path: Path, nproc: int, nu
     assert started.process.returncode == code, errors
     assert "dsjob run run" in errors
     assert "Traceback" not in errors
-    assert ("which is saved" in errors) == (number == signal.SIGTERM)
+    assert ("dsjob: stopped by SIGTERM after step " in errors) == (number == signal.SIGTERM)
+    assert "error" not in errors
     wait_until(lambda: not find_processes(started.marker), 10)
 
 
