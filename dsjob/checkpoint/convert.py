@@ -81,7 +81,8 @@ def convert(
     source: a run's folder (with `checkpoints/` in it), a checkpoint folder or one step's folder; a path or a URL; or
     a DeepSpeed folder, or weights of other programs (see `elsewhere`).
     out: a local folder, or a local path that ends in `.safetensors`, or in `.bin`, `.pt`, `.pth` or `.ckpt` for a file
-    that `torch.load` reads; by default the checkpoint folder, if it is local.
+    that `torch.load` reads; by default a folder in the checkpoint folder, if that is local: `weights-<tag>-<to>`,
+    with the model's name before the dtype where one was chosen.
     to: what F64, F32, F16 and BF16 become, rounded to nearest even; other dtypes stay as they are.
     tag: which checkpoint; by default the newest. max_shard_size: bytes of tensors in one file of a folder.
     model: which one of a job's several; by default all, each tensor's name beginning with its model's.
@@ -98,7 +99,8 @@ def convert(
         place, checkpoint = _open(source, tag)
         if out is None and not storage.is_local(place.root):
             raise UsageError(f"{source} is not a local folder, and no output was named", hint="name a local folder")
-        target = place.root if out is None else out
+        chosen = f"-{model}" if model is not None else ""
+        target = os.path.join(place.root, f"weights-{checkpoint.tag}{chosen}-{to}") if out is None else out
         if not storage.is_local(target):
             raise UsageError(
                 f"cannot write weights to {target}", hint="name a local folder, and copy it there afterwards"

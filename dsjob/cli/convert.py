@@ -82,7 +82,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument(*names, **options)
 
     add("checkpoint", metavar="CKPT", help="a run's folder, a checkpoint folder or a step's; a path or URL")
-    out = "a folder, or a file *.safetensors, *.bin, *.pt, *.pth, *.ckpt (the checkpoint folder)"
+    out = "a folder, or a file *.safetensors, *.bin, *.pt, *.pth, *.ckpt (weights-TAG-DTYPE in the checkpoint folder)"
     add("out", nargs="?", metavar="OUT", help=out)
     to = "dtype of the weights (fp32); hf: a folder that transformers' from_pretrained loads; deepspeed: its files"
     add("--to", choices=(*conversion.DTYPES, "hf", "deepspeed"), default="fp32", help=to)

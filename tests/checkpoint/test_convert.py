@@ -90,7 +90,14 @@ def test_a_tag(place: str, tmp_path: Path) -> None:
 
 
 def test_by_default_beside_a_local_checkpoint(run: Path) -> None:
-    assert convert(str(run), None, to="fp32")[0].path == str(run / "checkpoints" / "model.safetensors")
+    root = run / "checkpoints"
+    for to in ("fp32", "bf16"):  # one stands in the way of no other, nor of the script, which writes to the root itself
+        path = convert(str(run), None, to=to)[0].path
+        assert path == str(root / f"weights-step-00000120-{to}" / "model.safetensors")
+    subprocess.run([sys.executable, plain.__file__, str(root)], check=True, capture_output=True)
+    assert convert(str(run), None, to="fp32", tag="step-00000100")[0].tensors == 1
+    with pytest.raises(UsageError, match="holds converted weights already"):
+        convert(str(run), None, to="fp32")
     with pytest.raises(UsageError, match="no output was named"):
         convert(upload(run), None, to="fp32")
 
