@@ -59,11 +59,13 @@ class Catalog:
         latest: bool,
         replace: bool = False,
         metrics: Mapping[str, float] | None = None,
+        saved: float | None = None,
     ) -> tuple[str, ...]:
         """Writes the manifest and makes the folder a checkpoint; what of the rest failed once it was one.
 
-        Where the tag is taken: with `replace`, the new checkpoint takes the place of the old one at once, whose folder
-        is then deleted; else CheckpointError. Raises FencedError where a newer attempt has begun.
+        `saved`: of a copy, when the checkpoint itself was saved, in seconds since 1970. Where the tag is taken: with
+        `replace`, the new checkpoint takes the place of the old one at once, whose folder is then deleted; else
+        CheckpointError. Raises FencedError where a newer attempt has begun.
         """
         place = storage.join(self.url, folder, "manifest.json")
         text = encode_file(manifest, place, layout.MAX_MANIFEST)
@@ -78,6 +80,7 @@ class Catalog:
             "dir": folder,
             "manifest_sha256": hashlib.sha256(text).hexdigest(),
             **({"metrics": dict(metrics)} if metrics else {}),
+            **({"saved": saved} if saved is not None else {}),
         }
         text = encode_file(record, self._commit_url(tag), layout.MAX_RECORD)
         storage.make_folder(self._commit_url())

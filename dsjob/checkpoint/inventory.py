@@ -19,6 +19,7 @@ from dsjob.errors import NoCheckpointError
 SAVED = re.compile(
     r"((manifest|state|job)\.json|done/r\d{5,}\.json)(\.[0-9a-f]{32}\.tmp)?|r\d{5,}-of-\d{5,}\.safetensors"
 )
+_LATEST = 1e12  # seconds since 1970; what lies beyond is no time
 State = Literal["committed", "damaged", "partial", "superseded"]
 
 
@@ -28,8 +29,8 @@ class Listed:
 
     `state`: `committed`; `damaged`: it has a commit record, but `problem`; `partial`: a folder without commit record;
     `superseded`: a folder whose record was set aside by a run that went back. `size` in bytes, all files of the folder.
-    `saved`: when the record, or the last file of a folder without one, was written, in seconds since 1970; None where
-    the file system does not say.
+    `saved`, in seconds since 1970: what the record says, as that of a copy does, else when it was written, or the last
+    file of a folder without one; None where the file system does not say.
     """
 
     state: State
@@ -119,7 +120,7 @@ def _look(root: layout.Folder, tag: str, folders: dict[str, _Contents], files: d
     folder, step, size = "", None, 0
     try:
         record = layout.read_commit(root, tag)
-        folder, step = record["dir"], record["step"]
+        folder, step, saved = record["dir"], record["step"], read_saved(record, saved)
         contents = folders.get(folder, _Contents())
         size = contents.size
         checkpoint = layout.read_checkpoint(root, record)
@@ -134,6 +135,12 @@ def _look(root: layout.Folder, tag: str, folders: dict[str, _Contents], files: d
         return Listed("damaged", tag, folder, step, size, saved, problem=error.message)
     world_size, stage = (_count(checkpoint.manifest.get(key)) for key in ("world_size", "zero_stage"))
     return Listed("committed", tag, folder, step, size, saved, world_size, stage)
+
+
+def read_saved(record: Mapping[str, Any], written: float | None) -> float | None:
+    """When a checkpoint was saved: as its commit record says, else when that was `written`."""
+    told: Any = record.get("saved")
+    return float(told) if type(told) in (int, float) and 0 <= told < _LATEST else written
 
 
 def _count(value: object) -> int | None:

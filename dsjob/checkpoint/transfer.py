@@ -15,6 +15,7 @@ from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.attempts import claim_once
 from dsjob.checkpoint.catalog import Catalog
+from dsjob.checkpoint.inventory import read_saved
 from dsjob.checkpoint.source import find_root, open_root, renamed
 from dsjob.checkpoint.values import encode_json
 from dsjob.checkpoint.verify import Damage, Progress, find_spans, read_file
@@ -59,10 +60,12 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
             if progress:
                 progress(done, total)
 
-        catalog = Catalog(target)
+        catalog, files = Catalog(target), storage.find_files(storage.join(root.root, "commits"), deep=False)
+        written = {name: found.written for name, found in files.items()}
+        times = [read_saved(record, written.get(f"{record['tag']}.json")) for record in records]
         return [
-            _copy_one(root, c, record.get("metrics"), catalog, count)
-            for c, record in zip(checkpoints, records, strict=True)
+            _copy_one(root, c, record.get("metrics"), saved, catalog, count)
+            for c, record, saved in zip(checkpoints, records, times, strict=True)
         ]
 
 
@@ -70,6 +73,7 @@ def _copy_one(
     root: layout.Folder,
     checkpoint: layout.Checkpoint,
     metrics: dict[str, float] | None,
+    saved: float | None,
     catalog: Catalog,
     count: Callable[[int], None],
 ) -> Copied:
@@ -91,7 +95,8 @@ def _copy_one(
             storage.make_folder(storage.join(catalog.url, "pinned"))
             storage.write_bytes(storage.join(catalog.url, "pinned", tag), b"")
         newest = max((int(record["step"]) for record in there.values()), default=0)
-        notes = catalog.commit(folder, checkpoint.manifest, attempt, latest=checkpoint.step >= newest, metrics=metrics)
+        latest = checkpoint.step >= newest
+        notes = catalog.commit(folder, checkpoint.manifest, attempt, latest=latest, metrics=metrics, saved=saved)
     except BaseException:
         catalog.discard(tag, folder)
         raise

@@ -467,6 +467,27 @@ def test_a_copy_keeps_metrics_and_pins(root: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "b" / "pinned") == ["step-00000100"]
 
 
+def test_a_copy_of_a_copy_was_saved_when_the_first_was(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.utime(root / "commits" / "step-00000100.json", (1e9, 1e9))
+    url = f"memory://{uuid.uuid4().hex}/copy"
+    ckpt("copy", root, url)
+    ckpt("copy", url, tmp_path / "b")
+    for place in (url, tmp_path / "b"):
+        first, second = answer(capsys, "ls", place)["checkpoints"]
+        assert first["saved"] == 1e9
+        assert second["saved"] == (root / "commits" / "step-00000120.json").stat().st_mtime
+
+
+@pytest.mark.parametrize("told", ["NaN", "1e999", "-1", "true", '"1"', "1" * 400, "null"])
+def test_a_time_that_is_none_is_passed_over(root: Path, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    record = root / "commits" / "step-00000120.json"
+    record.write_text(record.read_text().replace("{", f'{{"saved": {told}, ', 1))
+    assert answer(capsys, "ls", root)["checkpoints"][1]["saved"] == record.stat().st_mtime
+    ckpt("ls", root)
+
+
 def test_copy_of_what_is_damaged_leaves_nothing(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "step-00000120-a0002" / "r00001-of-00002.safetensors"
     data = bytearray(path.read_bytes())
