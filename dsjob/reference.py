@@ -30,10 +30,11 @@ COMMAND = "python -m dsjob.reference docs/reference"
 _MARK = f"<!-- Made from schemas/ by `{COMMAND}`: change the schemas, not this page. -->\n\n"
 _LEGEND = (
     "*Implemented* keys do what they say; *mapped* says what a key becomes; *no effect here* is a warning, given only "
-    "where ignoring the key cannot change results; *not supported* is an error. A *target* is [something that is "
-    "called](target.md). `auto` is a value that is derived; `dsjob show` prints what it came to. `dsjob schema KEY` "
-    "prints the same in a terminal."
+    "where ignoring the key cannot change results; *not supported* is an error; *by key*: its keys differ. A "
+    "*target* is [something that is called](target.md). `auto` is a value that is derived; `dsjob show` prints what it "
+    "came to. `dsjob schema KEY` prints the same in a terminal."
 )
+_BY_KEY = "by key"
 _WIDTH = 100
 _COLUMNS = ("Key", "Type", "Default", "Status", "Description", "DeepSpeed", "In a job", "Other spellings")
 _BOUNDS = {
@@ -211,10 +212,16 @@ def _show(value: Any) -> str:
 
 
 def _describe_state(entry: Entry) -> str:
-    """Status and age of a key; of a section only what holds for it as a whole, since its keys speak for themselves."""
-    works = "" if {"properties", "x-variants"} & set(entry.schema) else "implemented"
-    status = describe_status(entry.schema) or entry.within or works
+    """Status and age of a key; of a section what holds for it as a whole, or for all its keys."""
+    status = describe_status(entry.schema) or entry.within or _sum_up(entry)
     return "; ".join(part for part in (describe_age(entry.schema), status) if part)
+
+
+def _sum_up(entry: Entry) -> str:
+    """Whether all keys of a section are implemented; anything else that has no status is."""
+    is_section = {"properties", "x-variants"} & set(entry.schema) and not _is_call(entry.schema)
+    works = not is_section or all(_describe_state(key) == "implemented" for key in _list_named(entry))
+    return "implemented" if works else _BY_KEY
 
 
 def _list_facts(entry: Entry) -> dict[str, str]:
@@ -250,7 +257,7 @@ def to_text(entry: Entry) -> str:
         state = _describe_state(replace(below, within=below.within.partition(":")[0]))
         facts = {"default": describe_default(below.schema), "required": "yes" if below.required else ""}
         shown = [f"{name} {fact}" if name == "default" else name for name, fact in facts.items() if fact]
-        shown += [state] if state not in ("", "implemented") else []
+        shown += [state] if state not in (_BY_KEY, "implemented") else []
         lines += ["", f"  {below.path[-1]}: {'; '.join([describe_type(below.schema), *shown])}"]
         lines += _wrap(below.schema.get("description", ""), 6)
     return "\n".join(lines) + "\n"

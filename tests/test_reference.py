@@ -241,6 +241,28 @@ def test_every_section_has_a_page_with_a_table_for_each_type() -> None:
             )
 
 
+def test_every_row_has_a_status() -> None:
+    for name, page in make_pages().items():
+        for table in re.findall(r"^\| Key .*\n(?:\|.*\n)+", page, re.MULTILINE):
+            heading, _, *rows = [re.split(r"(?<!\\)\|", line) for line in table.splitlines()]
+            column = heading.index(" Status ")
+            assert [row[1] for row in rows if not row[column].strip()] == [], name
+
+
+@pytest.mark.parametrize(
+    ("dotted", "status"),
+    [
+        ("checkpoint.best", "implemented"),
+        ("trainer.step", "implemented"),
+        ("pipeline", "by key"),
+        ("zero_optimization", "by key"),
+    ],
+)
+def test_a_section_has_the_status_of_its_keys(dotted: str, status: str) -> None:
+    (entry,) = find("job", dotted)
+    assert f"\n  status        {status}\n" in to_text(entry)
+
+
 def test_links_lead_to_pages_and_tables_are_whole() -> None:
     pages = make_pages()
     for name, text in pages.items():
