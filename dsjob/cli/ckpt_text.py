@@ -22,7 +22,7 @@ SHOWN = 20  # lines of differences
 def show_inventory(inventory: Inventory) -> str:
     """A line for each checkpoint and folder."""
     now = time.time()
-    rows = [("state", "tag", "step", "saved", "size", "ranks", "ZeRO", "")]
+    rows = [("state", "tag", "step", "saved", "all files", "ranks", "ZeRO", "")]
     for entry in inventory.checkpoints:
         note = "newest" if entry.newest else entry.problem or (entry.folder if entry.state != "committed" else "")
         age = "?" if entry.saved is None else f"{describe_age(now - entry.saved)} ago"
@@ -49,7 +49,7 @@ def show_checkpoint(found: dict[str, Any], *, tensors: bool) -> str:
         *((f"{role} tensors", _sum(sums)) for role, sums in found["roles"].items()),
         *((dtype, _sum(sums)) for dtype, sums in found["dtypes"].items()),
         ("tied names", ", ".join(f"{a} = {b}" for a, b in list(found["aliases"].items())[:5]) or None),
-        ("files", f"{len(found['files'])}, {show_bytes(found['bytes'])}"),
+        ("shards", f"{_plural(len(found['files']), 'file')}, {show_bytes(found['bytes'])} of weights and optimizer"),
         *((key, value) for key, value in counters.items()),
     ]
     lines = _align([(name, str(value)) for name, value in rows if value is not None])
@@ -66,7 +66,7 @@ def show_verified(found: Sequence[Verified]) -> str:
     lines = []
     for one in found:
         unchecked = f", {one.unchecked} of them saved without digest" if one.unchecked else ""
-        what = f"{one.chunks} chunks{unchecked}, {show_bytes(one.size)}"
+        what = f"{one.chunks} chunks{unchecked}, {show_bytes(one.size)} of weights and optimizer"
         lines.append(f"{one.tag}  {f'DAMAGED in {len(one.damages)} places' if one.damages else 'whole'}  {what}")
         lines += [f"  {make_printable(str(damage))}" for damage in one.damages]
     return "\n".join(lines)
@@ -111,7 +111,8 @@ def show_garbage(root: str, found: Sequence[Garbage], uploads: int, *, dry_run: 
 
 def show_copied(found: Sequence[Copied]) -> str:
     """A line for each checkpoint."""
-    return _align([(one.tag, show_bytes(one.size) if one.size else "was there already", one.url) for one in found])
+    sizes = [f"{show_bytes(one.size)} of weights and optimizer" if one.size else "was there already" for one in found]
+    return _align([(one.tag, size, one.url) for one, size in zip(found, sizes, strict=True)])
 
 
 def describe_age(seconds: float) -> str:

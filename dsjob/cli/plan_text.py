@@ -96,9 +96,10 @@ def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
         sent = f"{show_bytes(transfer.sent)} sent by each rank"
         pairs.append((transfer.collective, f"{show_bytes(transfer.bytes)} of {transfer.what} a step; {sent}"))
     kept = f", {show_bytes(saved.whole * plan.keep)} for the {plan.keep} that are kept" if plan.keep > 1 else ""
-    pairs.append(("checkpoint", f"{show_bytes(saved.whole)}{kept}; {show_bytes(saved.rank)} written by a rank"))
+    written = f"{show_bytes(saved.rank)} written by a rank"
+    pairs.append(("checkpoint", f"{show_bytes(saved.whole)} of weights and optimizer{kept}; {written}"))
     sizes = f"{show_bytes(saved.fp32)} as fp32, {show_bytes(saved.bf16)} as bf16"
-    pairs.append(("convert", f"{sizes}; streamed, so memory does not grow with the model"))
+    pairs.append(("convert", f"weights alone: {sizes}; streamed, so memory does not grow with the model"))
     if course.steps_per_epoch is not None:
         pairs.append(("epoch", f"{course.steps_per_epoch:,} steps over {course.samples:,} samples"))
     if course.steps is not None:

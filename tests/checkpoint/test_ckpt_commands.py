@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.compare import Difference, compare
 from dsjob.checkpoint.convert import convert
 from dsjob.cli import main
+from dsjob.plan.report import show_bytes
 
 TENSORS = {
     "model.w": floats(40, 30),
@@ -420,6 +422,20 @@ def test_gc_deletes_nothing_that_is_no_checkpoint(tmp_path: Path, capsys: pytest
     assert (mine / "thesis.tex").exists()
     ckpt("gc", tmp_path, "--older-than", "soon", code=2)
     assert "is no age" in capsys.readouterr().err
+
+
+def test_sizes_say_what_they_count(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted((root / "step-00000120-a0002").rglob("*"))
+    shards = show_bytes(sum(file.stat().st_size for file in files if file.suffix == ".safetensors"))
+    everything = show_bytes(sum(file.stat().st_size for file in files if file.is_file()))
+    printed = {}
+    for name, more in (("ls", []), ("info", []), ("verify", []), ("copy", [tmp_path / "b"])):
+        ckpt(name, root, *more)
+        printed[name] = capsys.readouterr().out
+    heading, line = (re.split("  +", text) for text in printed["ls"].splitlines()[2:5:2])
+    assert dict(zip(heading, line, strict=False))["all files"] == everything
+    for name in ("info", "verify", "copy"):
+        assert f"{shards} of weights and optimizer" in printed[name]
 
 
 # --- copy ---
