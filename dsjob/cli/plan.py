@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -76,6 +77,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--world-size", type=parse_count, metavar="N", help="ranks to plan for (launch.nproc)")
     parser.add_argument("--device-memory", type=_parse_size, metavar="SIZE", help="memory of a device: 80GiB")
+    own = "memory of a machine, which launch.nproc ranks share (this one's)"
+    parser.add_argument("--host-memory", type=_parse_size, metavar="SIZE", help=own)
     parser.add_argument("--offload", choices=_OFFLOADS, help="offload, whatever the document says")
     parser.add_argument("--sweep-stages", action="store_true", help="a table of ZeRO stage x offload x micro batch")
     parser.add_argument("--require-fit", action="store_true", help="exit with 3 where it does not fit")
@@ -148,7 +151,21 @@ def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespa
         course=course,
         limit=args.device_memory,
         notes=tuple(notes),
+        host_limit=args.host_memory or _read_host_memory(),
+        ranks_here=min(spec.launch.nproc, world_size * spec.trainer.model_parallel_size),
     )
+
+
+def _read_host_memory() -> int | None:
+    """Bytes of memory of this machine, or of the container that this is; None where nobody says."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            return min(installed, int(file.read()))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return installed
 
 
 def _name_precision(spec: JobSpec) -> Dtype:

@@ -30,8 +30,9 @@ def print_plan(plan: Plan, rows: Sequence[Row]) -> None:
             console.print(f" {line}", markup=False, soft_wrap=True)
     if rows:
         _print_sweep(console, plan, rows)
-    for note in plan.notes:
-        console.print(Text.assemble(("note  ", "bold"), note), soft_wrap=True)
+    for kind, texts in (("note", plan.notes), ("warning", plan.warnings)):
+        for text in texts:
+            console.print(Text.assemble((f"{kind}  ", "bold"), text), soft_wrap=True)
 
 
 def _print_pairs(console: Console, title: str, pairs: Sequence[tuple[str, str]]) -> None:

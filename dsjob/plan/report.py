@@ -50,7 +50,8 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job needs. `limit`: bytes of memory of a device, None where it was not given."""
+    """What a job needs. `limit`, `host_limit`: bytes of memory of a device and of a machine, None where they are not
+    known; `ranks_here`: ranks on one machine, as far as the document says."""
 
     name: str
     source: str
@@ -63,6 +64,8 @@ class Plan:
     course: Course
     limit: int | None = None
     notes: tuple[str, ...] = ()
+    host_limit: int | None = None
+    ranks_here: int = 1
 
     @property
     def memory(self) -> Memory:
@@ -78,6 +81,17 @@ class Plan:
     def building(self) -> int:
         """Bytes that a rank needs on the host at its start: it builds the whole model there."""
         return sum(w.elements * w.itemsize for w in self.job.model.weights) + self.job.model.buffers
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What will go wrong beside the devices."""
+        kept = self.memory.host
+        needed = self.ranks_here * max(self.building, kept)
+        if self.host_limit is None or needed <= self.host_limit:
+            return ()
+        ranks = f"{self.ranks_here} ranks on a machine need" if self.ranks_here > 1 else "a rank needs"
+        why = "each builds the whole model at its start" if self.building >= kept else "for what is offloaded"
+        return (f"{ranks} {show_bytes(needed)} of host memory ({why}), and there are {show_bytes(self.host_limit)}",)
 
 
 def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
@@ -106,8 +120,10 @@ def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
         "checkpoint": {**asdict(plan.checkpoint), "keep": plan.keep},
         "course": asdict(plan.course),
         "device_memory": plan.limit,
+        "host_memory": plan.host_limit,
         "fits": plan.fits,
         "notes": list(plan.notes),
+        "warnings": list(plan.warnings),
         "sweep": [asdict(row) for row in rows],
     }
 

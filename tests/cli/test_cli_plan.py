@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(plan: Any) -> 
     assert "the biggest item is activations, 70.3 MiB" in err
     assert "trainer.micro_batch=2" in err
     assert plan("+recipe=quickstart", "trainer.micro_batch=2", "--device-memory", "30MiB", "--require-fit")[0] == 0
+
+
+def test_too_little_memory_of_a_machine_is_a_warning(plan: Any, data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("+recipe=zero2_gpt", "--host-memory")  # two ranks, 3.21 MiB of weights each
+    assert data(*arguments, "7MiB")["warnings"] == []
+    code, out, _ = plan(*arguments, "6MiB")
+    assert code == 0
+    told = "2 ranks on a machine need 6.43 MiB of host memory (each builds the whole model at its start)"
+    assert f"warning  {told}, and there are 6 MiB\n" in out
+    (offloaded,) = data(*arguments, "12MiB", "--offload", "optimizer")["warnings"]
+    assert "of host memory (for what is offloaded), and there are 12 MiB" in offloaded
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert "a rank needs 3.64 TiB of host memory" in data("--params", "1e12")["warnings"][0]
 
 
 def test_requiring_a_fit_needs_a_memory_to_fit_into(plan: Any) -> None:
