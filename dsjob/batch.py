@@ -76,19 +76,15 @@ class BatchConfig:
         """All three numbers for `world_size` data-parallel ranks, each of which is `parts` ranks of the job.
 
         Raises DocumentError, naming the numbers and a change that would make them hold, where they do not multiply out.
-        `name` and `ranks` say where a number and the world size come from, to be put behind them.
+        `name` and `ranks` say where a number that was given and the world size come from, to be put behind them.
         """
         full = self._complete(world_size)
         if full is None:
             raise _problem("needs train_batch or micro_batch", "trainer.micro_batch=8, for example")
         if not full.is_valid(world_size):
-            message = (
-                f"train_batch {full.train_batch}{name('train_batch')} is not "
-                f"micro_batch {full.micro_batch}{name('micro_batch')} x "
-                f"grad_accum {full.grad_accum}{name('grad_accum')} x world size {world_size}"
-                f"{f' ({ranks})' if ranks else ''}"
-            )
-            raise _problem(message, full._remedy(world_size, parts))
+            train, *factors = (f"{key} {getattr(full, key)}{name(key) or self._tell_derived(key)}" for key in _KEYS)
+            told = f"{train} is not {' x '.join(factors)} x world size {world_size}{f' ({ranks})' if ranks else ''}"
+            raise _problem(told, full._remedy(world_size, parts))
         return full
 
     def is_valid(self, world_size: int) -> bool:
@@ -124,6 +120,13 @@ class BatchConfig:
             accum = accum if accum is not None else 1
             return BatchConfig(micro * accum * world_size, micro, accum)
         return None
+
+    def _tell_derived(self, key: str) -> str:
+        """How a number came about that was not given."""
+        if getattr(self, key) is not None:
+            return ""
+        both = self.train_batch is not None and self.micro_batch is not None
+        return " (derived)" if both or key != "grad_accum" else " (the default)"
 
     def _remedy(self, world_size: int, parts: int) -> str:
         train, micro, accum = self.train_batch or 0, max(self.micro_batch or 0, 1), max(self.grad_accum or 0, 1)

@@ -101,11 +101,10 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
         parts = trainer.get("model_parallel_size", 1)
         data_ranks = world_size // parts
         asked = _reopen_batch(trainer, document.get("resolved"), data_ranks, parts, locate)
-        kept = {key for key, value in dataclasses.asdict(asked).items() if value and value == trainer.get(key)}
         try:
             batch = asked.resolve(
                 data_ranks,
-                name=lambda key: f" ({_describe(locate_origin(('trainer', key)))})" if key in kept else "",
+                name=lambda key: _tell_origin(getattr(asked, key), trainer.get(key), locate_origin(("trainer", key))),
                 ranks=ranks_from if parts == 1 else f"{world_size} ranks / model_parallel_size {parts}",
                 parts=parts,
             )
@@ -127,7 +126,7 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
 def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:
     """What a bare DeepSpeed config asks of the engine. Raises ConfigError with all problems at once."""
     config = contract.prune(config, contract.deepspeed_schema())
-    problems, batch = _check_config(config, world_size)
+    problems, batch = _check_config(config, world_size, locate)
     problems = place_problems(problems, locate)
     _raise_errors(problems, ConfigError)
     assert batch is not None
@@ -181,7 +180,8 @@ def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate:
     """
     config = contract.prune(config, contract.deepspeed_schema())
     problems = []
-    for problem in _check_config(config, world_size or 1)[0]:
+    ranks_from = "--world-size" if world_size else "the default"
+    for problem in _check_config(config, world_size or 1, locate, ranks_from)[0]:
         left = [key for key in dsconfig.BATCH_KEYS if config.get(key) == "auto"]
         ranks = _find_ranks(config) if world_size is None and problem.rule == "batch" else None
         if ranks is not None:
@@ -218,12 +218,20 @@ def _read_config(config: dict[str, Any]) -> dict[str, Any]:
     return dsconfig.to_job(_rename(legacy.map_amp(legacy.expand(config)), contract.deepspeed_schema()))
 
 
-def _check_config(config: dict[str, Any], world_size: int) -> tuple[list[Problem], BatchConfig | None]:
+def _check_config(
+    config: dict[str, Any], world_size: int, locate: Locate, ranks_from: str = ""
+) -> tuple[list[Problem], BatchConfig | None]:
+    def tell(key: str) -> str:
+        path = dsconfig.to_config_path(("trainer", key))
+        line = locate(path)[1] if get_at(config, path, "auto") != "auto" else 0
+        return f" (line {line})" if line else ""
+
     problems = check_config(config)
     if any(p.severity == "error" and _is_of_batch(p) for p in problems):
         return problems, None
     try:
-        return problems, BatchConfig.of_trainer(_read_config(config).get("trainer", {})).resolve(world_size)
+        asked = BatchConfig.of_trainer(_read_config(config).get("trainer", {}))
+        return problems, asked.resolve(world_size, name=tell, ranks=ranks_from)
     except DocumentError as error:
         given = [key for key in dsconfig.BATCH_KEYS if key in config]
         return problems + [dsconfig.to_config_words(replace(f, path=(*given[:1],))) for f in error.problems], None
@@ -244,6 +252,13 @@ def _is_of_batch(problem: Problem) -> bool:
     return (
         not problem.path or problem.path[0] in dsconfig.BATCH_KEYS or any(key in meant for key in dsconfig.BATCH_KEYS)
     )
+
+
+def _tell_origin(asked: int | None, given: Any, place: Place) -> str:
+    """Where a batch size comes from, in brackets; nothing where it is not asked for, but follows from others."""
+    if asked is None:
+        return ""
+    return f" ({_describe(place)})" if asked == given else " (derived)"  # from what was resolved for other ranks
 
 
 def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchConfig, world_size: int) -> None:

@@ -73,7 +73,7 @@ def test_deepspeeds_own_cases_on_two_ranks(train: int, micro: int, accum: int, i
         (
             (33, 16, None),
             2,
-            "train_batch 33 is not micro_batch 16 x grad_accum 1 x world size 2",
+            "train_batch 33 is not micro_batch 16 x grad_accum 1 (derived) x world size 2",
             "trainer.train_batch=32",
         ),
         (
@@ -85,13 +85,13 @@ def test_deepspeeds_own_cases_on_two_ranks(train: int, micro: int, accum: int, i
         (
             (10, None, None),
             4,
-            "train_batch 10 is not micro_batch 2 x grad_accum 1 x world size 4",
+            "train_batch 10 is not micro_batch 2 (derived) x grad_accum 1 (the default) x world size 4",
             "it holds for world size 5: launch.nproc=5, or trainer.train_batch=8",
         ),
         (
             (2, None, None),
             4,
-            "train_batch 2 is not micro_batch 0 x grad_accum 1 x world size 4",
+            "train_batch 2 is not micro_batch 0 (derived) x grad_accum 1 (the default) x world size 4",
             "it holds for world size 2: launch.nproc=2, or trainer.train_batch=4",
         ),
     ],
@@ -190,6 +190,6 @@ def test_a_mismatch_says_where_the_numbers_and_the_world_size_come_from() -> Non
         BatchConfig(16, 4).resolve(3, name=lambda key: f" (cfg.json: {key})" if key != "grad_accum" else "", ranks="-n")
     (found,) = caught.value.problems
     assert found.message == (
-        "train_batch 16 (cfg.json: train_batch) is not micro_batch 4 (cfg.json: micro_batch) x grad_accum 1 x "
-        "world size 3 (-n)"
+        "train_batch 16 (cfg.json: train_batch) is not micro_batch 4 (cfg.json: micro_batch) x "
+        "grad_accum 1 (derived) x world size 3 (-n)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -262,8 +263,11 @@ def test_a_bare_config_that_is_wrong_is_a_config_error_with_all_problems() -> No
 
 
 def test_batch_sizes_of_a_bare_config_that_do_not_fit_are_a_config_error_in_its_own_words() -> None:
-    words = "train_batch_size 7 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 1"
-    with pytest.raises(ConfigError, match=words):
+    words = (
+        "train_batch_size 7 (line 1) is not train_micro_batch_size_per_gpu 2 (line 1) x "
+        "gradient_accumulation_steps 1 (derived) x world size 2"
+    )
+    with pytest.raises(ConfigError, match=re.escape(words)):
         resolve_config(
             {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}},
             world_size=2,

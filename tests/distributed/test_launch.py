@@ -241,4 +241,7 @@ def test_a_mistake_in_the_document_stops_every_joined_rank(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode != 0
-    assert "is not micro_batch 3 x grad_accum 1 x world size 2 (ranks that were started)" in done.stderr
+    assert (
+        "is not micro_batch 3 (derived) x grad_accum 1 (the default) x world size 2 (ranks that were started)"
+        in done.stderr
+    )
