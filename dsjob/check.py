@@ -22,6 +22,7 @@ from dsjob.errors import Problem
 from dsjob.models import is_trainable, take_model
 from dsjob.paths import Path
 from dsjob.rules import RULES
+from dsjob.rules.methods import find_meant
 from dsjob.schema import Schema
 
 _PYTHON_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
@@ -171,7 +172,11 @@ def _blank(value: Any, path: Path, broken: set[Path]) -> Any:
 
 
 def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
-    """What the schema alone can tell: unknown keys, types, bounds, and keys that dsjob does not support."""
+    """What the schema alone can tell: unknown keys, types, bounds, and keys that dsjob does not support.
+
+    Arguments of a mistyped optimizer or schedule are looked at as those of the one that is meant.
+    """
+    document = _as_meant(document)
     validator = Draft202012Validator(schema)
     problems: dict[tuple[Path, str, str], Problem] = {}
     for error in _leaves(validator.iter_errors(document)):
@@ -181,6 +186,20 @@ def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
     found = [p for p in problems.values() if p.rule != "enum" or p.path not in mistyped]
     wrong = {p.path for p in found if p.rule in ("type", "enum")}
     return found + [p for p in _check_status(document, schema, ()) if p.path not in wrong]
+
+
+def _as_meant(document: dict[str, Any]) -> dict[str, Any]:
+    changed = dict(document)
+    for section in ("optimizer", "scheduler"):
+        value = document.get(section)
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and (meant := find_meant(section, kind)):
+            changed[section] = {**document[section], "type": meant}
+    if isinstance(config := document.get("deepspeed"), dict):
+        changed["deepspeed"] = _as_meant(config)
+    if isinstance(models := document.get("models"), dict):
+        changed["models"] = {name: _as_meant(one) if isinstance(one, dict) else one for name, one in models.items()}
+    return changed
 
 
 def suggest(word: str, known: Sequence[str]) -> str:

@@ -28,6 +28,20 @@ def problem(path: str, **sections: Any) -> Problem:
     return only
 
 
+@pytest.mark.parametrize("place", [(), ("deepspeed",), ("models", "one")])
+def test_arguments_of_a_mistyped_optimizer_are_those_of_the_one_that_is_meant(place: tuple[str, ...]) -> None:
+    section: Any = {"optimizer": {"type": "Lionn", "params": {"lr": "x", "eps": 1e-8}}}
+    for part in reversed(place):
+        section = {part: section}
+    found = {problem.path for problem in check_job(make_job(**{"optimizer": None, **section}))}
+    params = (*place, "optimizer", "params")
+    assert {(*params, "lr"), (*params, "eps")} <= found
+
+
+def test_arguments_of_an_optimizer_that_is_near_to_none_may_be_any() -> None:
+    assert list(problems(optimizer={"type": "Mystery", "params": {"lr": "x"}})) == ["optimizer.type"]
+
+
 def test_a_valid_job_has_no_problems() -> None:
     assert problems() == {}
 

@@ -129,10 +129,15 @@ def _check(document: Document, world_size: int | None, texts: dict[str, str]) ->
     except DocumentError as error:
         # What a config says that could not be read may be what is missing here.
         known = [problem for problem in error.problems if not (unread and problem.rule in _LEFT_TO_CONFIG)]
-        return [*known, *unread, *error.warnings]
-    untrusted = list_untrusted(composed, done.document, grant(document))
-    found = unread + done.warnings + [replace(one, severity="warning") for one in untrusted]
+        wrong = {problem.path for problem in known}
+        untrusted = [one for one in _find_untrusted(composed, composed.document, document) if one.path not in wrong]
+        return [*known, *unread, *error.warnings, *untrusted]
+    found = unread + done.warnings + _find_untrusted(composed, done.document, document)
     return found + resolve.place_problems(_find_other_job(done.document), composed.locate)
+
+
+def _find_untrusted(composed: Composed, resolved: dict[str, Any], document: Document) -> list[Problem]:
+    return [replace(one, severity="warning") for one in list_untrusted(composed, resolved, grant(document))]
 
 
 def _find_other_job(document: dict[str, Any]) -> list[Problem]:

@@ -22,6 +22,10 @@ _ENDING = (  # of transformers' schedules
     "warmup_stable_decay",
 )
 _TRANSFORMERS_SCHEDULES = (*_ENDING, "constant", "constant_with_warmup", "inverse_sqrt")
+_KNOWN = {
+    "optimizer": (*OPTIMIZERS, "Lamb", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
+    "scheduler": (*_DEEPSPEED_SCHEDULES, *_TRANSFORMERS_SCHEDULES, *SCHEDULES),
+}
 _TOTALS = ("total_num_steps", "num_training_steps")  # DeepSpeed's word for the length of a schedule, and transformers'
 
 
@@ -30,19 +34,26 @@ def _known_names(document: Document) -> Iterator[Finding]:
     """An optimizer or schedule is named as by DeepSpeed (optimizers in any case) or by a class of torch: others have
     to be given as a _target_.
     """
-    kind = read(document, "optimizer.type")
-    if isinstance(kind, str) and kind not in OPTIMIZERS and kind.lower() not in _DEEPSPEED_OPTIMIZERS:
-        yield "optimizer.type", f'there is no optimizer "{kind}"', _suggest_name(kind, OPTIMIZERS)
-    kind = read(document, "scheduler.type")
-    known = (*_DEEPSPEED_SCHEDULES, *_TRANSFORMERS_SCHEDULES, *SCHEDULES)
-    if isinstance(kind, str) and kind not in known:
-        yield "scheduler.type", f'there is no schedule "{kind}"', _suggest_name(kind, known)
+    for section, what in (("optimizer", "optimizer"), ("scheduler", "schedule")):
+        kind = read(document, f"{section}.type")
+        if isinstance(kind, str) and not _is_known(section, kind):
+            meant = find_meant(section, kind)
+            hint = f'did you mean "{meant}"?' if meant else f"known: {', '.join(_KNOWN[section])}, or a _target_"
+            yield f"{section}.type", f'there is no {what} "{kind}"', hint
 
 
-def _suggest_name(name: str, known: tuple[str, ...]) -> str:
-    lower = {word.lower(): word for word in known}
-    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.75)
-    return f'did you mean "{lower[near[0]]}"?' if near else f"known: {', '.join(known)}, or a _target_"
+def _is_known(section: str, kind: str) -> bool:
+    return kind in _KNOWN[section] or (section == "optimizer" and kind.lower() in _DEEPSPEED_OPTIMIZERS)
+
+
+def find_meant(section: str, kind: str) -> str:
+    """The type of an optimizer or schedule (`section`) that an unknown one is nearest to; "" for one that is known, or
+    near to none."""
+    if _is_known(section, kind):
+        return ""
+    lower = {word.lower(): word for word in _KNOWN[section]}
+    near = difflib.get_close_matches(kind.lower(), lower, n=1, cutoff=0.75)
+    return lower[near[0]] if near else ""
 
 
 @enter("clipping-in-optimizer")

@@ -495,3 +495,28 @@ def test_an_environment_that_is_short_spoils_no_message(validate: Any, monkeypat
     monkeypatch.setenv("DSJOB_TEST_SECRET", "mustard")
     code, _, (line,) = validate(write("job.yaml", GOOD_YAML + "loss: 5\nname: ${oc.env:DSJOB_TEST_SECRET}\n"))
     assert (code, "must be an object" in line) == (2, True)
+
+
+WRONG = """\
+model: {_target_: subprocess.run}
+data: {train: {_target_: mine.Data}}
+trainer: {train_batch: 7, micro_batch: 2, max_steps: 10}
+optimizer: {type: AdamWW, params: {lr: "0.1", wieght_decay: 3}}
+scheduler: {type: WarmupDecayLr, params: {warmup_num_stepz: 1}}
+"""
+
+
+def test_a_wrong_type_of_an_optimizer_hides_no_other_problem(validate: Any) -> None:
+    code, out, err = validate(write("job.yaml", WRONG))
+    assert code == 2
+    assert [line.split(": ")[2] for line in err] == [
+        "trainer.train_batch",
+        "optimizer.type",
+        "optimizer.params.lr",
+        "optimizer.params.wieght_decay",
+        "scheduler.type",
+        "scheduler.params.warmup_num_stepz",
+    ]
+    assert [line.split(": ")[:3] for line in out] == [
+        ["job.yaml:1:9", "warning[untrusted-target]", "model._target_"],
+    ]
