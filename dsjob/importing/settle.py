@@ -92,7 +92,12 @@ def _is_said(given: Given) -> bool:
 
 def _keep_auto(path: Path, auto: Given, draft: Draft) -> Given | None:
     if path in draft.unfilled or _schema_at(path, draft).get("x-auto"):
-        return auto if path[:1] != ("trainer",) else None  # the triad is completed without being told to
+        if path[:1] != ("trainer",):
+            return auto
+        if auto.rank > Rank.DEFAULT:  # the triad is completed without being told to
+            text = "auto stands for what follows from the other batch sizes and the ranks, and is left out"
+            draft.note("auto", f"{'.'.join(map(str, path))}: {text}", auto)
+        return None
     if auto.rank > Rank.DEFAULT:
         draft.note("left out", f"{auto.name}=auto: nothing says what it stands for; dsjob's default counts", auto)
     return None

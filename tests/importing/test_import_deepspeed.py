@@ -219,6 +219,7 @@ def test_auto_without_a_trainer_is_the_trainers_default_and_is_told(tmp_path: Pa
     assert "optimizer.params.lr: auto stands for 5e-05 (--learning_rate, the Trainer's default)" in messages(
         imported, "auto"
     )
+    assert "trainer.train_batch: auto stands for what follows from the other batch sizes" in messages(imported, "auto")
     resolve_imported(imported)
 
 
