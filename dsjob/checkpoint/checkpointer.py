@@ -26,7 +26,7 @@ from dsjob.checkpoint.objects import Kept, capture_objects
 from dsjob.checkpoint.prepared import PreparedSave, describe_state
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.rng import capture_rng
-from dsjob.checkpoint.shards import plan_parts, write_shard
+from dsjob.checkpoint.shards import Planner, write_shard
 from dsjob.checkpoint.values import encode
 from dsjob.errors import CheckpointError, DsjobError, FencedError
 from dsjob.mesh import World
@@ -55,7 +55,7 @@ class Checkpointer:
         self._retention, self._single_writer, self._timeout = retention or Retention(), single_writer, timeout
         self._catalog = Catalog(url)
         self._loader = Loader(url, world, self._catalog, self._objects)
-        self._staging = Staging()
+        self._planner, self._staging = Planner(self._world), Staging()
         self._background: Background | None = None
         self._attempt: Attempt | None = None  # rank 0 alone has one
 
@@ -179,7 +179,7 @@ class Checkpointer:
         plain = self._join_parts(own)
         objects = capture_objects(self._world, self._objects)
         random = gather(self._world, lambda: capture_rng(state.device))
-        parts, described = plan_parts(tensors, self._world)
+        parts, described = self._planner.plan(tensors)
         folder = on_rank_0(self._world, lambda: self._begin_attempt().name_folder(tag))
         manifest = {
             "format": layout.FORMAT,

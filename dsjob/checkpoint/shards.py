@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.agreement import gather, scatter
+from dsjob.checkpoint.agreement import gather, on_each_rank, scatter
 from dsjob.checkpoint.dtypes import DTYPES, NAMES
 from dsjob.checkpoint.values import encode_json
 from dsjob.errors import CorruptCheckpointError
@@ -54,11 +55,33 @@ class Part:
     tensor: Tensor
 
 
-def plan_parts(tensors: dict[str, Tensor], world: World) -> tuple[list[Part], dict[str, TensorStorageMetadata]]:
-    """What this rank is to write of `tensors`, and on rank 0 what all of them are. A collective.
+class Planner:
+    """Says what each rank writes of a state. DCP plans it, which takes ranks longer than to copy what they hold, so a
+    plan is kept while no rank has other tensors than it was made for."""
 
-    Replicated tensors are rank 0's: where ranks differ (buffers of batch norm), it is rank 0's that are kept.
-    """
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._key: list[Any] | None = None
+        self._places: list[tuple[str, tuple[int, ...]]] = []
+        self._described: dict[str, TensorStorageMetadata] = {}
+
+    def plan(self, tensors: dict[str, Tensor]) -> tuple[list[Part], dict[str, TensorStorageMetadata]]:
+        """What this rank is to write of `tensors`, and on rank 0 what all of them are. A collective.
+
+        Replicated tensors are rank 0's: where ranks differ (buffers of batch norm), it is rank 0's that are kept.
+        """
+        key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
+        if not all(on_each_rank(self._world, lambda: key == self._key)):
+            self._places, self._described = _plan_anew(tensors, self._world)
+            self._key = key
+        parts = [Part(name, offsets, _take_own(tensors[name])) for name, offsets in self._places]
+        return parts, self._described
+
+
+def _plan_anew(
+    tensors: dict[str, Tensor], world: World
+) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, TensorStorageMetadata]]:
+    """The names and offsets of this rank's boxes, and on rank 0 what all tensors are."""
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
     plans = gather(world, planner.create_local_plan)
@@ -70,12 +93,19 @@ def plan_parts(tensors: dict[str, Tensor], world: World) -> tuple[list[Part], di
         return final
 
     plan = planner.finish_plan(scatter(world, plan_all))
-    parts = [
-        Part(item.index.fqn, tuple(item.tensor_data.chunk.offsets), cast(Tensor, planner.resolve_data(item)).detach())
-        for item in plan.items
-        if item.tensor_data is not None
+    boxes = [
+        (item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items if item.tensor_data is not None
     ]
-    return [part for part in parts if part.tensor.numel()], described
+    return [(name, offsets) for name, offsets in boxes if _take_own(tensors[name]).numel()], described
+
+
+def _find_layout(tensor: Tensor) -> Any:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def _take_own(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: one box."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict[str, Any]:

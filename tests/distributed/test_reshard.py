@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from engines import ADAMW, make_engine, make_tokens, train_engine, whole_state
+from net import Net
 from ranks import run_ranks
 from test_stages import TiedNet
 
+from dsjob.checkpoint import shards
+from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.mesh import World
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}}
@@ -136,3 +139,32 @@ def list_moments(engine: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_a_trained_engine_loads_into_the_memory_that_it_has(tmp_path: Path) -> None:
     assert run_ranks(load_over_a_trained_engine, 2, str(tmp_path)) == [[(True, True, True)] * 2] * 2
+
+
+def save_what_changes(world: World, folder: str) -> tuple[int, list[bool]]:
+    """How often saves of one checkpointer were planned, and whether each loads as it was."""
+    planned, original = [], shards._plan_anew
+
+    def plan(*given: Any) -> Any:
+        planned.append(1)
+        return original(*given)
+
+    shards._plan_anew = plan
+    checkpointer, states, same = Checkpointer(folder, world=world), [], []
+    small, large = make_engine(3, net=Net(53, 16, 2)), make_engine(3, net=Net(53, 24, 2))
+    for number, engine in enumerate([small, small, small, large, large, small]):
+        train_engine(engine, 0, 1 if number else 0)  # the first save has no moments
+        checkpointer.save(engine, tag=f"save{number}")
+        states.append(whole_state(engine))
+    for number, engine in enumerate([small, small, small, large, large, small]):
+        checkpointer.load(engine, tag=f"save{number}", optimizer=bool(number))
+        state = {n: t for n, t in whole_state(engine).items() if number or n.startswith("model.")}
+        same.append(all(torch.equal(state[n], t) for n, t in states[number].items()))
+    return len(planned), same
+
+
+@pytest.mark.slow
+def test_a_save_is_planned_anew_where_tensors_have_changed(tmp_path: Path) -> None:
+    for planned, same in run_ranks(save_what_changes, 2, str(tmp_path)):
+        assert same == [True] * 6
+        assert planned == 4
