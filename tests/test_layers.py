@@ -88,6 +88,7 @@ HOMES: dict[str, set[str]] = {
     "yaml": {"document", "compose", "cli.output"},
     "deepspeed": {"deepspeed_engine", "deepspeed_state"},
     "numpy": {"checkpoint", "seeding"},
+    "huggingface_hub": {"checkpoint.tokenizer"},
 }
 STANDALONE = "checkpoint.zero_to_fp32"
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "tools", "base_utils"}

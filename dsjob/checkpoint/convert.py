@@ -22,6 +22,7 @@ from dsjob.checkpoint import zero_to_fp32 as plain
 from dsjob.checkpoint.pretrained import make_files
 from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.source import locate, renamed
+from dsjob.checkpoint.tokenizer import find_tokenizer, read_tokenizer
 from dsjob.checkpoint.zero_to_fp32 import TORCH, Written
 from dsjob.errors import UsageError
 
@@ -87,7 +88,8 @@ def convert(
     tag: which checkpoint; by default the newest. max_shard_size: bytes of tensors in one file of a folder.
     model: which one of a job's several; by default all, each tensor's name beginning with its model's.
     form: of the files in a folder; by default safetensors. names: which tensors, and what they are called.
-    pretrained: a folder for transformers' `from_pretrained`, with the tokenizer's files out of the folder `tokenizer`.
+    pretrained: a folder for transformers' `from_pretrained`, with the tokenizer's files out of the folder `tokenizer`;
+    by default those of the tokenizer that the job names, where they are on this machine. Which is logged.
     progress: told the bytes written and those to write in all.
 
     Tied weights are under each of their names, so that a strict `load_state_dict` finds all: twice in safetensors,
@@ -110,7 +112,7 @@ def convert(
             checkpoint = _take_model(checkpoint, model)
         checkpoint = names.apply(checkpoint)
         path = storage.local_path(target)
-        beside = _make_beside(checkpoint, path, to, tokenizer, overwrite) if pretrained else {}
+        beside = _make_beside(place, checkpoint, path, to, tokenizer, overwrite) if pretrained else {}
         report = progress or (lambda done, total: None)
         written = plain.export(place, checkpoint, path, cast, max_shard_size, overwrite, report, form, beside)
     if cast.overflows:
@@ -174,11 +176,17 @@ def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
 
 
 def _make_beside(
-    checkpoint: plain.Checkpoint, out: str, to: str, tokenizer: str | None, overwrite: bool
+    place: plain.Folder, checkpoint: plain.Checkpoint, out: str, to: str, tokenizer: str | None, overwrite: bool
 ) -> dict[str, bytes]:
     if out.endswith((".safetensors", *TORCH)):
         raise UsageError(f"{out} is one file; from_pretrained loads a folder", hint="name a folder")
-    files = make_files(checkpoint.manifest.get("pretrained"), to, tokenizer)
+    files = make_files(checkpoint.manifest.get("pretrained"), to)
+    if tokenizer:
+        files.update(read_tokenizer(tokenizer))
+    else:
+        found, told = find_tokenizer(read_job(place, checkpoint))
+        files.update(found)
+        logger.info(told)
     there = [name for name in files if os.path.exists(os.path.join(out, name))]
     if there and not overwrite:
         raise UsageError(f"{out} holds {', '.join(there)} already", hint="choose another place, or add --overwrite")

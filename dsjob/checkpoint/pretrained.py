@@ -6,17 +6,11 @@ Imports no torch, and not transformers: a model shows its configuration by itsel
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from dsjob.errors import UsageError
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as transformers calls them
-TOKENIZER = {
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "chat_template.jinja",
-    "preprocessor_config.json", "processor_config.json",
-}  # fmt: skip
 
 
 def describe_pretrained(model: object) -> dict[str, Any]:
@@ -45,11 +39,10 @@ def _refuse(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def make_files(kept: object, dtype: str, tokenizer: str | None) -> dict[str, bytes]:
-    """What lies beside the weights in the folder, by name. `kept`: what describe_pretrained gave.
+def make_files(kept: object, dtype: str) -> dict[str, bytes]:
+    """What of the model lies beside the weights in the folder, by name. Raises UsageError.
 
-    dtype: fp32, bf16 or fp16, that of the weights. tokenizer: a local folder to take the tokenizer's files from.
-    Raises UsageError.
+    kept: what describe_pretrained gave. dtype: fp32, bf16 or fp16, that of the weights.
     """
     kept = kept if isinstance(kept, dict) else {}
     if not isinstance(kept.get("config.json"), dict):
@@ -62,16 +55,4 @@ def make_files(kept: object, dtype: str, tokenizer: str | None) -> dict[str, byt
     texts = {"config.json": {**config, "dtype": NAMES[dtype]}}
     if isinstance(kept.get("generation_config.json"), dict):
         texts["generation_config.json"] = kept["generation_config.json"]
-    files = {name: f"{json.dumps(value, indent=2, sort_keys=True)}\n".encode() for name, value in texts.items()}
-    return {**files, **(_read_tokenizer(tokenizer) if tokenizer else {})}
-
-
-def _read_tokenizer(folder: str) -> dict[str, bytes]:
-    names = sorted(TOKENIZER & set(os.listdir(folder))) if os.path.isdir(folder) else []
-    if not names:
-        raise UsageError(f"{folder} is no folder with a tokenizer's files", hint="a folder of save_pretrained")
-    files = {}
-    for name in names:
-        with open(os.path.join(folder, name), "rb") as file:
-            files[name] = file.read()
-    return files
+    return {name: f"{json.dumps(value, indent=2, sort_keys=True)}\n".encode() for name, value in texts.items()}

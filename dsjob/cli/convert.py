@@ -16,6 +16,7 @@ def main(arguments: list[str], debug: bool) -> int:
     """Converts, and says what it wrote."""
     args = _parse(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    conversion.logger.setLevel(logging.INFO)
     if args.to == "deepspeed":
         return _write_deepspeed(args)
     if args.zero_stage or args.world_size:
@@ -45,8 +46,6 @@ def main(arguments: list[str], debug: bool) -> int:
             progress=progress,
         )
     _show(written, hf)
-    if hf and not args.tokenizer:
-        print("no tokenizer is in it: --tokenizer FOLDER copies one's files")  # noqa: T201
     return 0
 
 
@@ -93,7 +92,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--prefix", default="", metavar="TEXT", help="put this before each name")
     add("--exclude-frozen", action="store_true", help="leave out the parameters that were not trained")
     add("--dtype", choices=tuple(conversion.DTYPES), help="with --to hf: of the weights (fp32); deepspeed: the job's")
-    add("--tokenizer", metavar="FOLDER", help="with --to hf: copy a tokenizer's files from there")
+    add("--tokenizer", metavar="FOLDER", help="with --to hf: copy a tokenizer's files from there (the job's)")
     add("--zero-stage", type=int, choices=(1, 2, 3), help="with --to deepspeed: its ZeRO stage")
     add("--world-size", type=int, metavar="N", help="with --to deepspeed: how many ranks go on from it")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
