@@ -6,7 +6,14 @@ pytest_plugins = ["s3", "whole_jobs"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the whole of long proofs, unless `-m full` asks for them."""
+    """Skips what needs a GPU where there is none; leaves out the whole of long proofs, unless `-m full` asks for it."""
+    need_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if need_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in need_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if "full" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("full")]

@@ -54,6 +54,19 @@ class Patience(Callback):
         self.__dict__.update(state)
 
 
+class Tuning(Callback):
+    """Sets rates and betas between the schedule's steps; from the sixth step on rates are tensors, as compiled
+    optimizers have them."""
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        for group in run.engine.optimizer.param_groups:  # type: ignore[union-attr]
+            if run.step == 6:
+                group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
+            if run.step % 3 == 0:
+                group["lr"] *= 0.7
+                group["betas"] = (0.7, 0.93)
+
+
 class OwnNumber(Callback):
     """Keeps what only its rank knows: a list of a number of its own for each step."""
 
@@ -153,7 +166,7 @@ class Masked(Net):
         if "masks" not in tracker.get_states():
             tracker.add("masks", 7)
         with tracker.fork("masks"):
-            mask = torch.rand(x.shape) > 0.3
+            mask = torch.rand(x.shape, device=x.device) > 0.3
         return super().forward(x * mask, y)
 
 
