@@ -225,7 +225,7 @@ class ShardReader(StorageReader):
         for item in plan.items:
             tensor = self._checkpoint.tensors[item.storage_index.fqn]
             place = item.storage_index.offset
-            number = next(i for i, chunk in enumerate(tensor.chunks) if torch.Size(chunk.offsets) == place)
+            number = next(i for i, c in enumerate(tensor.chunks) if torch.Size(c.offsets) == place and c.length)
             wanted.setdefault((item.storage_index.fqn, number), []).append((item, planner.resolve_tensor(item)))
         readers = [layout.Shards(self._source, self._checkpoint) for _ in range(_READERS)]
         free: SimpleQueue[layout.Shards] = SimpleQueue()

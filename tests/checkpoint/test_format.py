@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from engines import build_net, make_engine, train_engine, whole_state
+from plain_checkpoint import commit_manifest
 from ranks import run_ranks
 
+from dsjob.checkpoint.convert import convert
+from dsjob.checkpoint.verify import verify
 from dsjob.mesh import World
 
 # --- the reader ---
@@ -110,3 +113,25 @@ def test_a_reader_from_the_document_alone(tmp_path: Path) -> None:
         assert set(manifest["aliases"].values()) <= found.keys()
         roles = {entry["role"] for entry in manifest["tensors"].values()}
         assert roles >= {"parameter", "frozen", "optimizer"}
+
+
+def test_chunks_of_no_elements_may_be_there(tmp_path: Path) -> None:
+    engine = make_engine(0)
+    train_engine(engine, 0, 1)
+    engine.save_checkpoint(str(tmp_path), tag="one")
+    (path,) = tmp_path.glob("one-a*/manifest.json")
+    manifest = json.loads(path.read_text())
+    for tensor in manifest["tensors"].values():
+        first = tensor["chunks"][0]
+        if tensor["shape"]:
+            nothing = {"sizes": [0 for _ in tensor["shape"]], "length": 0, "sha256": hashlib.sha256().hexdigest()}
+            tensor["chunks"].insert(0, {**first, **nothing})
+    path.write_text(json.dumps(manifest))
+    commit_manifest(tmp_path, path.parent, "one", 1)
+    other = make_engine(0)
+    other.load_checkpoint(str(tmp_path))
+    expected = whole_state(engine)
+    for name, tensor in whole_state(other).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert not verify(str(tmp_path))[0].damages
+    convert(str(tmp_path), str(tmp_path / "w.safetensors"), to="fp32")
