@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from engines import build_net, make_engine, train_engine, whole_state
 from ranks import run_ranks
 from torch import Tensor
 
+import dsjob
+from dsjob.checkpoint.convert import convert_to_deepspeed
+from dsjob.checkpoint.source import open_root
+from dsjob.checkpoint.torch_files import TorchFile
 from dsjob.checkpoint.weights import read_weights
+from dsjob.engine import Engine
 from dsjob.errors import CheckpointError, UsageError
 from dsjob.mesh import World
 
@@ -29,6 +35,38 @@ def test_weights_alone_leave_counters_and_optimizer(tmp_path: Path) -> None:
     state, saved = whole_state(other), whole_state(saver)
     for name, tensor in state.items():
         assert torch.equal(tensor, moments[name] if name in moments else saved[name]), name
+
+
+def test_rates_that_are_tensors_stay_those_tensors(tmp_path: Path) -> None:
+    """Compiled optimizers read them where they are. They come back in an optimizer that has numbers, too."""
+
+    def make(rate: float | Tensor) -> Engine:
+        net = build_net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=rate, foreach=False)
+        config = {"train_micro_batch_size_per_gpu": 2}
+        return dsjob.initialize(model=net, optimizer=optimizer, config=config)[0]
+
+    saver = make(torch.tensor(0.1))
+    train_engine(saver, 0, 1)
+    saver.save_checkpoint(str(tmp_path / "own"))
+    held = torch.tensor(0.5, dtype=torch.float64)
+    for engine, dtype in ((make(held), torch.float64), (make(0.5), torch.float32)):
+        engine.load_checkpoint(str(tmp_path / "own"))
+        rate = groups_of(engine)[0]["lr"]
+        assert (float(rate), rate.dtype) == (float(torch.tensor(0.1)), dtype)
+        assert (rate is held) == (dtype == torch.float64)
+    convert_to_deepspeed(str(tmp_path / "own"), str(tmp_path / "theirs"), stage=1, world_size=1)
+    (name,) = (path.name for path in (tmp_path / "theirs").rglob("*optim_states.pt"))
+    (folder,) = (path.parent for path in (tmp_path / "theirs").rglob("*optim_states.pt"))
+    content = TorchFile(open_root(str(folder)), name).content
+    rates = [group["lr"] for group in content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]]
+    assert rates == [float(torch.tensor(0.1))]
+    assert type(rates[0]) is float
+
+
+def groups_of(engine: Engine) -> list[dict[str, Any]]:
+    assert engine.optimizer is not None
+    return engine.optimizer.param_groups
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:

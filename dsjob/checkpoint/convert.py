@@ -149,12 +149,12 @@ def convert_to_deepspeed(
         from dsjob.checkpoint.dtypes import DTYPES as TORCH_DTYPES
         from dsjob.checkpoint.values import decode
 
-        values, job = decode(read_values(place, checkpoint)), read_job(place, checkpoint) or {}
-        enabled = (name for name in ("bf16", "fp16") if (job.get(name) or {}).get("enabled"))
-        chosen: str = to or next(enabled, "fp32")
-        target = Target(stage, world_size, TORCH_DTYPES[DTYPES[chosen]])
+        values, job = read_values(place, checkpoint), read_job(place, checkpoint) or {}
         with restoring(source):
-            return write_deepspeed(place, checkpoint, values, storage.local_path(out), target, overwrite)
+            enabled = (name for name in ("bf16", "fp16") if (job.get(name) or {}).get("enabled"))
+            chosen: str = to or next(enabled, "fp32")
+            target = Target(stage, world_size, TORCH_DTYPES[DTYPES[chosen]])
+            return write_deepspeed(place, checkpoint, decode(values), storage.local_path(out), target, overwrite)
 
 
 def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:

@@ -344,9 +344,14 @@ def _describe_groups(optimizer: Mapping[str, Any], parts: Sequence[Sequence[str]
             left -= len(parts[number])
             number += 1
         more = {"bias_correction": True, "step": steps[first] or 0} if optimizer["class"] in ADAM else {}
-        kept = {key: value for key, value in group.items() if key != "names"}
+        kept = {key: _plain(value) for key, value in group.items() if key != "names"}
         described.append({**kept, **more, "params": list(range(first, number))})
     return described
+
+
+def _plain(value: Any) -> Any:
+    """A number in place of a tensor that holds one: DeepSpeed's own optimizers know no other rates."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _make_scaler(saved: Mapping[str, Any] | None) -> LossScaler | DynamicLossScaler:

@@ -25,6 +25,7 @@ from dsjob.optim.scaler import LossScaler
 from dsjob.optim.signs import count_ranks
 
 BY_RANK = "@rank"
+NOT_KEPT = ("params", "exp_avg_mask")  # of a parameter group
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -77,7 +78,7 @@ class TrainingState:
         names = self._names()
         groups = [
             {
-                **{k: encode(v, f"optimizer.{k}") for k, v in group.items() if k not in ("params", "exp_avg_mask")},
+                **{k: encode(v, f"optimizer.{k}", tensors=True) for k, v in group.items() if k not in NOT_KEPT},
                 "names": [names[id(p)] for p in group["params"]],
             }
             for group in self.optimizer.param_groups
@@ -152,18 +153,21 @@ class TrainingState:
         ordered = []
         for ours_in_group in ours:
             group = by_names[tuple(sorted(ours_in_group))]
-            kept = {key: decode(value) for key, value in group.items() if key != "names"}
+            kept = {key: decode(value, self.device) for key, value in group.items() if key != "names"}
             ordered.append({**kept, "params": [numbers[name] for name in ours_in_group]})
+        own = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({"state": state, "param_groups": ordered})
+        for loaded, held in zip(self.optimizer.param_groups, own, strict=True):
+            _fill_held(loaded, held)
 
     def scheduler_values(self) -> Any:
         """The schedule's state."""
-        return encode(self.scheduler.state_dict(), "scheduler") if self.scheduler is not None else None
+        return encode(self.scheduler.state_dict(), "scheduler", tensors=True) if self.scheduler is not None else None
 
     def load_scheduler(self, values: Any) -> None:
         """Gives the schedule its state back."""
         if self.scheduler is not None and values is not None:
-            self.scheduler.load_state_dict(decode(values))
+            self.scheduler.load_state_dict(decode(values, self.device))
 
     def scaler_values(self) -> dict[str, Any] | None:
         """The loss scale's state, with fp16."""
@@ -182,6 +186,15 @@ class TrainingState:
             return {}
         names = self._names()
         return {names[id(parameter)]: entry for parameter, entry in self.optimizer.state.items()}
+
+
+def _fill_held(group: dict[str, Any], held: Mapping[str, Tensor]) -> None:
+    """Puts what was loaded into the tensors that the group had before: compiled optimizers hold on to them."""
+    for key, own in held.items():
+        value = group.get(key)
+        if isinstance(value, (int, float, Tensor)) and torch.as_tensor(value).shape == own.shape:
+            own.copy_(torch.as_tensor(value))
+            group[key] = own
 
 
 def _stack_ranks(own: Tensor) -> DTensor:

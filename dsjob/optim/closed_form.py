@@ -43,9 +43,11 @@ class ClosedForm(LRScheduler):
         self._step_count = self.last_epoch + 1
         self._last_lr = self.get_lr()
         for index, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._last_lr, strict=True)):
+            if saved is not None and group["lr"] not in (before[index], *saved[index : index + 1]):
+                continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)  # compiled optimizers hold on to it
-            elif saved is None or group["lr"] in (before[index], *saved[index : index + 1]):
+            else:
                 group["lr"] = rate
 
 

@@ -193,15 +193,30 @@ class OneCycle(Schedule):
         self.max_moms = spread(optimizer, cycle_max_mom, "cycle_max_mom")
         self.momentum_decay = decay_mom_rate
         self.cycles_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
+        self._last_betas: list[tuple[float, float]] = []
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
         if self.cycles_momentum:
-            for index, group in enumerate(self.optimizer.param_groups):
-                # DeepSpeed makes the optimizer with the lowest, and counts from the highest.
-                first = self.min_moms[index] if self.last_epoch == 0 else self.momentum(index, self.last_epoch)
-                group["betas"] = (first, 0.99)
+            # DeepSpeed makes the optimizer with the lowest, and counts from the highest.
+            moms = self.min_moms if self.last_epoch == 0 else [first for first, _ in self.get_mom() or ()]
+            self._last_betas = [(first, 0.99) for first in moms]
+            for group, betas in zip(self.optimizer.param_groups, self._last_betas, strict=True):
+                group["betas"] = betas
         return super().get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ClosedForm; and the betas that were set."""
+        return {**super().state_dict(), "last_betas": self._last_betas}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See ClosedForm; betas are treated as rates are."""
+        groups, before, saved = self.optimizer.param_groups, self._last_betas, state_dict.get("last_betas")
+        now = [group["betas"] for group in groups] if self.cycles_momentum else []
+        super().load_state_dict(state_dict)
+        for group, betas, *known in zip(groups, now, before, saved or before, strict=False):
+            if saved and tuple(betas) not in map(tuple, known):
+                group["betas"] = betas
 
     def rate(self, group: int, step: int) -> float:
         low, high = self.min_lrs[group], self.max_lrs[group]

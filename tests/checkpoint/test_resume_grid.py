@@ -1,4 +1,5 @@
-"""Every step as the one that a run goes on from: workers, accumulation, schedules, shuffling in mid-epoch.
+"""Every step as the one that a run goes on from: workers, accumulation, schedules, shuffling in mid-epoch, rates that
+callbacks set.
 
 One run saves after each of its steps; runs that begin at one of these checkpoints have to end as it did, bit for bit.
 """
@@ -22,6 +23,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupCosineLR": {"total_num_steps": STEPS, "warmup_num_steps": 6},
     "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 11, "decay_step_size": 4},
 }
+OF_TORCH = {"ExponentialLR": {"gamma": 0.97}}
 CASES = list(itertools.product((1, 3), SCHEDULES))
 
 
@@ -31,16 +33,20 @@ def seen() -> Iterator[list[bytes]]:
     stateful.SEEN.clear()
 
 
-def make(folder: Path, workers: int, accumulation: int, schedule: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def make(
+    folder: Path, workers: int, accumulation: int, schedule: str, checkpoint: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     """A job of 40 steps over 50 samples in a random order, with random transforms and dropout."""
+    callbacks = {"patience": {"_target_": "stateful.Patience"}, **more.pop("callbacks", {})}
     return make_document(
         folder,
         model={"_target_": "stateful.Recording"},
         data={"train": {"_target_": "small_jobs.Data", "n": 50, "noisy": True}, "num_workers": workers},
         trainer={"micro_batch": 4, "train_batch": 4 * accumulation, "max_steps": STEPS},
-        scheduler={"type": schedule, "params": SCHEDULES[schedule]},
-        callbacks={"patience": {"_target_": "stateful.Patience"}},
+        scheduler={"type": schedule, "params": {**SCHEDULES, **OF_TORCH}[schedule]},
+        callbacks=callbacks,
         checkpoint=checkpoint,
+        **more,
     )
 
 
@@ -59,9 +65,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     return found
 
 
-def require_exact(tmp_path: Path, workers: int, accumulation: int, schedule: str, steps: Iterable[int]) -> None:
+def require_exact(
+    tmp_path: Path, workers: int, accumulation: int, schedule: str, steps: Iterable[int], **more: Any
+) -> None:
     whole = tmp_path / "whole"
-    run(make(whole, workers, accumulation, schedule, {"every": 1, "keep": 0}))
+    run(make(whole, workers, accumulation, schedule, {"every": 1, "keep": 0}, **more))
     batches, losses = list(stateful.SEEN), read_losses(whole)
     digests, state = read_digests(whole, STEPS), read_state(whole)
     assert len(batches) == len(set(batches)) == STEPS * accumulation
@@ -70,7 +78,7 @@ def require_exact(tmp_path: Path, workers: int, accumulation: int, schedule: str
         folder = tmp_path / f"from-{step}"
         take_checkpoint(whole, folder, step)
         stateful.SEEN.clear()
-        run(make(folder, workers, accumulation, schedule, {}))
+        run(make(folder, workers, accumulation, schedule, {}, **more))
         assert batches[step * accumulation :] == stateful.SEEN, step
         assert read_losses(folder) == {at: loss for at, loss in losses.items() if at > step}, step
         assert read_digests(folder, STEPS) == digests, step
@@ -85,6 +93,13 @@ def test_each_step_in_one_of_the_cases(tmp_path: Path, number: int, accumulation
 
 def test_steps_with_worker_processes(tmp_path: Path) -> None:
     require_exact(tmp_path, 2, 3, "WarmupCosineLR", (5, 12, 33))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *OF_TORCH])
+def test_rates_and_betas_that_a_callback_sets(tmp_path: Path, schedule: str) -> None:
+    """Before the schedule's next step, which is all that some of them are for, and as tensors."""
+    tuning = {"tuning": {"_target_": "stateful.Tuning"}}
+    require_exact(tmp_path, 0, 1, schedule, (3, 6, 8, 21), callbacks=tuning)
 
 
 @pytest.mark.full

@@ -1,19 +1,24 @@
 """State in JSON and back: exactly, or not at all."""
 
+import hashlib
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engines import make_engine
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_checkpoint import commit_manifest
 
 from dsjob.activation.rng import TRACKER
+from dsjob.checkpoint.convert import convert_to_deepspeed
 from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.checkpoint.values import decode, encode
-from dsjob.errors import CheckpointError
+from dsjob.errors import CheckpointError, CorruptCheckpointError
 from dsjob.seeding import seed_rng
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -37,6 +42,23 @@ def test_nan_and_numpy_scalars_are_kept() -> None:
 def test_what_json_cannot_keep_is_refused_by_name(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"client_state\.a\[1\] is"):
         encode({"a": [0, value]}, "client_state")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
+def test_small_tensors_come_back_where_they_are_asked_for(dtype: torch.dtype) -> None:
+    for tensor in (torch.tensor(0.1).to(dtype), torch.rand(2, 3).to(dtype), torch.tensor([float("inf")]).to(dtype)):
+        text = json.dumps(encode({"betas": (0.9, tensor)}, tensors=True), allow_nan=False)
+        back = decode(json.loads(text))["betas"][1]
+        assert (back.dtype, back.shape) == (dtype, tensor.shape)
+        assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1025), torch.zeros(0), torch.tensor(1j)])
+def test_other_tensors_are_refused(value: torch.Tensor) -> None:
+    with pytest.raises(CheckpointError, match=r"optimizer\.x\[0\] is Tensor"):
+        encode([value], "optimizer.x", tensors=True)
 
 
 def test_every_generator_continues_where_it_was() -> None:
@@ -66,3 +88,19 @@ def test_a_named_state_of_another_kind_of_generator_is_left_out() -> None:
     with TRACKER.fork("same"):
         torch.rand(1)
     TRACKER.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("state", {"client_state": {"a": {"$float": "abc"}}}), ("job", {"bf16": ["enabled"]})]
+)
+def test_values_of_no_form_are_not_converted(tmp_path: Path, name: str, values: dict[str, Any]) -> None:
+    make_engine(0).save_checkpoint(str(tmp_path / "own"), tag="one")
+    (folder,) = (tmp_path / "own").glob("one-a*")
+    path, manifest = folder / f"{name}.json", json.loads((folder / "manifest.json").read_text())
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, **values}))
+    manifest[f"{name}_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    commit_manifest(tmp_path / "own", folder, "one", 0)
+    with pytest.raises(CorruptCheckpointError, match="cannot be restored"):
+        convert_to_deepspeed(str(tmp_path / "own"), str(tmp_path / "out"), stage=1, world_size=2)
