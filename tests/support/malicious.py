@@ -374,7 +374,8 @@ STATE_PLACES = (
 
 def _add_state() -> None:
     for place in STATE_PLACES:
-        for value in (None, True, -1, "x", [], {}, [[]], {"a": 1}, {"$tuple": 1}, {"$float": "x"}, {"$items": [1]}):
+        tagged = ({"$tuple": 1}, {"$float": "x"}, {"$tensor": 1}, {"$items": [1]})
+        for value in (None, True, -1, "x", [], {}, [[]], {"a": 1}, *tagged):
             _add(f"state {place} is {value!a}", _in_state(_put(place, value)), refused=False)
 
 
