@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import transformers
 from plain_checkpoint import commit_manifest, floats, save
+from small_jobs import train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dsjob.checkpoint.tokenizer import MOST_BYTES, find_tokenizer
@@ -77,6 +78,20 @@ def test_the_folder_that_the_job_names(tmp_path: Path, caplog: pytest.LogCapture
     assert f"which the job names, from '{folder}'" in caplog.text
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert again("two one three")["input_ids"] == [2, 1, 0]
+
+
+def test_that_of_a_job_that_was_trained(tmp_path: Path) -> None:
+    transformers.ByT5Tokenizer().save_pretrained(str(tmp_path / "tok"))
+    recipe = {"_target_": "dsjob.recipes.t5.build_dataset", "tokenizer": str(tmp_path / "tok"), "max_samples": 8}
+    train(
+        tmp_path / "run",
+        model={"_target_": "dsjob.recipes.t5.build"},
+        data={"train": recipe, "collate": {"_target_": "dsjob.recipes.t5.collate"}},
+        trainer={"train_batch": 2, "max_steps": 1},
+    )
+    assert convert(tmp_path / "run")[0] == 0
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert again("a")["input_ids"] == transformers.ByT5Tokenizer()("a")["input_ids"]
 
 
 def test_a_folder_of_ones_own_comes_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
