@@ -66,8 +66,17 @@ READERS: dict[str, Callable[[str, Engine, Path], Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["short", "flip"])
-@pytest.mark.parametrize("part", ["/r00000-of-", "manifest.json", "/commits/step-", "state.json"])
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ("/r00000-of-", "short"),
+        *((part, "flip") for part in ("/r00000-of-", "manifest.json", "/commits/step-", "state.json")),
+        *(
+            pytest.param(part, "short", marks=pytest.mark.full)
+            for part in ("manifest.json", "/commits/step-", "state.json")
+        ),
+    ],
+)
 def test_what_arrives_short_or_changed_is_never_taken_for_what_was_saved(
     s3: str, faulty: FaultyStore, engine: Engine, tmp_path: Path, part: str, kind: str
 ) -> None:

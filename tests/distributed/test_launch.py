@@ -66,7 +66,10 @@ class Started:
         [],
         ["launch.nproc=2", "zero_optimization.stage=3"],
         pytest.param(["launch.nproc=4"], marks=pytest.mark.full),
-        ["launch.nproc=2", "zero_optimization.stage=1", "bf16.enabled=true", "trainer.micro_batch=2"],
+        pytest.param(
+            ["launch.nproc=2", "zero_optimization.stage=1", "bf16.enabled=true", "trainer.micro_batch=2"],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["one rank", "two ranks, stage 3", "four ranks, stage 0", "two ranks, stage 1, bf16, accumulated"],
 )

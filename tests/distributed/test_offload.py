@@ -61,13 +61,17 @@ def compare(world: World, kind: str, precision: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("world_size", "kind"),
+    ("world_size", "kind", "precision"),
     [
-        (1, "tied and frozen"),
-        (2, "plain"),
-        *(pytest.param(*other, marks=pytest.mark.full) for other in ((1, "plain"), (2, "tied and frozen"))),
+        *((1, "tied and frozen", precision) for precision in PRECISIONS),
+        *((2, "plain", precision) for precision in ("fp32", "bf16, reduced in fp32", "fp16")),
+        *(pytest.param(2, "plain", precision, marks=pytest.mark.full) for precision in ("bf16", "autocast")),
+        *(
+            pytest.param(*other, precision, marks=pytest.mark.full)
+            for other in ((1, "plain"), (2, "tied and frozen"))
+            for precision in PRECISIONS
+        ),
     ],
 )
 def test_offloading_changes_no_bit(world_size: int, kind: str, precision: str) -> None:
@@ -143,7 +147,7 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_checkpoint_loads_whether_offloaded_or_not(world_size: int, tmp_path: Path) -> None:
     for found in run_ranks(resume, world_size, str(tmp_path)):
         assert len(found) == 25

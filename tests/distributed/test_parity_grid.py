@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slow
 Config = dict[str, Any]
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = (1, 3)
-WORLD_SIZES = (1, 2)
 STEPS, ROWS = 4, 12
 SMALL_BLOCK = plan.SMALL_BLOCK
 
@@ -115,6 +114,11 @@ class Outcome:
 
 
 CELLS = [cell for point in product(STAGES, PRECISIONS, ACCUMULATIONS, KINDS) if (cell := Cell(*point)).is_there]
+COVERING = [cell for cell in CELLS if cell.precision == "fp32" or cell.accumulation == 3]
+GRIDS = {"one rank": (1, CELLS), "two ranks": (2, COVERING), "two ranks, whole": (2, CELLS)}
+each_grid = pytest.mark.parametrize(
+    "grid", ["one rank", "two ranks", pytest.param("two ranks, whole", marks=pytest.mark.full)]
+)
 
 
 def merge(*configs: Config) -> Config:
@@ -144,9 +148,9 @@ def run_cells(world: World, cells: list[Cell]) -> dict[Cell, Outcome]:
 
 
 @cache
-def run_grid(world_size: int) -> list[dict[Cell, Outcome]]:
-    """The outcomes of all cells, by rank."""
-    return run_ranks(run_cells, world_size, CELLS)
+def run_grid(grid: str) -> list[dict[Cell, Outcome]]:
+    """The outcomes of a grid's cells, by rank."""
+    return run_ranks(run_cells, *GRIDS[grid])
 
 
 def differ(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, float]:
@@ -156,15 +160,15 @@ def differ(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, f
     return float(differences.max()), float(differences.mean())
 
 
-def iterate(world_size: int) -> Iterator[tuple[Cell, Outcome, dict[Cell, Outcome]]]:
-    for found in run_grid(world_size):
+def iterate(grid: str) -> Iterator[tuple[Cell, Outcome, dict[Cell, Outcome]]]:
+    for found in run_grid(grid):
         for cell, outcome in found.items():
             yield cell, outcome, found
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_stage_agrees_with_stage_0(world_size: int) -> None:
-    for cell, outcome, found in iterate(world_size):
+@each_grid
+def test_every_stage_agrees_with_stage_0(grid: str) -> None:
+    for cell, outcome, found in iterate(grid):
         losses, largest, mean = TOLERANCE[cell.precision]
         base = found[cell.base]
         assert outcome.losses == pytest.approx(base.losses, rel=losses), cell
@@ -173,10 +177,10 @@ def test_every_stage_agrees_with_stage_0(world_size: int) -> None:
         assert (worst <= largest, average <= mean) == (True, True), (cell, worst, average)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_ranks_hold_the_same_model_and_frozen_parts_stay(world_size: int) -> None:
-    first = run_grid(world_size)[0]
-    for cell, outcome, _ in iterate(world_size):
+@each_grid
+def test_ranks_hold_the_same_model_and_frozen_parts_stay(grid: str) -> None:
+    first = run_grid(grid)[0]
+    for cell, outcome, _ in iterate(grid):
         for name, weight in outcome.weights.items():
             assert torch.equal(weight, first[cell].weights[name]), (cell, name)
         start = {f"model.{name}": tensor for name, tensor in KINDS[cell.kind].build().state_dict().items()}
@@ -186,10 +190,10 @@ def test_ranks_hold_the_same_model_and_frozen_parts_stay(world_size: int) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_fp32_is_what_plain_pytorch_gives(world_size: int, kind: str) -> None:
+@each_grid
+def test_fp32_is_what_plain_pytorch_gives(grid: str, kind: str) -> None:
     expected = {f"model.{name}": weight for name, weight in train_by_hand(STEPS, ROWS, KINDS[kind].build()).items()}
-    for cell, outcome, _ in iterate(world_size):
+    for cell, outcome, _ in iterate(grid):
         if cell.kind == kind and cell.precision == "fp32":
             ours = {name: outcome.weights[name] for name in expected}
             assert differ(ours, expected)[0] <= 2e-6, cell

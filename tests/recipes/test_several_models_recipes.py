@@ -34,7 +34,7 @@ def test_a_student_learns_from_its_teacher(tmp_path: Path) -> None:
     [
         [],
         pytest.param(["launch.nproc=2"], marks=pytest.mark.full),
-        ["launch.nproc=2", "zero_optimization.stage=2", "bf16.enabled=true"],
+        pytest.param(["launch.nproc=2", "zero_optimization.stage=2", "bf16.enabled=true"], marks=pytest.mark.full),
         ["models.discriminator.fp16.enabled=true", "models.generator.model.latent=32"],
     ],
 )
