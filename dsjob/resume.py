@@ -8,7 +8,7 @@ from dsjob import storage
 from dsjob.checkpoint.agreement import on_rank_0
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.committed import Loaded, Matched
-from dsjob.checkpoint.source import holds_commits
+from dsjob.checkpoint.elsewhere import is_own
 from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
 from dsjob.models import list_models
 from dsjob.optim.changes import apply_changes
@@ -17,7 +17,6 @@ from dsjob.spec import JobSpec
 from dsjob.training import Run
 
 _WORDS = ("auto", "never", "required")
-_SHOWN = 10  # tags in a message
 
 
 def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
@@ -38,15 +37,15 @@ def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
             hint="point checkpoint.dir at one, or start anew with checkpoint.resume=auto",
         )
     tag = None if policy in _WORDS or "/" in policy else policy
-    if tag is not None and tags and not {tag, tag.rpartition("-a")[0]} & {*tags}:  # a step's folder names its tag
-        more = f" and {len(tags) - _SHOWN} more" if len(tags) > _SHOWN else ""
-        there = f"there are: {', '.join(tags[:_SHOWN])}{more}"
-        raise UsageError(f"checkpoint.resume: no checkpoint {tag!r} in {checkpointer.url}", hint=there)
+    own = True
+    if tag is not None or ("/" in policy and not tags):
+        own = on_rank_0(run.engine.world.everyone, lambda: _is_own(policy if tag is None else checkpointer.url, tag))
     checkpointer.open()
     tags = checkpointer.tags()  # with what an older run has committed before it was fenced
     if tag is None and not tags:
-        return _begin_from(run, policy) if "/" in policy else None
-    loaded = _load_tag(run, tag) if tag else _load_newest(run, tags)
+        return _begin_from(run, policy, own=own) if "/" in policy else None
+    seed = run.spec.trainer.seed
+    loaded = checkpointer.load(run.savable, tag=tag, seed=seed) if tag else _load_newest(run, tags)
     _follow_changes(run, loaded, specs)
     if tag is not None and tags and tags[0] != loaded.tag:
         checkpointer.set_aside(newer_than=loaded.step)
@@ -56,12 +55,15 @@ def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
     return loaded
 
 
-def _load_tag(run: Run, tag: str) -> Loaded:
+def _is_own(url: str, tag: str | None) -> bool:
+    """See `is_own`. What is not there was named by mistake, which a run that trains there has not to be fenced for."""
     try:
-        return run.checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed)
+        return is_own(url, tag)
     except NoCheckpointError as error:
-        hint = f"{error.hint}; checkpoint.resume=auto starts anew where there is none"
-        raise UsageError(f"checkpoint.resume: no checkpoint {tag!r}: {error.message}", hint=hint) from error
+        if tag is None and not storage.exists(url):
+            hint = f"{error.message}: {error.hint}"
+            raise UsageError(f"checkpoint.resume: there is no file or folder {url}", hint=hint) from error
+        raise UsageError(f"checkpoint.resume: {error.message}", hint=error.hint) from error
 
 
 def _load_newest(run: Run, tags: list[str]) -> Loaded:
@@ -97,16 +99,11 @@ def _follow_changes(run: Run, loaded: Loaded, specs: Mapping[str, JobSpec]) -> N
             run.say("changed", f"{of}since the checkpoint: {', '.join(changed)}")
 
 
-def _begin_from(run: Run, url: str) -> Loaded | None:
+def _begin_from(run: Run, url: str, *, own: bool) -> Loaded | None:
     """Begins with the weights of another job's checkpoint, or goes on from what another program has left at `url`."""
     world, strict = run.engine.world, run.spec.checkpoint.strict
-    if not on_rank_0(world.everyone, lambda: holds_commits(url)):
-        if not on_rank_0(world.everyone, lambda: storage.exists(url)):
-            raise UsageError(f"checkpoint.resume: there is no file or folder {url}", hint="correct the path or URL")
-        try:
-            return Checkpointer(url, world=world).load(run.savable, strict=strict, seed=run.spec.trainer.seed)
-        except NoCheckpointError as error:
-            raise UsageError(f"checkpoint.resume: no checkpoint in {url}: {error.message}", hint=error.hint) from error
+    if not own:
+        return Checkpointer(url, world=world).load(run.savable, strict=strict, seed=run.spec.trainer.seed)
     run.say("warm start", describe_matched(run.checkpointer.load_weights(run.savable, url, strict=strict)))
     return None
 

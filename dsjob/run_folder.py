@@ -73,8 +73,8 @@ def read_result(run_dir: str) -> dict[str, Any]:
 def supersede_metrics(run_dir: str, step: int) -> None:
     """Moves the lines of metrics.jsonl of steps after `step`, which a run takes anew, to metrics-superseded.jsonl.
 
-    At step 0 these are all; a last line that a kill has cut short goes too. A kill in here loses nothing, and the next
-    run does what is left.
+    At step 0 these are all; a last line that a kill has cut short goes too. A kill in here loses nothing; a run
+    that then begins at the same step does what is left.
     """
     path, aside = (os.path.join(run_dir, name) for name in (METRICS_NAME, SUPERSEDED_METRICS_NAME))
     before = storage.read_bytes(path) if os.path.exists(path) else b""

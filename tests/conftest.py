@@ -6,7 +6,7 @@ pytest_plugins = ["s3", "whole_jobs"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none; leaves out the whole of long proofs, unless `-m full` asks for it."""
+    """Skips what needs a GPU where there is none; leaves out most of long proofs, but for `-m full`."""
     need_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if need_gpu:
         import torch
@@ -15,6 +15,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in need_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if "full" in config.option.markexpr:
+        whole = {
+            item.function for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("full")
+        }
+        for item in items:
+            if isinstance(item, pytest.Function) and item.function in whole:  # the cut is a part of the proof
+                item.add_marker(pytest.mark.full)
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)

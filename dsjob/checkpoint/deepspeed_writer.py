@@ -26,7 +26,7 @@ from dsjob.checkpoint.deepspeed_layout import Piece, place_in_order, place_stage
 from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.named_pickle import save_named
 from dsjob.checkpoint.torch_files import DynamicLossScaler, FragmentAddress, LossScaler
-from dsjob.errors import UsageError
+from dsjob.errors import StorageError, UsageError
 
 VERSION = "0.19.6"  # of DeepSpeed, whose layout this is
 SUB_GROUP = 10**9  # stage3's sub_group_size, by default: elements of a rank that are stepped together
@@ -92,7 +92,15 @@ class _Mapped:
         """Zeros in a file of their own."""
         if not count:
             return torch.zeros(0, dtype=dtype)
-        return torch.from_file(f"{self._scratch}/{next(self._numbers)}", shared=True, size=count, dtype=dtype).zero_()
+        path = f"{self._scratch}/{next(self._numbers)}"
+        try:
+            with open(path, "wb") as file:  # room for all of it: a mapping into a full disk would be a SIGBUS
+                os.truncate(path, count * dtype.itemsize)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error}") from error
+        return torch.from_file(path, shared=True, size=count, dtype=dtype)
 
     def spread(self, full: str, pieces: Iterable[Piece], ranks: Sequence[Tensor]) -> None:
         """Streams a tensor into the parts that ranks have of it."""

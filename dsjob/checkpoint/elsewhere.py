@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.deepspeed_reader import find_deepspeed
 from dsjob.checkpoint.deepspeed_state import Groups
 from dsjob.checkpoint.foreign import Foreign
 from dsjob.checkpoint.plain_weights import find_weights
-from dsjob.checkpoint.source import open_root
+from dsjob.checkpoint.source import locate, open_root, renamed
 
 
 def find_elsewhere(url: str, tag: str | None = None, groups: Groups | None = None) -> Foreign | None:
@@ -19,3 +20,16 @@ def find_elsewhere(url: str, tag: str | None = None, groups: Groups | None = Non
         return None
     found = find_deepspeed(url, tag, groups)
     return found if found is not None or tag is not None else find_weights(url)
+
+
+def is_own(url: str, tag: str | None = None) -> bool:
+    """Whether a path or URL, or a tag in the root at `url`, means a checkpoint of dsjob's own; else it is another
+    program's. Raises NoCheckpointError where it is neither, and what `find_elsewhere` does."""
+    with renamed(f"read {url}"):
+        try:
+            layout.find_commit(open_root(url), tag) if tag else locate(url)
+            return True
+        except layout.NothingThere:
+            if find_elsewhere(url, tag) is None:
+                raise
+            return False

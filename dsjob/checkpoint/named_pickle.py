@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsjob.checkpoint.torch_files import STANDS_FOR
+from dsjob.errors import StorageError
 
 _NAMES = {stub: name for name, stub in STANDS_FOR.items()}
 
@@ -24,5 +25,8 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C looks classes u
 
 
 def save_named(value: Any, path: str) -> None:
-    """Writes one file."""
-    torch.save(value, path, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
+    """Writes one file. Raises StorageError."""
+    try:
+        torch.save(value, path, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
+    except (OSError, RuntimeError) as error:  # torch has no other for a disk that is full
+        raise StorageError(f"cannot write {path}: {str(error).splitlines()[0]}") from error

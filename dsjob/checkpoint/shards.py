@@ -72,6 +72,7 @@ class Planner:
         """
         key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
         if not all(on_each_rank(self._world, lambda: key == self._key)):
+            self._key = None  # it may fail on one rank alone, which has to be planned anew with the others
             self._places, self._described = _plan_anew(tensors, self._world)
             self._key = key
         parts = [Part(name, offsets, _take_own(tensors[name])) for name, offsets in self._places]

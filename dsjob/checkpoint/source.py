@@ -48,12 +48,6 @@ def locate(url: str, tag: str | None = None) -> tuple[layout.Folder, dict[str, A
     return root, layout.find_commit(root, name or tag)
 
 
-def holds_commits(url: str) -> bool:
-    """Whether a path or URL means a root of dsjob's own checkpoints, or one of them (see find_root)."""
-    with renamed(f"read {url}"):
-        return bool(find_root(url)[0].names("commits"))
-
-
 @contextmanager
 def renamed(action: str) -> Iterator[None]:
     """Renames what reading, writing and the script raise into the project's errors."""

@@ -7,6 +7,7 @@ fixed names of tokenizers' files are taken from there, plain files without links
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ _HUB_NAME = re.compile(rf"{layout.NAME.pattern}(/{layout.NAME.pattern})?")
 
 def read_tokenizer(folder: str) -> dict[str, bytes]:
     """A tokenizer's files in a folder that the user names, by name; links may lead anywhere. Raises UsageError."""
-    files = _read(folder, "/") if os.path.isdir(folder) else {}
+    files = _read(folder, "/", None) if os.path.isdir(folder) else {}
     if not files:
         raise UsageError(f"{folder} is no folder with a tokenizer's files", hint="a folder of save_pretrained")
     return files
@@ -39,11 +40,11 @@ def find_tokenizer(job: Any) -> tuple[dict[str, bytes], str]:
 
     `job`: the values of job.json, or None. A relative folder is one below the current folder, as in the run.
     """
-    named = list(dict.fromkeys(_find_names(job)))
+    named = dict(sorted(_find_names(job), key=lambda found: found[1] or ""))  # of one name, a revision counts
     if len(named) != 1:
-        several = f"the job names several ({', '.join(_show(name) for name, _ in named[:5])}); " if named else ""
+        several = f"the job names several ({', '.join(map(_show, list(named)[:5]))}); " if named else ""
         return {}, f"no tokenizer is in it: {several}{COPIES}"
-    ((name, revision),) = named
+    ((name, revision),) = named.items()
     try:
         if os.path.isdir(name):
             files, place = _read(name, name), repr(os.path.abspath(name))
@@ -61,32 +62,32 @@ def find_tokenizer(job: Any) -> tuple[dict[str, bytes], str]:
 def _find_names(value: Any) -> Iterator[tuple[str, str | None]]:
     """What a document names as tokenizers, and their revisions: arguments `tokenizer`, and first ones of loaders."""
     if isinstance(value, dict):
-        name = value.get("tokenizer")
+        name, revision = value.get("tokenizer"), None  # a revision beside it may be that of a model or a dataset
         if _LOADER.fullmatch(str(value.get("_target_"))):
-            listed = value.get("_args_")
+            listed, revision = value.get("_args_"), value.get("revision")
             name = listed[0] if isinstance(listed, list) and listed else value.get("pretrained_model_name_or_path")
         if isinstance(name, str) and name:
-            revision = value.get("revision")
             yield name, revision if isinstance(revision, str) else None
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _find_names(item)
 
 
-def _read(folder: str, inside: str) -> dict[str, bytes]:
-    """The files of FILES in a folder, which must not be links that lead out of `inside`. Raises UsageError."""
-    root, files, room = layout.Folder(inside), dict[str, bytes](), MOST_BYTES
+def _read(folder: str, inside: str, most: int | None = MOST_BYTES) -> dict[str, bytes]:
+    """The files of FILES in a folder, which must not be links that lead out of `inside`, nor have more than `most`
+    bytes together. Raises UsageError."""
+    root, files, room = layout.Folder(inside), dict[str, bytes](), math.inf if most is None else most
     for name in sorted(FILES.intersection(os.listdir(folder))):
         place = os.path.join(folder, name)
         try:
             with root.open_file(os.path.abspath(place)) as file:
                 size = file.seek(0, os.SEEK_END)
                 if size > room:
-                    raise UsageError(f"{folder!r} has more than {MOST_BYTES:,} bytes of a tokenizer's files")
+                    raise UsageError(f"{folder!r} has more than {most:,} bytes of a tokenizer's files")
                 room -= size
                 file.seek(0)
                 data = bytearray(size)
                 complete = layout.read_exactly(file, memoryview(data))
-        except layout.Problem as error:
+        except (layout.Problem, IsADirectoryError) as error:
             raise UsageError(f"{place!r} is no plain file, or a link that leads out of its folder") from error
         if not complete:
             raise UsageError(f"{place!r} became shorter while it was read")

@@ -46,7 +46,7 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
         if storage.join(open_root(target).root, "") == storage.join(root.root, ""):
             raise UsageError(f"{target} is where the checkpoints are", hint="name another folder or URL")
         wanted = name or tag
-        tags = [n[:-5] for n in root.names("commits") if n.endswith(".json") and layout.NAME.fullmatch(n[:-5])]
+        tags = [n[:-5] for n in root.names("commits") if n.endswith(".json") and layout.NAME.fullmatch(n)]
         if not tags:
             raise NoCheckpointError(f"no committed checkpoint in {root.root}", hint="name the folder with `commits`")
         records = [layout.find_commit(root, wanted)] if wanted else [layout.read_commit(root, tag) for tag in tags]

@@ -15,7 +15,7 @@ from plain_checkpoint import commit_manifest, floats, save
 from small_jobs import train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dsjob.checkpoint.tokenizer import MOST_BYTES, find_tokenizer
+from dsjob.checkpoint.tokenizer import MOST_BYTES, find_tokenizer, read_tokenizer
 from dsjob.cli import main
 
 COMMIT = "0123456789" * 4
@@ -103,20 +103,22 @@ def test_a_folder_of_ones_own_comes_first(tmp_path: Path, caplog: pytest.LogCapt
     assert "tokenizer" not in caplog.text
 
 
+LOADER: dict[str, Any] = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
+
+
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
 def test_a_name_on_the_hub_is_taken_from_the_cache(tmp_path: Path, cached: Path, revision: str | None) -> None:
-    root = save_with_job(tmp_path / "c", make_job(tokenizer="some/model", revision=revision))
-    code, names = convert(root)
-    assert code == 0
-    assert {"tokenizer.json", "tokenizer_config.json"} <= names
+    loader = LOADER | {"_args_": ["some/model"], "revision": revision}
+    beside = make_job(tokenizer="some/model", revision="f" * 40)  # of the dataset
+    for number, job in enumerate(({"collate": loader}, beside, {"collate": loader, **beside})):
+        code, names = convert(save_with_job(tmp_path / str(number) / "c", job))
+        assert code == 0
+        assert {"tokenizer.json", "tokenizer_config.json"} <= names
 
 
 def test_nothing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert convert(save_with_job(tmp_path / "c", None)) == (0, set())
     assert "no tokenizer is in it: --tokenizer FOLDER copies one's files" in caplog.text
-
-
-LOADER = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,8 @@ LOADER = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
         ({}, "is in it: --tokenizer"),
         (make_job(tokenizer=None), "is in it: --tokenizer"),
         (make_job(tokenizer="other/model"), "names 'other/model'; no files of it are here, and nothing is downloaded"),
-        (make_job(tokenizer="some/model", revision="f" * 40), "names 'some/model'; no files"),
-        (make_job(tokenizer="some/model", revision="../refs/main"), "names 'some/model'; no files"),
+        ({"data": LOADER | {"_args_": ["some/model"], "revision": "f" * 40}}, "names 'some/model'; no files"),
+        ({"data": LOADER | {"_args_": ["some/model"], "revision": "../refs/main"}}, "names 'some/model'; no files"),
         (make_job(tokenizer="../hub"), "names '../hub'; no files"),
         (make_job(tokenizer="s3://bucket/tok"), "no files of it are here"),
         (make_job(tokenizer="a" * 5000), "no files of it are here"),
@@ -174,10 +176,18 @@ def test_only_plain_files_of_the_folder_that_a_checkpoint_names(
     assert "cannot be taken" in caplog.text
 
 
-@pytest.mark.parametrize("bad", ["a pipe", "too large", "a folder"])
-def test_only_plain_files_of_the_folder_that_the_user_names(tmp_path: Path, bad: str) -> None:
+@pytest.mark.parametrize("bad", ["a pipe", "a folder"])
+def test_only_plain_files_of_the_folder_that_the_user_names(
+    tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "tok").mkdir()
     BAD[bad](tmp_path / "tok" / "vocab.json")
     code, names = convert(save_with_job(tmp_path / "c", None), "--tokenizer", str(tmp_path / "tok"))
-    assert code in (1, 2)
+    assert code == 2
+    assert "vocab.json' is no plain file" in capsys.readouterr().err
     assert names == set()
+
+
+def test_the_users_own_files_may_be_large(tmp_path: Path) -> None:
+    BAD["too large"](make_tokenizer(tmp_path / "tok") / "vocab.json")
+    assert "vocab.json" in read_tokenizer(str(tmp_path / "tok"))
