@@ -44,6 +44,8 @@ def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
     tags = checkpointer.tags()  # with what an older run has committed before it was fenced
     if tag is None and not tags:
         return _begin_from(run, policy, own=own) if "/" in policy else None
+    if "/" in policy:
+        run.say("note", f"{checkpointer.url} holds checkpoints of this job: it goes on from those, not from {policy}")
     seed = run.spec.trainer.seed
     loaded = checkpointer.load(run.savable, tag=tag, seed=seed) if tag else _load_newest(run, tags)
     _follow_changes(run, loaded, specs)

@@ -71,7 +71,7 @@ class Saving(Settings):
 
         `tag`: `global_step<n>` where absent; a checkpoint of that tag is replaced once the new one is whole. Ranks that
         give different ones are told, or refused, as `checkpoint.tag_validation` says; rank 0's counts.
-        `client_state`: JSON values to be given back by `load_checkpoint`.
+        `client_state`: JSON values and small tensors, to be given back by `load_checkpoint`.
         """
         checkpointer = Checkpointer(_require_folder(save_dir), world=self.world)
         saved = checkpointer.save(
@@ -98,6 +98,8 @@ class Saving(Settings):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads the checkpoint `tag`, or the newest one, from `load_dir`, whatever number of ranks saved it.
 
+        The newest is that of the most steps; DeepSpeed's would be the one that the file `latest` names, which here is
+        never trusted: a kill may leave it behind. A program that goes back to an older one gives its tag.
         `load_module_only`: the weights, with neither optimizer, schedule nor counters. `custom_load_fn` is not
         supported: weights are read in place, never as one dict. Returns its folder and client_state; (None, None) where
         there is no checkpoint, as DeepSpeed does.

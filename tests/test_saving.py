@@ -24,13 +24,15 @@ from dsjob.mesh import World
 def test_weights_alone_leave_counters_and_optimizer(tmp_path: Path) -> None:
     saver = make_engine(0)
     train_engine(saver, 0, 2)
-    saver.save_checkpoint(str(tmp_path), tag=7, client_state={"epoch": 3})
+    saver.save_checkpoint(str(tmp_path), tag=7, client_state={"epoch": 3, "rates": torch.tensor([0.5, 2])})
     other = make_engine(0)
     train_engine(other, 5, 1)
     moments = {k: v for k, v in whole_state(other).items() if k.startswith("optimizer.")}
     path, client = other.load_checkpoint(str(tmp_path), tag=7, load_module_only=True)
     assert path is not None
-    assert client == {"epoch": 3}
+    assert client is not None
+    assert client["epoch"] == 3
+    assert torch.equal(client["rates"], torch.tensor([0.5, 2]))
     assert other.global_steps == 1
     state, saved = whole_state(other), whole_state(saver)
     for name, tensor in state.items():

@@ -175,7 +175,7 @@ class Checkpointer:
         state = state if frozen else state.without_frozen()
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
         own = on_all_ranks(self._world, lambda: describe_state(state, tensors))
-        client = on_all_ranks(self._world, lambda: encode(dict(client_state or {}), "client_state"))
+        client = on_all_ranks(self._world, lambda: encode(dict(client_state or {}), "client_state", tensors=True))
         plain = self._join_parts(own)
         objects = capture_objects(self._world, self._objects)
         random = gather(self._world, lambda: capture_rng(state.device))

@@ -34,15 +34,17 @@ class Copied:
 def copy(source: str, target: str, *, tag: str | None = None, progress: Progress | None = None) -> list[Copied]:
     """Copies one checkpoint, or all of a root in the order of their steps, into the root `target`.
 
-    source: what convert takes. target: a folder or URL; a tag that is there already is passed over where it is the same
-    checkpoint. A checkpoint appears at the target complete or not at all; those before a failed one stay. Raises
-    CorruptCheckpointError, NoCheckpointError, CheckpointError (another one of this tag is there), StorageError,
-    UsageError.
+    source: what convert takes. target: a folder or URL, or a run's folder; a tag that is there already is passed over
+    where it is the same checkpoint. A checkpoint appears at the target complete or not at all; those before a failed
+    one stay. Raises CorruptCheckpointError, NoCheckpointError, CheckpointError (another one of this tag is there),
+    StorageError, UsageError.
     """
     with renamed(f"copy {source}"):
         root, name = find_root(source)
         if name and tag:
             raise UsageError(f"{source} is one step's folder already", hint="leave --tag out, or name the folder above")
+        below = storage.join(target, "checkpoints")
+        target = below if open_root(below).names("commits") else target  # a run's folder
         if storage.join(open_root(target).root, "") == storage.join(root.root, ""):
             raise UsageError(f"{target} is where the checkpoints are", hint="name another folder or URL")
         wanted = name or tag

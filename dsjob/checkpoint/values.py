@@ -45,7 +45,8 @@ def encode(value: Any, where: str = "value", *, tensors: bool = False) -> Any:
         return {"$tensor": kept}
     raise CheckpointError(
         f"{where} is {type(value).__name__}, which a checkpoint cannot keep",
-        hint="state is kept as tensors and JSON values: numbers, text, lists, tuples, dicts",
+        hint="numbers, text, lists, tuples and dicts are kept"
+        + (f", and tensors of 1 to {MOST_ELEMENTS:,} real numbers" if tensors else ""),
     )
 
 

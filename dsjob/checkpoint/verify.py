@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.safetensors_header import MAX_HEADER, parse_header
-from dsjob.checkpoint.source import locate, renamed
+from dsjob.checkpoint.source import find_root, locate, renamed
 
 Progress = Callable[[int, int], None]
 
@@ -55,9 +55,12 @@ def verify(
     even the commit record says nothing.
     """
     with renamed(f"read {url}"):
-        root, record = locate(url, tag)
-        tags = sorted(n[:-5] for n in root.names("commits") if n.endswith(".json")) if every else [record["tag"]]
-        found = [open_checkpoint(root, name) for name in tags if layout.NAME.fullmatch(name)]
+        root, _ = find_root(url)
+        tags = sorted(n[:-5] for n in root.names("commits") if n.endswith(".json") and layout.NAME.fullmatch(n))
+        if not every or not tags:
+            root, record = locate(url, tag)
+            tags = [record["tag"]]
+        found = [open_checkpoint(root, name) for name in tags]
         total = sum(sum(c.files.values()) for c in found if isinstance(c, layout.Checkpoint))
         done = 0
 

@@ -98,7 +98,8 @@ def _quote(text: str) -> str:
 def _say_next(result: dict[str, Any], composed: Composed) -> None:
     """The commands that a user may want now, ready to be pasted."""
     run_dir, trainer = result["run_dir"], composed.document["trainer"]
-    longer = [f"trainer.{key}={2 * trainer[key]:g}" for key in ("max_steps", "max_epochs") if key in trainer]
+    longer = [f"trainer.max_steps={2 * max(trainer['max_steps'], result['step'])}"] if "max_steps" in trainer else []
+    longer += [f"trainer.max_epochs={2 * trainer['max_epochs']:g}"] if "max_epochs" in trainer else []
     again = f"{run_dir}/{RESOLVED_NAME}"
     lines = (
         ("train on", f"dsjob run {run_dir} {' '.join(longer)}"),

@@ -473,6 +473,23 @@ def test_copy_of_one_tag(root: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "c").exists()
 
 
+def test_a_copy_into_a_runs_folder_lies_beside_its_own(root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    ckpt("copy", root, run / "checkpoints", "--tag", "step-00000100")
+    ckpt("copy", root, run)
+    assert not (run / "commits").exists()
+    assert len(list((run / "checkpoints" / "commits").iterdir())) == 2
+    ckpt("copy", run, run, code=2)
+
+
+def test_one_damaged_record_hides_no_other_checkpoint(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "commits" / "step-00000120.json").write_text("{")
+    assert main(["ckpt", "verify", str(root), "--all", "--json"]) == 1
+    found = {one["tag"]: bool(one["damages"]) for one in json.loads(capsys.readouterr().out)}
+    assert found["step-00000120"]
+    assert not found["step-00000100"]
+
+
 def test_a_copy_keeps_metrics_and_pins(root: Path, tmp_path: Path) -> None:
     record = root / "commits" / "step-00000120.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "metrics": {"loss": 0.5}}))
