@@ -128,7 +128,7 @@ def test_a_job_goes_on_from_deepspeed_and_then_from_its_own_checkpoints(tmp_path
     assert f"checkpoint.resume: there is no file or folder {tmp_path}/nowhere" in nothing.stderr
     tag = dsjob_command("cfg.json", "checkpoint.resume=step-5", cwd=tmp_path)
     assert tag.returncode == 2
-    assert "there are: step-00000007, step-00000005" in tag.stderr
+    assert "there is step-00000005, step-00000007" in tag.stderr
 
 
 @pytest.mark.slow
