@@ -60,8 +60,7 @@ def initialize(
     `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent. The dataloader
     gives this rank's micro batches of one epoch each time it is iterated over. `mpu`: what divides the ranks into
     data-parallel and model-parallel ones, of which each of the latter holds its own part of the model (`dsjob.mpu`);
-    there is no dataloader where it says so. `mesh_param`: ranks by data parallelism and sequence parallelism, which
-    dsjob does not have: [number of ranks, 1] or nothing.
+    there is no dataloader where it says so. `mesh_param`: (number of ranks, 1): none is sequence-parallel.
     `trust`: prefixes of what a `_target_` in the config may name beside `dsjob.trust.LISTED` and modules in the current
     folder and the config file's.
 
@@ -75,13 +74,10 @@ def initialize(
     given, folders, locate = read_config(args, config if config is not None else config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    world = divide(join_world(), mpu)
-    if mesh_param:
-        _check_mesh(mesh_param, world)
+    world = _find_world(mpu, mesh_param)
     spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
-    if world.everyone.rank == 0:
-        for problem in told:
-            warnings.warn(str(problem), ConfigWarning, stacklevel=2)
+    for problem in told if world.everyone.rank == 0 else ():
+        warnings.warn(str(problem), ConfigWarning, stacklevel=2)
     try:
         engine = build_engine(
             model,
@@ -196,12 +192,14 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
     return optimizer
 
 
-def _check_mesh(mesh_param: Sequence[int], world: World) -> None:
-    if tuple(mesh_param) != (world.world_size, 1):
+def _find_world(mpu: Any, mesh_param: Sequence[int] | None) -> World:
+    world = divide(join_world(), mpu)
+    if mesh_param and tuple(mesh_param) != (world.world_size, 1):
         raise UsageError(
             f"mesh_param={mesh_param!r}: all {world.world_size} ranks are data-parallel, and none sequence-parallel",
             hint=f"leave it out, or give ({world.world_size}, 1)",
         )
+    return world
 
 
 def _read_trust(prefixes: Sequence[str]) -> Trust:

@@ -21,17 +21,20 @@ def open_root(url: str) -> layout.Folder:
     return layout.Folder(storage.local_path(url)) if storage.is_local(url) else UrlFolder(url)
 
 
+def find_own_root(url: str) -> layout.Folder | None:
+    """The root with checkpoints that is at a path or URL, or in the run's folder there; None where there is neither."""
+    places = (open_root(place) for place in (url, storage.join(url, "checkpoints")))
+    return next((place for place in places if place.names("commits")), None)
+
+
 def find_root(url: str) -> tuple[layout.Folder, str]:
     """The checkpoint root that a path or URL means, and the name below it where it is one step's, else "".
 
     `url`: a run's folder (with `checkpoints/` in it), a checkpoint root, or one step's tag or folder in a root.
     """
-    place = open_root(url)
-    if place.names("commits"):
-        return place, ""
-    below = open_root(storage.join(place.root, "checkpoints"))
-    if below.names("commits"):
-        return below, ""
+    if (own := find_own_root(url)) is not None:
+        return own, ""
+    place, below = open_root(url), open_root(storage.join(url, "checkpoints"))
     head, _, name = place.root.rstrip("/").rpartition("/")
     if name and not head.endswith((":", ":/")):  # not above the bucket of a URL
         above = open_root(head or "/")

@@ -16,7 +16,7 @@ from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.attempts import claim_once
 from dsjob.checkpoint.catalog import Catalog
 from dsjob.checkpoint.inventory import read_saved
-from dsjob.checkpoint.source import find_root, open_root, renamed
+from dsjob.checkpoint.source import find_own_root, find_root, open_root, renamed
 from dsjob.checkpoint.values import encode_json
 from dsjob.checkpoint.verify import Damage, Progress, find_spans, read_file
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
@@ -43,12 +43,11 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
         root, name = find_root(source)
         if name and tag:
             raise UsageError(f"{source} is one step's folder already", hint="leave --tag out, or name the folder above")
-        below = storage.join(target, "checkpoints")
-        target = below if open_root(below).names("commits") else target  # a run's folder
-        if storage.join(open_root(target).root, "") == storage.join(root.root, ""):
+        there = find_own_root(target) or open_root(target)
+        if storage.join(there.root, "") == storage.join(root.root, ""):
             raise UsageError(f"{target} is where the checkpoints are", hint="name another folder or URL")
         wanted = name or tag
-        tags = [n[:-5] for n in root.names("commits") if n.endswith(".json") and layout.NAME.fullmatch(n)]
+        tags = layout.list_tags(root)
         if not tags:
             raise NoCheckpointError(f"no committed checkpoint in {root.root}", hint="name the folder with `commits`")
         records = [layout.find_commit(root, wanted)] if wanted else [layout.read_commit(root, tag) for tag in tags]
@@ -62,7 +61,7 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
             if progress:
                 progress(done, total)
 
-        catalog, files = Catalog(target), storage.find_files(storage.join(root.root, "commits"), deep=False)
+        catalog, files = Catalog(there.root), storage.find_files(storage.join(root.root, "commits"), deep=False)
         written = {name: found.written for name, found in files.items()}
         times = [read_saved(record, written.get(f"{record['tag']}.json")) for record in records]
         return [

@@ -56,7 +56,7 @@ def verify(
     """
     with renamed(f"read {url}"):
         root, _ = find_root(url)
-        tags = sorted(n[:-5] for n in root.names("commits") if n.endswith(".json") and layout.NAME.fullmatch(n))
+        tags = layout.list_tags(root)
         if not every or not tags:
             root, record = locate(url, tag)
             tags = [record["tag"]]

@@ -220,9 +220,14 @@ def read_commit(source: Folder, tag: str) -> dict[str, Any]:
     return record
 
 
+def list_tags(source: Folder) -> list[str]:
+    """The tags of the committed checkpoints in a root, sorted."""
+    return sorted(name[:-5] for name in source.names("commits") if NAME.fullmatch(name) and name.endswith(".json"))
+
+
 def find_commit(source: Folder, wanted: str | None = None) -> dict[str, Any]:
     """The commit record of a tag or of a step's folder; of the greatest step where none is wanted."""
-    tags = {name[:-5] for name in source.names("commits") if NAME.fullmatch(name) and name.endswith(".json")}
+    tags = set(list_tags(source))
     if not tags:
         raise NothingThere(f"no committed checkpoint in {source.root}", "name the folder that holds `commits`")
     if wanted is None:
