@@ -150,7 +150,7 @@ def show(path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["10m", "50m"])
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])

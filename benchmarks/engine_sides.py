@@ -6,9 +6,10 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,14 @@ from dsjob.trust import Trust
 
 Batch = dict[str, Tensor]
 RATE, CLIP, VOCAB = 1e-4, 1.0, 8192
-SHAPES = {"10m": (256, 10, 64), "50m": (512, 14, 32)}  # width, layers, tokens of a sequence
+# Width, layers, tokens of a sequence. tiny is for trying a benchmark, 300m and 1b are for GPUs.
+SHAPES = {
+    "tiny": (64, 2, 16),
+    "10m": (256, 10, 64),
+    "50m": (512, 14, 32),
+    "300m": (1024, 24, 1024),
+    "1b": (2048, 24, 2048),
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Cell:
     accumulation: int
     micro_batch: int = 1
     sequence: int = 0  # tokens; 0: as SHAPES has it
+    compiled: bool = False  # each block
 
     @property
     def tokens(self) -> int:
@@ -118,6 +127,7 @@ class Ours(Side):
     """dsjob's engine, as its loop calls it."""
 
     what, engine_name = "dsjob", "dsjob"
+    sections: Mapping[str, Any] = MappingProxyType({})  # of the job document, beside those of the cell
 
     @classmethod
     def exists(cls, cell: Cell, world: World) -> bool:
@@ -133,7 +143,9 @@ class Ours(Side):
             "gradient_clipping": CLIP,
             "zero_optimization": {"stage": cell.stage},
             "bf16": {"enabled": cell.precision == "bf16"},
+            "compile": {"enabled": cell.compiled},
             "engine": self.engine_name,
+            **self.sections,
         }
         document = resolve_job(job, world_size=world.world_size, locate=lambda path: ("benchmark", 0, 0)).document
         spec = view(JobSpec, document)
@@ -171,7 +183,10 @@ class ByHand(Side):
 
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
-        self.model: nn.Module = make_model(cell).to(world.device)
+        model = make_model(cell).to(world.device)
+        for block in model.blocks if cell.compiled else ():
+            block.compile()
+        self.model: nn.Module = model
         self.sharded = world.world_size > 1 and cell.stage > 0
         self.low = cell.precision == "bf16" and not self.sharded
         self.ddp: DistributedDataParallel | None = None

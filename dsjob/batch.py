@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsjob.errors import ConfigError, DocumentError, Problem
+from dsjob.shown import shorten
 
 _KEYS = {  # ours, and DeepSpeed's
     "train_batch": "train_batch_size",
@@ -38,7 +39,7 @@ class BatchConfig:
             if isinstance(value, float) and value.is_integer():
                 object.__setattr__(self, name, int(value))
             elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                wrong.append(Problem(f"must be an integer, not {value!r}", (name,), "type", "8, for example"))
+                wrong.append(Problem(f"must be an integer, not {shorten(value)}", (name,), "type", "8, for example"))
         if wrong:
             raise ConfigError(wrong)
 

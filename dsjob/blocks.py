@@ -7,6 +7,8 @@ again that of `activation`.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,8 @@ from dsjob.activation.recompute import Recomputed
 from dsjob.errors import ContractError
 from dsjob.parallel.wrap import find_blocks
 from dsjob.spec import Compile, EngineSpec
+
+_FOR_ONE = 8  # torch's own recompile_limit
 
 
 def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
@@ -49,6 +53,8 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
         block.forward = Recomputed(block.forward, store=store, selective=selective)
     for block in compiled if selective else ():
         block.forward = Compiled(block.forward, spec.compile)
+    if compiled:
+        _expect_compilations(len(compiled))
     if again or compiled:
         _drop_caches(model)
 
@@ -72,6 +78,32 @@ class Compiled:
 
     def __reduce__(self) -> Any:
         return Compiled, (self.forward, self.spec)
+
+
+def _expect_compilations(blocks: int) -> None:
+    """Lets torch compile the one `forward` that `blocks` blocks share as often for each as it would for one.
+
+    Blocks that differ in an integer (`layer_idx`) are compiled one by one, and torch stops after eight.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _FOR_ONE * blocks)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    if _tell_of_the_limit not in log.filters:
+        log.addFilter(_tell_of_the_limit)
+
+
+def _tell_of_the_limit(record: logging.LogRecord) -> bool:
+    """Puts torch's message that it compiles a function no more into the words of a job document."""
+    if "torch._dynamo hit config." not in str(record.msg) or not isinstance(record.args, tuple):
+        return True
+    _, limit, function, reason, *_ = record.args
+    warnings.warn(
+        f"compile: torch has compiled {function} {limit} times and runs it without compilation where that does not "
+        f"fit; the last reason: {str(reason).strip()}. compile.dynamic: true helps where sizes change",
+        stacklevel=2,
+    )
+    return False
 
 
 def _drop_caches(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import IO, Any, Protocol
 
 from dsjob.engine import Engine
 from dsjob.engines import Engines
+from dsjob.environment import mask_texts
 from dsjob.run_folder import METRICS_NAME, drop_non_finite, supersede_metrics
 
 
@@ -94,5 +95,5 @@ class MetricsFile(Callback):
             self._begun_at, path = None, os.path.join(self._run_dir, METRICS_NAME)
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the rest of the run)
         if self._file is not None:
-            self._file.write(json.dumps(drop_non_finite(record)) + "\n")
+            self._file.write(json.dumps(mask_texts(drop_non_finite(record))) + "\n")
             self._file.flush()

@@ -24,6 +24,7 @@ from dsjob.paths import Path
 from dsjob.rules import RULES
 from dsjob.rules.methods import find_meant
 from dsjob.schema import Schema
+from dsjob.shown import shorten
 
 _PYTHON_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 _KINDS = {
@@ -52,7 +53,6 @@ _RULE_OF = {
 }
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
-SHOWN = 60  # characters of a value in a message
 MAX_UNKNOWN = 50  # unknown keys of one object that are told one by one
 
 
@@ -343,10 +343,7 @@ def _kind(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    if value is None:
-        return ""
-    text = f'"{value}"' if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return "" if value is None else shorten(value, as_json=True)
 
 
 def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:

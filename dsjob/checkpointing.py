@@ -67,9 +67,11 @@ def configure(
     """
     if deepspeed_config is None or isinstance(deepspeed_config, Mapping):
         config = dict(deepspeed_config or {})
+        if problems := documents.check_values(config, "config"):
+            raise ConfigError(problems)
     else:
         source = os.fspath(deepspeed_config)
-        config = documents.parse(storage.read_text(source), source).value
+        config = documents.require_few(documents.parse(storage.read_text(source), source)).value
     arguments = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,

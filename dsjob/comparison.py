@@ -21,12 +21,15 @@ from dsjob import launch
 from dsjob import schema as contract
 from dsjob.callbacks import Callback, RunView
 from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
+from dsjob.failures import describe_failure
+from dsjob.rank import end_rank, end_with_parent
 from dsjob.trust import Trust
 
 ENGINES = ("dsjob", "deepspeed")
 _NAME = "measured.json"
 _ERROR = "error.json"
 _UNSAVED = {"at_end": False, "on_signal": False, "resume": "never"}
+_ALONE = {"log_every": 1, "eval_every": 0, "eval_at_start": False, "loss_average": "batches"}
 _PATIENCE = 10.0  # seconds that a side has to end in, once it is told to
 
 
@@ -97,7 +100,7 @@ def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> 
         "engine": engine,
         "data": {key: value for key, value in document["data"].items() if key != "eval"},
         "metrics": {},
-        "trainer": {**trainer, "max_steps": steps, "log_every": 1, "eval_every": 0, "eval_at_start": False},
+        "trainer": {**trainer, **_ALONE, "max_steps": steps},
         "checkpoint": contract.fill_defaults(_UNSAVED, contract.job_schema()["properties"]["checkpoint"]),
         "callbacks": {"gauge": gauge},
         "output": {**document["output"], "dir": run_dir},
@@ -127,17 +130,17 @@ def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Tru
 
 def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, parent: int) -> None:
     """The main function of a side's process; what it prints is not shown."""
-    launch.end_with_parent(parent)
+    end_with_parent(parent)
     sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
         launch.start(document, run_dir, trust=Trust.from_text(trust), debug=debug)
     except KeyboardInterrupt:
-        launch.end_rank(130)
+        end_rank(130)
     except Exception as error:
         known = isinstance(error, DsjobError)
         record = {
-            "message": error.message if isinstance(error, DsjobError) else launch.describe_failure(error),
+            "message": error.message if isinstance(error, DsjobError) else describe_failure(error),
             "hint": error.hint if isinstance(error, DsjobError) else "run it with --debug for the traceback",
             "exit_code": error.exit_code if isinstance(error, DsjobError) else 1,
         }
@@ -145,8 +148,8 @@ def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, pa
             json.dump(record, file)
         if debug and not known:
             raise
-        launch.end_rank(1)
-    launch.end_rank(0)
+        end_rank(1)
+    end_rank(0)
 
 
 class Gauge(Callback):

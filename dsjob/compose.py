@@ -10,7 +10,7 @@ import argparse
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -20,28 +20,21 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString
+from hydra.core.override_parser.types import IntervalSweep, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from dsjob import interpolation
 from dsjob import schema as contract
 from dsjob.check import suggest
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.origins import Composed, settle
 from dsjob.paths import Path
-from dsjob.redaction import (
-    REFERENCE,
-    describe_secret,
-    find_secrets,
-    hide_value,
-    is_argument,
-    is_reference,
-    list_texts,
-)
+from dsjob.redaction import describe_secret, find_secrets, hide_value, is_reference, list_texts
 from dsjob.resolve import place_problems
 from dsjob.trust import require_job_file
 
@@ -86,6 +79,9 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
     store.store(name="base", node=tree)
     if file is not None:
         require_job_file(file)
+        locate = Composed({}, file).locate
+        if problems := interpolation.check_texts(file.value):
+            raise DocumentError(place_problems(problems, locate))
         # Hydra merges a group chosen on the command line before the file, whose section would then win.
         node = copy.deepcopy(file.value)
         if isinstance(switch := node.get("zero_optimization"), bool):  # nothing could be merged into a flag
@@ -96,7 +92,7 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
             with _renamed():  # OmegaConf reads each ${...} here
                 store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
         except DocumentError as error:
-            raise DocumentError(place_problems(list(error.problems), Composed({}, file).locate)) from error
+            raise DocumentError(place_problems(list(error.problems), locate)) from error
 
 
 def _is_set_below(path: Path, overrides: Iterable[Path]) -> bool:
@@ -147,6 +143,8 @@ def take_first(overrides: Sequence[str]) -> list[str]:
             text = parsed.input_line or ""
             if parsed.is_sweep_override() and parsed.is_discrete_sweep():
                 text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
+            elif isinstance(interval := parsed.value(), IntervalSweep):  # some sweepers choose from one
+                text = f"{parsed.get_key_element()}={interval.start}"
             first.append(text)
     return first
 
@@ -188,8 +186,15 @@ def list_overrides(overrides: Sequence[str], file: Document | None) -> list[str]
     return [*overrides, f"+{_FILE_GROUP}=given"] if file is not None else list(overrides)
 
 
-def compose(overrides: Sequence[str], *, file: Document | None = None, config_dir: str | None = None) -> Composed:
-    """Recipes, job file and overrides as one document. Raises UsageError, DocumentError."""
+def compose(
+    overrides: Sequence[str],
+    *,
+    file: Document | None = None,
+    config_dir: str | None = None,
+    environment: Collection[str] = (),
+) -> Composed:
+    """Recipes, job file and overrides as one document. `environment`: variables that may be read anywhere in it,
+    besides `environment.HARMLESS`. Raises UsageError, DocumentError."""
     with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
         config = hydra.compose_config(
             config_name=CONFIG_NAME,
@@ -197,11 +202,12 @@ def compose(overrides: Sequence[str], *, file: Document | None = None, config_di
             run_mode=RunMode.RUN,
             with_log_configuration=False,
         )
-        return finish(config, file)
+        return finish(config, file, environment)
 
 
-def finish(config: DictConfig, file: Document | None) -> Composed:
-    """A composed Hydra config as a plain document; `config` still has its `hydra` node."""
+def finish(config: DictConfig, file: Document | None, environment: Collection[str] = ()) -> Composed:
+    """A composed Hydra config as a plain document, with `environment` as in `compose`; `config` still has its `hydra`
+    node."""
     choices = {str(key): value for key, value in config.hydra.runtime.choices.items() if value is not None}
     recipes = tuple(str(choices[key]) for key in choices if key.split("@")[0] == "recipe")
     # The texts as they are: read as values, those with an interpolation in them would be resolved.
@@ -209,8 +215,7 @@ def finish(config: DictConfig, file: Document | None) -> Composed:
     try:
         with _renamed():
             job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            _keep_references(job)
-            plain: dict[str, Any] = OmegaConf.to_container(job, resolve=True)  # type: ignore[assignment]
+            plain = interpolation.resolve(job, _say, environment)
     except DocumentError as error:
         locate = Composed({}, file, recipes, overrides).locate
         raise DocumentError(place_problems(list(error.problems), locate)) from error
@@ -218,21 +223,24 @@ def finish(config: DictConfig, file: Document | None) -> Composed:
         # Hydra takes ~scheduler as the group alone: what a recipe or file adds to the section would stay.
         if text.startswith("~") and path in _GROUPS.values() and not _is_set_below(path, overrides):
             _delete(plain, path)
+    if recipes and isinstance(plain.get("recipe"), dict) and (file is None or ("recipe",) not in file.keys):
+        raise DocumentError(_explain_packages(config, recipes))
     return settle(plain, file=file, recipes=recipes, overrides=overrides)
 
 
-def _keep_references(job: DictConfig) -> None:
-    """Lets secrets that are read from the environment stay references to it, whatever is resolved besides."""
-    document = OmegaConf.to_container(job, resolve=False)
-    secret = {path for path, _ in find_secrets(document)}
-    for path, text in list_texts(document):
-        found = REFERENCE.fullmatch(text) if isinstance(text, str) else None
-        in_url = found and is_argument(document, path) and describe_secret(os.environ.get(found[1], ""))
-        if found and (path in secret or in_url):
-            parent: Any = job
-            for part in path[:-1]:
-                parent = parent[part]
-            parent[path[-1]] = "\\" + text  # OmegaConf's way to write it as it stands
+def _explain_packages(config: DictConfig, recipes: Sequence[str]) -> list[Problem]:
+    """What is wrong where Hydra has put the keys of a recipe below `recipe`: it goes by the folder unless told."""
+    folders = [str(source.path) for source in config.hydra.runtime.config_sources if source.schema == "file"]
+    files = [os.path.join(folder, "recipe", f"{name}.yaml") for folder in folders for name in recipes]
+    own = []
+    for file in filter(os.path.isfile, files):
+        with open(file, encoding="utf-8") as text:
+            own += [] if re.search(r"^#\s*@package", text.read(), re.MULTILINE) else [file]
+    message = "has no package line, so Hydra puts its keys under `recipe`, not at the top of the job"
+    hint = "make this its first line: # @package _global_"
+    if not own:
+        return [Problem(f"a config of {', '.join(recipes)} {message}", (), "recipe-package", hint)]
+    return [Problem(f"this recipe {message}", (), "recipe-package", hint, file, 1, 1) for file in own]
 
 
 def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:
@@ -270,14 +278,17 @@ def _renamed() -> Iterator[None]:
         mark = error.problem_mark
         place = (mark.name, mark.line + 1, mark.column + 1) if mark else ("", 0, 0)
         raise DocumentError([Problem(error.problem or str(error), (), "syntax", "", *place)]) from error
+    except RecursionError as error:
+        raise UsageError(
+            "the configs are nested too deeply to be composed", hint="write interpolations flat"
+        ) from error
     except ValueError as error:  # what Hydra says of a defaults list that it cannot read
         hint = "a group is chosen by name, optimizer=sgd, and left out with ~optimizer"
         raise UsageError(f"the configs cannot be composed: {error}", hint=hint) from error
 
 
 def _explain(error: Exception) -> UsageError | DocumentError:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    text = re.sub(r"\S+=\S+", lambda found: hide_value(found[0]), text)
+    text = _say(error)
     found = re.search(r"Could not (?:override|append to config|delete from config)\W+'?([\w.\[\]@/$-]+)", text)
     cause = error.__cause__
     key = found.group(1).rstrip(".'") if found else ""
@@ -289,6 +300,11 @@ def _explain(error: Exception) -> UsageError | DocumentError:
         return DocumentError([Problem(text, _split(str(error.full_key)), "interpolation")])
     detail = str(cause).splitlines()[0] if isinstance(cause, OmegaConfBaseException) else ""
     return UsageError(f"{text}: {detail}" if detail and detail not in text else text)
+
+
+def _say(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"\S+=\S+", lambda found: hide_value(found[0]), text)
 
 
 def _unknown_override(key: str, meant: str) -> Problem:

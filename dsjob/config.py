@@ -6,6 +6,7 @@ The keys and defaults of each are its section of `schemas/`; `check` judges valu
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, TypeVar
 
@@ -13,8 +14,10 @@ from dsjob import legacy
 from dsjob import schema as contract
 from dsjob.batch import BatchConfig as Triad
 from dsjob.check import check_config, suggest
+from dsjob.document import check_values
 from dsjob.dsconfig import BATCH_KEYS
 from dsjob.errors import ConfigError, DocumentError, Problem
+from dsjob.shown import shorten
 
 C = TypeVar("C", bound="Config")
 
@@ -28,21 +31,31 @@ class Config(MutableMapping[str, Any]):
 
     section: ClassVar[str | None] = None
     parts: ClassVar[Mapping[str, type[Config]]] = {}  # configs inside this one
+    _declared: ClassVar[Mapping[str, Any]] = {}  # a subclass's own keys with their defaults: `x = None`
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = {key: value for key, value in vars(cls).items() if _is_key(key, value)}
+        cls._declared = {**cls._declared, **own}
+        for key, value in own.items():
+            setattr(cls, key, _Declared(key, value))
 
     def __init__(self, *unnamed: Any, **values: Any) -> None:
         kind = type(self).__name__
         if unnamed:
-            message = f"{kind} takes its values by name, not {unnamed[0]!r} alone"
+            message = f"{kind} takes its values by name, not {shorten(unnamed[0])} alone"
             raise ConfigError([Problem(message, (), "type", f"{kind}(key=value), or {kind}.from_dict({{...}})")])
         allowed = self._keys()
-        known = sorted({*allowed, *self.parts})
-        wrong = [key for key in values if known and key not in known]
+        known = sorted({*allowed, *self.parts, *self._declared})
+        closed = allowed or self.parts
+        wrong = [key for key in values if closed and key not in known]
         if wrong:
             hints = {key: suggest(key, known) or f"allowed are {', '.join(known[:12])}" for key in wrong}
             raise ConfigError(
                 [Problem(f"{kind} has no key {key}", (key,), "unknown-key", hint) for key, hint in hints.items()]
             )
         filled = {key: copy.deepcopy(below.get("default")) for key, below in allowed.items()}
+        filled |= {key: copy.deepcopy(value) for key, value in self._declared.items()}
         made = {key: kind() for key, kind in self.parts.items() if key not in values}
         given = {key: self._build(key, value) for key, value in values.items()}
         object.__setattr__(self, "_values", {**filled, **made, **given})
@@ -74,19 +87,24 @@ class Config(MutableMapping[str, Any]):
         """Infers what is missing, if possible, for `world_size` data-parallel ranks. Raises DocumentError."""
         for value in self.values():
             if isinstance(value, Config):
-                value.resolve(world_size)
+                _resolve(value, world_size)
 
     def is_valid(self, world_size: int = 1) -> bool:
         """Resolves what is missing, and says whether this config and those in it are valid."""
         try:
-            self.resolve(world_size)
+            _resolve(self, world_size)
         except DocumentError:
             return False
-        return not any(problem.severity == "error" for problem in check_config(self._as_config()))
+        return not any(problem.severity == "error" for problem in check_config(self.as_config()))
 
-    def _as_config(self) -> dict[str, Any]:
+    def as_config(self) -> dict[str, Any]:
         """The DeepSpeed config that this one is a part of."""
-        return {self.section: self.to_dict()} if self.section else {}
+        return {self.section: self._changed()} if self.section else {}
+
+    def _changed(self) -> dict[str, Any]:
+        """The keys that are not at their defaults, and `enabled`."""
+        defaults = {key: below.get("default") for key, below in self._keys().items() if key != "enabled"}
+        return {key: value for key, value in self.to_dict().items() if key not in defaults or defaults[key] != value}
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -114,6 +132,30 @@ class Config(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.items())})"
+
+
+class _Declared:
+    """A key that a subclass declares: on an object its value, on the class its default."""
+
+    def __init__(self, key: str, default: Any) -> None:
+        self._key, self._default = key, default
+
+    def __get__(self, config: Config | None, kind: type[Config]) -> Any:
+        return self._default if config is None else config[self._key]
+
+
+def _is_key(name: str, value: Any) -> bool:
+    if name.startswith("_") or name in ("section", "parts"):
+        return False
+    return not (callable(value) or isinstance(value, (property, classmethod, staticmethod)))
+
+
+def _resolve(config: Config, world_size: int) -> None:
+    """`config.resolve`, which a subclass may have written without the number of ranks."""
+    if inspect.signature(config.resolve).parameters:
+        config.resolve(world_size)
+    else:
+        config.resolve()
 
 
 class FP16Config(Config):
@@ -147,7 +189,7 @@ class BatchConfig(Config):
         full = Triad.from_dict(self).resolve(world_size)
         self.update(zip(BATCH_KEYS, (full.train_batch, full.micro_batch, full.grad_accum), strict=True))
 
-    def _as_config(self) -> dict[str, Any]:
+    def as_config(self) -> dict[str, Any]:
         return self.to_dict()
 
 
@@ -164,6 +206,8 @@ class TrainingConfig(Config):
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
         """The config that a dict describes: by parts, or with the batch sizes at its top as DeepSpeed has them."""
+        if problems := check_values(values, cls.__name__):
+            raise ConfigError(problems)
         values = _require_mapping(values, cls.__name__)
         if "bfloat16" in values:
             values = legacy.expand({**values, "bfloat16": _require_mapping(values["bfloat16"], "bfloat16")})
@@ -178,19 +222,22 @@ class TrainingConfig(Config):
         ]
         if wrong:
             raise ConfigError(wrong)
-        return cls(**parts)
+        made = cls(**parts)
+        object.__setattr__(made, "_others", others)
+        return made
 
-    def _as_config(self) -> dict[str, Any]:
-        sections = {key: value.to_dict() for key, value in self.items() if key != "batch"}
-        return {**self.batch.to_dict(), **sections}
+    def as_config(self) -> dict[str, Any]:
+        """A DeepSpeed config, with the sections that `from_dict` was given beside the parts."""
+        sections = {key: value._changed() for key, value in self.items() if key != "batch"}
+        return {**self.__dict__.get("_others", {}), **self.batch.to_dict(), **sections}
 
 
 def _require_mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        message = f"must be an object, not {type(value).__name__} {value!r}"
+        message = f"must be an object, not {type(value).__name__} {shorten(value)}"
         hint = f'write {{"enabled": {str(value).lower()}}}' if isinstance(value, bool) else '{"key": value, ...}'
         raise ConfigError([Problem(message, (name,), "type", hint)])
     wrong = [key for key in value if not isinstance(key, str)]
     if wrong:
-        raise ConfigError([Problem(f"keys must be strings, not {wrong[0]!r}", (name,), "type")])
+        raise ConfigError([Problem(f"keys must be strings, not {shorten(wrong[0])}", (name,), "type")])
     return dict(value)

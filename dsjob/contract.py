@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsjob.errors import ContractError
 
 LossFunction = Callable[[Any, Any], Any]
 
 _ADVICE = 'return {"loss": ...}, (loss, ...), an object with .loss or the scalar itself, or give loss._target_'
+
+# transformers' models that predict the next token of their own input: inside, they shift labels by one.
+_CAUSAL = re.compile(r"For(CausalLM|ConditionalGeneration)$|(?<!With)LMHeadModel$")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A micro batch's loss, a scalar: the mean over its targets; their sum if there is a `count` (float64, scalar)."""
+
+    value: Tensor
+    count: Tensor | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over the micro batch."""
+        return self.value if self.count is None else self.value / self.count.to(self.value.dtype)
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
@@ -24,14 +42,19 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
     return model(batch)
 
 
-def find_loss(outputs: Any, batch: Any, function: LossFunction | None) -> Tensor:
-    """The scalar loss: `function`(outputs, batch) where given; else `.loss`, `["loss"]`, the first element or itself.
+def find_loss(outputs: Any, batch: Any, function: LossFunction | None) -> Loss:
+    """The loss: what `function`(outputs, batch) returns, where it is given; else `.loss`, `["loss"]`, the first element
+    or the output itself. A function may return the pair (sum, count) in place of a mean.
 
     Raises ContractError where there is none, or it is no scalar tensor.
     """
     if function is not None:
-        loss, where = function(outputs, batch), f"the loss function ({_name(function)}) returned"
-    elif getattr(outputs, "loss", None) is not None:
+        given, where = function(outputs, batch), f"the loss function ({_name(function)}) returned"
+        if isinstance(given, (tuple, list)) and len(given) == 2:
+            total = _require_scalar(given[0], f"{where} a pair, whose first element is")
+            return Loss(total, _read_count(given[1], total, f"{where} a pair, whose second element is"))
+        return Loss(_require_scalar(given, where))
+    if getattr(outputs, "loss", None) is not None:
         loss, where = outputs.loss, "the model's output .loss is"
     elif isinstance(outputs, Mapping):
         if "loss" not in outputs:
@@ -43,6 +66,10 @@ def find_loss(outputs: Any, batch: Any, function: LossFunction | None) -> Tensor
         loss, where = outputs[0], "the first element of the model's output is"
     else:
         loss, where = outputs, "the model's output is"
+    return Loss(_require_scalar(loss, where))
+
+
+def _require_scalar(loss: Any, where: str) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ContractError(f"{where} {type(loss).__name__}, not a loss", hint=_ADVICE)
     if loss.numel() != 1:
@@ -52,6 +79,33 @@ def find_loss(outputs: Any, batch: Any, function: LossFunction | None) -> Tensor
             "the loss does not depend on any trainable parameter", hint="detached, or every parameter frozen?"
         )
     return loss.reshape(())
+
+
+def _read_count(count: Any, total: Tensor, where: str) -> Tensor:
+    if isinstance(count, Tensor) and count.numel() == 1:
+        return count.detach().reshape(()).to(total.device, torch.float64)
+    if isinstance(count, (int, float)):
+        return torch.full((), count, dtype=torch.float64, device=total.device)
+    found = f"a tensor of shape {list(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
+    raise ContractError(f"{where} {found}, not a count", hint="return (sum over the targets, how many there are)")
+
+
+def to_scalar(value: Any) -> Tensor | None:
+    """A number, or a tensor of one element, as a detached 0-dim tensor; None of anything else."""
+    try:
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):  # what torch raises of a string, a ragged list, None
+        return None
+    return tensor.reshape(()) if tensor.numel() == 1 else None
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model of transformers, or peft's of one, shifts `labels` by one to predict each from those before."""
+    inner = getattr(model, "get_base_model", None)
+    bare = inner() if callable(inner) else model
+    if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
+        return False
+    return hasattr(bare, "config") and any(_CAUSAL.search(kind.__name__) for kind in type(bare).__mro__)
 
 
 def _name(function: Any) -> str:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dsjob import parameters, residence
 from dsjob.autocast import cast_operators
 from dsjob.backward import drive, watch_outputs
-from dsjob.data import Epochs, TrainingLoader
+from dsjob.data import Epochs, TrainingLoader, is_loader, take_loader
 from dsjob.errors import UsageError
 from dsjob.mesh import World
 from dsjob.optim.scaler import LossScaler
@@ -29,6 +29,7 @@ from dsjob.readings import Readings
 from dsjob.rhythm import Rhythm
 from dsjob.saving import Saving, find_aliases
 from dsjob.spec import EngineSpec
+from dsjob.verdict import Verdict, can_decide
 
 
 class Engine(Readings, Saving):
@@ -67,7 +68,9 @@ class Engine(Readings, Saving):
         self._grad_norm: Tensor | None = None
         self._scaler = LossScaler(spec.fp16) if precision.needs_scale else None
         self._skips = precision.needs_scale or (precision.compute == torch.bfloat16 and spec.bf16.check_grad_overflow)
-        self._step_applied = False
+        self._divisor: Tensor | None = None  # of this step's gradients
+        self._step_applied: bool | None = False  # None: as the verdict says
+        self._verdict: Verdict | None = None  # on the last step, where the host has not asked for it yet
         self._syncs = True  # False inside no_sync
         self._scaled = False  # whether `scale` was called for a backward pass of the program's own
         self._aliases = find_aliases(self.module)
@@ -125,6 +128,8 @@ class Engine(Readings, Saving):
         self.rhythm.passes += 1
         with drive():
             self.scale(part).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        if self.rhythm.boundary and self._syncs:
+            self.strategy.end_backward()
         return part
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -133,6 +138,10 @@ class Engine(Readings, Saving):
             raise UsageError(f"a loss is a scalar tensor, not one of shape {list(loss.shape)}", hint="loss.mean()")
         self._scaled = True
         return loss.float() * self._scaler.scale if self._scaler is not None else loss
+
+    def divide_gradients(self, by: Tensor) -> None:
+        """Has the next optimizer step divide its gradients by `by` (scalar, the same on all ranks), before clipping."""
+        self._divisor = by
 
     def _backward_epilogue(self) -> None:
         """DeepSpeed's call after a backward pass over several engines: reduces what is still this rank's alone."""
@@ -170,7 +179,8 @@ class Engine(Readings, Saving):
 
         Where gradients of any rank are not finite, in fp16, or in bf16 with `check_grad_overflow`, all ranks drop them:
         neither optimizer nor schedule step, but the counters do. Raises LossScaleError where the loss scale is at its
-        minimum already, and in bf16 NonFiniteLossError after `rhythm.MAX_SKIPPED` such steps in a row.
+        minimum already, and in bf16 NonFiniteLossError after `rhythm.MAX_SKIPPED` such steps in a row, or at the next
+        one where the device decides: see `verdict`.
         """
         if not self._syncs:
             raise UsageError("step() may not be called inside no_sync or coalesce_grad_reduction")
@@ -180,7 +190,8 @@ class Engine(Readings, Saving):
             boundary = self.rhythm.boundary
             if boundary:
                 self._take_step(lr_kwargs or {})
-            self.rhythm.end_micro_step(stepped=boundary, skipped=boundary and not self._step_applied)
+            skipped = None if self._verdict is not None else not self._step_applied
+            self.rhythm.end_micro_step(stepped=boundary, skipped=skipped)
             if self._scaler is None:
                 self.rhythm.require_progress()
         finally:
@@ -189,10 +200,16 @@ class Engine(Readings, Saving):
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         if self.optimizer is None:
             raise UsageError("step() needs an optimizer: name one in the config, or give one to initialize()")
+        self.settle()
         self.strategy.reduce_gradients()
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
-        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, self.loss_scale() / self.gradient_factor)
+        scale = self.loss_scale() / self.gradient_factor
+        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, scale, self._divisor)
+        self._divisor = None
+        if self._skips and self._scaler is None and can_decide(self.optimizer):
+            self._step_unread(self.optimizer, self._grad_norm.isfinite(), lr_kwargs)
+            return
         overflow = self._skips and not bool(self._grad_norm.isfinite())
         if not overflow:
             self.optimizer.step()
@@ -202,6 +219,13 @@ class Engine(Readings, Saving):
         if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         self._step_applied = not overflow
+
+    def _step_unread(self, optimizer: Optimizer, finite: Tensor, lr_kwargs: Mapping[str, Any]) -> None:
+        """A step that the device leaves out where gradients are not `finite`; the host learns of it at the next one."""
+        self._verdict, self._step_applied = Verdict(optimizer, finite), None
+        self.strategy.finish_step()
+        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            self._verdict.step_schedule(self.lr_scheduler, lr_kwargs)
 
     def _find_culprits(self) -> list[str]:
         """Names of parameters whose gradients are not finite on any rank."""
@@ -227,10 +251,19 @@ class Engine(Readings, Saving):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Epochs:
-        """A loader of this rank's micro batches, an epoch each time it is iterated over; shuffled for `route` train."""
+        """A loader of this rank's micro batches, an epoch each time it is iterated over; shuffled for `route` train.
+
+        A `dataset` that is a loader already, such as torch's DataLoader, is used as it is.
+        """
         if data_sampler is not None:
             raise UsageError("deepspeed_io takes no sampler", hint="make a torch DataLoader with it, on each rank")
         size = batch_size or self.rhythm.micro_batch
+        if is_loader(dataset):
+            if collate_fn is not None:
+                raise UsageError("training_data is a loader, which makes its own batches", hint="leave collate_fn out")
+            key, seed = "train_micro_batch_size_per_gpu", self.spec.trainer.seed
+            given = take_loader(dataset, micro_batch=size, world=self.world, seed=seed, name="training_data", key=key)
+            return Epochs(given, size * self.world.world_size)
         loader = TrainingLoader(
             dataset,
             micro_batch=size,

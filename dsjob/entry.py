@@ -14,10 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dsjob import checkpointing, storage
+from dsjob import checkpointing, locations, storage
 from dsjob import document as documents
 from dsjob.blocks import prepare_blocks
+from dsjob.config import Config
 from dsjob.data import Epochs
+from dsjob.data.passes import require_same_length
 from dsjob.engine import Engine
 from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, TargetError, UsageError
 from dsjob.mesh import World, join_world
@@ -55,14 +57,14 @@ def initialize(
 ) -> tuple[Engine, Optimizer | None, Epochs | None, LRScheduler | None]:
     """An engine around `model`, as `deepspeed.initialize`; returns (engine, optimizer, dataloader, lr_scheduler).
 
-    `config`: a DeepSpeed config as a dict or the path of a JSON file; `args.deepspeed_config` where absent. `optimizer`
-    and `lr_scheduler`: objects, or callables of the parameters and the optimizer; the config's where absent.
-    `model_parameters`: what to optimize, parameters or groups of them; all trainable ones where absent. The dataloader
-    gives this rank's micro batches of one epoch each time it is iterated over. `mpu`: what divides the ranks into
-    data-parallel and model-parallel ones, of which each of the latter holds its own part of the model (`dsjob.mpu`);
-    there is no dataloader where it says so. `mesh_param`: (number of ranks, 1): none is sequence-parallel.
+    `config`: a DeepSpeed config as a dict, a `dsjob.config.TrainingConfig` or the path of a JSON file;
+    `args.deepspeed_config` where absent. `optimizer` and `lr_scheduler`: objects, or callables of the parameters and
+    the optimizer; the config's where absent. `model_parameters`: what to optimize, parameters or groups of them; all
+    trainable ones where absent. The dataloader gives this rank's micro batches of one epoch each time it is iterated
+    over. `mpu`: divides the ranks into data-parallel and model-parallel ones (`dsjob.mpu`). `mesh_param`: (number of
+    ranks, 1).
     `trust`: prefixes of what a `_target_` in the config may name beside `dsjob.trust.LISTED` and modules in the current
-    folder and the config file's.
+    folder and the config file's; `protocol:NAME` for URLs of checkpoints beyond those of `dsjob.locations`.
 
     Raises ConfigError for a config that is wrong, with all its problems; rank 0 warns (ConfigWarning) of keys without
     effect and of what "auto" has become.
@@ -71,6 +73,7 @@ def initialize(
         found = "" if model is None else f", not {_name(model)}"
         raise UsageError(f"dsjob.initialize needs a model: a torch.nn.Module{found}", hint="model=net")
     granted = _read_trust(trust)
+    locations.allow(lambda: granted.protocols)
     given, folders, locate = read_config(args, config if config is not None else config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
@@ -95,8 +98,15 @@ def initialize(
         raise TargetError(error.message, hint=hint) from error
     engine.client_lr_scheduler = lr_scheduler
     if training_data is not None and world.loads:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn, pin_memory=False)
+        engine.training_dataloader = _build_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _build_loader(engine: Engine, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Epochs:
+    loader = engine.deepspeed_io(data, collate_fn=collate_fn, pin_memory=False)
+    if engine.world.model.size == 1:
+        require_same_length(loader.samples_per_epoch, engine.world, "training_data")
+    return loader
 
 
 def build_engine(
@@ -222,13 +232,16 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
     if config is None:
         raise UsageError("dsjob.initialize needs a config", hint='config={"train_batch_size": 8, "optimizer": {...}}')
     if isinstance(config, Mapping):
-        _refuse_job(config, "config")
-        return dict(config), (os.getcwd(),), lambda path: ("config", 0, 0)
+        if problems := documents.check_values(config, "config"):
+            raise ConfigError(problems)
+        plain = _make_plain(config)
+        _refuse_job(plain, "config")
+        return plain, (os.getcwd(),), lambda path: ("config", 0, 0)
     if not isinstance(config, (str, os.PathLike)):
         raise UsageError(f"the config is {_name(config)}", hint="give a dict, or the path of a JSON file")
     source = os.fspath(config)
     try:
-        document = documents.parse(storage.read_text(source), source)
+        document = documents.require_few(documents.parse(storage.read_text(source), source))
     except DocumentError as error:
         raise ConfigError(error.problems, error.warnings) from error
     _refuse_job(document.value, source)
@@ -238,6 +251,12 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
         (os.getcwd(), *beside),
         lambda path: (document.source, document.mark(path).line, document.mark(path).column),
     )
+
+
+def _make_plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as a dict of its own, with a dict in the place of each struct of `dsjob.config`."""
+    plain = config.as_config() if isinstance(config, Config) else config
+    return {key: value.to_dict() if isinstance(value, Config) else value for key, value in plain.items()}
 
 
 def _refuse_job(config: Mapping[Any, Any], source: str) -> None:

@@ -6,11 +6,15 @@
     |   `-- ConfigError             2   a DeepSpeed config given to `initialize` is wrong
     |-- TargetError                 2   a `_target_` cannot be imported or called
     |-- ContractError               1   model, loss or metric return something that cannot be used
+    |   `-- MetricError             1   a metric has no result for what it has seen
     |-- DataError                   1   a dataset is missing, broken or empty
     |-- NonFiniteLossError          1   the loss or its gradients became nan or inf
     |-- LossScaleError              1   gradients overflow fp16 even at the smallest loss scale
+    |-- ExitError                   1   the user's own code has called exit() before the job was done
+    |-- UnsavedError                4   trained to the last step, and the final state could not be saved
     |-- FitError                    3   the job does not fit, where it was required to
     |-- LaunchError                 1   ranks could not be started, or one of them failed
+    |   `-- LostRankError           76  this rank lacks another one, which has the cause
     |-- StorageError                1   reading or writing failed (permission, no space, no such bucket)
     |-- CheckpointError             1
     |   |-- NoCheckpointError       1   nothing there to load
@@ -28,6 +32,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_PROBLEMS = 200  # that are told of one document
+MAX_MESSAGE, _MAX_KEY = 2_000, 200  # characters of a message or hint, and of a key on the way to its place
+
+
+def _dot(path: Sequence[str | int]) -> str:
+    text = ""
+    for part in path:
+        if isinstance(part, str) and len(part) > _MAX_KEY:
+            part = part[:_MAX_KEY] + "..."
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -42,13 +58,16 @@ class Problem:
     column: int = 0
     severity: str = "error"
 
+    def __post_init__(self) -> None:
+        """Cuts what a value from outside has made long."""
+        for name in ("message", "hint"):
+            if len(text := getattr(self, name)) > MAX_MESSAGE:
+                object.__setattr__(self, name, text[: MAX_MESSAGE - 3] + "...")
+
     @property
     def dotted(self) -> str:
         """The path as the command line spells it: `trainer.micro_batch`, `data.files[0]`."""
-        text = ""
-        for part in self.path:
-            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-        return text
+        return _dot(self.path)
 
     @property
     def place(self) -> str:
@@ -69,12 +88,25 @@ def make_printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def limit_problems(problems: Sequence[Problem]) -> list[Problem]:
+    """The first problems and how many more there are."""
+    more = len(problems) - MAX_PROBLEMS
+    if more <= 0:
+        return list(problems)
+    rest = problems[MAX_PROBLEMS:]
+    worst = "error" if any(problem.severity == "error" for problem in rest) else "warning"
+    hint, source = "mend these first", problems[0].source
+    return [*problems[:MAX_PROBLEMS], Problem(f"and {more:,} more", (), "more", hint, source, severity=worst)]
+
+
 class DsjobError(Exception):
     """Base of all errors that dsjob raises on purpose."""
 
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
+        if len(message) > MAX_MESSAGE * 10 and not isinstance(self, DocumentError):
+            message = message[: MAX_MESSAGE * 10] + "..."
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -96,8 +128,9 @@ class DocumentError(DsjobError):
     exit_code = 2
 
     def __init__(self, problems: Sequence[Problem], warnings: Sequence[Problem] = ()) -> None:
-        self.problems = tuple(sorted(problems, key=lambda p: (p.source, p.line, p.column, p.dotted)))
-        self.warnings = tuple(warnings)
+        placed = sorted(problems, key=lambda p: (p.rule == "more", p.source, p.line, p.column, p.dotted))
+        self.problems = tuple(limit_problems(placed))
+        self.warnings = tuple(limit_problems(warnings))
         super().__init__("\n".join(str(p) for p in self.problems))
 
     def __reduce__(self) -> tuple[type[DocumentError], tuple[tuple[Problem, ...], tuple[Problem, ...]]]:
@@ -113,13 +146,32 @@ class ConfigWarning(UserWarning):
 
 
 class TargetError(DsjobError):
-    """A `_target_` cannot be imported, or does not take the arguments that the document gives it."""
+    """A `_target_` cannot be imported, or does not take the arguments that the document gives it.
+
+    `path`: the place in the document, where it is known; the message then begins with it.
+    """
 
     exit_code = 2
+    path: tuple[str | int, ...] = ()
+
+    def put_at(self, path: tuple[str | int, ...]) -> None:
+        """Says where in the document the target or its argument is, unless that is known."""
+        if path and not self.path:
+            self.path = path
+            self.message = f"{_dot(path)}: {self.message}"
+
+    def to_problem(self) -> Problem:
+        """The same as a problem of the document; the caller fills in file, line and column."""
+        message = self.message.removeprefix(f"{_dot(self.path)}: ")
+        return Problem(message, self.path, "target", self.hint)
 
 
 class ContractError(DsjobError):
     """A model, loss or metric returned something that the loop cannot use."""
+
+
+class MetricError(ContractError):
+    """A metric failed as it made its result of what it had seen."""
 
 
 class DataError(DsjobError):
@@ -134,6 +186,16 @@ class LossScaleError(DsjobError):
     """Gradients overflow fp16 even at the smallest loss scale."""
 
 
+class ExitError(DsjobError):
+    """The user's own code asked for the end of the process (`sys.exit`, `os._exit`) before the job was done."""
+
+
+class UnsavedError(DsjobError):
+    """A job trained to its last step, and its final state could not be saved (`checkpoint.save_on_error: warn`)."""
+
+    exit_code = 4
+
+
 class FitError(DsjobError):
     """The job needs more memory than a device has (`dsjob plan --require-fit`)."""
 
@@ -146,6 +208,15 @@ class LaunchError(DsjobError):
     def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = exit_code
+
+
+class LostRankError(LaunchError):
+    """A rank lacks another one, which has failed or does not come: the cause is there."""
+
+    exit_code = 76  # EX_PROTOCOL: an error of the other side
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint, exit_code=self.exit_code)
 
 
 class StorageError(DsjobError):
@@ -178,7 +249,9 @@ class Interrupted(DsjobError):  # noqa: N818 (what happened, not an error of any
     """A signal ended the job; `exit_code` is 128 + the signal's number, as shells count."""
 
     def __init__(self, signal_number: int, message: str = "", *, hint: str = "") -> None:
-        super().__init__(message or f"stopped by signal {signal_number}", hint=hint)
+        super().__init__(
+            message or ("interrupted" if signal_number == 2 else f"stopped by signal {signal_number}"), hint=hint
+        )
         self.exit_code = 128 + signal_number
 
     def __reduce__(self) -> tuple[type[Interrupted], tuple[int, str], dict[str, str]]:

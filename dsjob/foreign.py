@@ -29,7 +29,7 @@ def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) 
     if key == "_target_":
         return "write model: {_target_: ...}" if path[:1] == ("models",) else "nothing is called here"
     if key.startswith(("_", "//", "#")):
-        return "a note can be a comment: // in JSON, # in YAML"
+        return "a note can be a comment (// in JSON, # in YAML), or a key that starts with _comment"
     if not path and not bare and key in contract.deepspeed_schema()["properties"]:
         replaced = contract.deepspeed_schema()["properties"][key].get("x-replaced-by")
         if replaced in contract.job_schema()["properties"]:

@@ -7,75 +7,109 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
-from dsjob import loop, storage
+from dsjob import locations, loop, storage
+from dsjob.advice import train_longer
+from dsjob.averaging import Averaging
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.committed import Loaded
 from dsjob.checkpoint.objects import Kept
+from dsjob.checkpoint.pretrained import describe_pretrained
 from dsjob.checkpoint.retention import Best, Retention
-from dsjob.data import NoLoader, TrainingLoader
+from dsjob.contract import LossFunction, shifts_labels
+from dsjob.data import NoLoader
+from dsjob.data.given import StatefulLoader
 from dsjob.engine import Engine
 from dsjob.engines import Engines
 from dsjob.entry import build_engine
 from dsjob.errors import ContractError, DataError
+from dsjob.exits import refuse_exits
+from dsjob.loaders import build_evaluation, build_training, share_samples
 from dsjob.mesh import World
+from dsjob.metric_inputs import list_outputs
+from dsjob.metrics import Measures, build_measures, to_job_device
 from dsjob.models import is_trainable, list_models, take_model
-from dsjob.mpu import divide, gather, share_length
+from dsjob.mpu import divide, gather
 from dsjob.occasions import Occasions
 from dsjob.optim.schedules import settle_length
+from dsjob.precision import matmul_precision
 from dsjob.progress import Display, make_console, show_seconds
 from dsjob.resolve import complete_config, resolve_model
 from dsjob.resume import resume
 from dsjob.run_folder import SAVE_REQUEST, read_result, write_resolved, write_result
+from dsjob.saves import lacks_metrics
 from dsjob.seeding import seed_rng
 from dsjob.spec import Checkpoint, JobSpec, Trainer, view
-from dsjob.steps import make_micro_step
+from dsjob.steps import MicroStep, UserStep, make_micro_step
 from dsjob.summary import describe_run
 from dsjob.targets import build_callable, call_target
 from dsjob.training import Run
 from dsjob.trust import Trust
 
-_TRAINED = "samples of data.train"
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended: the last step, the last training and evaluation metrics, the last checkpoint's folder."""
+    """How a run ended: the last step, the passes over the data that it took (None: a stream), the last training and
+    evaluation metrics, the last checkpoint's folder, and whether it is one of a single model of transformers."""
 
     step: int
+    epochs: float | None
     metrics: dict[str, float]
     checkpoint: str | None
+    pretrained: bool
 
 
 def run_job(document: Mapping[str, Any], run_dir: str, world: World, trust: Trust) -> Result:
     """Runs a resolved job document on this rank. `run_dir`: the run's folder, which exists; `trust`: see `trust`.
 
-    Raises DsjobError for whatever the user can mend; what the user's own code raises passes through.
+    Raises DsjobError for whatever the user can mend; what the user's own code raises passes through, but for an end of
+    the process, which is an ExitError.
     """
+    locations.allow(lambda: trust.protocols)
     spec = view(JobSpec, document)
     console = make_console()
     display = Display(console, shown=world.rank == 0)
     started = time.monotonic()
     try:
-        run, loaded = _prepare(spec, document, run_dir, world, display, trust)
-        display.table(f"dsjob {spec.name}", describe_run(run, run_dir, loaded))
-        if run.step >= run.max_steps:
-            return _say_complete(run, run_dir, display)
-        loop.train(run)
+        with refuse_exits(), matmul_precision(spec.trainer.matmul_precision):
+            run, loaded = _prepare(spec, document, run_dir, world, display, trust)
+            display.table(f"dsjob {spec.name}", describe_run(run, run_dir, loaded))
+            if run.step >= run.max_steps:
+                if run.evaluates and lacks_metrics(run):
+                    loop.finish(run)
+                return _say_complete(run, run_dir, display)
+            loop.train(run)
     finally:
         display.close()
     metrics: dict[str, float] = {name: run.last_record[name] for name in ("loss", "lr") if name in run.last_record}
     metrics.update(run.last_evaluation)
-    result = Result(step=run.step, metrics=metrics, checkpoint=run.last_saved)
+    result = _make_result(run, metrics)
     if world.rank == 0:
-        write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})
-        display.say("done", f"step {run.step:,} in {show_seconds(time.monotonic() - started)}")
+        ended = {"status": "unsaved", "error": run.unsaved} if run.unsaved else {"status": "done"}
+        write_result(run_dir, {**ended, **dataclasses.asdict(result)})
+        display.say(ended["status"], f"step {run.step:,} in {show_seconds(time.monotonic() - started)}")
     return result
+
+
+def _make_result(run: Run, metrics: dict[str, float]) -> Result:
+    engines = list(run.engines.values())
+    return Result(
+        step=run.step,
+        epochs=_count_epochs(run),
+        metrics=metrics,
+        checkpoint=run.last_saved,
+        pretrained=len(engines) == 1 and bool(describe_pretrained(engines[0].module)),
+    )
+
+
+def _count_epochs(run: Run) -> float | None:
+    samples = run.loader.samples_per_epoch
+    return run.step * run.spec.trainer.train_batch / samples if samples else None
 
 
 def _prepare(
@@ -83,19 +117,23 @@ def _prepare(
 ) -> tuple[Run, Loaded | None]:
     trainer, build = spec.trainer, functools.partial(call_target, trust=trust)
     specs = {name: resolve_model(document, name) for name in list_models(document)}
-    mpu = build(trainer.mpu) if trainer.mpu else None
+    mpu = build(trainer.mpu, where=("trainer", "mpu")) if trainer.mpu else None
     world = _divide(spec, world, mpu)
     models = _build_models(specs, document, trust)
     collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
-    loader = _build_loader(spec, world, collate, trust)
-    evaluation = build(spec.data.eval) if spec.data.eval and world.loads else None
+    loader = build_training(spec, world, collate, trust) if world.loads else NoLoader()
+    share_samples(loader, world)
+    evaluation = build_evaluation(spec, world, collate, trust) if spec.data.eval and world.loads else None
     steps = count_steps(trainer, loader.samples_per_epoch)
     engines = _build_engines(models, specs, document, steps, world, trust, mpu)
     seed_rng(trainer.seed + world.rank)
-    loss = build_callable(spec.loss, "loss", trust) if spec.loss else None
+    loss = to_job_device(build_callable(spec.loss, "loss", trust), world.device) if spec.loss else None
     callbacks = {name: _build_callback(name, target, trust) for name, target in spec.callbacks.items()}
-    metrics = {name: build_callable(target, f"metrics.{name}", trust) for name, target in spec.metrics.items()}
-    kept = Kept(display.say, callbacks=callbacks, metrics=metrics)
+    measures, metrics = build_measures("eval", spec.metrics, world, trust)
+    training_measures, training_metrics = build_measures("train", spec.metrics, world, trust)
+    taken = {name for metric in spec.metrics.values() for name in list_outputs(metric.inputs)}
+    stateful = {"train": loader} if isinstance(loader, StatefulLoader) else {}
+    kept = Kept(display.say, callbacks=callbacks, metrics=metrics, training_metrics=training_metrics, data=stateful)
     checkpointer = Checkpointer(
         spec.checkpoint.dir or storage.join(run_dir, "checkpoints"),
         world=world,
@@ -105,6 +143,7 @@ def _prepare(
         timeout=spec.launch.timeout,
         objects=kept,
     )
+    micro_step, eval_step = _build_steps(spec, loss, training_measures, taken, trust)
     run = Run(
         spec=spec,
         engines=engines,
@@ -112,22 +151,35 @@ def _prepare(
         max_steps=steps,
         checkpointer=checkpointer,
         occasions=Occasions(spec.checkpoint, world, os.path.join(run_dir, SAVE_REQUEST)),
-        callbacks=[
-            _WriteResolved(run_dir, document),
-            display,
-            MetricsFile(run_dir),
-            *callbacks.values(),
-        ],
+        callbacks=[_WriteResolved(run_dir, document), display, MetricsFile(run_dir), *callbacks.values()],
         say=display.say,
-        micro_step=make_micro_step(build_callable(trainer.step, "trainer.step", trust) if trainer.step else None, loss),
+        micro_step=micro_step,
+        averaging=_build_averaging(spec, engines.first),
         loss=loss,
-        eval_step=build_callable(trainer.eval_step, "trainer.eval_step", trust) if trainer.eval_step else None,
+        eval_step=eval_step,
         evaluation=evaluation,
         collate=collate,
-        metrics=metrics,
+        measures=measures,
+        training_measures=training_measures,
+        taken=taken,
         kept=kept,
     )
     return run, resume(run, specs)
+
+
+def _build_steps(
+    spec: JobSpec, loss: LossFunction | None, measures: Measures, taken: Collection[str], trust: Trust
+) -> tuple[MicroStep, UserStep | None]:
+    step, eval_step = (
+        build_callable(target, f"trainer.{name}", trust) if target else None
+        for name, target in (("step", spec.trainer.step), ("eval_step", spec.trainer.eval_step))
+    )
+    return make_micro_step(step, loss, measures, taken), eval_step
+
+
+def _build_averaging(spec: JobSpec, engine: Engine) -> Averaging:
+    by_targets = spec.trainer.loss_average == "targets" and spec.engine == "dsjob" and spec.trainer.step is None
+    return Averaging(engine.world, by_targets=by_targets, shifts=shifts_labels(engine.module))
 
 
 def _build_retention(spec: Checkpoint) -> Retention:
@@ -156,26 +208,6 @@ def _divide(spec: JobSpec, world: World, mpu: Any) -> World:
     return divided
 
 
-def _build_loader(
-    spec: JobSpec, world: World, collate: Callable[..., Any] | None, trust: Trust
-) -> TrainingLoader | NoLoader:
-    """The training data of this rank; where it reads none, as many samples as the ranks that do."""
-    if not world.loads:
-        return NoLoader(share_length(None, world, _TRAINED))
-    loader = TrainingLoader(
-        call_target(spec.data.train, trust=trust),
-        micro_batch=spec.trainer.micro_batch,
-        world=world,
-        seed=spec.trainer.seed,
-        shuffle=spec.data.shuffle,
-        collate=collate,
-        num_workers=spec.data.num_workers,
-        pin_memory=spec.data.pin_memory,
-    )
-    share_length(loader.samples_per_epoch, world, _TRAINED)
-    return loader
-
-
 def _build_models(specs: Mapping[str, JobSpec], document: Mapping[str, Any], trust: Trust) -> dict[str, nn.Module]:
     """The models, made one after the other from one seed."""
     seed_rng(document["trainer"]["seed"])  # the same on every rank: the models have to begin the same
@@ -184,7 +216,9 @@ def _build_models(specs: Mapping[str, JobSpec], document: Mapping[str, Any], tru
         target = spec.model
         assert target is not None
         where = f"models.{name}" if document.get("models") else "model"
-        model = call_target(target, trust=trust)
+        model = call_target(
+            target, trust=trust, where=("models", name, "model") if document.get("models") else ("model",)
+        )
         if not isinstance(model, nn.Module):
             raise ContractError(f"{where}: {target.path} returned {type(model).__name__}, not a torch.nn.Module")
         if not is_trainable(document, name):
@@ -223,7 +257,7 @@ def _build_engine(
 
 
 def _build_callback(name: str, target: Any, trust: Trust) -> Callback:
-    built = call_target(target, trust=trust)
+    built = call_target(target, trust=trust, where=("callbacks", name))
     if not isinstance(built, Callback):
         raise ContractError(f"callbacks.{name}: {target.path} returned {type(built).__name__}, not a dsjob Callback")
     hooks = [hook for hook in vars(Callback) if hook.startswith("on_")]
@@ -248,18 +282,17 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
 
 
 def _say_complete(run: Run, run_dir: str, display: Display) -> Result:
-    """Nothing is left to train; what the run said of its end before holds on."""
+    """Nothing is left to train; what the run said of its end before holds on, but for a later evaluation."""
     trainer = run.spec.trainer
-    longer = [f"trainer.max_steps={2 * run.step}"] if trainer.max_steps is not None else []
-    longer += [f"trainer.max_epochs={2 * trainer.max_epochs:g}"] if trainer.max_epochs is not None else []
+    longer = train_longer(trainer.max_steps, trainer.max_epochs, step=run.step, epochs=_count_epochs(run))
     display.say(
         "complete",
-        f"step {run.step:,} of {run.max_steps:,} is reached: nothing left to train. "
-        f"Train longer with {' '.join(longer)}, or anew in another output.dir.",
+        f"already finished: step {run.step:,} of {run.max_steps:,}. "
+        f"Train longer with {longer}, or anew in another output.dir.",
     )
     before = read_result(run_dir)
-    result = Result(step=run.step, metrics=before.get("metrics", {}), checkpoint=run.last_saved)
-    if run.engine.global_rank == 0 and not before:
+    result = _make_result(run, {**before.get("metrics", {}), **run.last_evaluation})
+    if run.engine.global_rank == 0 and (not before or run.last_evaluation):
         write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})
     return result
 

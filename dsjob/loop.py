@@ -14,21 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dsjob.checkpoint.objects import capture_objects
 from dsjob.checkpoint.rng import capture_rng, restore_rng
-from dsjob.contract import call_model, find_loss
-from dsjob.data import EvaluationBatches, to_device
+from dsjob.data import to_device
 from dsjob.data.batches import count_elements, is_tokens
 from dsjob.errors import ContractError, NonFiniteLossError
-from dsjob.mpu import share, share_length
+from dsjob.evaluation import evaluate, rehearse
 from dsjob.occasions import Occasions
-from dsjob.saves import SECONDS_TO_SETTLE, describe_end, ends_period, is_among_best, save, settle
-from dsjob.steps import Names, read_scalars, to_scalar
+from dsjob.saves import SECONDS_TO_SETTLE, describe_end, ends_period, is_among_best, lacks_metrics, rate, save, settle
+from dsjob.steps import Names
 from dsjob.training import Run
-
-_EVALUATED = "batches of data.eval"
+from dsjob.watchdog import position
 
 
 class _Meter:
@@ -38,6 +35,7 @@ class _Meter:
     def __init__(self) -> None:
         self.scalars: dict[str, list[Tensor]] = {}  # by name, one of each step; `loss` first
         self.skipped: dict[str, set[int]] = {}  # by engine, steps that were left out
+        self.skips: dict[str, int] = {}  # by engine, how many steps it is known to have left out
         self.tokens = 0
         self.seconds = 0.0
         self.names = Names("trainer.step")
@@ -69,16 +67,39 @@ class _Meter:
 def train(run: Run) -> None:
     """Trains from the engine's step to `run.max_steps`.
 
-    Raises NonFiniteLossError, ContractError, DataError, CheckpointError, StorageError; Preempted where SIGTERM came.
+    Raises NonFiniteLossError, ContractError, DataError, CheckpointError, StorageError; Preempted where
+    SIGTERM came, Interrupted where Ctrl-C did.
     """
     occasions = run.occasions or Occasions(run.spec.checkpoint, run.engine.world, None)
+    position.settle = run.checkpointer.give_up
     with occasions.watch(run.step):
         try:
             _train(run, occasions)
+        except KeyboardInterrupt:  # the user has asked twice
+            raise
         except BaseException:
+            position.doing = "ending"
             run.checkpointer.give_up(SECONDS_TO_SETTLE)
             raise
     run.tell("on_end")
+
+
+def finish(run: Run) -> None:
+    """Makes up for the last evaluation, where an earlier run had saved its last step and then failed in it."""
+    run.tell("on_start")
+    _make_up(run)
+    run.tell("on_end")
+
+
+def _make_up(run: Run) -> None:
+    evaluate(run)
+    save(run, wait=True, replace=True)
+
+
+def _evaluates_after(run: Run) -> bool:
+    """Whether an evaluation is due after this step."""
+    every, last = run.spec.trainer.eval_every, run.step == run.max_steps
+    return run.evaluates and (last or bool(every and run.step % every == 0))
 
 
 def _train(run: Run, occasions: Occasions) -> None:
@@ -91,32 +112,47 @@ def _train(run: Run, occasions: Occasions) -> None:
         restore_rng(random, engine.device)
     capture_objects(engine.world.everyone, run.kept)  # state that cannot be saved is told of before it costs anything
     if run.evaluates and trainer.eval_at_start and run.step == 0:
-        _evaluate(run)
+        evaluate(run)
+    elif run.step and _evaluates_after(run) and lacks_metrics(run):  # the run ended between the two
+        _make_up(run)
+    elif run.evaluates:
+        rehearse(run)
     run.engines.train()
+    run.training_measures.start()
     meter = _Meter()
+    position.doing = "training"
     while run.step < run.max_steps:
         seen = engine.global_samples
         _take_step(run, batches, meter)
+        position.step = run.step
         last = run.step == run.max_steps
         agreed = occasions.agree(run.step, news=run.checkpointer.has_news)
         if agreed.news:
             occasions.note_settled(settle(run))
         logs = last or run.step % trainer.log_every == 0
-        evaluates = run.evaluates and (last or (trainer.eval_every and run.step % trainer.eval_every == 0))
+        # Whoever has asked the run to end waits for no evaluation: the next run makes up for it.
+        evaluates = _evaluates_after(run) and (last or not agreed.stops)
         saves = (last and checkpoint.at_end) or (checkpoint.every and run.step % checkpoint.every == 0)
-        saves = saves or agreed.saves or agreed.stops or ends_period(run, seen)
+        saves = bool(saves or agreed.saves or agreed.stops or ends_period(run, seen))
         if not (logs or evaluates or saves):
             continue
         _record(run, meter)
+        wait = last or agreed.stops > 0
+        early = evaluates and saves  # an evaluation that fails, or lasts, must not lose the step
+        position.doing = "saving"
+        saved = early and save(run, wait=wait)
         if evaluates:
-            _evaluate(run)
+            position.doing = "evaluating"
+            evaluate(run)
             saves = saves or is_among_best(run)
+            position.doing = "saving"
+        if saves and not (saved and rate(run)):
+            saved = save(run, wait=wait, replace=early)
         if saves:
-            wait = last or agreed.stops
-            saved = save(run, wait=wait)
             occasions.note_save(behind=checkpoint.async_ and not wait) if saved else occasions.note_failure()
             if agreed.stops and not last:
-                raise describe_end(run, saved)
+                raise describe_end(run, agreed.stops, saved=saved)
+        position.doing = "training"
         meter.start()
     settle(run)
 
@@ -124,12 +160,12 @@ def _train(run: Run, occasions: Occasions) -> None:
 def _take_step(run: Run, batches: Iterator[Any], meter: _Meter) -> None:
     """One optimizer step; the meter gets its scalars, the means over this rank's micro batches."""
     engine, before = run.engine, run.step
-    counts = {name: each.skipped_steps for name, each in run.engines.items()}
     micro_steps = engine.gradient_accumulation_steps()
     sums: dict[str, Tensor] = {}
-    for _ in range(micro_steps):
-        batch = to_device(next(batches), engine.device)
-        scalars = run.micro_step(run.engines, batch)
+    for given, part in run.averaging.read(batches, micro_steps):
+        batch = to_device(given, engine.device)
+        position.micro_steps += 1
+        scalars = run.micro_step(run.engines, batch, part)
         if run.spec.trainer.step is not None:
             scalars = meter.names.require(scalars, engine.world)
         for name, value in scalars.items():
@@ -137,11 +173,19 @@ def _take_step(run: Run, batches: Iterator[Any], meter: _Meter) -> None:
         meter.tokens += count_elements(batch) if is_tokens(batch) else 0
     if run.spec.trainer.step is not None:
         _require_step(run, before, micro_steps)
-    for name, each in run.engines.items():
-        if each.skipped_steps > counts[name]:
-            meter.skipped.setdefault(name, set()).add(run.step)
+    _note_skipped(run, meter)
     for name, total in sums.items():
-        meter.scalars.setdefault(name, []).append(total / micro_steps if micro_steps > 1 else total)
+        mean = total / micro_steps if micro_steps > 1 else total
+        meter.scalars.setdefault(name, []).append(part.step.finish(mean) if name == "loss" else mean)
+
+
+def _note_skipped(run: Run, meter: _Meter) -> None:
+    """Notes steps that engines have left out; of the last one they may not know yet."""
+    for name, each in run.engines.items():
+        rhythm = each.rhythm
+        if rhythm.skipped_steps > meter.skips.get(name, 0):
+            meter.skipped.setdefault(name, set()).add(run.step - (rhythm.global_steps - rhythm.last_skipped))
+        meter.skips[name] = rhythm.skipped_steps
 
 
 def _require_step(run: Run, before: int, micro_steps: int) -> None:
@@ -151,7 +195,7 @@ def _require_step(run: Run, before: int, micro_steps: int) -> None:
         first, steps = next(iter(run.engines)), run.step - before
         raise ContractError(
             f"trainer.step was called {micro_steps} times, and the first model, {first}, took {steps} steps, not 1",
-            hint="let a model be first that takes one" if steps > 1 else advice,
+            hint="list first the model that steps once per call" if steps > 1 else advice,
         )
     for name, engine in run.engines.items():
         if engine.rhythm.done:
@@ -165,6 +209,8 @@ def _require_step(run: Run, before: int, micro_steps: int) -> None:
 def _record(run: Run, meter: _Meter) -> None:
     """Collects the scalars since the last record from all ranks, makes sure of them, and logs."""
     engine, world = run.engine, run.engine.world
+    if run.loader.samples_per_epoch is None:
+        run.loader.passes.require_same(world, loads=world.loads)
     scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
     tokens = float(meter.tokens)
     if world.everyone.world_size > 1:
@@ -176,6 +222,9 @@ def _record(run: Run, meter: _Meter) -> None:
         scalars, tokens = summed[:-3] / summed[-3], float(summed[-2] / summed[-1])
     losses, *others = torch.split(scalars.cpu(), [len(values) for values in meter.scalars.values()])
     meter.pause()  # here: until now a device may not have done what it was given
+    for each in run.engines.values():
+        each.skipped_steps  # noqa: B018 (asks the device about the last step)
+    _note_skipped(run, meter)
     means = {name: float(values.mean()) for name, values in zip(list(meter.scalars)[1:], others, strict=True)}
     steps = len(losses)
     finite = _require_finite_losses(run, meter, losses.tolist())
@@ -196,7 +245,7 @@ def _record(run: Run, meter: _Meter) -> None:
     }
     if engine.precision.needs_scale:
         own["loss_scale"] = engine.loss_scale()
-    run.last_record = {**own, **means, **_read_others(run)}
+    run.last_record = {**own, **means, **_read_others(run), **run.training_measures.finish()}
     meter.reset()
     run.tell("on_log", run.last_record)
 
@@ -255,73 +304,3 @@ def _require_finite(run: Run, what: str, value: float, step: int) -> None:
             f"{what} became {value} in step {step}; {good}",
             hint="lower optimizer.params.lr, lengthen the warm-up, lower gradient_clipping, or look at that batch",
         )
-
-
-@torch.no_grad()
-def _evaluate(run: Run) -> None:
-    engine = run.engine
-    run.engines.eval()
-    names: list[str] = []
-    same = Names("trainer.eval_step")
-    sums = torch.zeros(0, dtype=torch.float64)  # the names' values, and the samples
-    for batch, weight in _read_evaluation(run):
-        values = _evaluate_batch(run, to_device(batch, engine.device))
-        if run.eval_step is not None:
-            values = same.require(values, engine.world)
-        if not names:
-            names, sums = list(values), torch.zeros(len(values) + 1, dtype=torch.float64)
-        if weight and engine.world.reports:
-            sums[:-1] += weight * torch.stack([values[name].detach().double().cpu() for name in names])
-            sums[-1] += weight
-    run.engines.train()
-    if engine.world.everyone.world_size > 1:
-        sums = sums.to(engine.device)
-        dist.all_reduce(sums)
-    means = (sums[:-1] / sums[-1]).tolist()
-    run.last_evaluation = dict(zip((f"eval/{name}" for name in names), means, strict=True))
-    for each in run.engines.values():
-        if isinstance(each.lr_scheduler, ReduceLROnPlateau):
-            if "loss" not in names:
-                raise ContractError("trainer.eval_step returned no `loss`, which ReduceLROnPlateau follows")
-            each.lr_scheduler.step(means[names.index("loss")])
-    run.evaluated_at = run.step
-    run.tell("on_eval", run.last_evaluation)
-
-
-def _read_evaluation(run: Run) -> Iterator[tuple[Any, int]]:
-    """This rank's evaluation batches with their weights; None, with those of its model, where it reads no data."""
-    trainer, world = run.spec.trainer, run.engine.world
-    if not world.loads:
-        for _ in range(share_length(0, world, _EVALUATED)):
-            yield None, share(0, world)
-        return
-    pairs = EvaluationBatches(
-        run.evaluation,
-        micro_batch=trainer.micro_batch,
-        world=world,
-        collate=run.collate,
-        max_batches=trainer.eval_batches,
-    )
-    share_length(len(pairs), world, _EVALUATED)
-    for batch, weight in pairs:
-        yield batch, share(weight, world)
-
-
-def _evaluate_batch(run: Run, batch: Any) -> dict[str, Tensor]:
-    if run.eval_step is not None:
-        given = run.eval_step(run.engines, batch)
-        if not run.engine.world.reports:
-            return {}
-        scalars = read_scalars(given, "trainer.eval_step")
-        return {name: scalars[name] for name in sorted(scalars)}
-    outputs = call_model(run.engine, batch)
-    metrics = {name: _require_scalar(name, metric(outputs, batch)) for name, metric in run.metrics.items()}
-    return {"loss": find_loss(outputs, batch, run.loss), **metrics}
-
-
-def _require_scalar(name: str, value: Any) -> Tensor:
-    scalar = to_scalar(value)
-    if scalar is None:
-        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ContractError(f"metrics.{name} returned {found}", hint="return the batch mean")
-    return scalar

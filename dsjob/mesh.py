@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dsjob.errors import LaunchError
-
-STORE_VARIABLE = "DSJOB_STORE"
+from dsjob.meeting import STORE_VARIABLE, open_store
 
 
 class ModelRanks(NamedTuple):
@@ -83,7 +82,8 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
     local_rank = _read_int("LOCAL_RANK", 0)
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    chosen = _choose_device(device, local_rank, _read_int("LOCAL_WORLD_SIZE", world_size))
+    # LOCAL_SIZE is the deepspeed launcher's. Where neither is set (a PyTorchJob's pods), nobody says how many are here.
+    chosen = _choose_device(device, local_rank, _read_int("LOCAL_WORLD_SIZE", _read_int("LOCAL_SIZE", 0)))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world_size > 1 and not dist.is_initialized():
@@ -108,22 +108,37 @@ def _read_int(name: str, default: int) -> int:
 
 
 def _choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of this rank. `local_world_size`: ranks on this machine; 0 where nobody says.
+
+    Each rank decides alone. Where two decide for one GPU, NCCL refuses to start (see `_join_group`).
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
-    if count == 1 and _gives_each_rank_a_gpu():
+    if count and torch.cuda.is_initialized() and torch.cuda.current_device():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())  # the program has called torch.cuda.set_device
+    if count == 1 and _sees_its_own_gpu(local_rank):
         return torch.device("cuda", 0)
-    if local_world_size > count:
+    ranks = max(local_rank + 1, local_world_size)
+    if ranks > count:
         raise LaunchError(
-            f"each rank needs a GPU of its own: {local_world_size} on this machine, but {count} can be seen",
+            f"found {count} GPU{'s' * (count != 1)} for {ranks} rank{'s' * (ranks > 1)} on this machine; "
+            "each rank needs a GPU of its own",
             hint="lower launch.nproc, or launch.device=cpu",
         )
     return torch.device("cuda", local_rank)
 
 
-def _gives_each_rank_a_gpu() -> bool:
-    """Whether Slurm shows each task its own GPU alone, which is then number 0 to all of them."""
-    return "SLURM_GPUS_PER_TASK" in os.environ or "gres/gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+def _sees_its_own_gpu(local_rank: int) -> bool:
+    """Whether the one GPU that this rank sees is its own, not one that all ranks of the machine see.
+
+    srun shows each task its GPU alone (--gpus-per-task, --gpu-bind=single:1), without always saying so; it may as well
+    show all tasks the same one. torchrun --virtual-local-rank gives every rank the local rank 0 and one GPU.
+    """
+    by_srun = "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    virtual = "TORCHELASTIC_RUN_ID" in os.environ and local_rank == 0 and bool(listed) and "," not in listed
+    return by_srun or virtual
 
 
 def _choose_backend(wanted: str, device: torch.device) -> str:
@@ -133,22 +148,24 @@ def _choose_backend(wanted: str, device: torch.device) -> str:
 
 
 def _join_group(rank: int, world_size: int, backend: str, timeout: float, device: torch.device) -> None:
-    store_path = os.environ.get(STORE_VARIABLE)
-    if store_path is None and "MASTER_ADDR" not in os.environ:
+    if STORE_VARIABLE not in os.environ and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
             f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set",
             hint="start the ranks with launch.nproc, torchrun or srun",
         )
-    store = FileStore(store_path, world_size) if store_path else None
     try:
         dist.init_process_group(
             backend,
-            store=store,
-            init_method=None if store else "env://",
+            store=open_store(rank, world_size, timeout),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
             device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError) as error:
+        if "Duplicate GPU" in str(error):
+            raise LaunchError(
+                f"rank {rank} has no GPU of its own: two ranks of this machine see the same one alone",
+                hint="give each rank one (srun --gpus-per-task=1), or show all ranks all GPUs",
+            ) from error
         raise LaunchError(f"rank {rank} could not join the {backend} process group: {error}") from error

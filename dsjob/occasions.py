@@ -1,6 +1,6 @@
 """When a checkpoint is due other than by the step: signals, a touched file, minutes; and what ranks agree on for that.
 
-A handler sets a flag and does nothing else. At the end of a step all ranks add up what they know in one collective: at
+A handler sets a flag and little else. At the end of a step all ranks add up what they know in one collective: at
 most every half second, so that it costs nothing where steps are short.
 """
 
@@ -25,15 +25,16 @@ from dsjob.spec import Checkpoint
 _SECONDS = 0.5  # between two agreements of several ranks
 _MOST_STEPS = 1000
 _LONGEST_PAUSE = 300.0  # seconds between two tries of a save that was asked for and fails again and again
+_INTERRUPTED = b"\ndsjob: Ctrl-C: saving after the current step; press it again to stop at once\n"
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What holds on every rank: `saves`: a checkpoint is due; `stops`: and the end after it; `news`: of a save in the
-    background."""
+    """What holds on every rank: `saves`: a checkpoint is due; `stops`: the number of the signal that ends the run after
+    it, or 0; `news`: of a save in the background."""
 
     saves: bool = False
-    stops: bool = False
+    stops: int = 0
     news: bool = False
 
 
@@ -48,7 +49,7 @@ class Occasions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec, self._world, self._request, self._clock = spec, world.everyone, request, clock
-        self._asked = self._stopped = False
+        self._asked, self._stopped = False, 0
         self._saved_at = self._agreed_at = self._clock()
         self._agreed_step = self._next = 0
         self._granted = False  # the save under way was asked for
@@ -56,13 +57,18 @@ class Occasions:
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Takes SIGTERM and SIGUSR1 for requests while the block runs; `step`: the one that training begins at."""
+        """Takes SIGTERM, SIGINT and SIGUSR1 for requests while the block runs; `step`: the one that training begins at.
+
+        SIGINT stays ignored where it is. A second one ends the process at once.
+        """
         self._saved_at = self._agreed_at = self._clock()
         self._agreed_step = self._next = step
         if not self._spec.on_signal or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        numbers = [signal.SIGTERM, signal.SIGUSR1]
+        numbers += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
+        before = {number: signal.signal(number, self._take) for number in numbers}
         try:
             yield
         finally:
@@ -70,8 +76,16 @@ class Occasions:
                 signal.signal(number, handler)
 
     def _take(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self._stopped:
+            raise KeyboardInterrupt
         self._asked, self._try_at = True, -math.inf
-        self._stopped = self._stopped or number == signal.SIGTERM
+        self._stopped = self._stopped or (number if number != signal.SIGUSR1 else 0)
+        if number != signal.SIGINT:
+            return
+        if self._world.rank == 0:
+            os.write(2, _INTERRUPTED)
+        if self._world.world_size > 1:  # a rank may sit in a collective that no handler can interrupt
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def note_save(self, *, behind: bool = False) -> None:
         """A checkpoint is made: what asked for it has got it, and the minutes are counted anew.
@@ -119,7 +133,7 @@ class Occasions:
         saves, stops, any_news, seconds = told.tolist()
         self._agreed_at, self._agreed_step = now, step
         self._next = step + min(_MOST_STEPS, max(1, int(_SECONDS / max(seconds, 1e-9))))
-        return Agreed(bool(saves), bool(stops), bool(any_news))
+        return Agreed(bool(saves), int(stops), bool(any_news))
 
     def _is_due(self) -> bool:
         return self._is_wanted() and self._clock() >= self._try_at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from dsjob.errors import DocumentError, Problem, StorageError, UsageError
 from dsjob.paths import Path, get_at, has_at
 from dsjob.redaction import hide_value
 from dsjob.resolve import Place
+from dsjob.retyped import drop_old_arguments
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Composed:
     recipes: tuple[str, ...] = ()
     overrides: Mapping[Path, str] = field(default_factory=dict)
     deepspeed: Document | None = None
+    notes: tuple[str, ...] = ()  # what was done to the document beside merging, for the user to know
 
     def is_name_made(self) -> bool:
         """Whether the job has its name from its file, which gives none."""
@@ -95,11 +98,12 @@ def settle(
         for key in _list_spellings(path, section, contract.find_at(contract.job_schema(), path[:-1], document)):
             if (*path[:-1], key) not in (overrides or {}):
                 del section[key]
+    notes = drop_old_arguments(document, file.value, overrides or {}) if file is not None else []
     document.setdefault("name", _make_name(file, recipes))
     deepspeed = _read_deepspeed(document, file if ("deepspeed",) not in (overrides or {}) else None)
     if deepspeed is not None:
         document["deepspeed"] = contract.prune(deepspeed.value, contract.deepspeed_schema())
-    return Composed(document, file, recipes, overrides or {}, deepspeed)
+    return Composed(document, file, recipes, overrides or {}, deepspeed, tuple(notes))
 
 
 STDIN = "<stdin>"  # the source of a document from standard input
@@ -111,7 +115,7 @@ def read_document(url: str) -> Document:
 
     Raises UsageError where it cannot be read, DocumentError.
     """
-    return documents.parse(read_text(url), STDIN if url == "-" else url)
+    return documents.require_few(documents.parse(read_text(url), STDIN if url == "-" else url))
 
 
 def read_text(url: str) -> str:
@@ -147,6 +151,18 @@ def _make_name(file: Document | None, recipes: tuple[str, ...]) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "job"
 
 
+def _require_plain(url: str) -> None:
+    """Raises UsageError for a pipe or a device, of which a read may never end. What is not there is for the reader."""
+    if not storage.is_local(url):
+        return
+    try:
+        mode = os.stat(storage.local_path(url)).st_mode
+    except (OSError, ValueError):
+        return
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"cannot read {url}: not a plain file", hint="give the path of a file")
+
+
 def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document | None:
     """The DeepSpeed config that the document names by its path, which is relative to the job file."""
     name = document.get("deepspeed")
@@ -158,6 +174,7 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
     if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
         name = f"{file.source.rsplit('/', 1)[0]}/{name}"
     try:
+        _require_plain(name)
         return read_document(name)
     except UsageError as error:
         mark = file.mark(("deepspeed",)) if file is not None else None

@@ -148,7 +148,8 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
     Before that, and inside `no_sync`, what this rank has added up by itself, where nothing of it is reduced yet; else
     None; the mean of that over all ranks is what is there after reducing, whatever `gradient_allreduce_op` says: with
-    sum both are multiplied by the number of ranks. With fp16 it is still multiplied by the loss scale.
+    sum both are multiplied by the number of ranks. With fp16 it is still multiplied by the loss scale. Of a parameter
+    that cannot be sharded (0-dim or empty), stages 1 to 3 reduce the gradient in `engine.backward` or else in `step`.
     """
     reduced = _read_gradient(param, whole)
     return _read_gradient(param, whole, own=True) if reduced is None else reduced

@@ -8,6 +8,11 @@ from typing import Any
 Path = tuple[str | int, ...]
 
 
+def is_comment(key: object) -> bool:
+    """Whether a key of a document is a remark (`_comment`, `_comment_lr`), which is read over wherever it stands."""
+    return isinstance(key, str) and key.startswith("_comment")
+
+
 def has_at(value: Any, path: Path) -> bool:
     """Whether there is something, be it null, at `path` in nested mappings."""
     for part in path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,6 +71,20 @@ def _find_autocast(name: DtypeName | None, device: torch.device) -> torch.dtype 
     word = name.removeprefix("torch.")
     dtype = DTYPES[word] if word in DTYPES else getattr(torch, word)
     return None if dtype == torch.float32 else dtype
+
+
+@contextmanager
+def matmul_precision(wanted: Literal["highest", "high", "medium"] | None) -> Iterator[None]:
+    """Computes matrix products of fp32 tensors as precisely as `wanted` within the block; None changes nothing."""
+    if wanted is None:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

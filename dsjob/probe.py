@@ -6,8 +6,9 @@ The arithmetic is `plan`'s; what is seen here is put in its words.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsjob.activation.recompute import is_costly
 from dsjob.contract import call_model, find_loss
 from dsjob.data import TrainingLoader
+from dsjob.data.given import GivenLoader
 from dsjob.errors import DsjobError, TargetError, UsageError
+from dsjob.loaders import build_training
 from dsjob.mesh import World
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.closed_form import ClosedForm
@@ -31,18 +34,21 @@ from dsjob.parallel.wrap import find_blocks
 from dsjob.plan.model import COMPRESSING, Model, OptimizerState, Weight
 from dsjob.plan.report import Activations
 from dsjob.precision import Precision, cast_floats
-from dsjob.spec import ActivationCheckpointing, JobSpec, Method, Target
-from dsjob.targets import build_callable, call_target
+from dsjob.spec import ActivationCheckpointing, JobSpec, Method, Target, make_target
+from dsjob.targets import build_callable, call_target, find_target
 from dsjob.trust import Trust
 
+_CONFIG = "transformers.AutoConfig.from_pretrained"
 MOST_STEPS = 200_000  # of a schedule that has to be walked through step by step
 
 
 def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa: B008 (frozen)
     """The model with shapes but without memory. Raises UsageError where its factory needs real tensors."""
+    if target.path.endswith(".from_pretrained"):
+        return _build_from_config(target, trust)
     try:
         with torch.device("meta"):
-            model = call_target(target, trust=trust)
+            model = call_target(target, trust=trust, where=("model",))
     except DsjobError:
         raise
     except Exception as error:
@@ -55,6 +61,39 @@ def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa:
     return model
 
 
+def _build_from_config(target: Target, trust: Trust) -> nn.Module:
+    """The model of a `from_pretrained` by its configuration alone, of a local folder or the hub's cache."""
+    call_target(Target(target.path, {"_partial_": True, **target.arguments}), trust=trust, where=("model",))
+    owner: Any = getattr(find_target(target.path, trust), "__self__", None)
+    given = {**{k: v for k, v in target.arguments.items() if k != "config"}, "local_files_only": True}
+    name = given.get("pretrained_model_name_or_path") or next(iter(given.get("_args_") or []), "")
+    try:
+        config = target.arguments.get("config") or {"_target_": _CONFIG, **given}
+        built = call_target(make_target(config), trust=trust) if isinstance(config, Mapping) else config
+        with torch.device("meta"):
+            model = owner.from_config(built) if hasattr(owner, "from_config") else owner(built)
+    except DsjobError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, OSError) and not os.path.isdir(str(name)):
+            raise UsageError(
+                f"model: {name} is neither a folder nor in this machine's cache, and a plan downloads nothing",
+                hint=f"hf download {name} config.json{_name_revision(given)}, or --params 7B in place of the model",
+            ) from error
+        raise UsageError(
+            f"model: {target.path} cannot be built from the configuration of {name}: {reason[:300]}",
+            hint="give the number of parameters in its place: --params 7B",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: {target.path} is of {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _name_revision(arguments: Mapping[str, Any]) -> str:
+    return f" --revision {arguments['revision']}" if isinstance(arguments.get("revision"), str) else ""
+
+
 def size_model(model: nn.Module) -> Model:
     """The parameters of a model, each with the block that it is sharded in, and the bytes of its buffers."""
     blocks = {id(p): number for number, block in enumerate(find_blocks(model), 1) for p in block.parameters()}
@@ -64,16 +103,11 @@ def size_model(model: nn.Module) -> Model:
     return Model(weights, buffers=sum(buffer.nbytes for buffer in model.buffers()))
 
 
-def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> TrainingLoader:  # noqa: B008 (frozen)
+def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> TrainingLoader | GivenLoader:  # noqa: B008 (frozen)
     """The training data as rank 0 of the job reads it. Raises DataError where it is missing or empty."""
-    return TrainingLoader(
-        call_target(spec.data.train, trust=trust),
-        micro_batch=spec.trainer.micro_batch,
-        world=World(rank=0, local_rank=0, world_size=world_size, device=torch.device("cpu")),
-        seed=spec.trainer.seed,
-        shuffle=spec.data.shuffle,
-        collate=build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None,
-    )
+    collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
+    world = World(rank=0, local_rank=0, world_size=world_size, device=torch.device("cpu"))
+    return build_training(spec, world, collate, trust)
 
 
 def measure_activations(

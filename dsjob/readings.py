@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from dsjob.optim.scaler import LossScaler
 from dsjob.parallel import Strategy
 from dsjob.rhythm import Rhythm
+from dsjob.verdict import Verdict
 
 
 class Readings:
@@ -20,7 +21,18 @@ class Readings:
     optimizer: Optimizer | None
     _scaler: LossScaler | None
     _grad_norm: Tensor | None
-    _step_applied: bool
+    _step_applied: bool | None
+    _verdict: Verdict | None
+
+    def settle(self) -> None:
+        """Learns whether the last step was taken, where the device decides that; waits for it to come there."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return
+        taken = verdict.read()
+        self.rhythm.note_step(skipped=not taken)
+        if self._step_applied is None:
+            self._step_applied = taken
 
     @property
     def basic_optimizer(self) -> Optimizer | None:
@@ -45,11 +57,13 @@ class Readings:
     @property
     def skipped_steps(self) -> int:
         """Steps that were left out since gradients were not finite; `global_steps` counts them too."""
+        self.settle()
         return self.rhythm.skipped_steps
 
     def was_step_applied(self) -> bool:
         """Whether the last call of `step` has changed the weights: False off the boundary, and after an overflow."""
-        return self._step_applied
+        self.settle()
+        return bool(self._step_applied)
 
     def get_global_grad_norm(self) -> float:
         """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping; 0.0 before any.
@@ -114,6 +128,7 @@ class Readings:
 
     def set_lr(self, lr: float) -> None:
         """Gives every parameter group the rate `lr`; a schedule sets it anew when it steps."""
+        self.settle()
         for group in self.optimizer.param_groups if self.optimizer else ():
             group["lr"] = lr
 
@@ -126,4 +141,5 @@ class Readings:
         return [group.get("type", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def _read_groups(self, key: str) -> list[Any]:
+        self.settle()
         return [group[key] for group in self.optimizer.param_groups if key in group] if self.optimizer else []

@@ -8,9 +8,11 @@ document that is printed or saved, until a target is called with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsjob.environment import CONFIG, parse_reference
+from dsjob.errors import Problem
 from dsjob.paths import Path, get_at
 
 # Azure's own form `abfs://container@account.../path` names a container there, which is no secret.
@@ -32,8 +34,6 @@ _VOCABULARY = re.compile(
     r"(?:.*_)?(?:audio|begin|blank|bo[isv]|class|cls|end|eo[dimstv]|fill|first|image|last|mask|max|middle|min|new|next|num"
     r"|pad|patch|per|prefix|sep|separator|sos|special|speech|start|stop|suffix|unk|video|word)_token"
 )
-# With `,null` the environment need not have it.
-REFERENCE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(,\s*null\s*)?\}")
 
 
 def is_secret(key: object) -> bool:
@@ -79,9 +79,39 @@ def is_argument(document: Any, path: Path) -> bool:
     return any(isinstance(value, dict) and value.get("_target_") for value in above)
 
 
+def check_references(target: Mapping[str, Any], path: Path) -> Iterator[Problem]:
+    """References among the arguments of a target that is not the user's own, and what it does with them is not known.
+
+    One may be a secret by its name, as in `token: ${oc.env:HF_TOKEN}`, where nothing beside it is a URL: from other
+    arguments it could get into paths and requests. `path`: that of the target.
+    """
+    own = {key: item for key, item in target.items() if key != "_target_"}
+    remote = any(isinstance(text, str) and "://" in text for _, text in list_texts(own))
+    for place, text in _list_own_texts(own):
+        reference = parse_reference(text)
+        if reference is None or (len(place) == 1 and is_secret(place[0]) and not remote):
+            continue
+        where = "beside a URL" if remote and is_secret(place[-1]) else "here"
+        message = f"may not be read from the environment variable {reference.name} {where}"
+        names = f"[{', '.join(reference.names)}]"
+        hint = f"pass it to a function of your own; if anybody may see it: environment: {names} in {CONFIG}"
+        yield Problem(message, (*path, *place), "environment", hint)
+
+
+def _list_own_texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """`list_texts` without those of targets further down."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if isinstance(item, str):
+            yield (*path, key), item
+        elif not (isinstance(item, dict) and item.get("_target_")):
+            yield from _list_own_texts(item, (*path, key))
+
+
 def is_reference(value: object) -> bool:
-    """Whether a value is read from the environment, and is nothing else."""
-    return isinstance(value, str) and bool(REFERENCE.fullmatch(value))
+    """Whether a value is read from the environment, and nothing of it stands here."""
+    reference = parse_reference(value)
+    return reference is not None and not reference.has_literal
 
 
 def hide_value(override: str) -> str:

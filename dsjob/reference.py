@@ -127,7 +127,7 @@ def _unknown(dotted: str, owner: Entry, part: str) -> UsageError:
     here = [below.path[-1] for below in _list_named(owner)]
     foreign = explain_key(owner.path, part, bare=owner.view == "deepspeed")
     hint = f'did you mean "{meant[0]}"?' if meant else foreign or suggest(part, here)
-    if _is_call(owner.schema):
+    if contract.is_target(owner.schema) and "type" not in owner.schema["properties"]:
         hint = "its other keys are arguments of the callable that `_target_` names"
     if not hint and here:
         hint = f"there are: {', '.join(here)}"
@@ -165,7 +165,8 @@ def _path_in_job(path: Keys) -> Keys:
 
 
 def _is_call(schema: Schema) -> bool:
-    return contract.is_target(schema) and "type" not in schema["properties"]
+    """Whether a `_target_` and its arguments are all that there is to say."""
+    return contract.is_target(schema) and all(key.startswith("_") for key in schema["properties"])
 
 
 # What one key takes, in words.

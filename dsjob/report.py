@@ -16,7 +16,7 @@ _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
     """In the order of their places."""
-    return sorted(problems, key=lambda p: (p.source, p.line, p.column, p.dotted, p.rule))
+    return sorted(problems, key=lambda p: (p.rule == "more", p.source, p.line, p.column, p.dotted, p.rule))
 
 
 def count_problems(problems: Sequence[Problem]) -> str:

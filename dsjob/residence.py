@@ -29,7 +29,8 @@ def offload(
 
     `include`: those of `STATES` to move, as strings or as an enum of them. Parameters and masters go together, and
     gradients with them, since torch keeps a gradient where its parameter is; asked for alone, gradients stay.
-    `pin_memory`: in page-locked memory, where the device is a GPU. Raises UsageError for other names and devices.
+    `pin_memory`: in page-locked memory, where the device is a GPU. `non_blocking`: copies do not wait for one another.
+    Raises UsageError for other names and devices.
     """
     if str(getattr(device, "value", device)) != "cpu":
         raise UsageError(f"states are offloaded to the host, not to {device!r}", hint='device="cpu"')
@@ -41,12 +42,14 @@ def offload(
 
     def to_host(tensor: Tensor) -> Tensor:
         moved = tensor.to("cpu", non_blocking=non_blocking)
-        return moved.pin_memory() if pins and not isinstance(moved, DTensor) else moved
+        return moved.pin_memory() if pins and not isinstance(moved, DTensor) and not moved.is_pinned() else moved
 
     if "optim_states" in names and optimizer is not None:
         _move_optimizer(optimizer, to_host)
     if names & {"hp_params", "lp_params"}:
         strategy.move_weights(to_host)
+    if non_blocking and torch.cuda.is_available():
+        torch.cuda.synchronize()  # once for all copies: what is saved or read next is there
 
 
 def reload(

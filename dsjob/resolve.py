@@ -25,6 +25,7 @@ from dsjob.spec import EngineSpec, JobSpec, view
 
 Place = tuple[str, int, int]  # source, line, column; line 0 where only the source is known
 Locate = Callable[[Path], Place]
+_MINUTES = 15  # between saves
 _PARTS = ("trainer", "model_parallel_size")
 
 
@@ -116,11 +117,18 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     assert batch is not None
     job, derived = resolve_auto(job)
     derived |= _resolve_models(job)
+    job["checkpoint"] = _save_now_and_then(job.get("checkpoint", {}))
     resolved = contract.fill_defaults(_own_numbers(job, schema), schema)
     _tell_batch(derived, job.get("trainer", {}), batch, world_size // resolved["trainer"]["model_parallel_size"])
     resolved["trainer"].update(dataclasses.asdict(batch))
     resolved["resolved"] = {**resolved.get("resolved", {}), "world_size": world_size}
     return Resolved(contract.sort_keys(resolved, schema), problems, derived)
+
+
+def _save_now_and_then(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The section with minutes between saves where it says nothing of when to save."""
+    told = checkpoint.keys() & {"every", "every_minutes", "every_epochs"} or checkpoint.get("at_end") is False
+    return checkpoint if told else {**checkpoint, "every_minutes": _MINUTES}
 
 
 def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:
@@ -323,7 +331,7 @@ def _divides(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]:
     if not isinstance(parts, (int, float)) or parts < 1 or world_size % parts == 0:
         return []
     told = f" ({ranks_from})" if ranks_from else ""
-    message = f"{world_size} rank{'s' * (world_size > 1)}{told} are no groups of {parts:g}"
+    message = f"{world_size} rank{'s' * (world_size > 1)}{told} do not divide into groups of {parts:g}"
     hint = f"start {int(parts) * max(1, world_size // int(parts))} ranks, or another multiple of {int(parts)}"
     return [Problem(message, _PARTS, "model-parallel-size", hint)]
 

@@ -17,6 +17,10 @@ from dsjob.spec import JobSpec
 from dsjob.training import Run
 
 _WORDS = ("auto", "never", "required")
+_AVERAGED = (
+    "since the checkpoint: a step's loss is the mean over its targets, where batches have labels; the version of dsjob"
+    " that saved it averaged the means of micro batches, as trainer.loss_average=batches does"
+)
 
 
 def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
@@ -91,11 +95,16 @@ def _load_newest(run: Run, tags: list[str]) -> Loaded:
 
 def _follow_changes(run: Run, loaded: Loaded, specs: Mapping[str, JobSpec]) -> None:
     """Hyperparameters are the document's where they differ from those the checkpoint was saved with."""
+    if loaded.job is not None and "loss_average" not in loaded.job.get("trainer", {}) and run.averaging.by_targets:
+        run.say("changed", _AVERAGED)
     for name, engine in run.engines.items():
         if loaded.job is None or engine.optimizer is None or name not in list_models(loaded.job):
             continue
         before = resolve_model(loaded.job, name)
         changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, specs[name])
+        types = [spec.scheduler.label if spec.scheduler else "none" for spec in (before, specs[name])]
+        if types[0].lower() != types[1].lower():
+            changed.append(f"scheduler {types[0]} -> {types[1]}, which goes on at step {run.step}")
         if changed:
             of = f"{name} " if run.spec.models else ""
             run.say("changed", f"{of}since the checkpoint: {', '.join(changed)}")

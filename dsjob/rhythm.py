@@ -29,6 +29,7 @@ class Rhythm:
     micro_steps: int = 0
     skipped_steps: int = 0  # left out since gradients were not finite; global_steps counts them too
     skipped_in_a_row: int = 0  # of these, the ones since the last step that was taken
+    last_skipped: int = 0  # the step that was left out last
     done: int = 0  # micro steps of the step that is not finished
     forced: bool | None = None  # what the program says of the boundary, where it wants to
     managed: bool = True
@@ -72,17 +73,27 @@ class Rhythm:
 
         return count
 
-    def end_micro_step(self, *, stepped: bool, skipped: bool = False) -> None:
-        """Counts a micro step; `stepped`: with an optimizer step at its end, taken or `skipped`."""
+    def end_micro_step(self, *, stepped: bool, skipped: bool | None = False) -> None:
+        """Counts a micro step; `stepped`: with an optimizer step at its end, taken or `skipped`.
+
+        None: that is not known yet; `note_step` is to be called before the next step is.
+        """
         self.micro_steps += 1
-        self.skipped_steps += skipped
         self.done = 0 if stepped else self.done + 1
         if stepped:
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
             self.global_steps += 1
             passes = self.accumulation if self.managed else self.passes
             self.global_samples += self.micro_batch * passes * self.world_size
             self.passes = 0
+            if skipped is not None:
+                self.note_step(skipped=skipped)
+
+    def note_step(self, *, skipped: bool) -> None:
+        """Counts whether the last step was left out."""
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            self.skipped_steps += 1
+            self.last_skipped = self.global_steps
 
     def require_progress(self) -> None:
         """Raises NonFiniteLossError where MAX_SKIPPED steps in a row were left out: more of them mend nothing."""

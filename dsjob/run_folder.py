@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsjob import storage
-from dsjob.errors import DsjobError
+from dsjob.environment import mask_texts
+from dsjob.errors import DsjobError, StorageError
 from dsjob.paths import Path, get_at
 
 RESOLVED_NAME = "resolved.json"
@@ -21,7 +22,30 @@ SAVE_REQUEST = "save-now"  # touched to have a checkpoint made
 
 
 def make_run_dir(pattern: str, name: str) -> str:
-    """The run's folder, made: `pattern` with `%name` and `%time` filled in, a new one where the time is in it."""
+    """The run's folder, made: `pattern` with `%name` and `%time` filled in, a new one where the time is in it.
+
+    A job that Slurm has queued again goes on in the folder that it had.
+    """
+    record = _find_slurm_record(pattern, name)
+    if record and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and os.path.exists(record):
+        return str(_read_json(record)["run_dir"])
+    chosen = _make_run_dir(pattern, name)
+    if record:
+        storage.write_bytes(record, json.dumps({"run_dir": os.path.abspath(chosen)}).encode())
+    return chosen
+
+
+def _find_slurm_record(pattern: str, name: str) -> str | None:
+    """Where the folder of this step of a Slurm job is written down, if a later start would not find it by its name."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if not job.isdecimal() or "%time" not in pattern:
+        return None
+    above = os.path.expanduser(pattern.partition("%time")[0].replace("%name", name))
+    step = os.environ.get("SLURM_STEP_ID", "batch")
+    return os.path.join(os.path.dirname(above) or ".", f".slurm-{job}-{step}-{name}.json")
+
+
+def _make_run_dir(pattern: str, name: str) -> str:
     stamped = os.path.expanduser(pattern.replace("%name", name).replace("%time", time.strftime("%Y-%m-%d_%H-%M-%S")))
     chosen, number = stamped, 1
     while True:
@@ -39,9 +63,15 @@ def make_run_dir(pattern: str, name: str) -> str:
 
 
 def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
-    """Writes resolved.json; what an earlier run said of its end is gone then."""
+    """Writes resolved.json; what an earlier run said of its end is gone then.
+
+    Raises StorageError where there is a folder in the place of that file: it stays.
+    """
+    result = os.path.join(run_dir, RESULT_NAME)
+    if storage.is_local(result) and os.path.isdir(storage.local_path(result)):
+        raise StorageError(f"{result} is a folder, and a run writes its result there", hint="choose another output.dir")
     storage.write_bytes(os.path.join(run_dir, RESOLVED_NAME), json.dumps(document, indent=2).encode() + b"\n")
-    storage.delete(os.path.join(run_dir, RESULT_NAME))
+    storage.delete(result, recursive=False)
 
 
 def read_resolved(run_dir: str) -> dict[str, Any]:
@@ -62,7 +92,12 @@ def describe_other_job(run_dir: str, document: Mapping[str, Any]) -> str:
 
 def write_result(run_dir: str, result: Mapping[str, Any]) -> None:
     """Writes result.json: how the run ended."""
-    storage.write_bytes(os.path.join(run_dir, RESULT_NAME), json.dumps(drop_non_finite(result)).encode())
+    storage.write_bytes(os.path.join(run_dir, RESULT_NAME), json.dumps(_mask(drop_non_finite(result))).encode())
+
+
+def _mask(result: Mapping[str, Any]) -> dict[str, Any]:
+    """`result` without values of the environment; the places of the run and its checkpoint hold none."""
+    return {key: value if key in ("run_dir", "checkpoint") else mask_texts(value) for key, value in result.items()}
 
 
 def read_result(run_dir: str) -> dict[str, Any]:
@@ -100,7 +135,14 @@ def _is_of(line: bytes, step: int) -> bool:
 def _read_json(path: str) -> dict[str, Any]:
     if not os.path.exists(path):
         return {}
-    content: dict[str, Any] = json.loads(storage.read_text(path))
+    try:
+        content = json.loads(storage.read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DsjobError(
+            f"{path} is not JSON: {str(error)[:200]}", hint="delete it, or choose another folder"
+        ) from None
+    if not isinstance(content, dict):
+        raise DsjobError(f"{path} is no JSON object", hint="delete it, or choose another folder")
     return content
 
 

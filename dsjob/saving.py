@@ -23,6 +23,7 @@ from dsjob.optim.shards import own_part, whole
 from dsjob.parallel import Strategy
 from dsjob.rhythm import Rhythm
 from dsjob.settings import Settings
+from dsjob.zero import GatheredParameters
 
 
 class Saving(Settings):
@@ -35,8 +36,13 @@ class Saving(Settings):
     _scaler: LossScaler | None
     _aliases: dict[str, str]
 
+    def settle(self) -> None:
+        """As `Readings.settle`, which an engine has."""
+        raise NotImplementedError
+
     def state(self) -> TrainingState:
         """What a checkpoint of this engine holds; loading writes into the same tensors."""
+        self.settle()
         return TrainingState(
             weights=self.strategy.weights(),
             buffers=persistent_buffers(self.strategy.module),
@@ -51,10 +57,12 @@ class Saving(Settings):
 
     def counters(self) -> dict[str, int]:
         """The counters that a checkpoint keeps."""
+        self.settle()
         return self.rhythm.counts()
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Continues counting where a checkpoint left off; accumulation starts at the beginning of a step."""
+        self.settle()
         self.rhythm.restore(counters)
         self.strategy.drop_gradients()
         self.strategy.finish_step()
@@ -69,9 +77,12 @@ class Saving(Settings):
     ) -> bool:
         """Saves everything to `save_dir` (a path or URL).
 
+        `save_latest`: whether the file `latest`, which `load_checkpoint` follows, then names this one.
         `tag`: `global_step<n>` where absent; a checkpoint of that tag is replaced once the new one is whole. Ranks that
         give different ones are told, or refused, as `checkpoint.tag_validation` says; rank 0's counts.
-        `client_state`: JSON values and small tensors, to be given back by `load_checkpoint`.
+        `client_state`: given back by `load_checkpoint` as rank 0 has it. It may hold numbers, text, lists, tuples,
+        dicts, sets, bytes, dates, paths, namespaces, and arrays and tensors of any size, such as states of random
+        generators.
         """
         checkpointer = Checkpointer(_require_folder(save_dir), world=self.world)
         saved = checkpointer.save(
@@ -96,28 +107,30 @@ class Saving(Settings):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., None] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Loads the checkpoint `tag`, or the newest one, from `load_dir`, whatever number of ranks saved it.
+        """Loads the checkpoint `tag` from `load_dir`, whatever number of ranks saved it.
 
-        The newest is that of the most steps; DeepSpeed's would be the one that the file `latest` names, which here is
-        never trusted: a kill may leave it behind. A program that goes back to an older one gives its tag.
-        `load_module_only`: the weights, with neither optimizer, schedule nor counters. `custom_load_fn` is not
-        supported: weights are read in place, never as one dict. Returns its folder and client_state; (None, None) where
-        there is no checkpoint, as DeepSpeed does.
+        Without a tag, the one that the file `latest` names, as in DeepSpeed: the last one saved with `save_latest`.
+        Where that names no committed checkpoint, the newest one is loaded, that of the most steps, with a warning.
+        Without `load_optimizer_states` the next step takes the rates that the optimizer has, and the schedule, if it is
+        loaded, sets those of later ones, as in DeepSpeed.
+        `load_module_only`: the weights, with neither optimizer, schedule nor counters. `custom_load_fn(src=weights,
+        dst=module)` puts the weights into the model in place of dsjob: `src` has them by name, whole and in host memory
+        on every rank, and the parameters of `dst` are whole meanwhile; rank 0's count. Returns its folder and
+        client_state; (None, None) where there is no checkpoint, as DeepSpeed does.
         """
-        if custom_load_fn is not None:
-            raise UsageError(
-                "load_checkpoint reads weights in place and has no dict to give to custom_load_fn",
-                hint="rename the weights in the model, or convert the checkpoint and call load_module_state_dict",
-            )
         checkpointer = Checkpointer(_require_folder(load_dir), world=self.world)
         counters = self.counters()
+        chosen, told = (str(tag), "") if tag is not None else checkpointer.follow_latest()
+        if told and self.world.everyone.rank == 0:
+            warnings.warn(f"{load_dir}: {told}", stacklevel=2)
         try:
             loaded = checkpointer.load(
                 self,
-                tag=str(tag) if tag is not None else None,
+                tag=chosen,
                 strict=load_module_strict,
                 optimizer=load_optimizer_states and not load_module_only,
                 scheduler=load_lr_scheduler_states and not load_module_only,
+                take=self._call_with_whole_model(custom_load_fn) if custom_load_fn is not None else None,
             )
         except NoCheckpointError as error:
             if tag is not None:
@@ -130,6 +143,15 @@ class Saving(Settings):
         for note in loaded.notes:
             warnings.warn(f"{loaded.url}: {note}", stacklevel=2)
         return loaded.url, loaded.client_state
+
+    def _call_with_whole_model(self, custom_load_fn: Callable[..., None]) -> Callable[[dict[str, Tensor]], None]:
+        module = self.strategy.module
+
+        def take(weights: dict[str, Tensor]) -> None:
+            with GatheredParameters(module, modifier_rank=0):
+                custom_load_fn(src=weights, dst=module)
+
+        return take
 
     def save_16bit_model(
         self,

@@ -15,7 +15,7 @@ import re
 from functools import cache
 from typing import Any
 
-from dsjob.paths import Path
+from dsjob.paths import Path, is_comment
 from dsjob.resources import read_schema
 
 Schema = dict[str, Any]
@@ -137,11 +137,16 @@ def find_at(schema: Schema, path: Path, document: Any) -> Schema:
 
 
 def prune(value: Any, schema: Schema) -> Any:
-    """`value` without what is not set: nulls and empty sections. A target's own arguments are left as they are."""
+    """`value` without what is not set (nulls and empty sections) and without remarks.
+
+    A target's own arguments are left as they are.
+    """
     if not isinstance(value, dict):
         return value
     kept: dict[str, Any] = {}
     for key, item in value.items():
+        if is_comment(key):
+            continue
         below = child(schema, key, value)
         if below is None:  # an argument of a target, or an unknown key that the check will name
             kept[key] = item

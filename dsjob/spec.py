@@ -43,9 +43,10 @@ class Target:
 class Data:
     train: Target
     eval: Target | None
+    loader: Target | None
     collate: Target | None
     shuffle: bool
-    num_workers: int
+    num_workers: int | None
     pin_memory: bool
 
 
@@ -54,9 +55,11 @@ class Trainer:
     train_batch: int
     micro_batch: int
     grad_accum: int
+    loss_average: Literal["targets", "batches"]
     max_steps: int | None
     max_epochs: float | None
     seed: int
+    matmul_precision: Literal["highest", "high", "medium"] | None
     log_every: int
     eval_at_start: bool
     eval_every: int
@@ -172,6 +175,19 @@ class Method:
         return self.type or (self.target.path if self.target else "")
 
 
+METRIC_KEYS = ("inputs", "reduce", "phases")  # beside the target's own arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric: what makes it, what it is called with, how values of batches are joined, and where it is computed."""
+
+    target: Target
+    inputs: Mapping[str, str] | None
+    reduce: Target | None
+    phases: Sequence[Literal["eval", "train"]]
+
+
 @dataclass(frozen=True, slots=True)
 class BestCheckpoints:
     metric: str
@@ -241,7 +257,7 @@ class JobSpec(EngineSpec):
     models: Mapping[str, Mapping[str, Any]] | None
     data: Data
     loss: Target | None
-    metrics: Mapping[str, Target]
+    metrics: Mapping[str, Metric]
     engine: Literal["dsjob", "deepspeed"]
     checkpoint: Checkpoint
     callbacks: Mapping[str, Target]
@@ -272,11 +288,20 @@ def _convert(hint: Any, value: Any) -> Any:
         rest = {key: item for key, item in value.items() if key != "param_groups"}
         target = make_target(rest) if "_target_" in rest else None
         return Method(value.get("type"), value.get("params", {}), target, groups)
+    if hint is Metric:
+        return _make_metric(value)
     if is_dataclass(hint):
         return view(cast("type[Any]", hint), value)
-    if origin is Mapping and typing.get_args(hint)[1] is Target:
-        return {name: make_target(item) for name, item in value.items()}
+    if origin is Mapping and typing.get_args(hint)[1] in (Target, Metric):
+        return {name: _convert(typing.get_args(hint)[1], item) for name, item in value.items()}
     return value
+
+
+def _make_metric(value: Mapping[str, Any]) -> Metric:
+    reduce = value.get("reduce")
+    target = make_target({key: item for key, item in value.items() if key not in METRIC_KEYS})
+    phases: Any = value.get("phases") or ("eval",)
+    return Metric(target, value.get("inputs"), make_target(reduce) if reduce else None, phases)
 
 
 def make_target(value: Mapping[str, Any]) -> Target:

@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsjob.contract import LossFunction, call_model, find_loss
+from dsjob.averaging import Part
+from dsjob.contract import LossFunction, call_model, find_loss, to_scalar
+from dsjob.data.batches import count_samples
 from dsjob.engines import Engines
 from dsjob.errors import ContractError
 from dsjob.mesh import World
+from dsjob.metrics import Measures
 from dsjob.progress import RECORD_KEYS
 
 UserStep = Callable[[Engines, Any], Any]
-MicroStep = Callable[[Engines, Any], dict[str, Tensor]]
+MicroStep = Callable[[Engines, Any, Part], dict[str, Tensor]]
 
 
-def make_micro_step(own: UserStep | None, loss: LossFunction | None) -> MicroStep:
-    """A function that trains on a batch and gives detached scalars by name, `loss` first, the others sorted."""
+def make_micro_step(
+    own: UserStep | None, loss: LossFunction | None, measures: Measures | None = None, taken: Collection[str] = ()
+) -> MicroStep:
+    """A function that trains on a batch and gives detached scalars by name, `loss` first, the others sorted.
+
+    `measures`: metrics of training, which see each batch; `taken`: names that `own` returns for these alone.
+    """
     if own is None:
-        return lambda engines, batch: _train_one(engines, batch, loss)
-    return lambda engines, batch: _call_own(own, engines, batch)
+        return lambda engines, batch, part: _train_one(engines, batch, part, loss, measures)
+    return lambda engines, batch, part: _call_own(own, engines, batch, measures, taken)
 
 
-def _train_one(engines: Engines, batch: Any, loss: LossFunction | None) -> dict[str, Tensor]:
+def _train_one(
+    engines: Engines, batch: Any, part: Part, loss: LossFunction | None, measures: Measures | None
+) -> dict[str, Tensor]:
     engine = engines.first
-    found = find_loss(call_model(engine, batch), batch, loss)
-    engine.backward(found)
+    outputs = call_model(engine, batch)
+    found = find_loss(outputs, batch, loss)
+    weighed = part.weigh(found)
+    engine.backward(weighed)
+    if measures:
+        measures.feed(outputs, batch, found.mean, count_samples(batch))
+    if engine.is_gradient_accumulation_boundary():
+        part.step.settle(engine)
     engine.step()
-    return {"loss": found.detach()}
+    return {"loss": part.tell(weighed)}
 
 
-def _call_own(step: UserStep, engines: Engines, batch: Any) -> dict[str, Tensor]:
+def _call_own(
+    step: UserStep, engines: Engines, batch: Any, measures: Measures | None, taken: Collection[str]
+) -> dict[str, Tensor]:
     given = step(engines, batch)
     if not engines.first.world.reports:
         return {}
-    scalars = read_scalars(given, "trainer.step")
-    taken = scalars.keys() & (RECORD_KEYS - {"loss"})
-    if taken:
+    scalars = read_scalars(given, "trainer.step", taken)
+    if measures:
+        measures.feed(given, batch, None, count_samples(batch))
+    reserved = scalars.keys() & (RECORD_KEYS - {"loss"})
+    if reserved:
         raise ContractError(
-            f"trainer.step returned {min(taken)!r}, which a log record has by itself", hint="give it another name"
+            f"trainer.step returned {min(reserved)!r}, a reserved log name", hint="give it another name"
         )
     first = "loss" if "loss" in scalars else next(iter(scalars))
     return {"loss": scalars.pop(first), **{name: scalars[name] for name in sorted(scalars)}}
 
 
-def read_scalars(values: Any, what: str) -> dict[str, Tensor]:
-    """What a step function returned, as detached scalars by name. Raises ContractError where it is something else."""
+def read_scalars(values: Any, what: str, taken: Collection[str] = ()) -> dict[str, Tensor]:
+    """What a step function returned, as detached scalars by name. Raises ContractError where it is something else.
+
+    `taken`: names that metrics take, whatever it is.
+    """
     named = values if isinstance(values, Mapping) else {"loss": values}
+    named = {name: value for name, value in named.items() if name not in taken}
     scalars = {str(name): scalar for name, value in named.items() if (scalar := to_scalar(value)) is not None}
     if not named or len(scalars) < len(named):
         kinds = {n: f"{type(v).__name__}{list(v.shape) if isinstance(v, Tensor) else ''}" for n, v in named.items()}
@@ -59,15 +83,6 @@ def read_scalars(values: Any, what: str) -> dict[str, Tensor]:
             hint="return the loss, a tensor of one element, or a dict of such tensors by name",
         )
     return scalars
-
-
-def to_scalar(value: Any) -> Tensor | None:
-    """A number, or a tensor of one element, as a detached 0-dim tensor; None of anything else."""
-    try:
-        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):  # what torch raises of a string, a ragged list, None
-        return None
-    return tensor.reshape(()) if tensor.numel() == 1 else None
 
 
 class Names:

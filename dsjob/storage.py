@@ -1,8 +1,7 @@
 """Reading and writing by URL: the home of fsspec. Everything that dsjob keeps goes through here.
 
-A URL is a plain string: a local path, or `scheme://...` of any file system that fsspec knows. `pathlib.Path` is never
-used for one, since it folds `s3://` into `s3:/`. Errors of file systems come out as `StorageError`. Credentials are
-those that each store's own library finds; timeouts and the like are set as fsspec has it (`FSSPEC_S3='{...}'`).
+A URL is a plain string: a local path, or `scheme://...` with a protocol that `locations` allows; never a `Path`, which
+folds `s3://` into `s3:/`. Errors of file systems become `StorageError`. Each store's own library finds credentials.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import fsspec
 
 from dsjob.errors import DsjobError, StorageError
+from dsjob.locations import explain_url, shorten
 from dsjob.redaction import describe_secret, redact
 
 _FILE_MODE, _FOLDER_MODE = 0o640, 0o750
@@ -55,10 +55,13 @@ def _name(action: str, url: str, detail: str, hint: str = "") -> StorageError:
     return StorageError(redact(f"cannot {action} {url}: {detail}"), hint=hint)
 
 
-def _open_file_system(url: str) -> tuple[Any, str]:
+def _open_file_system(url: str, *, write: bool = False) -> tuple[Any, str]:
     if secret := describe_secret(url):
         hint = "leave it out: credentials come from the environment or the profile of the store's own tools"
         raise StorageError(f"cannot open {redact(url)}: {secret}", hint=hint)
+    _, refusal, hint = explain_url(url, write=write)
+    if refusal:
+        raise StorageError(f"cannot open {shorten(url)}: {refusal}", hint=hint)
     # Listings of object stores go stale within the process that made them: never cached.
     options = {} if is_local(url) or url.startswith("memory:") else {"use_listings_cache": False}
     try:
@@ -170,7 +173,7 @@ def list_names(url: str) -> list[str]:
 def make_folder(url: str) -> None:
     """Makes a folder and its parents; object stores need none."""
     with _renamed("create", url):
-        fs, path = _open_file_system(url)
+        fs, path = _open_file_system(url, write=True)
         if not is_local(url):
             if url.startswith("memory:"):
                 fs.makedirs(path, exist_ok=True)
@@ -208,7 +211,7 @@ def read_text(url: str, limit: int | None = None) -> str:
 def open_write(url: str) -> Iterator[BinaryIO]:
     """A file to write; durable once the block ends, and absent (never cut short) when the block raises."""
     with _renamed("write", url):
-        fs, path = _open_file_system(url)
+        fs, path = _open_file_system(url, write=True)
         file: Any = _open_local(path) if is_local(url) else fs.open(path, "wb")
     try:
         yield cast(BinaryIO, _Renamed(file, url))
@@ -260,7 +263,7 @@ def _start_writeback(handle: int, start: int, end: int) -> None:
 def write_bytes(url: str, data: bytes) -> None:
     """Replaces a file as a whole, durably: readers see the old bytes or the new ones."""
     with _renamed("write", url):
-        fs, path = _open_file_system(url)
+        fs, path = _open_file_system(url, write=True)
         if not is_local(url):
             fs.pipe_file(path, data)
             return
@@ -285,7 +288,7 @@ def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
                 raise FileExistsError(url)
             write_bytes(url, data)
             return
-        fs, path = _open_file_system(url)
+        fs, path = _open_file_system(url, write=True)
         if not is_local(url):
             _create_object(fs, path, data)
             return
@@ -356,12 +359,12 @@ def _sync_folder(path: str) -> None:
         os.close(handle)
 
 
-def delete(url: str) -> None:
-    """Deletes a file, or a folder with all that is in it; nothing happens where there is nothing."""
+def delete(url: str, *, recursive: bool = True) -> None:
+    """Deletes a file, or where `recursive` a folder with all in it; nothing happens where there is nothing."""
     with _renamed("delete", url):
-        fs, path = _open_file_system(url)
+        fs, path = _open_file_system(url, write=True)
         try:
-            fs.rm(path, recursive=True)
+            fs.rm(path, recursive=recursive)
         except FileNotFoundError:
             return
         if is_local(url):
@@ -374,7 +377,7 @@ def abort_uploads(url: str, *, hours: float, of: Callable[[str], bool] = bool) -
 
     A writer that is killed leaves them on S3, unseen and paid for. Other stores clear them away by themselves.
     """
-    fs, path = _open_file_system(url)
+    fs, path = _open_file_system(url, write=True)
     if not hasattr(fs, "list_multipart_uploads"):
         return 0
     with _renamed("clear uploads below", url):

@@ -9,68 +9,132 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from dsjob import trust as trusting
 from dsjob.check import suggest
-from dsjob.errors import DsjobError, TargetError
-from dsjob.redaction import REFERENCE
+from dsjob.environment import parse_reference
+from dsjob.errors import DsjobError, Problem, TargetError
+from dsjob.exits import refuse_exits
+from dsjob.failures import describe_failure
+from dsjob.hub import check_models
+from dsjob.paths import Path
+from dsjob.signatures import find_misfits
 from dsjob.spec import Target, make_target
 from dsjob.trust import Trust
 
+MAKERS = ("evaluate.load",)  # functions that are called to make what the loop calls
 
-def call_target(target: Target, *positional: Any, trust: Trust = Trust()) -> Any:  # noqa: B008 (frozen)
+
+def call_target(
+    target: Target,
+    *positional: Any,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+    where: Path = (),
+) -> Any:
     """Calls a target with `positional` and then its own arguments; targets among the arguments are called first.
 
-    `${oc.env:NAME}`, which stands for a secret, is read from the environment; with `,null` it may be absent there.
+    `${oc.env:NAME}` is read from the environment, where it need not be set if a default follows the name.
     `_partial_: true` binds the arguments instead. Raises TargetError where the target is not trusted, cannot be
-    imported or does not take the arguments; an error inside the target passes through.
+    imported or does not take the arguments; an error inside the target passes through. `where`: the target's place in
+    the document, for errors.
     """
-    problems = trusting.check_document({"_target_": target.path, **target.arguments}, trust)
-    if problems:
-        where = problems[0].path[:-1] if problems[0].rule == "untrusted-target" else problems[0].path
-        place = "" if not where else f"{target.path}: {'.'.join(map(str, where))}: "
-        raise TargetError(place + problems[0].message, hint=problems[0].hint)
+    with _placing((*where, "_target_") if where else ()):
+        return _call(target, positional, trust, where)
+
+
+def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) -> Any:
+    given = {"_target_": target.path, **target.arguments}
+    _require_trusted(target.path, trusting.check_target(given, trust))
     arguments = dict(target.arguments)
     partial = bool(arguments.pop("_partial_", False))
-    listed = [*positional, *(_build(item, trust) for item in arguments.pop("_args_", []))]
-    keywords = {key: _build(value, trust) for key, value in arguments.items()}
+    listed = [*positional, *_build(arguments.pop("_args_", []), trust, where and (*where, "_args_"))]
+    keywords = {key: _build(value, trust, where and (*where, key)) for key, value in arguments.items()}
     function = find_target(target.path, trust)
-    _check_call(target.path, function, listed, keywords, partial)
-    return functools.partial(function, *listed, **keywords) if partial else function(*listed, **keywords)
+    _require_trusted(target.path, trusting.check_target(_read_references(given), trust, function))
+    if positional and trusting.takes_literals(target.path, trust, function):
+        raise TargetError(f"{target.path} reads files, and takes literals only: it has no place here")
+    if not trust.remote_code and trusting.loads_models(target.path, function):
+        passed = {"_target_": target.path, **keywords, "_args_": listed}
+        _require_trusted(target.path, list(check_models(passed)))
+        keywords |= trusting.refuse_remote_code(function, keywords)
+    for misfit in find_misfits(target.path, function, len(listed), keywords, partial=partial):
+        error = TargetError(misfit.message, hint=misfit.hint)
+        error.put_at((*where, misfit.argument or "_target_") if where else ())
+        raise error
+    if partial:
+        return functools.partial(function, *listed, **keywords)
+    with refuse_exits():
+        return function(*listed, **keywords)
 
 
-def build_callable(target: Target, role: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noqa: B008 (frozen)
+def _read_references(value: Any) -> Any:
+    """Arguments with what their references to the environment stand for, a default in the document among it."""
+    if isinstance(value, Mapping):
+        return {key: _read_references(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_read_references(item) for item in value]
+    reference = parse_reference(value)
+    return reference.read() if reference is not None and not reference.find_missing() else value
+
+
+def _require_trusted(target: str, problems: list[Problem]) -> None:
+    if problems:
+        where = problems[0].path[:-1] if problems[0].rule == "untrusted-target" else problems[0].path
+        place = "" if not where else f"{target}: {'.'.join(map(str, where))}: "
+        raise TargetError(place + problems[0].message, hint=problems[0].hint)
+
+
+def build_callable(
+    target: Target,
+    role: str,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+    where: Path = (),
+) -> Callable[..., Any]:
     """What the loop calls as `role`: an object made by a class, or a function with the target's arguments bound.
 
     `_partial_` says otherwise where it is given: false calls a function that makes the callable, true binds a class.
     Raises TargetError where what was made cannot be called.
     """
-    binds = inspect.isroutine(find_target(target.path, trust))
-    built = call_target(Target(target.path, {"_partial_": binds, **target.arguments}), trust=trust)
-    if not callable(built):
-        raise TargetError(f"{role}: {target.path} made {type(built).__name__}, which cannot be called")
-    made: Callable[..., Any] = built
-    return made
+    made: Any = build_object(target, trust, where or tuple(role.split(".", 1)))
+    if not callable(made):
+        raise TargetError(f"{role}: {target.path} made {type(made).__name__}, which cannot be called")
+    built: Callable[..., Any] = made
+    return built
 
 
-def _build(value: Any, trust: Trust) -> Any:
+def build_object(target: Target, trust: Trust = Trust(), where: Path = ()) -> Any:  # noqa: B008 (frozen)
+    """As `build_callable`, for what need not be called. `where`: its place in the document."""
+    with _placing((*where, "_target_")):
+        binds = inspect.isroutine(find_target(target.path, trust)) and target.path not in MAKERS
+    return call_target(Target(target.path, {"_partial_": binds, **target.arguments}), trust=trust, where=where)
+
+
+@contextmanager
+def _placing(path: Path) -> Iterator[None]:
+    """Says of a TargetError where in the document it comes from."""
+    try:
+        yield
+    except TargetError as error:
+        error.put_at(path)
+        raise
+
+
+def _build(value: Any, trust: Trust, where: Path) -> Any:
     if isinstance(value, Mapping):
         if "_target_" in value:
-            return call_target(make_target(value), trust=trust)
-        return {key: _build(item, trust) for key, item in value.items()}
+            return call_target(make_target(value), trust=trust, where=where)
+        return {key: _build(item, trust, where and (*where, key)) for key, item in value.items()}
     if isinstance(value, list):
-        return [_build(item, trust) for item in value]
-    if isinstance(value, str) and (found := REFERENCE.fullmatch(value)):
-        if found[1] not in os.environ and found[2]:
-            return None
-        if found[1] not in os.environ:
-            raise TargetError(f"{value}: there is no {found[1]} in the environment", hint=f"export {found[1]}=...")
-        return os.environ[found[1]]
+        return [_build(item, trust, where and (*where, index)) for index, item in enumerate(value)]
+    if reference := parse_reference(value):
+        if missing := reference.find_missing():
+            raise TargetError(f"{value}: environment variable {missing} is not set", hint=f"export {missing}=...")
+        return reference.read()
     return value
 
 
@@ -79,8 +143,10 @@ def find_target(path: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noq
     parts = path.split(".")
     if not all(re.fullmatch(r"[^\W\d]\w*", part) for part in parts):
         raise TargetError(f"{path!r} is not a dotted path", hint="package.module.name")
-    _require(path, trusting.explain_distrust(path, trust))
+    _require(path, trusting.explain_distrust(path, trust), trust)
     if len(parts) == 1 or trusting.find_top(parts[0], trust.folders) is None:
+        if rejected := trusting.explain_rejected(path, trust):
+            raise TargetError(f"cannot import {path}: {rejected}", hint=trusting.hint(path, trust))
         raise TargetError(
             f"cannot import {path}: there is no module {parts[0]!r}",
             hint="modules in the current folder or beside the job file can be named; an installed package with --trust",
@@ -91,27 +157,32 @@ def find_target(path: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noq
         spec = importlib.util.find_spec(name)  # imports nothing: the package above has been
         if spec is None:
             break  # this part of the path is no module: it may be a class in the one above
-        _require(path, trusting.explain_module(spec, path, trust))
+        _require(path, trusting.explain_module(spec, path, trust), trust)
         module, length = _import(path, name), length + 1
     return _descend(module, parts, length, trust)
 
 
-def _require(path: str, distrust: str) -> None:
+def _require(path: str, distrust: str, trust: Trust) -> None:
     if distrust:
-        raise TargetError(f"{path} is not trusted: {distrust}", hint=trusting.hint(path))
+        raise TargetError(f"{path} is not trusted: {distrust}", hint=trusting.hint(path, trust))
 
 
 def _import(path: str, name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with refuse_exits():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or name == error.name:
             raise TargetError(f"cannot import {path}: there is no module {name!r}") from error
         raise TargetError(f"cannot import {path}: {name} needs {error.name}, which is not installed") from error
     except DsjobError:
         raise
+    except SyntaxError as error:
+        place, text = f"{error.filename}:{error.lineno}:{error.offset or 1}", (error.text or "").strip()
+        message = f"cannot import {path}: {place}: {type(error).__name__}: {error.msg}"
+        raise TargetError(message, hint=f"the line is: {text}" if text else "") from error
     except Exception as error:
-        raise TargetError(f"cannot import {path}: importing {name} failed: {type(error).__name__}: {error}") from error
+        raise TargetError(f"cannot import {path}: importing {name} failed: {describe_failure(error)}") from error
 
 
 def _descend(found: Any, parts: list[str], length: int, trust: Trust) -> Callable[..., Any]:
@@ -119,7 +190,7 @@ def _descend(found: Any, parts: list[str], length: int, trust: Trust) -> Callabl
     for index in range(length, len(parts)):
         owner, part = ".".join(parts[:index]), parts[index]
         if part.startswith("__") and not trust.names(path):
-            _require(path, f"{part} is Python's own way into {owner}")
+            _require(path, f"{part} is Python's own way into {owner}", trust)
         if not hasattr(found, part):
             names = [name for name in dir(found) if not name.startswith("_")]
             raise TargetError(f"cannot import {path}: {owner} has no {part!r}", hint=suggest(part, names))
@@ -127,33 +198,9 @@ def _descend(found: Any, parts: list[str], length: int, trust: Trust) -> Callabl
         if isinstance(found, ModuleType) and not (
             trusting.is_trusted_module(found.__name__, trust) or trusting.is_listed(path)
         ):
-            _require(path, f"{owner}.{part} is the module {found.__name__}, which {owner} has imported")
+            _require(path, f"{owner}.{part} is the module {found.__name__}, which {owner} has imported", trust)
     if not callable(found):
         raise TargetError(f"{path} is {type(found).__name__}, which cannot be called")
-    _require(path, trusting.explain_found(path, above, found, trust))
+    _require(path, trusting.explain_found(path, above, found, trust), trust)
     result: Callable[..., Any] = found
     return result
-
-
-def _check_call(
-    path: str, function: Callable[..., Any], listed: list[Any], keywords: dict[str, Any], partial: bool
-) -> None:
-    """Tells a wrong argument from a TypeError inside the target, and names the one that was meant."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # built-ins need not have one
-        return
-    try:
-        (signature.bind_partial if partial else signature.bind)(*listed, **keywords)
-    except TypeError as error:
-        raise TargetError(describe_call_error(path, function, error)) from error
-
-
-def describe_call_error(name: str, function: Callable[..., Any], error: TypeError) -> str:
-    """What is wrong with a call, and the arguments that there are."""
-    known = [p for p in inspect.signature(function).parameters if p not in ("self", "args", "kwargs")]
-    unexpected = (
-        str(error).rpartition("unexpected keyword argument ")[2].strip("'\"") if "unexpected" in str(error) else ""
-    )
-    near = suggest(unexpected, known) if unexpected else ""
-    return f"{name}: {error}; {near + ' ' if near else ''}it takes {', '.join(known) or 'no arguments'}"

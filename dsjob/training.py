@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsjob.averaging import Averaging
 from dsjob.callbacks import Callback
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.joint import Savable
 from dsjob.checkpoint.objects import Kept
 from dsjob.contract import LossFunction
 from dsjob.data import NoLoader, TrainingLoader
+from dsjob.data.given import GivenLoader
 from dsjob.engine import Engine
 from dsjob.engines import Engines
+from dsjob.metrics import Measures
 from dsjob.occasions import Occasions
 from dsjob.spec import JobSpec
 from dsjob.steps import MicroStep, UserStep
-
-Metric = Callable[[Any, Any], Any]
 
 
 @dataclass
@@ -27,17 +28,20 @@ class Run:
 
     spec: JobSpec
     engines: Engines
-    loader: TrainingLoader | NoLoader
+    loader: TrainingLoader | GivenLoader | NoLoader
     max_steps: int
     checkpointer: Checkpointer
     callbacks: Sequence[Callback]
     say: Callable[[str, str], None]
     micro_step: MicroStep
+    averaging: Averaging = field(default_factory=Averaging)
     loss: LossFunction | None = None
     evaluation: Any = None
     eval_step: UserStep | None = None
     collate: Callable[[list[Any]], Any] | None = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    measures: Measures = field(default_factory=Measures)  # metrics of the evaluation set
+    training_measures: Measures = field(default_factory=Measures)
+    taken: Collection[str] = ()  # names that trainer.eval_step and trainer.step return for metrics alone
     kept: Kept = field(default_factory=Kept)  # callbacks and metrics: checkpoints hold the state of those that have one
     occasions: Occasions | None = None
     rated: list[dict[str, Any]] = field(default_factory=list)  # checkpoints by their metrics, where the best stay
@@ -46,6 +50,7 @@ class Run:
     evaluated_at: int = -1
     behind: str = ""  # the tag of the save in the background
     last_saved: str | None = None
+    unsaved: str = ""  # how the last save failed, until one is made
 
     @property
     def engine(self) -> Engine:

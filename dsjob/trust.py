@@ -26,23 +26,32 @@ from typing import Any, NamedTuple
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.hub import check_arguments
+from dsjob.literals import LOADERS, check_literals, check_options, is_reader
+from dsjob.locations import GRANT, GRANT_FOLDER, check_folders, check_keys, check_texts
 from dsjob.paths import Path
+from dsjob.redaction import check_references
 
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
     """What the user has granted. Without arguments: `LISTED` alone."""
 
-    prefixes: tuple[str, ...] = ()  # --trust: dotted names of modules, packages or single callables
+    prefixes: tuple[
+        str, ...
+    ] = ()  # --trust: dotted names of modules, packages or single callables; protocol:NAME, folder:PATH
     folders: tuple[str, ...] = ()  # searched for modules after everything that is installed
+    rejected: tuple[tuple[str, str], ...] = ()  # folders that are not searched, with the reason, to be told of
     local: bool = True  # whether what is found in `folders` is trusted; not for documents from elsewhere
     remote_code: bool = False  # --trust-remote-code
     unpinned: bool = False  # --unpinned
 
     def __post_init__(self) -> None:
         for prefix in self.prefixes:
-            if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", prefix):
-                raise UsageError(f"--trust {prefix}: not a dotted name", hint="--trust my_package.models, for example")
+            if not re.fullmatch(
+                rf"[^\W\d]\w*(\.[^\W\d]\w*)*|{GRANT}[A-Za-z0-9][A-Za-z0-9+.-]*|{GRANT_FOLDER}[/~].*", prefix
+            ):
+                hint = f"--trust my_package.models, --trust {GRANT}sftp or --trust {GRANT_FOLDER}/data, for example"
+                raise UsageError(f"--trust {prefix}: not a dotted name", hint=hint)
 
     def to_text(self) -> str:
         """The same for another process, as JSON; `from_text` reads it."""
@@ -52,7 +61,19 @@ class Trust:
     def from_text(cls, text: str) -> Trust:
         """What `to_text` wrote."""
         given: dict[str, Any] = json.loads(text)
-        return cls(tuple(given.pop("prefixes")), tuple(given.pop("folders")), **given)
+        rejected = tuple((folder, why) for folder, why in given.pop("rejected"))
+        return cls(tuple(given.pop("prefixes")), tuple(given.pop("folders")), rejected, **given)
+
+    @property
+    def protocols(self) -> frozenset[str]:
+        """The protocols of URLs that the user has granted beyond those of `locations`."""
+        return frozenset(prefix.removeprefix(GRANT) for prefix in self.prefixes if prefix.startswith(GRANT))
+
+    @property
+    def writable(self) -> tuple[str, ...]:
+        """The folders that the user lets listed constructors write to."""
+        found = (prefix.removeprefix(GRANT_FOLDER) for prefix in self.prefixes if prefix.startswith(GRANT_FOLDER))
+        return tuple(os.path.expanduser(folder) for folder in found)
 
     def names(self, path: str) -> bool:
         """Whether the user has granted `path` by a prefix of it."""
@@ -76,7 +97,7 @@ LISTED: tuple[Listed, ...] = (
     Listed("torch.optim.lr_scheduler", r"[A-Z]\w*", r"torch\.optim\.lr_scheduler"),
     Listed(
         "torch.utils.data",
-        r"(Tensor|Concat|Chain|Stack)Dataset|Subset|random_split|[A-Z]\w*Sampler|default_collate",
+        r"(Tensor|Concat|Chain|Stack)Dataset|Subset|random_split|[A-Z]\w*Sampler|DataLoader|default_collate",
         r"torch\.utils\.data\..+",
     ),
     # Not of text and image: several of those fetch weights, and unpickle them.
@@ -120,7 +141,7 @@ def explain_distrust(path: str, trust: Trust) -> str:
         return ""
     spec = find_top(top, trust.folders)
     if spec is None:
-        return ""
+        return explain_rejected(path, trust)
     place = locate_local(spec, trust.folders)
     if place:
         elsewhere = "the document comes from elsewhere (a URL, a checkpoint, another user's run)"
@@ -137,6 +158,19 @@ def explain_distrust(path: str, trust: Trust) -> str:
     if linked:
         return f"{linked} is a link to {found}"
     return f"{top} is an installed package{f' ({found})' if found else ''}, not a module of this job's folder"
+
+
+def explain_rejected(path: str, trust: Trust) -> str:
+    """Where a module would be found if that folder was searched, and why it is not; empty where there is none."""
+    top = path.split(".")[0]
+    found = (entry for entry in trust.rejected if PathFinder.find_spec(top, [entry[0]]) is not None)
+    return next((f"{top} lies in {folder}, which is not searched: {why}" for folder, why in found), "")
+
+
+def is_own(path: str, trust: Trust) -> bool:
+    """Whether `path` is the user's own code, or named by a --trust."""
+    spec = None if trust.names(path) else find_top(path.split(".")[0], trust.folders)
+    return trust.names(path) or (spec is not None and trust.local and bool(locate_local(spec, trust.folders)))
 
 
 def find_top(name: str, folders: Sequence[str]) -> ModuleSpec | None:
@@ -268,6 +302,23 @@ def _is_listed_object(found: Any) -> bool:
     return False
 
 
+def loads_models(path: str, found: Any) -> bool:
+    """Whether a callable has transformers load a model by its name."""
+    owner = getattr(found, "__self__", None)
+    classes = inspect.getmro(owner) if inspect.isclass(owner) else ()
+    ours = path.startswith("dsjob.recipes.")
+    return ours or (
+        getattr(found, "__name__", "") in _BUILDERS and any(c.__module__.startswith("transformers.") for c in classes)
+    )
+
+
+def refuse_remote_code(found: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by which transformers' Auto classes refuse a model's own code, which they would ask about otherwise."""
+    owner = getattr(found, "__self__", None)
+    auto = inspect.isclass(owner) and owner.__name__.startswith("Auto") and owner.__module__.startswith("transformers.")
+    return {"trust_remote_code": False} if auto and "trust_remote_code" not in arguments else {}
+
+
 def _equals(module: str, name: str, found: Any) -> bool:
     try:
         there = attrgetter(name)(sys.modules[module])
@@ -280,17 +331,41 @@ def _equals(module: str, name: str, found: Any) -> bool:
 
 
 def check_document(document: Mapping[str, Any], trust: Trust) -> list[Problem]:
-    """Everything in a document that is not trusted, as strings tell it: targets, remote code, unpinned names."""
-    return list(_check(document, (), trust))
+    """Everything in a document that is not trusted, as strings tell it: targets, remote code, unpinned names, URLs."""
+    return [*check_keys(document, trust.protocols), *_check(document, (), trust)]
 
 
-def _check(value: Any, path: Path, trust: Trust) -> Iterator[Problem]:
+def check_target(value: Mapping[str, Any], trust: Trust, found: Any = None) -> list[Problem]:
+    """What is not trusted of one target and its arguments. `found`: the callable, which may be a listed one of another
+    name."""
+    return list(_check(value, (), trust, found))
+
+
+def takes_literals(target: str, trust: Trust, found: Any = None) -> bool:
+    """Whether a target, or the callable `found`, reads files or a hub and is nobody's grant: see `literals`."""
+    listed = (
+        is_listed(target) or target.rpartition(".")[2] in LOADERS or (found is not None and _is_listed_object(found))
+    )
+    return listed and not trust.names(target) and is_reader(target, found)
+
+
+def _check(value: Any, path: Path, trust: Trust, found: Any = None) -> Iterator[Problem]:
+    listed = found is not None and _is_listed_object(found)
     if isinstance(value, Mapping):
         target = value.get("_target_")
         if isinstance(target, str):
             why = explain_distrust(target, trust)
             if why:
-                yield Problem(f"{target} is not trusted: {why}", (*path, "_target_"), "untrusted-target", hint(target))
+                yield Problem(
+                    f"{target} is not trusted: {why}", (*path, "_target_"), "untrusted-target", hint(target, trust)
+                )
+            if not is_own(target, trust) or (listed and not trust.names(target)):
+                yield from check_references(value, path)
+            listed = listed or is_listed(target) or target.rpartition(".")[2] in LOADERS
+            yield from check_literals(value, path) if takes_literals(target, trust, found) else ()
+            yield from check_options(value, path) if listed and not trust.names(target) else ()
+            yield from check_texts(value, path, trust.protocols, listed=listed)
+            yield from check_folders(value, path, trust.writable) if listed else ()
         yield from check_arguments(value, path, remote_code=trust.remote_code, unpinned=trust.unpinned)
         for key, item in value.items():
             yield from _check(item, (*path, key), trust)
@@ -299,8 +374,10 @@ def _check(value: Any, path: Path, trust: Trust) -> Iterator[Problem]:
             yield from _check(item, (*path, index), trust)
 
 
-def hint(target: str) -> str:
+def hint(target: str, trust: Trust) -> str:
     """How to grant a target: the exact flag."""
+    if trust.rejected and find_top(target.split(".")[0], trust.folders) is None:
+        return "if you know what is in it, run dsjob in that folder, or copy the folder and run the copy"
     return f"if you know what it does, run with --trust {target}"
 
 

@@ -152,6 +152,8 @@ def _publish(schema: Schema, *, recipe: bool) -> Schema:
         published.pop("required", None)  # what a fragment lacks comes from elsewhere
     if "description" in schema:
         published["description"] = _describe(schema)
+    if False in (published.get("additionalProperties"), published.get("unevaluatedProperties")):
+        published["patternProperties"] = {"^_comment": {}}
     params = schema.get("properties", {}).get("params")
     if isinstance(params, dict) and "x-variants" in params:
         variants = {

@@ -212,8 +212,10 @@ class GatheredParameters:
         values = [self._agree(parameter) for parameter in self._params] if keeps else []
         wholes = {id(parameter): parameter for parameter in self._gathered}
         for parameter in self._gathered:
+            trained = _whole_of(parameter).requires_grad  # the program may have frozen it
             parameter.__class__ = DTensor
             del parameter._whole  # type: ignore[attr-defined]
+            parameter.requires_grad_(trained)
             announce(parameter)
         self._gathered = []
         changed = set()

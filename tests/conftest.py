@@ -1,8 +1,23 @@
 """Fixtures that several test modules share, and what is left out unless it is asked for."""
 
+import os
+import socket
+
 import pytest
 
 pytest_plugins = ["s3", "whole_jobs"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs, unless tests marked `gpu` are selected: all others expect the CPU, as do the ranks they start."""
+    if not selects_gpu(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def selects_gpu(config: pytest.Config) -> bool:
+    """Whether `-m` asks for the tests marked `gpu`."""
+    expression: str = config.option.markexpr
+    return "gpu" in expression and "not gpu" not in expression
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -12,8 +27,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         import torch
 
         if not torch.cuda.is_available():
+            reason = "needs a CUDA device" if selects_gpu(config) else "needs a CUDA device: pytest -m gpu"
             for item in need_gpu:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason=reason))
     if "full" in config.option.markexpr:
         whole = {
             item.function for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("full")
@@ -25,3 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -130,6 +131,47 @@ def test_compiled_blocks_train_as_others_do_and_are_compiled_once(backend: str, 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # of three blocks, which are alike
     assert engine.module.state_dict().keys() == build_net().state_dict().keys()
     assert [name for name, _ in engine.module.named_parameters()] == [name for name, _ in Net().named_parameters()]
+
+
+class Numbered(nn.Module):
+    """A block that computes with an integer of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.inner, self.outer = number, nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)) * self.number)
+
+
+@pytest.fixture
+def limits() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8):
+        yield
+    torch._dynamo.reset()
+
+
+def test_blocks_that_differ_in_an_integer_are_all_compiled(limits: None) -> None:
+    model = nn.Sequential(*(Numbered(number) for number in range(12)))
+    expected = model(torch.ones(1, 2))
+    compiled = prepare(model, compile={"enabled": True, "backend": "eager"})
+    torch.testing.assert_close(compiled(torch.ones(1, 2)), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12
+
+
+def test_a_block_that_is_compiled_no_more_is_told(limits: None) -> None:
+    model = nn.Sequential(Numbered(0), Numbered(1))
+    prepare(model, compile={"enabled": True, "backend": "eager"})
+
+    def change() -> None:
+        for number in range(20):
+            model[0].number = number
+            model(torch.ones(1, 2))
+
+    with pytest.warns(UserWarning, match=r"compile: torch has compiled 'forward' .*test_blocks.* 16 times"):
+        change()
 
 
 def test_a_model_without_blocks_is_compiled_whole() -> None:

@@ -132,7 +132,7 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"steps_per_print": 5}, "DeepSpeed's name for trainer.log_every"),
         ({"dump_state": True}, "it belongs under deepspeed"),
         ({"save_steps": 5}, "HF Trainer's name for checkpoint.every"),
-        ({"_note": "mine"}, "a note can be a comment: // in JSON, # in YAML"),
+        ({"_note": "mine"}, "a note can be a comment (// in JSON, # in YAML), or a key that starts with _comment"),
         ({"output": {"x": 5}}, "allowed here: dir"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -98,3 +98,28 @@ def test_wrong_types_and_keys_are_config_errors_with_advice(make: Callable[[], o
 def test_the_old_name_of_bf16_is_read() -> None:
     config = TrainingConfig.from_dict({"train_batch_size": 8, "bfloat16": {"enabled": True}})
     assert config.bf16.enabled is True
+
+
+def test_a_subclass_declares_keys_and_resolves_as_the_manual_has_it() -> None:
+    class Sizes(Config):
+        x = None
+        y = 3
+        names: ClassVar[list[str]] = []
+
+        def resolve(self) -> None:  # type: ignore[override]
+            self.x = self.x or 2 * self.y
+
+    class More(Sizes):
+        z = "last"
+
+    sizes = More(y=4, other=True)
+    assert (sizes.x, sizes["y"], sizes.z, sizes.other, More.y) == (None, 4, "last", True, 3)
+    assert sizes.is_valid()
+    assert (sizes.x, sizes.to_dict()) == (8, {"x": 8, "y": 4, "z": "last", "names": [], "other": True})
+    sizes.names.append("one")
+    assert (More().names, More.from_dict({"x": 1}).x) == ([], 1)
+    outer = Config(inner=Sizes())
+    outer.resolve()
+    assert outer.inner.x == 6
+    with pytest.raises(AttributeError):
+        _ = Sizes().absent

@@ -30,13 +30,19 @@ def test_batches_become_keywords_or_positions(batch: Any, expected: Any) -> None
     [LOSS, LOSS.reshape(1), {"loss": LOSS, "logits": 1}, (LOSS, 1), [LOSS], SimpleNamespace(loss=LOSS)],
 )
 def test_the_loss_is_found_in_every_form_of_output(outputs: Any) -> None:
-    found = find_loss(outputs, None, None)
+    found = find_loss(outputs, None, None).mean
     assert found.shape == ()
     assert found.item() == 2.0
 
 
 def test_a_loss_function_is_given_outputs_and_batch() -> None:
-    assert find_loss(LOSS, 3.0, lambda outputs, batch: outputs * batch).item() == 6.0
+    assert find_loss(LOSS, 3.0, lambda outputs, batch: outputs * batch).mean.item() == 6.0
+
+
+@pytest.mark.parametrize("count", [8, 8.0, torch.tensor(8), torch.tensor([8])])
+def test_a_loss_function_may_give_a_sum_and_a_count(count: Any) -> None:
+    found = find_loss(LOSS, None, lambda outputs, batch: (outputs * 4, count))
+    assert (found.value.item(), found.count, found.mean.item()) == (8.0, torch.tensor(8.0, dtype=torch.float64), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +54,12 @@ def test_a_loss_function_is_given_outputs_and_batch() -> None:
         (torch.zeros(2, requires_grad=True), None, r"shape \[2\], not a scalar"),
         (torch.zeros(()), None, "does not depend on any trainable parameter"),
         (LOSS, lambda outputs, batch: 1.5, "the loss function .* returned float"),
+        (LOSS, lambda outputs, batch: (1.5, 2), "the loss function .* returned a pair, whose first element is float"),
+        (
+            LOSS,
+            lambda outputs, batch: (LOSS, torch.zeros(3)),
+            r"whose second element is a tensor of shape \[3\], not a",
+        ),
     ],
 )
 def test_what_is_no_loss_is_named(outputs: Any, function: Any, message: str) -> None:
@@ -57,5 +69,5 @@ def test_what_is_no_loss_is_named(outputs: Any, function: Any, message: str) -> 
 
 def test_an_evaluation_needs_no_gradient() -> None:
     with torch.no_grad():
-        found: Tensor = find_loss(torch.zeros(()), None, None)
+        found: Tensor = find_loss(torch.zeros(()), None, None).mean
     assert found.item() == 0.0

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import dsjob
+from dsjob.config import BF16Config, TrainingConfig
 from dsjob.errors import ConfigError, ConfigWarning, TargetError, UsageError
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": ADAMW}
@@ -188,3 +190,16 @@ def test_prefixes_that_are_none_are_told_in_the_words_of_the_call() -> None:
     assert caught.value.hint == 'trust=["my_package.models"], for example'
     with pytest.raises(UsageError, match="a list of prefixes"):
         dsjob.initialize(model=build_net(), config=config, trust="torch")
+
+
+def test_a_training_config_is_a_config() -> None:
+    given = TrainingConfig.from_dict({"train_batch_size": 4, "optimizer": ADAMW, "zero_optimization": {"stage": 1}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)  # of no key that nobody has given
+        engine = dsjob.initialize(model=build_net(), config=given)[0]
+    assert (engine.train_batch_size(), engine.zero_optimization_stage()) == (4, 1)
+    parts = {"train_batch_size": 4, "optimizer": ADAMW, "bf16": BF16Config(enabled=True)}
+    assert dsjob.initialize(model=build_net(), config=parts)[0].bfloat16_enabled()
+    mixed = TrainingConfig(batch={"train_batch_size": 4}, fp16={"enabled": True}, bf16={"enabled": True})
+    with pytest.raises(ConfigError, match=r"fp16"):
+        dsjob.initialize(model=build_net(), config=mixed)

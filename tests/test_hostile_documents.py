@@ -60,6 +60,10 @@ def folder(tmp_path: Path) -> Path:
     (job / "remote" / "config.json").write_text(json.dumps({"model_type": "gpt2", "auto_map": {"AutoModel": "m.M"}}))
     (job / "remote" / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
     (job / "remote" / "m.py").write_text(f"open({MARKER!r}, 'w')")
+    (job / "kernel").mkdir()
+    (job / "kernel" / "config.json").write_text(json.dumps({"model_type": "gpt2", "_attn_implementation": "x/kernel"}))
+    (job / "adapter").mkdir()
+    (job / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "evil/model"}))
     source = f"open({MARKER!r}, 'w')\ndef build(): ...\n"
     for path in ("linked.py", "linked_pkg/__init__.py", "shadowed.py"):
         (outside / path).write_text(source)
@@ -107,7 +111,7 @@ def test_nothing_happens_in_validate_show_and_run(folder: Path) -> None:
     """All tries in one document: each is named, with its place, before anything is imported; nothing is attempted."""
     document = make_document()
     write_json(folder / "cfg.json", document)
-    for mode, code in (("validate", 0), ("show", 0), ("run", 2)):
+    for mode, code in (("validate", 2), ("show", 0), ("run", 2)):
         found, said = watch(folder, mode, "cfg.json")
         assert found == {"code": code, "events": [], "imported": []}, (mode, said)
         if mode != "show":
@@ -115,7 +119,19 @@ def test_nothing_happens_in_validate_show_and_run(folder: Path) -> None:
             assert {f"try{number}" for number in named} == set(document["callbacks"]), mode
             assert "\ncfg.json:" in said
     assert sorted(os.listdir(folder)) == sorted(
-        {"cfg.json", "my_model.py", "my_pkg", PICKLE, "remote", "data", "shadow", "linked.py", "linked_pkg"}
+        {
+            "cfg.json",
+            "my_model.py",
+            "my_pkg",
+            PICKLE,
+            "remote",
+            "kernel",
+            "adapter",
+            "data",
+            "shadow",
+            "linked.py",
+            "linked_pkg",
+        }
     )
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "dsjob"
 
 # Each module or package of dsjob/ and the layer it lives in; `dsjob` itself only points at what is below.
 LAYERS: dict[int, set[str]] = {
-    0: {"errors", "paths", "redaction", "resources", "spec"},
+    0: {"environment", "errors", "paths", "redaction", "literals", "locations", "resources", "shown", "spec"},
     1: {
         "document",
         "schema",
@@ -26,9 +26,15 @@ LAYERS: dict[int, set[str]] = {
         "resolve",
         "origins",
         "compose",
+        "interpolation",
         "storage",
         "targets",
         "run_folder",
+        "failures",
+        "failed_starts",
+        "stalls",
+        "exits",
+        "retyped",
         "rules",
         "torch_names",
         "models",
@@ -43,14 +49,34 @@ LAYERS: dict[int, set[str]] = {
         "plan",
         "trust",
         "hub",
+        "model_files",
+        "advice",
+        "signatures",
     },
-    2: {"mesh", "mpu", "precision", "autocast", "optim", "data", "seeding", "activation", "checkpointing"},
+    2: {
+        "mesh",
+        "meeting",
+        "watchdog",
+        "mpu",
+        "precision",
+        "autocast",
+        "optim",
+        "data",
+        "seeding",
+        "activation",
+        "checkpointing",
+    },
     3: {"parallel", "checkpoint", "blocks"},
     4: {
         "engine",
+        "nodes",
         "engines",
         "steps",
+        "averaging",
+        "metrics",
+        "metric_inputs",
         "rhythm",
+        "verdict",
         "readings",
         "backward",
         "settings",
@@ -67,27 +93,27 @@ LAYERS: dict[int, set[str]] = {
         "contract",
         "progress",
     },
-    5: {"loop", "occasions", "training", "saves", "deepspeed"},
-    6: {"job", "resume", "summary", "launch", "probe", "comparison"},
+    5: {"loop", "evaluation", "occasions", "training", "saves", "deepspeed"},
+    6: {"job", "resume", "summary", "launch", "rank", "joined", "supervisor", "probe", "comparison", "loaders"},
     7: {"cli", "__main__"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
-WITHOUT_TORCH = LAYERS[0] | LAYERS[1] | {"cli", "__main__", "launch"}
+WITHOUT_TORCH = LAYERS[0] | LAYERS[1] | {"cli", "__main__", "launch", "rank", "supervisor"}
 
 # Who may import a third party, at whatever level.
 HOMES: dict[str, set[str]] = {
     "hydra": {"compose", "cli.sweep"},
-    "omegaconf": {"compose", "cli.sweep"},
+    "omegaconf": {"compose", "interpolation", "cli.sweep"},
     "jsonschema": {"check"},
     "fsspec": {"storage"},
     "safetensors": {"checkpoint"},
     "torch.distributed.checkpoint": {"checkpoint"},
-    "torch.distributed.launcher": {"launch"},
-    "torch.distributed.elastic": {"launch"},
     "rich": {"progress", "cli.sweep", "cli.plan_text", "cli.bar"},
     "yaml": {"document", "compose", "cli.output"},
     "deepspeed": {"deepspeed_engine", "deepspeed_state"},
     "numpy": {"checkpoint", "seeding"},
+    "transformers": {"checkpoint.architecture", "model_files"},
+    "peft": {"checkpoint.architecture"},
     "huggingface_hub": {"checkpoint.tokenizer"},
 }
 STANDALONE = "checkpoint.zero_to_fp32"

@@ -91,7 +91,7 @@ def reach_peak(spec: JobSpec) -> int:
     with Ledger() as ledger:
         engine = build_engine(call_target(spec.model), spec, join_world(device="cpu"))
         for batch in batches:
-            engine.backward(find_loss(call_model(engine, batch), batch, None))
+            engine.backward(find_loss(call_model(engine, batch), batch, None).mean)
             engine.step()
     return ledger.peak
 

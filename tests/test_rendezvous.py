@@ -63,12 +63,3 @@ def test_ranks_on_several_machines_need_an_address(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(LaunchError, match="MPI has started 16 ranks, 8 of them here, but MASTER_ADDR is not set"):
         discover_mpi()
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

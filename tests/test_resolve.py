@@ -328,3 +328,20 @@ def test_amp_is_mapped_to_what_pytorch_has_and_says_so(amp: Any, fp16: Any, auto
     }
     assert all("torch_autocast" in w.hint or "fp16" in w.hint for w in found.warnings)
     assert resolve(found.document) == found.document
+
+
+@pytest.mark.parametrize(
+    ("given", "minutes"),
+    [
+        ({}, 15),
+        ({"keep": 3}, 15),
+        ({"every": 0}, None),
+        ({"every": 100}, None),
+        ({"every_epochs": 1}, None),
+        ({"every_minutes": 5}, 5),
+        ({"at_end": False}, None),
+    ],
+    ids=str,
+)
+def test_a_run_saves_every_15_minutes_unless_told_when(given: dict[str, Any], minutes: float | None) -> None:
+    assert resolve(make_job(checkpoint=given))["checkpoint"].get("every_minutes") == minutes

@@ -301,12 +301,6 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ),
     ("model-or-models", {"loss": CALLED, **course(step=CALLED)}, "loss", {"loss": CALLED}),
     (
-        "model-or-models",
-        {**accuracy("a"), **course(eval_step=CALLED)},
-        "metrics",
-        {"data": EVAL, **course(eval_step=CALLED)},
-    ),
-    (
         "resume-word",
         {"checkpoint": {"resume": "nver"}},
         "checkpoint.resume",
@@ -323,6 +317,18 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("no-eval-data", course(eval_every=5), "trainer.eval_every", {**course(eval_every=5), "data": EVAL}),
     ("no-eval-data", course(eval_at_start=True), "trainer.eval_at_start", course(eval_at_start=False)),
     ("no-eval-data", {"metrics": {"a": {"_target_": "a.b"}}}, "metrics", accuracy("a")),
+    (
+        "no-eval-data",
+        {"metrics": {"a": {"_target_": "a.b", "phases": ["train", "eval"]}}},
+        "metrics",
+        {"metrics": {"a": {"_target_": "a.b", "phases": ["train"]}}},
+    ),
+    (
+        "unknown-metric",
+        {**stops_on("eval/loss/f1"), **accuracy("acc")},
+        "callbacks.stop.monitor",
+        {**stops_on("eval/acc/f1"), **accuracy("acc")},
+    ),
     (
         "unknown-metric",
         {**stops_on("eval/acc"), **accuracy("accuracy")},

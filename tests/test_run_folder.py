@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dsjob import storage
-from dsjob.run_folder import supersede_metrics
+from dsjob import run_folder, storage
+from dsjob.errors import DsjobError, StorageError
+from dsjob.run_folder import make_run_dir, read_resolved, read_result, supersede_metrics
 
 
 def write(folder: Path, steps: list[int], name: str = "metrics.jsonl") -> Path:
@@ -74,3 +75,44 @@ def test_a_kill_between_the_two_writes_loses_and_repeats_nothing(
     assert read(tmp_path) == [1, 2, 3]
     supersede_metrics(str(tmp_path), 1)
     assert (read(tmp_path), read(tmp_path, "metrics-superseded.jsonl")) == ([1], [7, 2, 3])
+
+
+def test_a_job_that_slurm_has_queued_again_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = f"{tmp_path}/%name/%time"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    first = make_run_dir(pattern, "net")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert make_run_dir(pattern, "net") == first
+    assert make_run_dir(pattern, "net") == first
+    assert make_run_dir(pattern, "other") != first
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    assert make_run_dir(pattern, "net") != first
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert make_run_dir(pattern, "net") != first
+
+
+def test_a_job_of_slurm_that_runs_twice_without_a_restart_has_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert make_run_dir(f"{tmp_path}/%time", "net") != make_run_dir(f"{tmp_path}/%time", "net")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{", "5", ""])
+def test_a_damaged_file_of_a_run_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(text)
+    (tmp_path / "resolved.json").write_text(text)
+    for read in (read_result, read_resolved):
+        with pytest.raises(DsjobError, match="is no"):
+            read(str(tmp_path))
+
+
+def test_a_folder_in_the_place_of_the_result_stays(tmp_path: Path) -> None:
+    (tmp_path / "result.json").mkdir()
+    (tmp_path / "result.json" / "kept").write_text("x")
+    with pytest.raises(StorageError, match=r"result\.json is a folder"):
+        run_folder.write_resolved(str(tmp_path), {})
+    assert (tmp_path / "result.json" / "kept").read_text() == "x"

@@ -97,6 +97,37 @@ def test_skipped_steps_are_counted_on_without_the_optimizers_state(tmp_path: Pat
     assert (again.skipped_steps, again.global_steps) == (3, 3)
 
 
+WARM = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"}}
+CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.009, "cycle_first_step_size": 8}}
+# Rates (and OneCycle's first beta) of steps 0 to 5 by DeepSpeed's formulas, which this test does not ask dsjob for.
+COURSES = {
+    "WarmupLR": [(0.01 * max(k - 1, 0) / 8, 0.9) for k in range(6)],
+    "OneCycle": [(0.001 + 0.001 * k, 0.9 - 0.1 * k / 8 if k else 0.8) for k in range(6)],
+}
+
+
+@pytest.mark.parametrize("schedule", [WARM, CYCLE], ids=["WarmupLR", "OneCycle"])
+@pytest.mark.parametrize("optimizer", [True, False], ids=["optimizer", "no optimizer"])
+@pytest.mark.parametrize("counted", [True, False], ids=["scheduler", "no scheduler"])
+def test_rates_after_a_partial_load_are_those_of_deepspeed(
+    tmp_path: Path, schedule: dict[str, Any], optimizer: bool, counted: bool
+) -> None:
+    """Groups come with the optimizer, and a schedule sets them when it steps: the first step takes what it finds."""
+    saver = make_engine(0, scheduler=schedule)
+    train_engine(saver, 0, 3)
+    saver.save_checkpoint(str(tmp_path))
+    again = make_engine(0, scheduler=schedule)
+    again.load_checkpoint(str(tmp_path), load_optimizer_states=optimizer, load_lr_scheduler_states=counted)
+    course, found = COURSES[schedule["type"]], []
+    for step in range(3):
+        group = groups_of(again)[0]
+        found.append((group["lr"], group["betas"][0]))
+        train_engine(again, 3 + step, 1)
+        assert again.last_lr == [found[-1][0]]
+    first, later = course[3 if optimizer else 0], course[4:6] if counted else course[1:3]
+    assert found == [pytest.approx(values) for values in (first, *later)]
+
+
 def test_the_newest_checkpoint_is_loaded_and_no_weights_that_were_converted_into_its_root(tmp_path: Path) -> None:
     engine = make_engine(0)
     train_engine(engine, 0, 1)
@@ -165,3 +196,30 @@ def test_states_are_moved_to_the_host_and_back() -> None:
         engine.offload_states(include=["everything"])
     with pytest.raises(UsageError, match="to the host"):
         engine.offload_states(device="nvme")
+
+
+def test_load_checkpoint_follows_latest(tmp_path: Path) -> None:
+    engine = make_engine(0)
+    engine.save_checkpoint(str(tmp_path), tag="first")
+    train_engine(engine, 0, 1)
+    engine.save_checkpoint(str(tmp_path), tag="second", save_latest=False)
+
+    def load() -> int:
+        again = make_engine(0)
+        again.load_checkpoint(str(tmp_path))
+        return again.global_steps
+
+    assert (tmp_path / "latest").read_text() == "first\n"
+    assert load() == 0
+    (tmp_path / "latest").write_text("second")
+    assert load() == 1
+    for wrong in ("third", "../first", ""):
+        (tmp_path / "latest").write_text(wrong)
+        with pytest.warns(UserWarning, match="was never committed: the newest checkpoint is loaded"):
+            assert load() == 1
+    (tmp_path / "latest").unlink()
+    with pytest.warns(UserWarning, match="there is no file `latest`"):
+        assert load() == 1
+    (tmp_path / "latest").mkdir()
+    with pytest.warns(UserWarning, match="the newest checkpoint is loaded"):
+        assert load() == 1

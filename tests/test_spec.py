@@ -14,7 +14,7 @@ from job_documents import make_job, resolve
 
 from dsjob.dsconfig import to_config_path, to_job
 from dsjob.schema import Schema, deepspeed_schema, is_target, job_schema
-from dsjob.spec import EngineSpec, JobSpec, Method, Target, make_target, view
+from dsjob.spec import EngineSpec, JobSpec, Method, Metric, Target, make_target, view
 
 NOT_IN_THE_SPEC = {"$schema", "deepspeed", "resolved"}
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -63,7 +63,8 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = "array" in schema["type"] and schema["items"]["type"] == JSON_TYPES[arguments[0]]
     elif origin is Mapping:
         below = schema["additionalProperties"]
-        agrees = arguments == (str, Target) and is_target(below)
+        agrees = arguments in ((str, Target), (str, Metric)) and is_target(below)
+        agrees = agrees and (arguments[1] is Metric) == ("phases" in below["properties"])
         # Of several models the spec has what the document says: `resolve_model` makes a view of each.
         agrees = agrees or (arguments == (str, Mapping[str, Any]) and "x-inherits" in schema)
     else:
@@ -109,14 +110,25 @@ def test_a_resolved_document_is_seen_with_its_types() -> None:
         model={"_target_": "mine.build", "width": 8, "inner": {"_target_": "mine.part"}},
         loss={"_target_": "mine.loss"},
         data={"train": {"_target_": "mine.Data"}, "eval": {"_target_": "mine.Data"}},
-        metrics={"accuracy": {"_target_": "mine.accuracy", "_partial_": True}},
+        metrics={
+            "accuracy": {"_target_": "mine.accuracy", "_partial_": True},
+            "f1": {
+                "_target_": "mine.count",
+                "inputs": {"preds": "outputs.logits"},
+                "reduce": {"_target_": "mine.f1"},
+                "phases": ["train"],
+            },
+        },
         scheduler={"_target_": "mine.schedule", "power": 2},
         launch={"device": "cpu"},
     )
     spec = view(JobSpec, resolve(document))
     assert spec.model == Target("mine.build", {"width": 8, "inner": {"_target_": "mine.part"}})
     assert spec.loss == Target("mine.loss", {})
-    assert spec.metrics == {"accuracy": Target("mine.accuracy", {"_partial_": True})}
+    assert spec.metrics == {
+        "accuracy": Metric(Target("mine.accuracy", {"_partial_": True}), None, None, ("eval",)),
+        "f1": Metric(Target("mine.count", {}), {"preds": "outputs.logits"}, Target("mine.f1", {}), ["train"]),
+    }
     assert spec.callbacks == {}
     assert (spec.data.eval, spec.data.collate) == (Target("mine.Data", {}), None)
     assert (spec.trainer.train_batch, spec.trainer.micro_batch, spec.trainer.grad_accum) == (4, 4, 1)

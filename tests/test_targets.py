@@ -12,8 +12,8 @@ import pytest
 
 from dsjob import targets
 from dsjob.errors import DataError, TargetError
+from dsjob.signatures import Misfit, find_misfits
 from dsjob.spec import Target, make_target
-from dsjob.targets import describe_call_error
 from dsjob.trust import Trust
 
 MODULE = """
@@ -126,15 +126,16 @@ def test_a_module_that_fails_while_it_is_imported_says_how(modules: Path) -> Non
     error = refuse("targets_broken.build")
     assert error.message == (
         "cannot import targets_broken.build: importing targets_broken failed: ZeroDivisionError: division by zero"
+        f" ({modules}/targets_broken.py:1 in <module>)"
     )
     assert isinstance(error.__cause__, ZeroDivisionError)
 
 
 def test_a_module_with_a_syntax_error_says_where(modules: Path) -> None:
     (modules / "targets_syntax.py").write_text("x = 1\ndef f(:\n")
-    message = refuse("targets_syntax.f").message
-    assert "importing targets_syntax failed: SyntaxError" in message
-    assert "targets_syntax.py, line 2" in message
+    error = refuse("targets_syntax.f")
+    assert error.message.startswith(f"cannot import targets_syntax.f: {modules}/targets_syntax.py:2:7: SyntaxError: ")
+    assert error.hint == "the line is: def f(:"
 
 
 @pytest.mark.parametrize("needed", ["targets_missing_package", "targets_missing_package.sub", "targets_pkg.gone"])
@@ -207,32 +208,86 @@ def test_calling_leaves_the_document_as_it_is() -> None:
     [
         (
             {"widht": 3},
-            "targets_pkg.parts.build: missing a required argument: 'width'; it takes width, depth, inner",
+            'targets_pkg.parts.build has no argument "widht"\n  did you mean "width"?',
         ),
         (
             {"width": 1, "dept": 3},
-            "got an unexpected keyword argument 'dept'; did you mean \"depth\"? it takes width, depth, inner",
+            'targets_pkg.parts.build has no argument "dept"\n  did you mean "depth"?',
         ),
         (
             {"width": 1, "zzz": 3},
-            "targets_pkg.parts.build: got an unexpected keyword argument 'zzz'; it takes width, depth, inner",
+            'targets_pkg.parts.build has no argument "zzz"\n  it takes depth, inner',
         ),
-        ({"_args_": [1, 2, 3]}, "targets_pkg.parts.build: too many positional arguments; it takes width, depth, inner"),
-        ({"_args_": [1], "width": 1}, "multiple values for argument 'width'"),
+        ({"_args_": [1, 2, 3]}, "targets_pkg.parts.build takes 2 arguments by position, not 3"),
+        ({"depth": 1}, 'targets_pkg.parts.build needs the argument "width"'),
+        ({"_args_": [1], "width": 1}, 'is given "width" twice: by position and by name'),
         ({"_partial_": True, "dept": 1}, 'did you mean "depth"?'),
     ],
 )
 def test_a_wrong_argument_is_named_with_those_that_there_are(arguments: dict[str, Any], said: str) -> None:
-    assert said in refuse("targets_pkg.parts.build", **arguments).message
+    assert said in str(refuse("targets_pkg.parts.build", **arguments))
 
 
 def test_a_target_without_arguments_says_so() -> None:
-    assert refuse("targets_pkg.parts.nothing", x=1).message.endswith("it takes no arguments")
+    assert refuse("targets_pkg.parts.nothing", x=1).hint == "it takes no others"
 
 
 def test_a_wrong_argument_of_a_class_is_named() -> None:
-    said = "got an unexpected keyword argument 'siez'; did you mean \"size\"? it takes size"
-    assert refuse("targets_pkg.parts.Part", siez=1).message == f"targets_pkg.parts.Part: {said}"
+    error = refuse("targets_pkg.parts.Part", siez=1)
+    assert (error.message, error.hint) == ('targets_pkg.parts.Part has no argument "siez"', 'did you mean "size"?')
+
+
+def test_an_argument_is_named_by_its_place_in_the_document() -> None:
+    part = {"_target_": "targets_pkg.parts.Part", "siez": 3}
+    for arguments, path in (
+        ({"width": {"x": [1, part]}}, ("model", "width", "x", 1, "siez")),
+        ({"_args_": [part]}, ("model", "_args_", 0, "siez")),
+        ({"width": {"_target_": "targets_pkg.parts.gone"}}, ("model", "width", "_target_")),
+        ({"depth": 1}, ("model", "_target_")),
+    ):
+        with pytest.raises(TargetError) as caught:
+            targets.call_target(Target("targets_pkg.parts.build", arguments), trust=grant(), where=("model",))
+        assert caught.value.path == path
+        problem = caught.value.to_problem()
+        assert caught.value.message == f"{problem.dotted}: {problem.message}"
+
+
+class Open:
+    def __init__(self, **options: int) -> None: ...
+
+
+class Made:
+    def __new__(cls, size: int) -> Made:
+        return super().__new__(cls)
+
+
+@functools.wraps(Open)
+def wrapped(*args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "positional", "keywords"),
+    [
+        (Open, 0, ["anything"]),
+        (Made, 0, ["size"]),
+        (wrapped, 0, ["anything"]),
+        (functools.partial(Made, size=3), 0, []),
+        (functools.partial(Made, size=3), 0, ["size"]),
+        (dict, 1, ["anything"]),
+        (max, 3, ["key"]),
+        (print, 5, ["sep"]),
+        (lambda *args: None, 7, []),
+        (lambda first, /, **rest: None, 1, ["first"]),
+        (Made(1).__init__, 0, []),
+    ],
+)
+def test_a_call_that_works_has_no_misfit(function: Any, positional: int, keywords: list[str]) -> None:
+    assert find_misfits("f", function, positional, keywords) == []
+
+
+def test_an_argument_by_position_alone_is_told_from_an_unknown_one() -> None:
+    (found,) = find_misfits("f", lambda first, /, second=1: None, 0, ["first"], partial=True)
+    assert found == Misfit("first", 'f takes "first" by position alone', "write its value in a list: _args_: [...]")
 
 
 def test_a_target_below_that_cannot_be_made_is_named_itself() -> None:
@@ -252,12 +307,6 @@ def test_an_error_inside_a_target_passes_through_as_it_is() -> None:
 
 def test_a_built_in_without_a_signature_is_called_all_the_same() -> None:
     assert call_target(Target("builtins.dict", {"a": 1})) == {"a": 1}
-
-
-def test_describe_call_error_leaves_self_and_catch_alls_out() -> None:
-    def function(self: object, a: int, *args: int, **kwargs: int) -> None: ...
-
-    assert describe_call_error("f", function, TypeError("wrong")) == "f: wrong; it takes a"
 
 
 def test_a_secret_that_may_be_absent_is_none_without_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

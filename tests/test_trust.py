@@ -21,7 +21,7 @@ from dsjob.errors import TargetError, UsageError
 from dsjob.resources import read_schema
 from dsjob.spec import Target
 from dsjob.targets import call_target, find_target
-from dsjob.trust import LISTED, Trust, check_document, explain_distrust, is_listed
+from dsjob.trust import LISTED, Listed, Trust, check_document, explain_distrust, is_listed
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OWN = """
@@ -88,6 +88,7 @@ PUBLIC = [
     "transformers.Adafactor",
     "dsjob.recipes.gpt.build",
     "dsjob.optim.schedules.WarmupLR",
+    "torch.utils.data.DataLoader",
 ]
 DANGEROUS = [
     "torch.load",
@@ -98,7 +99,6 @@ DANGEROUS = [
     "torch.nn.Module.load_state_dict",
     "torch.nn.functional.relu",
     "torch.optim.lr_scheduler.Counter",
-    "torch.utils.data.DataLoader",
     "torch.utils.cpp_extension.load",
     "torchmetrics.BLEUScore",
     "torchmetrics.image.FrechetInceptionDistance",
@@ -215,7 +215,7 @@ def test_a_link_out_of_the_folder_is_not_local(tmp_path_factory: pytest.TempPath
         find_target("trust_pkg.link.build", here())
 
 
-def test_a_document_from_elsewhere_names_no_local_module(folder: Path) -> None:
+def test_a_document_from_elsewhere_names_no_local_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trust = here(local=False)
     assert "comes from elsewhere" in explain_distrust("trust_own.build", trust)
     with pytest.raises(TargetError, match="not trusted"):
@@ -223,9 +223,9 @@ def test_a_document_from_elsewhere_names_no_local_module(folder: Path) -> None:
     assert "trust_own" not in sys.modules
     assert find_target("torch.nn.Linear", trust)
     assert find_target("trust_own.build", here(local=False, prefixes=("trust_own",)))
-    (folder / "torchmetrics_gone.py").write_text("")
-    (folder / "datasets.py").write_text("def load_dataset(): ...\n")  # a library that is listed, but not installed
-    assert "comes from elsewhere" in explain_distrust("datasets.load_dataset", trust)
+    (folder / "trust_gone.py").write_text("def build(): ...\n")  # a library that is listed, but not installed
+    monkeypatch.setattr("dsjob.trust.LISTED", (*LISTED, Listed("trust_gone", "build", "trust_gone")))
+    assert "comes from elsewhere" in explain_distrust("trust_gone.build", trust)
 
 
 def test_deciding_imports_nothing(folder: Path) -> None:

@@ -36,6 +36,25 @@ class Catalog:
         with renamed(f"read {self.url}"):
             return layout.find_commit(open_root(self.url), tag)
 
+    def follow_latest(self) -> tuple[str | None, str]:
+        """The committed tag that the file `latest` names, and nothing to tell; or None, and why the newest counts.
+
+        Where nothing is committed there is nothing to tell.
+        """
+        tags = self._tags()
+        if not tags:
+            return None, ""
+        url = storage.join(self.url, "latest")
+        try:
+            if not storage.exists(url):
+                return None, "there is no file `latest`: the newest checkpoint is loaded"
+            named = storage.read_text(url, layout.MAX_RECORD).strip()
+        except StorageError as error:
+            return None, f"{error.message}: the newest checkpoint is loaded"
+        if named in tags:
+            return named, ""
+        return None, f"{url} names {named[:80]!r}, which was never committed: the newest checkpoint is loaded"
+
     def records(self) -> list[dict[str, Any]]:
         """The commit records in the order of their steps, without those that cannot be read or contradict themselves,
         which `tags` has too: no digest covers them, and what is deleted is decided by them."""
@@ -105,6 +124,12 @@ class Catalog:
         old = before not in (None, folder)
         notes = noting(lambda: storage.delete(storage.join(self.url, str(before)))) if old else ()
         return notes + noting(lambda: self._write_latest(tag) if latest else None) + noting(self._write_script)
+
+    def rate(self, tag: str, metrics: Mapping[str, float], attempt: Attempt) -> None:
+        """Adds `metrics` to the commit record of a checkpoint that `attempt` has made. Raises FencedError."""
+        attempt.require_newest()
+        record = {**self.find(tag), **({"metrics": dict(metrics)} if metrics else {})}
+        storage.write_bytes(self._commit_url(tag), encode_file(record, self._commit_url(tag), layout.MAX_RECORD))
 
     def _write_latest(self, tag: str) -> None:
         storage.write_bytes(storage.join(self.url, "latest"), f"{tag}\n".encode())

@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.agreement import gather, on_all_ranks, on_each_rank, on_rank_0
@@ -20,13 +22,14 @@ from dsjob.checkpoint.background import Background, ElsewhereError, Staging
 from dsjob.checkpoint.catalog import Catalog, noting
 from dsjob.checkpoint.committed import Loaded, Matched, Saved
 from dsjob.checkpoint.garbage import clear
-from dsjob.checkpoint.joint import Savable, view_state
-from dsjob.checkpoint.loading import Loader
+from dsjob.checkpoint.joint import JointState, Savable, view_state
+from dsjob.checkpoint.loading import Loader, Take
 from dsjob.checkpoint.objects import Kept, capture_objects
 from dsjob.checkpoint.prepared import PreparedSave, describe_state
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.rng import capture_rng
 from dsjob.checkpoint.shards import Planner, write_shard
+from dsjob.checkpoint.state import CLIENT, TrainingState
 from dsjob.checkpoint.values import encode
 from dsjob.errors import CheckpointError, DsjobError, FencedError
 from dsjob.mesh import World
@@ -58,6 +61,8 @@ class Checkpointer:
         self._planner, self._staging = Planner(self._world), Staging()
         self._background: Background | None = None
         self._attempt: Attempt | None = None  # rank 0 alone has one
+        self._last: tuple[str, dict[str, Any]] | None = None  # tag and values of the last save
+        self._unrated: Mapping[str, float] | None = None  # metrics of the one in the background, to be kept after it
 
     def open(self) -> None:
         """Begins a new attempt, which fences the older ones, and clears away what they have left unfinished.
@@ -115,18 +120,45 @@ class Checkpointer:
         except DsjobError:
             on_rank_0(self._world, lambda: self._discard(save))
             raise
+        self._last = (tag, save.values)
         return Saved(tag, save.url, size, time.monotonic() - started, notes)
 
-    def save_behind(self, engine: Savable, *, tag: str, metrics: Mapping[str, float] | None = None) -> None:
+    def rate(self, engine: Savable, *, tag: str, metrics: Mapping[str, float]) -> bool:
+        """Adds `metrics` to the checkpoint `tag`, if it was saved last and is, but for tensors, the state of now;
+        whether it is. One in the background gets them when it is settled. Every rank gets CheckpointError or
+        StorageError."""
+        state = view_state(engine, self._model)
+        _, values = self._describe(engine, state, {**state.model_tensors(), **state.optimizer_tensors()}, encode({}))
+
+        def add() -> bool:
+            assert self._attempt is not None
+            if self._last != (tag, values):
+                return False
+            if self._background is not None:
+                self._unrated = metrics
+            else:
+                self._add(tag, metrics, self._attempt)
+            return True
+
+        return on_rank_0(self._world, add)
+
+    def _add(self, tag: str, metrics: Mapping[str, float], attempt: Attempt) -> None:
+        self._catalog.rate(tag, metrics, attempt)
+        self._catalog.retire(self._retention, attempt)
+
+    def save_behind(
+        self, engine: Savable, *, tag: str, metrics: Mapping[str, float] | None = None, replace: bool = False
+    ) -> None:
         """As `save`, but comes back once there are copies of everything: `settle` tells how it ended."""
         assert self._background is None
         save = self._prepare(engine, tag, None, frozen=True)
         save = dataclasses.replace(save, parts=on_all_ranks(self._world, lambda: self._staging.copy(save.parts)))
 
         def commit(records: Sequence[dict[str, Any]]) -> tuple[int, tuple[str, ...]]:
-            return self._commit(save, records, latest=True, replace=False, metrics=metrics or {})
+            return self._commit(save, records, latest=True, replace=replace, metrics=metrics or {})
 
         self._background = Background(save, commit, lambda: self._discard(save), self._timeout)
+        self._last, self._unrated = (tag, save.values), None
 
     @property
     def has_news(self) -> bool:
@@ -147,9 +179,18 @@ class Checkpointer:
             if errors:
                 running.abandon()
         if errors:
+            self._last = None
             raise next((error for error in errors if not isinstance(error, ElsewhereError)), errors[0])
-        size, notes = on_rank_0(self._world, lambda: running.result)
+        size, notes = on_rank_0(self._world, lambda: self._finish(running))
         return Saved(running.save.tag, running.save.url, size, time.monotonic() - running.started, notes)
+
+    def _finish(self, running: Background) -> tuple[int, tuple[str, ...]]:
+        """What a save in the background comes to, on rank 0; adds the metrics that it was given while it went on."""
+        (size, notes), metrics, attempt = running.result, self._unrated, self._attempt
+        assert attempt is not None
+        if metrics is not None:
+            notes += noting(lambda: self._add(running.save.tag, metrics, attempt))
+        return size, notes
 
     def give_up(self, seconds: float) -> None:
         """Lets a save in the background end, where the run itself ends with an error; not a collective."""
@@ -174,11 +215,12 @@ class Checkpointer:
         state = view_state(engine, self._model)
         state = state if frozen else state.without_frozen()
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
-        own = on_all_ranks(self._world, lambda: describe_state(state, tensors))
-        client = on_all_ranks(self._world, lambda: encode(dict(client_state or {}), "client_state", tensors=True))
-        plain = self._join_parts(own)
-        objects = capture_objects(self._world, self._objects)
-        random = gather(self._world, lambda: capture_rng(state.device))
+        stored: dict[str, Tensor] = {}
+        client = on_all_ranks(
+            self._world, lambda: encode(dict(client_state or {}), "client_state", tensors=True, stored=stored)
+        )
+        plain, values = self._describe(engine, state, tensors, client)
+        tensors.update(stored if self._world.rank == 0 else {})  # the client state of rank 0 is the one that is kept
         parts, described = self._planner.plan(tensors)
         folder = on_rank_0(self._world, lambda: self._begin_attempt().name_folder(tag))
         manifest = {
@@ -193,13 +235,6 @@ class Checkpointer:
             **({"model_ranks": self._model.size} if self._model.size > 1 else {}),
             **({"pretrained": plain["pretrained"]} if plain["pretrained"] else {}),
         }
-        values = {
-            "counters": engine.counters(),
-            **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler")},
-            "rng": {str(rank): entry for rank, entry in enumerate(random)},
-            "client_state": client,
-            **({"objects": objects} if objects else {}),
-        }
         return PreparedSave(
             url=storage.join(self.url, folder),
             folder=folder,
@@ -208,10 +243,31 @@ class Checkpointer:
             world_size=self._world.world_size,
             parts=parts,
             described=described,
-            roles=plain["roles"],
+            roles={**plain["roles"], **dict.fromkeys(stored, CLIENT)},
             values=values,
             manifest=manifest,
         )
+
+    def _describe(
+        self,
+        engine: Savable,
+        state: TrainingState | JointState,
+        tensors: Mapping[str, Any],
+        client: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `describe_state` gives, and on rank 0 what state.json holds. A collective."""
+        own = on_all_ranks(self._world, lambda: describe_state(state, tensors))
+        plain = self._join_parts(own)
+        objects = capture_objects(self._world, self._objects)
+        random = gather(self._world, lambda: capture_rng(state.device))
+        values = {
+            "counters": engine.counters(),
+            **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler")},
+            "rng": {str(rank): entry for rank, entry in enumerate(random)},
+            "client_state": client,
+            **({"objects": objects} if objects else {}),
+        }
+        return plain, values
 
     def _join_parts(self, own: dict[str, Any]) -> dict[str, Any]:
         """What `describe_state` gives, with the parts of all model-parallel ranks. A collective where there are any."""
@@ -245,6 +301,10 @@ class Checkpointer:
         notes += noting(lambda: self._catalog.retire(self._retention, attempt))
         return sum(entry["size"] for entry in manifest["files"].values()), notes
 
+    def follow_latest(self) -> tuple[str | None, str]:
+        """See Catalog.follow_latest. A collective."""
+        return on_rank_0(self._world, self._catalog.follow_latest)
+
     def load(
         self,
         engine: Savable,
@@ -254,15 +314,19 @@ class Checkpointer:
         optimizer: bool = True,
         scheduler: bool = True,
         seed: int = 0,
+        take: Take | None = None,
     ) -> Loaded:
         """Loads a committed checkpoint (the newest where no tag is given) into the engine, whatever its world size.
 
         What another program saved there (see `elsewhere`) is loaded too: a run goes on, or weights alone are taken.
         `strict`: every parameter and buffer of the model has to be in it, and the other way round. `seed`: what random
-        generators are re-seeded from where the world size is another one. Raises NoCheckpointError,
-        CorruptCheckpointError, CheckpointError.
+        generators are re-seeded from where the world size is another one. `take`: is given the weights by name, whole
+        on every rank, in place of reading them into the model. Raises NoCheckpointError, CorruptCheckpointError,
+        CheckpointError.
         """
-        return self._loader.load(engine, tag=tag, strict=strict, optimizer=optimizer, scheduler=scheduler, seed=seed)
+        return self._loader.load(
+            engine, tag=tag, strict=strict, optimizer=optimizer, scheduler=scheduler, seed=seed, take=take
+        )
 
     def load_weights(self, engine: Savable, source: str, *, strict: bool = True) -> Matched:
         """Loads the weights alone from another job's checkpoint: its run folder, root or step folder, by path or URL.

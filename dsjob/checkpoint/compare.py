@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.convert import widen
+from dsjob.checkpoint.rounding import widen
 from dsjob.checkpoint.safetensors_header import Place, read_header
 from dsjob.checkpoint.source import locate, open_root, renamed
 from dsjob.checkpoint.verify import Progress

@@ -6,20 +6,17 @@ the project's errors. torch is imported for checkpoints of other programs alone.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import Literal
 
 from dsjob import storage
 from dsjob.checkpoint import zero_to_fp32 as plain
-from dsjob.checkpoint.pretrained import make_files
+from dsjob.checkpoint.pretrained_folder import Pretrained, plan_folder
+from dsjob.checkpoint.rounding import DTYPES, Rounded
 from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.source import locate, renamed
 from dsjob.checkpoint.tokenizer import find_tokenizer, read_tokenizer
@@ -27,11 +24,6 @@ from dsjob.checkpoint.zero_to_fp32 import TORCH, Written
 from dsjob.errors import UsageError
 
 logger = logging.getLogger(__name__)
-Array = npt.NDArray[Any]
-
-DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_PART = 1 << 16  # elements: what stays in a core's cache from one step of the arithmetic to the next
-LARGEST = {"F32": 3.4e38, "BF16": 3.38e38, "F16": 65504.0}  # below these nothing is rounded to infinity
 
 
 @dataclass(frozen=True)
@@ -52,14 +44,22 @@ class Names:
         found = plain.weights(checkpoint)
         if self.strip and not any(name.startswith(self.strip) for name in found):
             raise UsageError(f"no name begins with {self.strip!r}", hint=f"names are such as {next(iter(found))}")
-        new = {name: f"model.{self.prefix}{name.removeprefix(self.strip)}" for name in found}
+        new = {name: f"{self.prefix}{name.removeprefix(self.strip)}" for name in found}
         twice = [name for name, count in Counter(new.values()).items() if count > 1]
         if twice:
-            raise UsageError(f"without {self.strip!r}, two tensors would be called {twice[0][6:]}", hint="strip less")
-        first = {place: new[name] for name, place in reversed(found.items())}
-        tensors = {name: checkpoint.tensors[place] for place, name in first.items()}
-        aliases = {new[name]: first[place] for name, place in found.items() if new[name] != first[place]}
-        return checkpoint._replace(tensors=tensors, aliases=aliases)
+            raise UsageError(f"without {self.strip!r}, two tensors would be called {twice[0]}", hint="strip less")
+        return rename(checkpoint, new)
+
+
+def rename(checkpoint: plain.Checkpoint, new: Mapping[str, str]) -> plain.Checkpoint:
+    """The checkpoint with the tensors that `new` names, under the names that it gives them."""
+    found = {name: place for name, place in plain.weights(checkpoint).items() if name in new}
+    first = {place: f"model.{new[name]}" for name, place in reversed(found.items())}
+    tensors = {name: checkpoint.tensors[place] for place, name in first.items()}
+    aliases = {f"model.{new[name]}": first[place] for name, place in found.items()}
+    return checkpoint._replace(
+        tensors=tensors, aliases={alias: name for alias, name in aliases.items() if alias != name}
+    )
 
 
 def convert(
@@ -73,8 +73,7 @@ def convert(
     overwrite: bool = False,
     form: Literal["safetensors", "torch", ""] = "",
     names: Names = Names(),
-    pretrained: bool = False,
-    tokenizer: str | None = None,
+    pretrained: Pretrained | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Written]:
     """Writes a checkpoint's parameters and buffers as files that any tool loads; returns what was written.
@@ -88,8 +87,7 @@ def convert(
     tag: which checkpoint; by default the newest. max_shard_size: bytes of tensors in one file of a folder.
     model: which one of a job's several; by default all, each tensor's name beginning with its model's.
     form: of the files in a folder; by default safetensors. names: which tensors, and what they are called.
-    pretrained: a folder for transformers' `from_pretrained`, with the tokenizer's files out of the folder `tokenizer`;
-    by default those of the tokenizer that the job names, where they are on this machine. Which is logged.
+    pretrained: a folder for transformers' `from_pretrained`, or peft's.
     progress: told the bytes written and those to write in all.
 
     Tied weights are under each of their names, so that a strict `load_state_dict` finds all: twice in safetensors,
@@ -112,7 +110,9 @@ def convert(
             checkpoint = _take_model(checkpoint, model)
         checkpoint = names.apply(checkpoint)
         path = storage.local_path(target)
-        beside = _make_beside(place, checkpoint, path, to, tokenizer, overwrite) if pretrained else {}
+        beside: dict[str, bytes] = {}
+        if pretrained is not None:
+            path, checkpoint, cast, beside = _prepare(pretrained, place, checkpoint, path, to, form, overwrite)
         report = progress or (lambda done, total: None)
         written = plain.export(place, checkpoint, path, cast, max_shard_size, overwrite, report, form, beside)
     if cast.overflows:
@@ -147,14 +147,13 @@ def convert_to_deepspeed(
             raise UsageError("the checkpoint holds several models, and a DeepSpeed checkpoint one", hint="--to fp32")
         from dsjob.checkpoint.deepspeed_writer import Target, write_deepspeed
         from dsjob.checkpoint.dtypes import DTYPES as TORCH_DTYPES
-        from dsjob.checkpoint.values import decode
 
         values, job = read_values(place, checkpoint), read_job(place, checkpoint) or {}
         with restoring(source):
             enabled = (name for name in ("bf16", "fp16") if (job.get(name) or {}).get("enabled"))
             chosen: str = to or next(enabled, "fp32")
             target = Target(stage, world_size, TORCH_DTYPES[DTYPES[chosen]])
-            return write_deepspeed(place, checkpoint, decode(values), storage.local_path(out), target, overwrite)
+            return write_deepspeed(place, checkpoint, values, storage.local_path(out), target, overwrite)
 
 
 def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
@@ -167,7 +166,7 @@ def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
     names = checkpoint.manifest.get("models", [])
     if name not in names:
         there = f"there are: {', '.join(names)}" if names else "it holds one model: leave out --model"
-        raise UsageError(f"the checkpoint holds no model {name!r}", hint=there)
+        raise UsageError(f"the checkpoint holds no model {name[:80]!r}", hint=there)
     tensors = {strip(full): tensor for full, tensor in checkpoint.tensors.items() if full.startswith(start)}
     aliases = {strip(a): strip(target) for a, target in checkpoint.aliases.items() if a.startswith(start)}
     kept = checkpoint.manifest.get("pretrained")
@@ -175,22 +174,28 @@ def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
     return checkpoint._replace(tensors=tensors, aliases=aliases, manifest=manifest)
 
 
-def _make_beside(
-    place: plain.Folder, checkpoint: plain.Checkpoint, out: str, to: str, tokenizer: str | None, overwrite: bool
-) -> dict[str, bytes]:
+def _prepare(
+    wanted: Pretrained, place: plain.Folder, checkpoint: plain.Checkpoint, out: str, to: str, form: str, overwrite: bool
+) -> tuple[str, plain.Checkpoint, Rounded, dict[str, bytes]]:
+    """Where the weights of a folder go, the tensors under their names there, their rounding, and what lies beside."""
     if out.endswith((".safetensors", *TORCH)):
         raise UsageError(f"{out} is one file; from_pretrained loads a folder", hint="name a folder")
-    files = make_files(checkpoint.manifest.get("pretrained"), to)
-    if tokenizer:
-        files.update(read_tokenizer(tokenizer))
+    folder = plan_folder(wanted, place, checkpoint, to)
+    for note in folder.notes:
+        logger.warning(note)
+    if folder.weights and form == "torch":
+        raise UsageError("--format torch: an adapter's weights are safetensors", hint="leave --format out")
+    if wanted.tokenizer:
+        folder.beside.update(read_tokenizer(wanted.tokenizer))
     else:
         found, told = find_tokenizer(read_job(place, checkpoint))
-        files.update(found)
+        folder.beside.update(found)
         logger.info(told)
-    there = [name for name in files if os.path.exists(os.path.join(out, name))]
+    there = [name for name in folder.beside if os.path.exists(os.path.join(out, name))]
     if there and not overwrite:
         raise UsageError(f"{out} holds {', '.join(there)} already", hint="choose another place, or add --overwrite")
-    return files
+    path = os.path.join(out, folder.weights) if folder.weights else out
+    return path, rename(checkpoint, folder.names), folder.cast, folder.beside
 
 
 def parse_size(text: str) -> int:
@@ -213,106 +218,3 @@ def _open(source: str, tag: str | None) -> tuple[plain.Folder, plain.Checkpoint]
             logger.warning("%s: %s", found.place, note)
         return found.open(), found.checkpoint
     return place, plain.read_checkpoint(place, record)
-
-
-class Rounded(plain.Fp32):
-    """What is written: floating dtypes become `dtype` (F32, BF16 or F16) by way of F32, as torch's `to` does.
-
-    `overflows` counts, by tensor, the finite values that became infinite.
-    """
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-        self.overflows: dict[str, int] = {}
-
-    def target(self, dtype: str) -> str:
-        """See Fp32."""
-        return self.dtype if dtype in ("F64", "F32", "F16", "BF16") else dtype
-
-    def __call__(self, name: str, dtype: str, block: memoryview) -> memoryview:
-        """See Fp32."""
-        if self.target(dtype) == dtype:
-            return block
-        width = plain.WIDTH[dtype]
-        out = np.empty(len(block) // width, "<f4" if self.dtype == "F32" else "<u2")
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            for start in range(0, len(out), _PART):
-                self._round(name, dtype, block[start * width : (start + _PART) * width], out[start : start + _PART])
-        return out.view(np.uint8).data
-
-    def _round(self, name: str, dtype: str, block: memoryview, out: Array) -> None:
-        before = np.frombuffer(block, "<f8") if dtype == "F64" else widen(dtype, block)
-        wide = before.astype("<f4", copy=False)
-        if self.dtype == "F32":
-            out[:] = wide
-        else:
-            _ROUND[self.dtype](wide.view("<u4"), out)
-        limit = LARGEST[self.dtype]
-        if before.max() < limit and before.min() > -limit:  # nothing becomes infinite, and nothing is nan
-            return
-        if self.dtype == "F32":
-            infinite = np.isinf(out)
-        else:
-            infinity, shift = (0x7F80, 16) if self.dtype == "BF16" else (0x7C00, 13)
-            one = infinity & -infinity  # of the exponent; below it are the payload of a NaN and what makes it quiet
-            nan = np.isnan(wide)
-            bits = wide.view("<u4")[nan]
-            out[nan] = (bits >> 16) & 0x8000 | infinity | one >> 1 | (bits >> shift) & (one - 1)
-            infinite = (out & 0x7FFF) == infinity
-        count = int(np.count_nonzero(infinite & np.isfinite(before)))
-        if count:
-            self.overflows[name] = self.overflows.get(name, 0) + count
-
-
-def widen(dtype: str, block: memoryview) -> Array:
-    """Elements of F32, BF16 or F16 as float32; bit for bit what the script makes of them."""
-    if dtype == "F32":
-        return np.frombuffer(block, "<f4")
-    bits = np.frombuffer(block, "<u2")
-    if dtype == "BF16":
-        wide: Array = (bits.astype("<u4") << 16).view("<f4")
-        return wide
-    by_table: Array = _half_bits()[bits].view("<f4")  # the machine's own conversion makes signalling NaNs quiet
-    return by_table
-
-
-@functools.cache
-def _half_bits() -> Array:
-    table: Array = np.array(plain.half_bits(), "<u4")
-    return table
-
-
-def _round_to_bf16(bits: Array, out: Array) -> None:
-    """The bits of float32, none of them NaN, to bfloat16's, to nearest even."""
-    # Half of the last place that is kept, less one unless that place is odd: ties go to even.
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    out[:] = rounded.view("<u2")[1::2]
-
-
-def _round_to_f16(bits: Array, out: Array) -> None:
-    """The same to float16. numpy's own conversion takes 20 times as long where results are subnormal.
-
-    To a magnitude is added 2^13 times its power of two, or that of the smallest normal number: what the processor keeps
-    of the sum, to nearest even, ends where float16 ends. The difference of the bits is how many last places there are.
-    """
-    size = bits & 0x7FFFFFFF
-    np.minimum(size, 0x47800000, out=size)  # 2^16, which is infinity
-    power = np.maximum(size, 0x38800000)  # 2^-14
-    power &= 0x7F800000
-    added = power + (13 << 23)
-    total = size.view("<f4")
-    total += added.view("<f4")
-    size -= added
-    power >>= 13
-    size += power
-    size -= (127 - 15 + 1) << 10
-    sign = bits >> 16
-    sign &= 0x8000
-    size |= sign
-    out[:] = size.view("<u2")[0::2]
-
-
-_ROUND = {"BF16": _round_to_bf16, "F16": _round_to_f16}

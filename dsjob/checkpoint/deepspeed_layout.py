@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsjob.checkpoint.foreign import Boxes
 from dsjob.checkpoint.torch_files import FragmentAddress, TorchFile
+from dsjob.shown import shorten
 
 MAX_PARAMETERS = 1 << 20
 Shapes = Mapping[str, tuple[int, ...]]
@@ -74,7 +75,7 @@ def read_shapes(named: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
     shapes = {str(name): tuple(shape) for name, shape in named.items()}
     wrong = next((n for n, shape in shapes.items() if any(type(size) is not int or size < 0 for size in shape)), None)
     if wrong is not None:
-        raise ValueError(f"{wrong[:80]!r} has the shape {shapes[wrong]}")
+        raise ValueError(f"{wrong[:80]!r} has the shape {shorten(shapes[wrong])}")
     return shapes
 
 

@@ -28,6 +28,7 @@ from dsjob.checkpoint.deepspeed_whole import read_whole
 from dsjob.checkpoint.foreign import Boxes, Foreign
 from dsjob.checkpoint.torch_files import TorchFile
 from dsjob.errors import CheckpointError
+from dsjob.shown import cut, shorten
 
 
 def find_deepspeed(url: str, tag: str | None = None, groups: Groups | None = None) -> Foreign | None:
@@ -50,9 +51,10 @@ def find_deepspeed(url: str, tag: str | None = None, groups: Groups | None = Non
         MemoryError,
         OverflowError,
         RecursionError,
+        RuntimeError,  # of a tensor where a number is expected
     ) as error:
-        what = str(error) if isinstance(error, ValueError) else repr(error)
-        raise layout.Damaged(f"{folder.place} is not as DeepSpeed writes it: {what[:300]}") from None
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise layout.Damaged(f"{folder.place} is not as DeepSpeed writes it: {cut(what, 300)}") from None
 
 
 class _Reader:
@@ -96,9 +98,12 @@ class _Reader:
     def _refuse_parallel(self, main: Mapping[str, Any]) -> None:
         if not isinstance(main.get("module"), dict):
             raise CheckpointError(f"{self.folder.place} has its model in files of its own: a pipeline, not supported")
-        if main.get("mp_world_size", 1) != 1:
+        parallel = main.get("mp_world_size", 1)
+        if type(parallel) is not int:
+            raise ValueError(f"mp_world_size is {shorten(parallel)}")
+        if parallel != 1:
             raise CheckpointError(
-                f"{self.folder.place} was saved by {main['mp_world_size']} tensor-parallel ranks",
+                f"{self.folder.place} was saved by {shorten(parallel)} tensor-parallel ranks",
                 hint="merge their parts with the program that made them",
             )
         if any(main.get(key) for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
@@ -108,7 +113,7 @@ class _Reader:
         """Raises Damaged where a rank's files are not there."""
         there = len(self.folder.optims)
         if type(world_size) is not int or world_size < 1:
-            raise ValueError(f"dp_world_size is {world_size!r}")
+            raise ValueError(f"dp_world_size is {shorten(world_size)}")
         if there < world_size or (self.folder.sharded and len(self.folder.models) < world_size):
             raise layout.Damaged(
                 f"{self.folder.place} was saved by {world_size} ranks, but files of {there} are there: "
@@ -127,7 +132,8 @@ class _Reader:
         counts = states[0]["partition_count"]
         if any(count != world_size for count in (counts if isinstance(counts, list) else [counts])):
             raise CheckpointError(
-                f"{self.folder.place} has partitions over {counts} of {world_size} ranks (MiCS), which is not supported"
+                f"{self.folder.place} has partitions over {shorten(counts)} of {world_size} ranks (MiCS), "
+                "which is not supported"
             )
         if any(len(state[weights]) != len(shapes) for state in states):
             raise ValueError(f"there are shapes of {len(shapes)} groups of weights, but other numbers of them")

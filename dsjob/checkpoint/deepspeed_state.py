@@ -11,6 +11,7 @@ from torch import Tensor
 from dsjob.checkpoint.deepspeed_layout import Collected
 from dsjob.checkpoint.foreign import MAX_NODES, RunState, copy_plain
 from dsjob.checkpoint.torch_files import DynamicLossScaler, LossScaler, TorchFile
+from dsjob.shown import shorten
 
 Groups = Sequence[Sequence[str]]
 
@@ -47,7 +48,7 @@ def read_run(file: TorchFile, optims: Sequence[Mapping[str, Any]], found: Collec
 def _count(main: Mapping[str, Any], key: str) -> int:
     value = main[key]
     if type(value) is not int or value < 0:
-        raise ValueError(f"{key} is {value!r}")
+        raise ValueError(f"{key} is {shorten(value)}")
     return value
 
 

@@ -25,7 +25,9 @@ from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.deepspeed_layout import Piece, place_in_order, place_stage3
 from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.named_pickle import save_named
+from dsjob.checkpoint.state import CLIENT
 from dsjob.checkpoint.torch_files import DynamicLossScaler, FragmentAddress, LossScaler
+from dsjob.checkpoint.values import decode
 from dsjob.errors import StorageError, UsageError
 
 VERSION = "0.19.6"  # of DeepSpeed, whose layout this is
@@ -55,7 +57,7 @@ def write_deepspeed(
     target: Target,
     overwrite: bool = False,
 ) -> list[str]:
-    """Writes `out`/global_step<n> and `out`/latest; the paths of the files. `values`: its state.json, decoded.
+    """Writes `out`/global_step<n> and `out`/latest; the paths of the files. `values`: its state.json.
 
     Raises UsageError where the checkpoint has no optimizer, or there is something in the way.
     """
@@ -69,7 +71,9 @@ def write_deepspeed(
         shards = layout.Shards(source, checkpoint)
         os.mkdir(os.path.join(scratch, "files"))
         try:
-            writer = _Writer(_Mapped(shards, scratch), checkpoint.aliases, values, target)
+            mapped = _Mapped(shards, scratch)
+            stored = {name: mapped.read(name) for name, tensor in mapped.tensors.items() if tensor.role == CLIENT}
+            writer = _Writer(mapped, checkpoint.aliases, decode(values, stored=stored), target)
             names = writer.write(os.path.join(scratch, "files"))
         finally:
             shards.close()

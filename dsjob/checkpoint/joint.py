@@ -68,10 +68,10 @@ class JointState:
         for name, state in self._states.items():
             state.load_optimizer(_take(tensors, name), values.get(name, {}))
 
-    def load_scheduler(self, values: Any) -> None:
+    def load_scheduler(self, values: Any, rates: bool = True) -> None:
         """See TrainingState."""
         for name, state in self._states.items():
-            state.load_scheduler((values or {}).get(name))
+            state.load_scheduler((values or {}).get(name), rates)
 
     def load_scaler(self, values: Mapping[str, Any] | None) -> None:
         """See TrainingState."""

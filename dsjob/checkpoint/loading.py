@@ -5,10 +5,11 @@ Nothing of the engine is overwritten before the checkpoint is known to be whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
@@ -35,13 +36,22 @@ from dsjob.checkpoint.rng import restore_rng
 from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.shards import ShardReader
 from dsjob.checkpoint.source import locate, open_root, renamed
-from dsjob.checkpoint.state import TrainingState
+from dsjob.checkpoint.state import CLIENT, TrainingState
 from dsjob.checkpoint.values import decode
 from dsjob.errors import CheckpointError
 from dsjob.mesh import World
 from dsjob.seeding import seed_rng
 
 T = TypeVar("T")
+
+
+Take = Callable[[dict[str, Tensor]], None]  # what a program does with weights by name, whole, on the CPU
+
+
+def _make_tensors(checkpoint: layout.Checkpoint, roles: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors to read those of `roles` into, whole, on the CPU."""
+    found = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.role in roles}
+    return {name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype]) for name, tensor in found.items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,15 @@ class Loader:
         self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
 
     def load(
-        self, engine: Savable, *, tag: str | None, strict: bool, optimizer: bool, scheduler: bool, seed: int
+        self,
+        engine: Savable,
+        *,
+        tag: str | None,
+        strict: bool,
+        optimizer: bool,
+        scheduler: bool,
+        seed: int,
+        take: Take | None = None,
     ) -> Loaded:
         """See Checkpointer.load."""
         state = view_state(engine, self._model)
@@ -76,24 +94,32 @@ class Loader:
             opened = Opened(foreign.open(), foreign.checkpoint, foreign.place, values, foreign)
         checkpoint, url, values = opened.checkpoint, opened.url, opened.values
         ours = state.model_tensors()
-        found = self._match(ours, checkpoint, url)
-        hint = "load it into the model that it was saved from, or train in another output.dir"
-        require_match(found, ours, checkpoint, strict=strict, hint=hint)
+        if take is None:
+            found = self._match(ours, checkpoint, url)
+            hint = "load it into the model that it was saved from, or train in another output.dir"
+            require_match(found, ours, checkpoint, strict=strict, hint=hint)
+            weights = {name: ours[name] for name in found.taken}
+        else:
+            weights = _make_tensors(checkpoint, layout.ROLES)
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
         job = on_all_ranks(self._world, lambda: read_job(opened.root, checkpoint)) if foreign is None else None
-        client_state = self._restore(url, lambda: decode(values.get("client_state", {})))
+        kept = _make_tensors(checkpoint, (CLIENT,))
+        client_state = self._restore(url, lambda: decode(values.get("client_state", {}), stored=kept))
         tensors = self._restore(url, lambda: state.make_optimizer_tensors(saved) if optimizer else {})
-        self._read(opened, {**{name: ours[name] for name in found.taken}, **tensors})
+        self._read(opened, {**weights, **tensors, **kept})
+        if take is not None:
+            weights.update({name: weights[first] for name, first in checkpoint.aliases.items()})
+            take({name.removeprefix("model."): weight for name, weight in weights.items()})
         same_world = len(values.get("rng", {})) == self._world.world_size
-        kept = values.get("objects", {})
-        told = self._restore(url, lambda: restore_objects(self._world, self._objects, kept))
+        objects = values.get("objects", {})
+        told = self._restore(url, lambda: restore_objects(self._world, self._objects, objects))
 
         def put_back() -> None:
             if optimizer:
                 state.load_optimizer(tensors, values["optimizer"])
                 state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
             if scheduler:
-                state.load_scheduler(values["scheduler"])
+                state.load_scheduler(values["scheduler"], rates=optimizer)
             if same_world:
                 restore_rng(values["rng"][str(self._world.rank)], state.device)
             else:

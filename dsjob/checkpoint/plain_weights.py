@@ -16,6 +16,7 @@ from dsjob.checkpoint.safetensors_header import read_header
 from dsjob.checkpoint.source import open_root
 from dsjob.checkpoint.torch_files import TorchFile
 from dsjob.errors import CheckpointError
+from dsjob.shown import cut
 
 FILE = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,250}\.(safetensors|bin|pt|pth|ckpt)")
 WHOLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
@@ -44,8 +45,8 @@ def find_weights(url: str) -> Foreign | None:
             _read_safetensors(root, name, boxes) if name.endswith(".safetensors") else _read_torch(root, name, boxes)
         checkpoint = boxes.finish(last or root.root, 0)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        what = str(error) if isinstance(error, ValueError) else repr(error)
-        raise layout.Damaged(f"{root.root}: {', '.join(names[:3])} hold no weights: {what[:300]}") from None
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise layout.Damaged(f"{root.root}: {', '.join(names[:3])} hold no weights: {cut(what, 300)}") from None
     if not checkpoint.tensors:
         raise CheckpointError(f"{url} holds no weights")
     return Foreign(root.root, "weights", checkpoint, boxes.members, None)
@@ -55,7 +56,7 @@ def _read_index(root: layout.Folder, name: str) -> list[str]:
     try:
         names = sorted(set(layout.read_object(root, name, MAX_INDEX)["weight_map"].values()))
     except (AttributeError, KeyError, TypeError) as error:
-        raise layout.Damaged(f"{root.root}/{name} is no index of weights: {error!r}") from None
+        raise layout.Damaged(f"{root.root}/{name} is no index of weights: {cut(repr(error), 300)}") from None
     wrong = next((n for n in names if not isinstance(n, str) or not FILE.fullmatch(n)), None)
     if wrong is not None:
         raise layout.Damaged(f"{root.root}/{name} names {str(wrong)[:80]!r}, which is no file of the folder")

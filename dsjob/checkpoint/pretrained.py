@@ -8,14 +8,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from dsjob.checkpoint.adapters import describe_adapters
 from dsjob.errors import UsageError
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as transformers calls them
 
 
 def describe_pretrained(model: object) -> dict[str, Any]:
-    """`config.json` and `generation_config.json` of a transformers model, as JSON values; nothing of any other."""
-    found = {}
+    """What `convert --to hf` needs of a model, as JSON values; nothing of one that is not a library's.
+
+    `config.json` and `generation_config.json` of a transformers model; `adapters`: configurations by name, of peft's.
+    """
+    found: dict[str, Any] = {}
+    adapters = describe_adapters(model)
+    if adapters:
+        found["adapters"] = adapters
     for attribute in ("config", "generation_config"):
         to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
         if to_json is None:
@@ -24,12 +31,13 @@ def describe_pretrained(model: object) -> dict[str, Any]:
             values = json.loads(to_json(), parse_constant=_refuse)
         except (TypeError, ValueError):  # of some other library's making
             continue
-        if isinstance(values, dict):
+        if isinstance(values, dict) and values:
             found[f"{attribute}.json"] = values
     config = found.get("config.json")
     if config is None:
-        return {}
-    kind = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.")), None)
+        return found if adapters else {}
+    base = model.get_base_model() if adapters and hasattr(model, "get_base_model") else model
+    kind = next((c.__name__ for c in type(base).__mro__ if c.__module__.startswith("transformers.")), None)
     if kind and not config.get("architectures"):
         config["architectures"] = [kind]
     return found

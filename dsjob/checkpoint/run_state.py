@@ -40,7 +40,7 @@ def restoring(url: str) -> Iterator[None]:
         yield
     except DsjobError:
         raise
-    except (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         kind = type(error)
         if isinstance(error, RuntimeError) and kind not in (RuntimeError, RecursionError):
             raise

@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dsjob.checkpoint.values import decode, encode
 from dsjob.errors import CheckpointError
+from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.scaler import LossScaler
 from dsjob.optim.signs import count_ranks
 
 BY_RANK = "@rank"
+_ELSEWHERE = "dsjob run FOLDER/resolved.json output.dir=OTHER_FOLDER checkpoint.resume=FOLDER/"
+CLIENT = "client"  # role of a tensor that belongs to the client_state of a program
 NOT_KEPT = ("params", "exp_avg_mask")  # of a parameter group
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -130,7 +133,7 @@ class TrainingState:
         if values.get("class", kind) != kind:
             raise CheckpointError(
                 f"the checkpoint holds the state of {values['class']}, but the optimizer is {kind} now",
-                hint="keep the optimizer, or begin anew in another folder",
+                hint=f"keep {values['class']}, or begin a run with these weights: {_ELSEWHERE}",
             )
         names, groups = self._names(), values["groups"]
         ours = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -164,10 +167,24 @@ class TrainingState:
         """The schedule's state."""
         return encode(self.scheduler.state_dict(), "scheduler", tensors=True) if self.scheduler is not None else None
 
-    def load_scheduler(self, values: Any) -> None:
-        """Gives the schedule its state back."""
+    def load_scheduler(self, values: Any, rates: bool = True) -> None:
+        """Gives the schedule its state back.
+
+        Without `rates` the optimizer's groups keep theirs for one more step, as in DeepSpeed, whose schedules set rates
+        when they step alone.
+        """
         if self.scheduler is not None and values is not None:
-            self.scheduler.load_state_dict(decode(values, self.device))
+            state = decode(values, self.device)
+            if ("num_bad_epochs" in state) != isinstance(self.scheduler, ReduceLROnPlateau):
+                raise CheckpointError(
+                    f"the checkpoint's schedule and {type(self.scheduler).__name__} do not count the same: one of them"
+                    " counts evaluations, the other steps",
+                    hint=f"keep scheduler.type, or begin a run with these weights: {_ELSEWHERE}",
+                )
+            if isinstance(self.scheduler, ClosedForm) and not rates:
+                self.scheduler.count_from(state)
+            else:
+                self.scheduler.load_state_dict(state)
 
     def scaler_values(self) -> dict[str, Any] | None:
         """The loss scale's state, with fp16."""

@@ -18,6 +18,7 @@ import threading
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
@@ -27,6 +28,7 @@ from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.dtypes import NAMES
 from dsjob.errors import CheckpointError
 
+MAX_VALUES, MAX_NESTED = 50_000_000, 100  # of a pickle, what it names several times counted each time
 MAX_PICKLE, MAX_DIRECTORY, MAX_MEMBERS = 256 << 20, 256 << 20, 1 << 20
 HARMLESS = re.compile(
     r"collections\.OrderedDict|builtins\.(set|complex)|_codecs\.encode|torch\.(Size|device|serialization\._get_layout)"
@@ -204,11 +206,58 @@ class TorchFile:
         try:
             with torch.serialization.safe_globals(stubs), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what torch will change in storages
-                return torch.load(file, weights_only=True, map_location="meta")
+                content = torch.load(file, weights_only=True, map_location="meta")
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{self.place} is refused: {str(error).splitlines()[0]}") from None
         except (Exception, RecursionError) as error:  # a hostile pickle raises whatever it likes
             raise layout.Damaged(f"{self.place} cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
+        if not is_bounded(content):
+            raise layout.Damaged(f"{self.place} holds more values than {MAX_VALUES:,}, or too deep a tree of them")
+        return content
+
+
+def is_bounded(content: Any) -> bool:
+    """Whether going through all of a value, and through its shared parts each time, ends soon.
+
+    A pickle of some kilobytes can name one list in a list, and that again, a billion times over.
+    """
+    sizes: dict[int, int] = {}  # by id: values in it, 0 while it is open
+    places: list[tuple[Any, bool]] = [(content, False)]
+    depth = 0
+    while places:
+        value, closed = places.pop()
+        parts = list(_list_parts(value))
+        if closed:
+            depth -= 1
+            sizes[id(value)] = 1 + sum(sizes.get(id(part)) or _weigh_leaf(part) for part in parts)
+            if sizes[id(value)] > MAX_VALUES:
+                return False
+        elif id(value) in sizes:
+            if not sizes[id(value)]:
+                return False  # it holds itself
+        elif parts:
+            depth += 1
+            if depth > MAX_NESTED:
+                return False
+            sizes[id(value)] = 0
+            places.append((value, True))
+            places += [(part, False) for part in parts if isinstance(part, _HOLDING)]
+    return True
+
+
+_HOLDING = (dict, list, tuple, set, LossScaler, DynamicLossScaler, FragmentAddress)
+
+
+def _weigh_leaf(value: Any) -> int:
+    return 1 + len(value) if isinstance(value, (str, bytes)) else 1
+
+
+def _list_parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set)):
+        return value
+    return vars(value).values() if isinstance(value, _HOLDING) else ()
 
 
 class CheckedFolder(layout.Folder):

@@ -42,6 +42,7 @@ DIGEST = re.compile(r"([0-9a-f]{64})?")
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "BOOL": 1}  # bytes an element
 WIDTH.update({"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1})
 MAX_RECORD, MAX_MANIFEST, MAX_DIMS, MAX_OPEN, BUFFER = 1 << 20, 256 << 20, 64, 32, 8 << 20
+MOST_EACH, MOST_EXTRA = 64, 64 << 20  # bytes of output for each byte of the shards, and beyond; tied weights are few
 TORCH = (".bin", ".pt", ".pth", ".ckpt")  # files that hold what `torch.save` writes
 OUTPUT = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 STORAGES = {"F64": "Double", "F32": "Float", "F16": "Half", "BF16": "BFloat16", "C64": "ComplexFloat", "BOOL": "Bool"}
@@ -266,7 +267,7 @@ def read_checkpoint(source: Folder, record: dict[str, Any]) -> Checkpoint:
                 raise ValueError("not another name of a tensor")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = error if isinstance(error, ValueError) else f"not as this format has it ({error!r})"
-        raise Damaged(f"{source.root}/{name}: {str(place)[:200]!r}: {what}") from None
+        raise Damaged(f"{source.root}/{name}: {str(place)[:200]!r}: {str(what)[:300]}") from None
     return Checkpoint(record["tag"], record["step"], record["dir"], files, tensors, aliases, manifest)
 
 
@@ -294,7 +295,7 @@ def parse_tensor(entry: dict[str, Any], files: dict[str, int]) -> Tensor:
 
 
 def parse_counts(values: Any) -> tuple[int, ...]:
-    if type(values) is not list or len(values) > MAX_DIMS or not all(map(is_count, values)):
+    if type(values) is not list or len(values) > MAX_DIMS or not all(is_count(n) and n < 1 << 63 for n in values):
         raise ValueError("shape, offsets or sizes are no list of whole numbers")
     return tuple(values)
 
@@ -535,6 +536,9 @@ def export(
     pack = pack_torch if form == "torch" or out.endswith(TORCH) else pack_safetensors
     once = {entry.source: entry.size for entry in entries.values()}
     total = sum(once.values() if pack is pack_torch else (entry.size for entry in entries.values()))
+    shards = {chunk.file for place in once for chunk in checkpoint.tensors[place].chunks}
+    if total > MOST_EACH * sum(checkpoint.files[file] for file in shards) + MOST_EXTRA:
+        raise Damaged(f"{total} bytes would be written, many times what the shards hold: tensors share their bytes")
     folder = os.path.dirname(next(iter(files))) or "."
     if os.path.realpath(folder) == os.path.join(source.root, checkpoint.folder):
         raise Refused(f"{folder} is the folder of a step, which is never changed", "choose another output")

@@ -10,9 +10,13 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from keyword import iskeyword
+from os import _exit  # the real one, which `exits` replaces
 from typing import Any, NoReturn
 
+from dsjob import locations
+from dsjob.environment import watch_output
 from dsjob.errors import DocumentError, DsjobError, Preempted, UsageError
+from dsjob.exits import keep_exit_code
 
 USAGE = """\
 dsjob: train from a job document
@@ -33,16 +37,30 @@ dsjob: train from a job document
   dsjob COMMAND --help                   more about a command
   --cfg job|hydra|all, --info, --config-dir DIR, --hydra-help, -sc install=bash: as in every Hydra program
   --trust PREFIX                         let the document name code beyond dsjob's list and its own folder
+  --trust protocol:NAME, folder:PATH     let URLs have another protocol; let what is listed write to a folder
   --trust-remote-code, --unpinned        allow code from a hub; names on a hub without a revision
   --debug                                show tracebacks
   --version
 """
 
+_WITH_OVERRIDES = ("run", "show", "plan", "compare-engines")
 _COMMANDS = ("run", "validate", "show", "plan", "schema", "import", "compare-engines", "convert", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code (see `errors`)."""
+    with watch_output():
+        code = _run(argv)
+        if argv is None and code and "torch" in sys.modules:
+            from dsjob.rank import end_joined
+
+            end_joined(code)  # the interpreter's end would wait for threads and workers, and the other ranks for it
+    if argv is None and code:
+        keep_exit_code(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     before = signal.signal(signal.SIGINT, _leave)
@@ -53,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DsjobError as error:
         if debug:
             traceback.print_exc()
-        elif error.exit_code == 130:
-            print("dsjob: interrupted", file=sys.stderr)  # noqa: T201
-        elif isinstance(error, Preempted):  # what was asked for, and done
+        elif isinstance(error, Preempted) or error.exit_code == 130:  # what was asked for, and done
             print(f"dsjob: {error}", file=sys.stderr)  # noqa: T201
         else:
             _print_error(error)
@@ -69,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        from dsjob.launch import describe_failure
+        from dsjob.failures import describe_failure
 
         _print_error(DsjobError(describe_failure(error), hint="run again with --debug for the traceback"))
         return 1
@@ -80,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _leave(number: int, _: Any) -> NoReturn:
     """Ctrl-C before a job has begun: an exception could be lost in a third party's import."""
     os.write(2, b"dsjob: interrupted\n")
-    os._exit(130)
+    _exit(130)
 
 
 def _dispatch(arguments: list[str], debug: bool) -> int:
@@ -97,10 +113,22 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
         command, rest = first, arguments[1:]
     else:
         command, rest = "run", arguments
+    if command in _WITH_OVERRIDES:
+        from dsjob.cli.overrides import require_overrides
+
+        require_overrides(rest)
+    if first not in _COMMANDS:
         _require_runnable(first)
+    locations.allow(_read_protocols)
     module = import_module(f"dsjob.cli.{command.replace('-', '_')}{'_' if iskeyword(command) else ''}")
     code: int = module.main(rest, debug)
     return code
+
+
+def _read_protocols() -> frozenset[str]:
+    from dsjob.cli.trusted import read_protocols
+
+    return read_protocols()
 
 
 def parse_count(text: str) -> int:
@@ -118,9 +146,7 @@ def _require_runnable(first: str) -> None:
         raise UsageError(f"no such file: {first}")
     from dsjob.check import suggest
 
-    raise UsageError(
-        f"no command or file is called {first!r}", hint=suggest(first, _COMMANDS) or "dsjob --help lists them"
-    )
+    raise UsageError(f"unknown command or file {first!r}", hint=suggest(first, _COMMANDS) or "dsjob --help lists them")
 
 
 def _print_error(error: DsjobError) -> None:

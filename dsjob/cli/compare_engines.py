@@ -12,7 +12,7 @@ from dsjob import compose as composition
 from dsjob import launch
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
-from dsjob.cli.trusted import add_arguments, grant, list_untrusted
+from dsjob.cli.trusted import add_arguments, allow_protocols, grant, list_untrusted, read_environment
 from dsjob.errors import DocumentError, UsageError
 from dsjob.resolve import read_nproc, resolve_job
 
@@ -28,8 +28,10 @@ def main(arguments: list[str], debug: bool) -> int:
     args = _parse(arguments)
     if launch.read_world_size() is not None:
         raise UsageError("compare-engines starts its own ranks", hint="run it once, with launch.nproc=N")
+    allow_protocols(args.trust)
     file, overrides = split_source(args.source)
-    composed = composition.compose([*overrides, "engine=deepspeed"], file=file, config_dir=args.config_dir)
+    given, environment = [*overrides, "engine=deepspeed"], read_environment()
+    composed = composition.compose(given, file=file, config_dir=args.config_dir, environment=environment)
     nproc = read_nproc(composed.document)
     resolved = resolve_job(composed.document, world_size=nproc, locate=composed.locate, ranks_from="launch.nproc")
     trust = grant(file, args)

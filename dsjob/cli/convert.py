@@ -8,6 +8,8 @@ from typing import Any
 
 from dsjob.checkpoint import convert as conversion
 from dsjob.checkpoint import zero_to_fp32 as plain
+from dsjob.checkpoint.pretrained_folder import Pretrained
+from dsjob.checkpoint.rounding import DTYPES
 from dsjob.cli.bar import show_progress
 from dsjob.errors import UsageError
 
@@ -26,6 +28,9 @@ def main(arguments: list[str], debug: bool) -> int:
         raise UsageError(
             "--dtype and --tokenizer belong to --to hf or deepspeed", hint="--to fp32, bf16 or fp16 says the dtype"
         )
+    given = [name for name in ("merge", "adapter", "adapter_config") if getattr(args, name)]
+    if given and not hf:
+        raise UsageError(f"--{given[0].replace('_', '-')} belongs to --to hf", hint="--to fp32 writes all tensors")
     if hf and not args.out:
         raise UsageError("--to hf makes a folder, and none was named", hint="dsjob convert --to hf CKPT FOLDER")
     if hf and (args.strip or args.prefix):
@@ -41,8 +46,7 @@ def main(arguments: list[str], debug: bool) -> int:
             overwrite=args.overwrite,
             form=args.format,
             names=conversion.Names(args.strip, args.prefix, args.exclude_frozen),
-            pretrained=hf,
-            tokenizer=args.tokenizer,
+            pretrained=Pretrained(args.tokenizer, args.merge, args.adapter, args.adapter_config) if hf else None,
             progress=progress,
         )
     _show(written, hf)
@@ -52,7 +56,7 @@ def main(arguments: list[str], debug: bool) -> int:
 def _write_deepspeed(args: argparse.Namespace) -> int:
     if args.out is None or args.zero_stage is None or args.world_size is None or args.world_size < 1:
         raise UsageError("--to deepspeed needs OUT, --zero-stage 1, 2 or 3, and --world-size N, at least 1")
-    other = ("model", "strip", "prefix", "exclude_frozen", "format", "tokenizer")
+    other = ("model", "strip", "prefix", "exclude_frozen", "format", "tokenizer", "merge", "adapter", "adapter_config")
     given = [f"--{name.replace('_', '-')}" for name in other if getattr(args, name)]
     if given:
         raise UsageError(f"{', '.join(given)} cannot be had with --to deepspeed", hint="a run goes on with all it had")
@@ -84,15 +88,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     out = "a folder, or a file *.safetensors, *.bin, *.pt, *.pth, *.ckpt (weights-TAG-DTYPE in the checkpoint folder)"
     add("out", nargs="?", metavar="OUT", help=out)
     to = "dtype of the weights (fp32); hf: a folder that transformers' from_pretrained loads; deepspeed: its files"
-    add("--to", choices=(*conversion.DTYPES, "hf", "deepspeed"), default="fp32", help=to)
+    add("--to", choices=(*DTYPES, "hf", "deepspeed"), default="fp32", help=to)
     add("--format", choices=("safetensors", "torch"), default="", help="of the files in a folder (safetensors)")
     add("-t", "--tag", help="the checkpoint to convert (the newest)")
     add("--model", metavar="NAME", help="one of the job's several models (all)")
     add("--strip", default="", metavar="TEXT", help="leave out this beginning of names, such as module.")
     add("--prefix", default="", metavar="TEXT", help="put this before each name")
     add("--exclude-frozen", action="store_true", help="leave out the parameters that were not trained")
-    add("--dtype", choices=tuple(conversion.DTYPES), help="with --to hf: of the weights (fp32); deepspeed: the job's")
+    add("--dtype", choices=tuple(DTYPES), help="with --to hf: of the weights (fp32); deepspeed: the job's")
     add("--tokenizer", metavar="FOLDER", help="with --to hf: copy a tokenizer's files from there (the job's)")
+    add("--merge", action="store_true", help="with --to hf: merge a LoRA adapter into the weights")
+    add("--adapter", metavar="NAME", help="with --to hf: one of several adapters")
+    add("--adapter-config", metavar="FILE", help="with --to hf: adapter_config.json, of checkpoints that lack it")
     add("--zero-stage", type=int, choices=(1, 2, 3), help="with --to deepspeed: its ZeRO stage")
     add("--world-size", type=int, metavar="N", help="with --to deepspeed: how many ranks go on from it")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
@@ -106,7 +113,10 @@ def _show(written: list[plain.Written], hf: bool) -> None:
         print(f"{file.path}  {file.size:,} bytes{what}  sha256 {file.sha256}")  # noqa: T201
     files = [file.path for file in written if file.tensors]
     if hf:
-        folder = files[0].rpartition("/")[0]
+        folder, _, name = files[0].rpartition("/")
+        if name.startswith("adapter_model"):
+            print(f"\nload with:  peft.PeftModel.from_pretrained(base_model, {folder!r})")  # noqa: T201
+            return
         print(f"\nload with:  transformers.AutoModel.from_pretrained({folder!r}), or the model's own class")  # noqa: T201
         return
     torch = files[0].endswith(plain.TORCH)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from dsjob import launch
-from dsjob.cli.trusted import list_untrusted
-from dsjob.errors import DocumentError, Interrupted, Problem
+from dsjob.advice import count_too_few_cores
+from dsjob.cli.trusted import list_untrusted, place_origins
+from dsjob.environment import hide_values, parse_reference
+from dsjob.errors import DocumentError, Interrupted, Problem, TargetError
+from dsjob.failed_starts import find_existing, taking_back
 from dsjob.origins import Composed
-from dsjob.resolve import read_nproc, resolve_job
+from dsjob.redaction import list_texts
+from dsjob.resolve import place_problems, read_nproc, resolve_job
 from dsjob.run_folder import describe_other_job, list_commits, make_run_dir
 from dsjob.trust import Trust
 
@@ -32,24 +37,82 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
     document, warnings = resolved.document, resolved.warnings
     if composed.file is not None and "://" not in composed.file.source:
         document["resolved"].setdefault("file", os.path.abspath(composed.file.source))
-    problems = list_untrusted(composed, document, trust)
+    hide_values(document)
+    problems = list_untrusted(composed, document, trust) + _find_unset(composed, document)
     if problems:
         raise DocumentError(problems)
     if not joined or os.environ.get("RANK") == "0":
-        _print_warnings(warnings)
+        for note in composed.notes:
+            print(note, file=sys.stderr)  # noqa: T201
+        _print_warnings([*warnings, *place_problems(_warn_of_cores(document), composed.locate)])
+        if run_dir is None:
+            _say_first(composed, world_size)
     if joined:
-        return launch.join(document, trust=trust)
-    run_dir = run_dir or make_run_dir(document["output"]["dir"], document["name"])
+        from dsjob.joined import join
+
+        return join(document, trust=trust)
+    if run_dir is not None:
+        with _saying_if_nothing_was_saved(run_dir, document):
+            return _start(composed, document, run_dir, trust, debug)
+    wanted = document["output"]["dir"], document["name"]
+    existing, run_dir = find_existing(*wanted), make_run_dir(*wanted)
+    with _saying_if_nothing_was_saved(run_dir, document), taking_back(run_dir, existing):
+        return _start(composed, document, run_dir, trust, debug)
+
+
+@contextmanager
+def _saying_if_nothing_was_saved(run_dir: str, document: dict[str, Any]) -> Iterator[None]:
+    """Says so where a stopped run has no checkpoint; its folder may have been removed with it."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        if not list_commits(run_dir, document):
+            place = f" in {run_dir}" if os.path.isdir(run_dir) else ""
+            print(f"dsjob: nothing was saved{place}", file=sys.stderr)  # noqa: T201
+        raise
+
+
+def _start(composed: Composed, document: dict[str, Any], run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
     before = list_commits(run_dir, document)
     if before and (other := describe_other_job(run_dir, document)):
         raise DocumentError([Problem(other, ("output", "dir"), "another-job", "choose another output.dir")])
     try:
         return launch.start(document, run_dir, trust=trust, debug=debug)
+    except TargetError as error:
+        if not error.path:
+            raise
+        raise DocumentError(place_origins([error.to_problem()], composed)) from error
     except (Exception, KeyboardInterrupt) as error:
-        stopped = isinstance(error, (Interrupted, KeyboardInterrupt)) and before
-        if stopped or list_commits(run_dir, document) != before:
-            print(f"dsjob: to go on from the last checkpoint: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
+        stopped, commits = isinstance(error, (Interrupted, KeyboardInterrupt)), list_commits(run_dir, document)
+        if commits and (stopped or commits != before):
+            newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
+            print(f"dsjob: the newest checkpoint is {newest}; to resume: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
         raise
+
+
+def _say_first(composed: Composed, world_size: int) -> None:
+    """A line before torch is imported, which takes seconds."""
+    origin = composed.file.source if composed.file else f"recipe {', '.join(composed.recipes)}"
+    ranks = f"{world_size:,} rank{'s' * (world_size > 1)}"
+    print(f"starting {composed.document['name']} ({origin}) on {ranks}", flush=True)  # noqa: T201
+
+
+def _warn_of_cores(document: dict[str, Any]) -> list[Problem]:
+    cores = count_too_few_cores(document["launch"])
+    message = f"far more ranks than the {cores} CPU core{'s' * (cores > 1)} of this machine: they will be slow"
+    hint = f"launch.nproc={cores}, or a machine with as many GPUs"
+    return [Problem(message, ("launch", "nproc"), "cores", hint, severity="warning")] if cores else []
+
+
+def _find_unset(composed: Composed, document: dict[str, Any]) -> list[Problem]:
+    """What targets would read of the environment and is not there."""
+    found = []
+    for path, text in list_texts(document):
+        reference = parse_reference(text)
+        if reference and (missing := reference.find_missing()):
+            message = f"environment variable {missing} is not set"
+            found.append(Problem(message, path, "environment", f"export {missing}=..."))
+    return place_problems(found, composed.locate)
 
 
 def _print_warnings(warnings: Sequence[Problem]) -> None:

@@ -62,7 +62,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the document there")
     parser.add_argument("--force", action="store_true", help="replace a file that is there already")
-    parser.add_argument("--kind", choices=SOURCE_KINDS, help="what a FILE is whose content leaves it open")
+    parser.add_argument("--kind", choices=SOURCE_KINDS, help="the type of FILEs that cannot be detected")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     return parser.parse_intermixed_args(arguments[:cut]), arguments[cut + 1 :]
 

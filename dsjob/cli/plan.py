@@ -12,7 +12,7 @@ from dsjob import compose as composition
 from dsjob import launch
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
-from dsjob.cli.trusted import add_arguments, grant, list_untrusted
+from dsjob.cli.trusted import add_arguments, allow_protocols, grant, list_untrusted, read_environment
 from dsjob.cli.unnamed import complete
 from dsjob.errors import DataError, DocumentError, FitError, UsageError
 from dsjob.plan.communication import predict_checkpoint, predict_communication
@@ -33,8 +33,9 @@ def main(arguments: list[str], debug: bool) -> int:
     args = _parse(arguments)
     if args.require_fit and args.device_memory is None:
         raise UsageError("--require-fit needs to know what has to suffice", hint="add --device-memory 80GiB")
+    allow_protocols(args.trust)
     file, overrides = split_source(args.source, bare=args.params is not None)
-    composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+    composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
     given = composed.document
     world_size, ranks_from = choose_world_size(
         given, composed.locate, asked=args.world_size, started=launch.read_world_size()

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsjob import compose as composition
-from dsjob import launch
+from dsjob import launch, storage
+from dsjob.advice import train_longer
 from dsjob.cli.execute import run_composed
-from dsjob.cli.trusted import add_arguments, grant
+from dsjob.cli.trusted import add_arguments, allow_protocols, grant, read_environment
 from dsjob.document import Document
-from dsjob.errors import UsageError
+from dsjob.errors import UnsavedError, UsageError
 from dsjob.origins import STDIN, Composed, is_deepspeed, read_document
+from dsjob.rank import end_rank
 from dsjob.redaction import hide_secrets
 from dsjob.run_folder import RESOLVED_NAME
 
@@ -28,6 +30,7 @@ def main(arguments: list[str], debug: bool) -> int:
 
         sys.stdout.write(USAGE)
         return 0
+    allow_protocols(args.trust)
     file, overrides = split_source(args.overrides)
     trust = grant(file, args)
     if args.multirun:
@@ -37,18 +40,23 @@ def main(arguments: list[str], debug: bool) -> int:
 
         return sweep.main(overrides, file, args.config_dir, debug, trust)
     if args.cfg == "job":
-        composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+        composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
         _print_yaml(composed.document, args.package)
         return 0
     if args.cfg or args.info or args.shell_completion or args.hydra_help:
         composition.answer(args, overrides, file)
         return 0
-    composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+    composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
     result = run_composed(composed, trust, debug)
+    if result.get("status") == "unsaved":
+        raise UnsavedError(
+            f"the run reached step {result['step']}, but its final state could not be saved: {result['error']}",
+            hint=f"correct the cause, then repeat the steps since the last checkpoint: dsjob run {result['run_dir']}",
+        )
     if result.get("checkpoint"):
         _say_next(result, composed)
     if launch.read_world_size() is not None:
-        launch.end_rank(0)
+        end_rank(0)
     return 0
 
 
@@ -68,8 +76,10 @@ def split_source(overrides: Sequence[str], *, bare: bool = False) -> tuple[Docum
         resolved = os.path.join(source, RESOLVED_NAME)
         if not os.path.exists(resolved):
             raise UsageError(f"{source} is no run's folder: there is no {RESOLVED_NAME} in it")
+        document = read_document(resolved)
+        _require_same_places(source.rstrip("/") or "/", document.value, rest)
         here = f"output.dir={_quote(source.rstrip('/') or '/')}"
-        return read_document(resolved), ["checkpoint.resume=auto", *rest, here]
+        return document, ["checkpoint.resume=auto", *rest, here]
     if not ("://" in source or source == "-" or os.path.exists(source)):
         raise UsageError(f"no such file: {source}")
     document = read_document(source)
@@ -91,6 +101,26 @@ def split_source(overrides: Sequence[str], *, bare: bool = False) -> tuple[Docum
     return document, rest
 
 
+def _require_same_places(folder: str, document: Any, overrides: Sequence[str]) -> None:
+    """Refuses overrides by which a run would not go on from where it is. Raises UsageError."""
+    pairs = (word.lstrip("+").partition("=") for word in overrides)
+    given = {key: value.strip("'\"") for key, _, value in pairs if key in ("output.dir", "checkpoint.dir")}
+    out = given.get("output.dir")
+    if out is not None and os.path.abspath(out) != os.path.abspath(folder):
+        raise UsageError(
+            f"output.dir={out}: dsjob run {folder} resumes the run in that folder, and writes nowhere else",
+            hint=f"start another run with dsjob run {folder}/{RESOLVED_NAME} output.dir={out}",
+        )
+    section = document.get("checkpoint") if isinstance(document, dict) else None
+    before = (section.get("dir") if isinstance(section, dict) else None) or f"{folder}/checkpoints"
+    after = given.get("checkpoint.dir", before)
+    if after != before and not storage.list_names(storage.join(after, "commits")):
+        raise UsageError(
+            f"checkpoint.dir={after} holds no checkpoint: the run in {folder} keeps its checkpoints in {before}",
+            hint=f"copy them first with dsjob ckpt copy {before} {after}",
+        )
+
+
 def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
@@ -98,12 +128,13 @@ def _quote(text: str) -> str:
 def _say_next(result: dict[str, Any], composed: Composed) -> None:
     """The commands that a user may want now, ready to be pasted."""
     run_dir, trainer = result["run_dir"], composed.document["trainer"]
-    longer = [f"trainer.max_steps={2 * max(trainer['max_steps'], result['step'])}"] if "max_steps" in trainer else []
-    longer += [f"trainer.max_epochs={2 * trainer['max_epochs']:g}"] if "max_epochs" in trainer else []
+    limits = trainer.get("max_steps"), trainer.get("max_epochs")
+    longer = train_longer(*limits, step=result["step"], epochs=result.get("epochs"))
+    form, out = ("hf", "model") if result.get("pretrained") else ("fp32", "weights")
     again = f"{run_dir}/{RESOLVED_NAME}"
     lines = (
-        ("train on", f"dsjob run {run_dir} {' '.join(longer)}"),
-        ("convert", f"dsjob convert --to fp32 {result['checkpoint'].rpartition('/')[0]} {run_dir}/weights"),
+        ("train on", f"dsjob run {run_dir} {longer}"),
+        ("convert", f"dsjob convert --to {form} {result['checkpoint'].rpartition('/')[0]} {run_dir}/{out}"),
         ("repeat", f"dsjob run {again}"),
         ("sweep", f"dsjob -m {f'+recipe={composed.recipes[0]}' if composed.recipes else again} {_sweep(composed)}"),
     )

@@ -15,6 +15,7 @@ from dsjob import launch
 from dsjob import schema as contract
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
+from dsjob.cli.trusted import read_environment
 from dsjob.cli.unnamed import complete
 from dsjob.errors import UsageError
 from dsjob.origins import Composed
@@ -58,7 +59,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _resolve(source: list[str], args: argparse.Namespace) -> tuple[Composed, Resolved]:
     file, overrides = split_source(source, bare=True)
-    composed = composition.compose(overrides, file=file, config_dir=args.config_dir)
+    composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
     world_size, ranks_from = choose_world_size(
         composed.document, composed.locate, asked=args.world_size, started=launch.read_world_size()
     )

@@ -13,10 +13,21 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dsjob import compose as composition
-from dsjob import launch
 from dsjob.cli.execute import run_composed
+from dsjob.cli.trusted import allow_protocols, read_environment
 from dsjob.document import Document
-from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, Preempted, Problem
+from dsjob.environment import mask
+from dsjob.errors import (
+    ContractError,
+    DocumentError,
+    DsjobError,
+    Interrupted,
+    LaunchError,
+    Preempted,
+    Problem,
+    UsageError,
+)
+from dsjob.failures import describe_failure
 from dsjob.origins import Composed, read_document
 from dsjob.resolve import place_problems
 from dsjob.rules import RULES
@@ -25,13 +36,15 @@ from dsjob.trust import Trust
 
 # How the sweep reaches its runs, which a launcher may start in other processes.
 _ID_VARIABLE, _TRUST_VARIABLE = "DSJOB_SWEEP_ID", "DSJOB_SWEEP_TRUST"
+_OPTUNA = "hydra/sweeper=optuna"
 _FILE_VARIABLE, _DEBUG_VARIABLE, _DIR_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEEP_DEBUG", "DSJOB_SWEEP_DIR"
 
 
 def main(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool, trust: Trust) -> int:
     """Sweeps; the exit code is 1 if any run failed."""
     _refuse_secrets(overrides)
-    first = composition.compose(composition.take_first(overrides), file=file, config_dir=config_dir)
+    each = composition.take_first(overrides)
+    first = composition.compose(each, file=file, config_dir=config_dir, environment=read_environment())
     _refuse_secrets_composed(first)
     folder = _choose_folder(overrides, first.document)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
@@ -39,13 +52,50 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
     os.environ[_FILE_VARIABLE] = file.source if file is not None else ""
     os.environ[_DEBUG_VARIABLE] = "1" if debug else ""
     chosen = [f"hydra.sweep.dir='{folder}'"] if folder is not None else []
-    composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
+    chosen += _settle_optuna(overrides, first.document)
+    try:
+        composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
+    except UsageError:  # Optuna's way to say that no trial was completed, too
+        folder = folder or os.environ.get(_DIR_VARIABLE)
+        if folder is None or not _collect(folder):
+            raise
     folder = folder or os.environ[_DIR_VARIABLE]
     results = _collect(folder)
     if not results:
         raise LaunchError(f"no run of the sweep has left a result in {folder}")
     _print_table(folder, results)
     return 0 if all(entry["status"] == "done" for entry in results.values()) else 1
+
+
+def _settle_optuna(overrides: list[str], document: dict[str, Any]) -> list[str]:
+    """What Optuna's sweeper has to know: which way is better, and that trials which fail do not end the study.
+
+    Raises UsageError where the document and `hydra.sweeper.direction` contradict one another.
+    """
+    if _OPTUNA not in overrides:
+        return []
+    given = {override.partition("=")[0]: override.partition("=")[2] for override in overrides}
+    best = document.get("checkpoint", {}).get("best") or {}
+    meant = {"min": "minimize", "max": "maximize"}.get(best.get("mode", ""), "minimize")
+    direction = given.get("hydra.sweeper.direction", meant)
+    if best and direction in ("minimize", "maximize") and direction != meant:
+        raise UsageError(
+            f"hydra.sweeper.direction={direction} contradicts checkpoint.best.mode: {best.get('mode', 'min')}",
+            hint=f"leave it out, or checkpoint.best.mode={direction[:3]}",
+        )
+    chosen = {"hydra.sweeper.direction": meant, "hydra.sweeper.max_failure_rate": "1"}
+    return [f"{key}={value}" for key, value in chosen.items() if key not in given]
+
+
+def _read_objective(document: dict[str, Any], result: dict[str, Any]) -> float:
+    """What sweepers compare runs by: the last value of the metric that checkpoint.best names, else the evaluation's
+    loss, or without one that of training. Raises ContractError where the run has no such metric."""
+    metrics = result.get("metrics", {})
+    best = document.get("checkpoint", {}).get("best")
+    name = best.get("metric", "eval/loss") if best else "eval/loss" if "eval/loss" in metrics else "loss"
+    if name not in metrics:
+        raise ContractError(f"the run gave no {name}, by which checkpoint.best has the sweep compare runs")
+    return float(metrics[name])
 
 
 def _refuse_secrets(overrides: list[str]) -> None:
@@ -88,6 +138,7 @@ def run_one(config: DictConfig) -> float:
     with open_dict(config):
         config.hydra = hydra
     trust = Trust.from_text(os.environ[_TRUST_VARIABLE])
+    allow_protocols(trust.prefixes)
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
     told = [override for override in given if not override.startswith("+job_file=")]
     print(f"\n== run {hydra.job.num}: {' '.join(told)}", flush=True)  # noqa: T201
@@ -98,23 +149,24 @@ def run_one(config: DictConfig) -> float:
         raise SystemExit(2)  # no Exception: Hydra would go on with the next run
     try:
         source = os.environ.get(_FILE_VARIABLE)
-        composed = composition.finish(config, read_document(source) if source else None)
+        composed = composition.finish(config, read_document(source) if source else None, read_environment())
         result = run_composed(composed, trust, bool(os.environ.get(_DEBUG_VARIABLE)), run_dir=run_dir)
+        objective = _read_objective(composed.document, result)
     except (Interrupted, Preempted) as error:
-        if isinstance(error, Preempted):
-            print(f"dsjob: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"dsjob: {error}", file=sys.stderr, flush=True)  # noqa: T201
         raise SystemExit(error.exit_code) from error  # no Exception: Hydra would go on with the next run
     except Exception as error:
         known = isinstance(error, DsjobError)
-        message = str(error) if known else launch.describe_failure(error)
+        message = mask(str(error) if known else describe_failure(error))
         if not known and os.environ.get(_DEBUG_VARIABLE):
             traceback.print_exc()
         print(f"dsjob: error: {message}", file=sys.stderr, flush=True)  # noqa: T201
         _write(run_dir, {"status": "failed", "error": message, "overrides": told})
+        if hydra.runtime.choices.get("hydra/sweeper") == "optuna":
+            raise  # it counts this trial as failed, and would be stopped by nan
         return math.nan
     _write(run_dir, {**result, "overrides": told})
-    metrics = result.get("metrics", {})
-    return float(metrics.get("eval/loss", metrics.get("loss", math.nan)))
+    return objective
 
 
 def _write(run_dir: str, result: dict[str, Any]) -> None:
@@ -151,4 +203,4 @@ def _print_table(folder: str, results: dict[str, dict[str, Any]]) -> None:
     console.print(table)
     for run, entry in results.items():
         if "error" in entry:
-            console.print(f"run {run} failed: {entry['error']}", markup=False, soft_wrap=True)
+            console.print(f"run {run} {entry['status']}: {entry['error']}", markup=False, soft_wrap=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import pwd
 import re
 import stat
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsjob import document as documents
+from dsjob import locations
 from dsjob.document import Document
 from dsjob.dsconfig import find_origin
 from dsjob.errors import Problem, UsageError
@@ -22,7 +24,12 @@ from dsjob.trust import Trust, check_document
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags --trust, --trust-remote-code and --unpinned."""
     parser.add_argument(
-        "--trust", action="append", default=[], metavar="PREFIX", help="let the document name this module or callable"
+        "--trust",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="let the document name this module or callable; protocol:NAME: let URLs have this protocol; "
+        "folder:PATH: let listed constructors write there",
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="allow trust_remote_code, and weights that are unpickled"
@@ -32,27 +39,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def grant(file: Document | None, args: argparse.Namespace | None = None) -> Trust:
     """The trust for a job file (None: for a recipe), from the flags in `args` and the user's config file."""
+    folders, rejected = _list_folders(file)
     return Trust(
         prefixes=(*(args.trust if args else ()), *read_prefixes(config_path())),
-        folders=tuple(_list_folders(file)),
+        folders=folders,
+        rejected=rejected,
         local=file is None or not comes_from_elsewhere(file.source),
         remote_code=bool(args and args.trust_remote_code),
         unpinned=bool(args and args.unpinned),
     )
 
 
-def _list_folders(file: Document | None) -> Sequence[str]:
+def allow_protocols(prefixes: Sequence[str]) -> None:
+    """Lets this process open URLs with the protocols among what the flags grant, the job file's own among them."""
+    locations.allow(lambda: Trust(prefixes=tuple(prefixes)).protocols)
+
+
+def read_protocols() -> frozenset[str]:
+    """The protocols of URLs that the user's config file grants."""
+    return Trust(prefixes=read_prefixes(config_path())).protocols
+
+
+def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     """Where modules that a document names may lie: the current folder, and the job file's own unless it was written by
-    a run, which names the job file that it was made from, or comes from elsewhere."""
-    folders = [os.getcwd()]
-    if file is not None and not comes_from_elsewhere(file.source):
-        source: Any = file.source
-        if os.path.basename(file.source) == RESOLVED_NAME:
-            resolved = file.value.get("resolved")
-            source = resolved.get("file") if isinstance(resolved, dict) else None
-        if isinstance(source, str) and os.path.isfile(source) and os.stat(source).st_uid == os.geteuid():
-            folders.append(os.path.dirname(os.path.abspath(source)))
-    return list(dict.fromkeys(folders))
+    a run, which names the job file that it was made from, or comes from elsewhere. Then the folders of job files that
+    belong to somebody else, which are not searched, each with the reason."""
+    here = os.getcwd()
+    source: Any = file.source if file is not None else None
+    rejected = {}
+    if file is not None and os.path.basename(file.source) == RESOLVED_NAME:
+        resolved = file.value.get("resolved")
+        source = resolved.get("file") if isinstance(resolved, dict) else None
+        if isinstance(source, str) and (owner := _find_other_owner(file.source)):
+            rejected[os.path.dirname(os.path.abspath(source))] = f"{file.source} belongs to {owner}"
+            source = None
+    if not isinstance(source, str) or comes_from_elsewhere(source) or not os.path.isfile(source):
+        return (here,), tuple(rejected.items())
+    folder = os.path.dirname(os.path.abspath(source))
+    if owner := _find_other_owner(source):
+        return (here,), ((folder, f"{source} belongs to {owner}"),)
+    return tuple(dict.fromkeys((here, folder))), ()
+
+
+def _find_other_owner(path: str) -> str:
+    """Whom a file belongs to, where it is somebody else's."""
+    owner = os.stat(path).st_uid if os.path.exists(path) else os.geteuid()
+    if owner == os.geteuid():
+        return ""
+    try:
+        return f"the user {pwd.getpwuid(owner).pw_name}"
+    except KeyError:
+        return f"the user with the id {owner}"
 
 
 def comes_from_elsewhere(source: str) -> bool:
@@ -66,16 +103,18 @@ def comes_from_elsewhere(source: str) -> bool:
         return True
     if all(os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", "state.json")):
         return True
-    return os.path.basename(path) == RESOLVED_NAME and os.path.exists(path) and os.stat(path).st_uid != os.geteuid()
+    return os.path.basename(path) == RESOLVED_NAME and bool(_find_other_owner(path))
 
 
 def list_untrusted(composed: Composed, resolved: dict[str, Any], trust: Trust) -> list[Problem]:
     """What a document names and `trust` does not grant, with places in `composed`, which it was resolved from."""
+    return place_origins(check_document(resolved, trust), composed)
+
+
+def place_origins(problems: list[Problem], composed: Composed) -> list[Problem]:
+    """Problems of a resolved document with their places in `composed`, which it was resolved from."""
     config = composed.document.get("deepspeed", {})
-    return place_problems(
-        check_document(resolved, trust),
-        lambda path: composed.locate(find_origin(path, composed.document, config)),
-    )
+    return place_problems(problems, lambda path: composed.locate(find_origin(path, composed.document, config)))
 
 
 def config_path() -> str:
@@ -84,8 +123,25 @@ def config_path() -> str:
     return os.path.join(home, "dsjob", "config.yaml")
 
 
+class Granted(NamedTuple):
+    """What the user's config file says: `trust` (prefixes), `environment` (variables that any document may read)."""
+
+    trust: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+
+
 def read_prefixes(path: str) -> tuple[str, ...]:
-    """The list `trust` of the config file at `path`; none without a file.
+    """The list `trust` of the config file at `path`; see `read_config`."""
+    return read_config(path).trust
+
+
+def read_environment() -> tuple[str, ...]:
+    """The variables that any document of this user may read; see `read_config`."""
+    return read_config(config_path()).environment
+
+
+def read_config(path: str) -> Granted:
+    """The config file at `path`; nothing is granted without a file.
 
     Raises UsageError where somebody else could have written it: it must belong to the user, and neither it nor its
     folder may be writable by others.
@@ -93,7 +149,7 @@ def read_prefixes(path: str) -> tuple[str, ...]:
     try:
         file = open(path, "rb")  # noqa: SIM115 (closed below)
     except FileNotFoundError:
-        return ()
+        return Granted()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     with file:
@@ -107,7 +163,9 @@ def read_prefixes(path: str) -> tuple[str, ...]:
         except UnicodeDecodeError as error:
             raise UsageError(f"cannot read {path}: not UTF-8 text (byte {error.start})") from error
     values = documents.parse(text, path).value if text.strip() else {}
-    prefixes = values.get("trust", [])
-    if set(values) - {"trust"} or not isinstance(prefixes, list) or not all(isinstance(p, str) for p in prefixes):
-        raise UsageError(f"{path} may hold a list of dotted names, and nothing else", hint="trust: [my_package]")
-    return tuple(prefixes)
+    for key, names in values.items():
+        known = key in Granted._fields and isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not known:
+            hint = "trust: [my_package] and environment: [MY_VARIABLE]"
+            raise UsageError(f"{path} may hold lists of dotted names, and nothing else", hint=hint)
+    return Granted(**{key: tuple(names) for key, names in values.items()})

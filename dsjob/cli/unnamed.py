@@ -17,8 +17,8 @@ def complete(document: dict[str, Any], *, micro_batch: int | None = None) -> dic
     """A composed document with stand-ins for what it does not name: model, data, optimizer and the run's length, and
     `micro_batch` where it has no batch size."""
     trainer, config = document.get("trainer", {}), document.get("deepspeed")
-    given = {*trainer, *(config if isinstance(config, dict) else ())}
-    sized = given & {"train_batch", "micro_batch", *BATCH_KEYS[:2]}
+    given = {**trainer, **(config if isinstance(config, dict) else {})}
+    sized = {key for key, value in given.items() if value != "auto"} & {"train_batch", "micro_batch", *BATCH_KEYS[:2]}
     made = {"max_steps": 1, **({} if sized or micro_batch is None else {"micro_batch": micro_batch})}
     rest = {key: value for key, value in document.items() if key != "models"}
     return {**_UNNAMED, **rest, "trainer": {**made, **trainer}}

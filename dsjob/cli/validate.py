@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,12 +12,21 @@ from typing import Any
 from dsjob import document as documents
 from dsjob import report, resolve, storage
 from dsjob import schema as contract
-from dsjob.check import SHOWN
 from dsjob.cli import parse_count
-from dsjob.cli.trusted import config_path, grant, list_untrusted, read_prefixes
+from dsjob.cli.trusted import (
+    add_arguments,
+    config_path,
+    grant,
+    list_untrusted,
+    place_origins,
+    read_config,
+    read_environment,
+)
 from dsjob.document import Document
-from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
+from dsjob.errors import DocumentError, DsjobError, Problem, UsageError, limit_problems
+from dsjob.locations import NEVER_GRANTED
 from dsjob.origins import STDIN, Composed, is_deepspeed, read_text, settle
+from dsjob.redaction import list_texts
 from dsjob.rules import EXPLANATIONS, RULES
 from dsjob.run_folder import describe_other_job, list_commits
 from dsjob.trust import require_job_file
@@ -33,10 +40,10 @@ def main(arguments: list[str], debug: bool) -> int:
         return 0
     if not args.files:
         raise UsageError("dsjob validate needs a file", hint="dsjob validate cfg.json; - reads standard input")
-    read_prefixes(config_path())  # what is wrong there is wrong with no document
+    read_config(config_path())  # what is wrong there is wrong with no document
     found: list[Problem] = []
     for url in args.files:
-        problems, texts = validate(url, args.world_size)
+        problems, texts = validate(url, args.world_size, args if args.deep else None)
         if args.strict:
             problems = [replace(problem, severity="error") for problem in problems]
         if args.format == "text":
@@ -54,8 +61,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--world-size", type=parse_count, metavar="N", help="ranks to check the batch sizes for (launch.nproc)"
     )
     parser.add_argument("--format", choices=report.FORMATS, default="text", help="how to print problems (text)")
+    parser.add_argument("--deep", action="store_true", help="import what the document names, and check its arguments")
+    add_arguments(parser)
     parser.add_argument("--strict", action="store_true", help="warnings are errors")
-    parser.add_argument("--explain", metavar="RULE", help="why RULE is one; `all` lists them")
+    parser.add_argument("--explain", metavar="RULE", help="explain RULE; `all` lists the rules")
     return parser.parse_args(arguments)
 
 
@@ -97,25 +106,32 @@ def _name(url: str) -> str:
     return STDIN if url == "-" else url
 
 
-def validate(url: str, world_size: int | None) -> tuple[list[Problem], dict[str, str]]:
-    """The problems of one document and of what it builds on, in the order of their places; the texts by source."""
+def validate(
+    url: str, world_size: int | None, deep: argparse.Namespace | None = None
+) -> tuple[list[Problem], dict[str, str]]:
+    """The problems of one document and of what it builds on, in the order of their places; the texts by source.
+
+    `deep`: the flags of trust with which targets are imported and their arguments checked; None leaves them alone.
+    """
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     try:
         text, source = read_text(url), _name(url)
         texts[source] = text.replace("\r\n", "\n").replace("\r", "\n")
-        document = documents.parse_open(text, source)
+        document = documents.require_few(documents.parse_open(text, source))
         texts[source] = document.text
         problems += document.duplicates
-        problems += _check(document, world_size, texts)
+        problems += _check(document, world_size, texts, deep)
     except DocumentError as error:
         problems += [*error.problems, *error.warnings]
     except DsjobError as error:
         problems.append(Problem(error.message, rule="unreadable", hint=error.hint, source=_name(url)))
-    return _hide_environment(report.sort_problems(problems), "\n".join(texts.values())), texts
+    return limit_problems(report.sort_problems(problems)), texts
 
 
-def _check(document: Document, world_size: int | None, texts: dict[str, str]) -> list[Problem]:
+def _check(
+    document: Document, world_size: int | None, texts: dict[str, str], deep: argparse.Namespace | None
+) -> list[Problem]:
     _require_own(document)
     if is_deepspeed(document.value):
         return resolve.check_bare_config(document.value, world_size=world_size, locate=_locator(document))
@@ -130,14 +146,24 @@ def _check(document: Document, world_size: int | None, texts: dict[str, str]) ->
         # What a config says that could not be read may be what is missing here.
         known = [problem for problem in error.problems if not (unread and problem.rule in _LEFT_TO_CONFIG)]
         wrong = {problem.path for problem in known}
-        untrusted = [one for one in _find_untrusted(composed, composed.document, document) if one.path not in wrong]
-        return [*known, *unread, *error.warnings, *untrusted]
-    found = unread + done.warnings + _find_untrusted(composed, done.document, document)
+        named = _look_at_targets(composed, composed.document, document, deep)
+        return [*known, *unread, *error.warnings, *(one for one in named if one.path not in wrong)]
+    found = unread + done.warnings + _look_at_targets(composed, done.document, document, deep)
     return found + resolve.place_problems(_find_other_job(done.document), composed.locate)
 
 
-def _find_untrusted(composed: Composed, resolved: dict[str, Any], document: Document) -> list[Problem]:
-    return [replace(one, severity="warning") for one in list_untrusted(composed, resolved, grant(document))]
+def _look_at_targets(
+    composed: Composed, resolved: dict[str, Any], document: Document, deep: argparse.Namespace | None
+) -> list[Problem]:
+    """What a run without flags refuses: a warning where a flag could allow it. `deep`: what a run with these flags
+    refuses, and what is wrong with the targets that it would import."""
+    trust = grant(document, deep)
+    found = list_untrusted(composed, resolved, trust)
+    if deep is None:
+        return [one if one.rule in NEVER_GRANTED else replace(one, severity="warning") for one in found]
+    from dsjob.cli.deep import check_targets  # imports what runs need
+
+    return found + place_origins(check_targets(resolved, trust, {one.path for one in found}), composed)
 
 
 def _find_other_job(document: dict[str, Any]) -> list[Problem]:
@@ -167,11 +193,11 @@ def _compose(document: Document) -> tuple[Composed, list[Problem]]:
 
 
 def _settle(document: Document) -> Composed:
-    if "${" not in document.text:
+    if not any(isinstance(text, str) and "${" in text for _, text in list_texts(document.value)):
         return settle(document.value, file=document)
     from dsjob.compose import compose  # interpolations are OmegaConf's
 
-    return compose([], file=document)
+    return compose([], file=document, environment=read_environment())
 
 
 def _without_config(document: Document) -> Document:
@@ -195,40 +221,6 @@ def _find_remote(document: Document) -> Problem | None:
         mark.column,
         "warning",
     )
-
-
-def _hide_environment(problems: list[Problem], text: str) -> list[Problem]:
-    """`problems` without values of the environment that the document refers to: reports end in logs."""
-    if "oc.env" not in text:
-        return problems
-    names = set(os.environ)
-    if not re.search(r"oc\.env:[^}]*\$", text):  # the name itself may be made of other values
-        names &= set(re.findall(r"[A-Za-z_]\w*", text))
-    values = {name: value for name in sorted(names) if len(value := os.environ[name]) > 2}
-
-    spelt = {name: _list_spellings(value) for name, value in values.items()}
-
-    def hide(shown: str) -> str:
-        for name, spellings in spelt.items():
-            mask = "${oc.env:" + name + "}"
-            for value in spellings:
-                shown = shown.replace(value, mask)
-                for length in range(min(len(value), SHOWN) - 1, 2, -1):  # long values are shown cut
-                    shown = shown.replace(value[:length] + "...", mask + "...")
-        return shown
-
-    return [replace(p, message=hide(p.message), hint=hide(p.hint)) for p in problems]
-
-
-def _list_spellings(value: str) -> list[str]:
-    """The ways in which a value may stand in a message: as it is, escaped, or as the number that it is."""
-    spellings = [value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]]
-    try:
-        number = float(value)
-        spellings += [json.dumps(number), f"{number:g}", *([str(int(number))] if number.is_integer() else ())]
-    except (ValueError, OverflowError):
-        pass
-    return [text for text in dict.fromkeys(spellings) if len(text) > 2]
 
 
 def _require_own(document: Document) -> None:

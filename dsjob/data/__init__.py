@@ -1,8 +1,11 @@
 """Data: which samples a rank sees and in which order, and batches on their way to the device."""
 
 from dsjob.data.batches import to_device as to_device
-from dsjob.data.loader import Epochs as Epochs
+from dsjob.data.epochs import Epochs as Epochs
+from dsjob.data.epochs import RepeatingLoader as RepeatingLoader
+from dsjob.data.given import LoaderEvaluation as LoaderEvaluation
+from dsjob.data.given import is_loader as is_loader
+from dsjob.data.given import take_loader as take_loader
 from dsjob.data.loader import EvaluationBatches as EvaluationBatches
 from dsjob.data.loader import NoLoader as NoLoader
-from dsjob.data.loader import RepeatingLoader as RepeatingLoader
 from dsjob.data.loader import TrainingLoader as TrainingLoader

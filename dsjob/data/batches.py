@@ -1,4 +1,4 @@
-"""Batches: to the device, and how many samples one holds."""
+"""Batches: to the device, and how many samples, tokens and targets one holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+IGNORED = -100  # the label that is no target, as torch's cross entropy and transformers have it
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -36,6 +38,26 @@ def count_elements(batch: Any) -> int:
     """The number of elements of the first tensor in `batch`: tokens, for a batch of token ids."""
     first = _first_tensor(batch)
     return first.numel() if first is not None else 0
+
+
+def count_targets(batch: Any, *, shifted: bool = False) -> Tensor | int | None:
+    """The targets in a batch: those of its `labels` (or `shift_labels`) that are not -100; None where it has none.
+
+    `shifted`: the model shifts labels by one, so that the first of each sequence is no target. Labels that are no
+    integers count by samples. Labels on a device are counted there, int64 [], so that the host need not wait.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    ready = isinstance(batch.get("shift_labels"), Tensor)
+    labels = batch.get("shift_labels" if ready else "labels")
+    if not isinstance(labels, Tensor) or not labels.dim():
+        return None
+    if labels.is_floating_point():
+        return labels.shape[0]
+    if shifted and not ready and labels.dim() > 1:
+        labels = labels[..., 1:]
+    count = torch.count_nonzero(labels != IGNORED)
+    return int(count) if count.device.type == "cpu" else count
 
 
 def is_tokens(batch: Any) -> bool:

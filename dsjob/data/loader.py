@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import count, islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from dsjob.data.batches import count_samples
 from dsjob.data.order import RankBatches, SampleOrder
+from dsjob.data.passes import Passes
+from dsjob.data.samples import Batches, Collate, Samples, Spoilt, StreamCollate, keep, require_sound, tell_stream
+from dsjob.data.workers import outlive_stop
 from dsjob.errors import DataError
 from dsjob.mesh import World
-from dsjob.seeding import seed_rng
+from dsjob.spec import Data
 
-Collate = Callable[[list[Any]], Any]
+_WORKERS = 2  # one makes a batch while the other's is waiting
 
 
 class TrainingLoader:
@@ -41,9 +44,10 @@ class TrainingLoader:
     ) -> None:
         self.dataset = dataset
         self._micro_batch, self._world, self._seed, self._shuffle = micro_batch, world, seed, shuffle
+        self._samples = Samples(dataset, collate, name, seed)
         self._options: dict[str, Any] = {
-            "collate_fn": collate or default_collate,
             "num_workers": num_workers,
+            "worker_init_fn": outlive_stop,
             "pin_memory": pin_memory and world.device.type == "cuda",
             # By default a DataLoader draws from the global generator when it starts: a resumed run would draw twice.
             "generator": torch.Generator().manual_seed(seed + world.rank),
@@ -51,6 +55,7 @@ class TrainingLoader:
         self._name = name
         self._start = 0
         self.samples_per_epoch = count_dataset(dataset, name)
+        self.passes = Passes(name)
 
     def seek(self, samples: int) -> None:
         """Makes iteration begin after the first `samples` samples of the run (over all ranks)."""
@@ -58,10 +63,11 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self.samples_per_epoch is None:
-            yield from self.iterate_stream()
+            yield from self._iterate_stream()
             return
         order = SampleOrder(self.samples_per_epoch, self._seed, self._shuffle)
-        batches = RankBatches(
+        chosen: Iterable[list[Any]]
+        chosen = batches = RankBatches(
             order,
             start=self._start,
             micro_batch=self._micro_batch,
@@ -70,27 +76,36 @@ class TrainingLoader:
         )
         if self._options["num_workers"]:
             stride = self._micro_batch * self._world.world_size
-            numbered = _Numbered(batches, self._start + self._world.rank * self._micro_batch, stride)
-            yield from DataLoader(_Seeded(self.dataset, self._seed), batch_sampler=numbered, **self._options)
-        else:
-            yield from DataLoader(self.dataset, batch_sampler=batches, **self._options)
+            chosen = _Numbered(batches, self._start + self._world.rank * self._micro_batch, stride)
+        made = Batches(self._samples, numbered=self._options["num_workers"] > 0)
+        yield from require_sound(DataLoader(made, batch_sampler=chosen, collate_fn=keep, **self._options), self._name)
 
-    def iterate_stream(self, *, once: bool = False) -> Iterator[Any]:
+    def iterate_epoch(self, number: int, batches: int | None) -> Iterator[Any]:
+        """This rank's batches of epoch `number`, of which there are `batches`; None: those of one pass of a stream."""
+        if batches is None:
+            return self._iterate_stream(once=True)
+        self.seek(number * batches * self._micro_batch * self._world.world_size)
+        return islice(self, batches)
+
+    def _iterate_stream(self, *, once: bool = False) -> Iterator[Any]:
         """The batches of an iterable dataset; without end, unless `once`."""
         rank, world_size = self._world.rank, self._world.world_size
         skipped = self._start // (self._micro_batch * world_size)
-        loader = DataLoader(
-            _Turns(self.dataset, rank, world_size), batch_size=self._micro_batch, drop_last=True, **self._options
-        )
+        turns = _Turns(self.dataset, rank, world_size, self._micro_batch, self._name)
+        collate = StreamCollate(self._samples)
+        loader = DataLoader(turns, batch_size=self._micro_batch, drop_last=True, collate_fn=collate, **self._options)
+        read = 0
         while True:
             seen = 0
-            for seen, batch in enumerate(loader, start=1):  # noqa: B007
+            for seen, batch in enumerate(require_sound(loader, self._name), start=1):  # noqa: B007
                 if skipped:
                     skipped -= 1
                     continue
                 yield batch
             if not seen:
                 raise DataError(f"{self._name} ({type(self.dataset).__name__}) yields no full batch for rank {rank}")
+            read += seen
+            self.passes.end(read)
             if once:
                 return
 
@@ -98,8 +113,9 @@ class TrainingLoader:
 class NoLoader:
     """In the place of a TrainingLoader on a rank that reads no data: batches are None."""
 
-    def __init__(self, samples_per_epoch: int | None) -> None:
+    def __init__(self, samples_per_epoch: int | None = None) -> None:
         self.samples_per_epoch = samples_per_epoch
+        self.passes = Passes("data.train")
 
     def seek(self, samples: int) -> None:
         """There is no place to go to."""
@@ -119,76 +135,34 @@ class _Numbered:
             yield [(index, first + place) for place, index in enumerate(batch)]
 
 
-class _Seeded(Dataset[Any]):
-    """A dataset in a worker process, whose random transforms depend on the seed and the sample's number alone.
+class _Turns(IterableDataset[Any]):
+    """An iterable dataset of which a rank takes every world_size-th sample, and a worker its share of those.
 
-    A worker's own generators would tell where the run was resumed, and how many workers and ranks there are.
+    What is left at the end is given out where it makes a whole batch on every rank: all ranks have equally many.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-
-    def __getitem__(self, numbered: tuple[int, int]) -> Any:
-        index, number = numbered
-        seed_rng((self._seed * 1_000_003 + number) % 2**63)
-        return self._dataset[index]
-
-
-class Epochs:
-    """A training loader as a program drives it: each iteration is an epoch, and `len` its number of micro batches."""
-
-    def __init__(self, loader: TrainingLoader, samples_per_pass: int) -> None:
-        self._loader, self._samples_per_pass = loader, samples_per_pass
-        self.dataset = loader.dataset
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        if self._loader.samples_per_epoch is None:
-            raise TypeError("an iterable dataset has no length")
-        return max(1, self._loader.samples_per_epoch // self._samples_per_pass)
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        if self._loader.samples_per_epoch is None:
-            yield from self._loader.iterate_stream(once=True)
-        else:
-            self._loader.seek(epoch * len(self) * self._samples_per_pass)
-            yield from islice(self._loader, len(self))
-
-
-class RepeatingLoader:
-    """Any loader, begun again whenever it ends."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self._batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._batches = iter(self.loader)
-        try:
-            return next(self._batches)
-        except StopIteration:
-            raise DataError("the loader to be repeated yields nothing") from None
-
-
-class _Turns(IterableDataset[Any]):
-    """An iterable dataset of which a rank takes every world_size-th sample, and a worker its share of those."""
-
-    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
-        self._dataset, self._rank, self._world_size = dataset, rank, world_size
+    def __init__(self, dataset: Any, rank: int, world_size: int, batch_size: int, name: str) -> None:
+        self._dataset, self._rank, self._world_size, self._batch_size = dataset, rank, world_size, batch_size
+        self._name = name
 
     def __iter__(self) -> Iterator[Any]:
         from torch.utils.data import get_worker_info
 
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
-        return islice(iter(self._dataset), self._rank * workers + number, None, self._world_size * workers)
+        stride, own = self._world_size * workers, self._rank * workers + number
+        last = stride * (self._batch_size - 1) + (self._world_size - 1) * workers + number  # sample of the last rank
+        batch = []
+        for index, item in enumerate(tell_stream(self._dataset, self._name)):
+            if isinstance(item, Spoilt):
+                yield item
+                continue
+            place = index % (stride * self._batch_size)
+            if place % stride == own:
+                batch.append(item)
+            if place == last:
+                yield from batch
+                batch = []
 
 
 def count_dataset(dataset: Any, name: str) -> int | None:
@@ -209,6 +183,24 @@ def count_dataset(dataset: Any, name: str) -> int | None:
     return length
 
 
+def _take(stream: Any, most: int) -> list[Any]:
+    taken = []
+    for item in islice(tell_stream(stream, "data.eval"), most):
+        if isinstance(item, Spoilt):
+            raise item.error
+        taken.append(item[1])
+    return taken
+
+
+def choose_loading(spec: Data, dataset: Any, world: World) -> dict[str, Any]:
+    """`num_workers` and `pin_memory` of a DataLoader over a dataset on this rank."""
+    on_gpu, workers = world.device.type == "cuda", spec.num_workers
+    if workers is None:
+        by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+        workers = _WORKERS if on_gpu and by_index else 0
+    return {"num_workers": workers, "pin_memory": spec.pin_memory and on_gpu}
+
+
 class EvaluationBatches:
     """This rank's evaluation batches, each with its weight: the number of samples in it. `len`: how many.
 
@@ -217,17 +209,30 @@ class EvaluationBatches:
     """
 
     def __init__(
-        self, dataset: Any, *, micro_batch: int, world: World, collate: Collate | None, max_batches: int | None
+        self,
+        dataset: Any,
+        *,
+        micro_batch: int,
+        world: World,
+        collate: Collate | None,
+        max_batches: int | None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
-        self._collate, self._micro_batch, self._world = collate or default_collate, micro_batch, world
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "worker_init_fn": outlive_stop,
+            "pin_memory": pin_memory,
+        }
+        self._micro_batch, self._world = micro_batch, world
         length = count_dataset(dataset, "data.eval")
-        self._samples: Sequence[Any] = dataset
         if length is None:
             most = (max_batches or 2**31) * micro_batch * world.world_size
-            self._samples = list(islice(iter(dataset), most))
-            length = len(self._samples)
+            kind, dataset = type(dataset).__name__, _take(dataset, most)
+            length = len(dataset)
             if not length:
-                raise DataError(f"data.eval ({type(dataset).__name__}) yields nothing")
+                raise DataError(f"data.eval ({kind}) yields nothing")
+        self._samples = Samples(dataset, collate, "data.eval")
         self._length, self._total = length, math.ceil(length / micro_batch)
         limited = max_batches is not None and max_batches < math.ceil(self._total / world.world_size)
         self._taken = max_batches * world.world_size if limited and max_batches else self._total
@@ -236,10 +241,15 @@ class EvaluationBatches:
         return math.ceil(self._taken / self._world.world_size)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        for number in range(len(self)):
-            index = number * self._world.world_size + self._world.rank
-            first = (index * self._total // self._taken) * self._micro_batch if index < self._taken else 0
-            batch = self._collate(
-                [self._samples[i] for i in range(first, min(first + self._micro_batch, self._length))]
-            )
+        indices = range(self._world.rank, len(self) * self._world.world_size, self._world.world_size)
+        # A loader that starts draws a number, which must not be one of those that training draws.
+        generator = torch.Generator().manual_seed(self._world.rank)
+        made, chosen = Batches(self._samples, numbered=False), [self._choose(index) for index in indices]
+        loader = DataLoader(made, batch_sampler=chosen, collate_fn=keep, generator=generator, **self._options)
+        for index, batch in zip(indices, require_sound(loader, "data.eval"), strict=True):
             yield batch, count_samples(batch) if index < self._taken else 0
+
+    def _choose(self, index: int) -> list[int]:
+        """The samples of the batch `index` of all ranks'; those of the first one where there is no such batch."""
+        first = (index * self._total // self._taken) * self._micro_batch if index < self._taken else 0
+        return list(range(first, min(first + self._micro_batch, self._length)))

@@ -13,6 +13,11 @@ import torch
 from torch.utils.data import Sampler
 
 
+def mix_seed(seed: int, number: int) -> int:
+    """The seed of what has a number (an epoch, a sample) in a run with a seed."""
+    return (seed * 1_000_003 + number) % 2**63
+
+
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
     """The endless sequence of sample indices of a dataset with `length` samples."""
@@ -25,7 +30,7 @@ class SampleOrder:
         """The order of epoch `number`: a permutation of all indices."""
         if not self.shuffle:
             return range(self.length)
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % 2**63)
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, number))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return order
 

@@ -1,12 +1,13 @@
 """DeepSpeed's names over dsjob: `import dsjob.deepspeed as deepspeed` in place of `import deepspeed`.
 
 Its modules say where a program for DeepSpeed finds what it calls; what they offer lives elsewhere in dsjob. What
-dsjob lacks is not here, so that importing it fails at once.
+dsjob lacks is not here, so that importing it fails at once, with what to do instead (`absent`).
 """
 
 from __future__ import annotations
 
 from importlib.metadata import version as _version
+from typing import NoReturn as _NoReturn
 
 from dsjob.deepspeed import checkpointing as checkpointing
 from dsjob.deepspeed import comm as comm
@@ -15,6 +16,8 @@ from dsjob.deepspeed import ops as ops
 from dsjob.deepspeed import runtime as runtime
 from dsjob.deepspeed import utils as utils
 from dsjob.deepspeed import zero as zero
+from dsjob.deepspeed.absent import explain as _explain
+from dsjob.deepspeed.absent import explain_imports as _explain_imports
 from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
 from dsjob.engine import Engine
 from dsjob.entry import add_config_arguments as add_config_arguments
@@ -31,3 +34,9 @@ __version__ = version = API_VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
 __git_hash__ = __git_branch__ = None
 dsjob_version = _version("dsjob")
+
+_explain_imports()
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise AttributeError(_explain(name))

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from dsjob.document.positions import Document, KeyPath, Reader, find_hint
 from dsjob.errors import DocumentError
+from dsjob.paths import is_comment
+from dsjob.shown import shorten
 
 _SPACE: Final = re.compile(r"(?:[ \t\n]++|//[^\n]*+|#[^\n]*+|/\*.*?\*/)*+", re.DOTALL)
 JSON_START: Final = re.compile(_SPACE.pattern + r"\{", re.DOTALL)
@@ -87,12 +89,14 @@ class JsonReader(Reader):
             child = (*path, key)
             if key in result:
                 self.add_duplicate(child, self.key_at[child], at)
-            else:
+            elif not is_comment(key):  # remarks may share a name
                 self.key_at[child] = at
             at = self.skip(end)
             if not self.text.startswith(":", at):
-                raise self.unexpected(at, f'a colon after the key "{key}"')
-            result[key], at = self.value(self.skip(at + 1), child)
+                raise self.unexpected(at, f"a colon after the key {shorten(key, as_json=True)}")
+            value, at = self.value(self.skip(at + 1), child)
+            if not is_comment(key):
+                result[key] = value
             at = self.next_item(at)
         self.open.pop()
         return result, at + 1

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsjob.errors import DocumentError, Problem
+from dsjob.errors import MAX_PROBLEMS, DocumentError, Problem
+from dsjob.shown import shorten
 
 KeyPath = tuple[str | int, ...]
 
@@ -97,8 +98,10 @@ class Reader:
             raise self.fail(at, f"nested deeper than {MAX_DEPTH} levels", rule="too-deep")
 
     def add_duplicate(self, path: KeyPath, first: int, second: int) -> None:
+        if len(self.duplicates) > MAX_PROBLEMS:
+            return
         lines = f"first on line {self.line(first)}, again on line {self.line(second)}"
-        message = f'the key "{path[-1]}" is given twice: {lines}'
+        message = f"the key {shorten(path[-1], as_json=True)} is given twice: {lines}"
         found = self.problem(second, message, "keep one of them", "duplicate-key", path)
         self.duplicates.setdefault(second, found)  # a YAML mapping is read again at each alias
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from dsjob.document.json_text import JSON_CONSTANTS
 from dsjob.document.positions import MAX_EXPANSION, Document, KeyPath, Reader, find_hint
 from dsjob.errors import DocumentError
+from dsjob.paths import is_comment
 
 _UNPRINTABLE: Final = "[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # compiling it takes 4 ms
 _YAML_CONSTANTS: Final = {"": None, "~": None} | {
@@ -147,6 +148,8 @@ class YamlReader(Reader):
         own: dict[str, tuple[_Node, _Node]] = {}
         for key, child in zip(node.children[::2], node.children[1::2], strict=True):
             name = self.key(key)
+            if is_comment(name):
+                continue
             if name in own:
                 self.add_duplicate((*path, name), own[name][0].at, key.at)
             else:

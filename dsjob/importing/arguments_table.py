@@ -98,7 +98,7 @@ ARGUMENTS: dict[str, Argument] = {
     "fp16_backend": _in("precision", "fp16.enabled amp.enabled", "auto", "apex: the amp section"),
     "half_precision_backend": _in("precision", "fp16.enabled amp.enabled", "auto", "apex: the amp section"),
     "fp16_opt_level": _in("precision", "amp.opt_level", "O1", "read with apex alone"),
-    "tf32": _out("set torch.backends.cuda.matmul.fp32_precision in your own code"),
+    "tf32": _in("precision", "trainer.matmul_precision", None, "high, or highest where it is false"),
     "fp16_full_eval": _out("evaluation computes in the dtype of training", False),
     "bf16_full_eval": _out("evaluation computes in the dtype of training", False),
     "gradient_checkpointing": _in("blocks", _RECOMPUTE, False, "full"),
@@ -116,7 +116,7 @@ ARGUMENTS: dict[str, Argument] = {
     "use_cache": _out("set it on the model's config", False),
     "label_smoothing_factor": _out(_RESULTS + "give a loss of your own (loss._target_)", 0.0),
     "neftune_noise_alpha": _out(_RESULTS + "add the noise in the model"),
-    "average_tokens_across_devices": _out("the loss is the mean over each rank's batch", True),
+    "average_tokens_across_devices": _out("it always is so: trainer.loss_average", True),
     "past_index": _out(_RESULTS + "no state is carried from batch to batch", -1),
     "torch_empty_cache_steps": _out("the allocator is left alone"),
     # how it is spread

@@ -86,13 +86,16 @@ def read_source(url: str, kind: SourceKind | None = None) -> Source:
     plain = not url.lower().endswith(_SUFFIXES) and not text.lstrip().startswith("{")
     if kind == "command" or (plain and kind is None and _LAUNCHES.search(text)):
         return Source("command", url, command=_read_command(text, url))
-    document = documents.parse(text, url)
+    document = documents.require_few(documents.parse(text, url))
     return Source(_recognise(document, url, kind), url, document)
 
 
 def _read_command(text: str, url: str) -> Command:
     if len(text) > MAX_COMMAND:
         message = f"a launch command of more than {MAX_COMMAND >> 20} MiB"
+        raise DocumentError([Problem(message, (), "too-large", "give the line that starts the training", url)])
+    if len(text.split()) > documents.MAX_KEYS:
+        message = f"a launch command of more than {documents.MAX_KEYS:,} words"
         raise DocumentError([Problem(message, (), "too-large", "give the line that starts the training", url)])
     found = find_commands(text, url)
     if not found:

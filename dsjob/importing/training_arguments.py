@@ -132,6 +132,9 @@ def _draft_precision(settings: Settings, draft: Draft) -> None:
         if given.value not in _BACKENDS and not is_off(given.value):
             draft.refuse(given, f"must be one of {', '.join(_BACKENDS)}", rule="enum")
     draft.put("bf16.enabled", settings["bf16"])
+    tf32 = settings["tf32"]
+    if tf32.value is not None:
+        draft.put("trainer.matmul_precision", tf32.to("high" if tf32.value else "highest"))
     if apex is not None and fp16.value:
         draft.put("amp.enabled", apex.to(True))
         spelt = str(level.value or "O1").replace("0", "O", 1) if str(level.value).startswith("0") else level.value

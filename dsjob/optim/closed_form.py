@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,8 +39,7 @@ class ClosedForm(LRScheduler):
         Rates are those of the document, but where somebody else has set a group's rate since this schedule's last step.
         """
         before, saved = self._last_lr, state_dict.get("last_lr")
-        self.last_epoch = state_dict["last_epoch"]
-        self._step_count = self.last_epoch + 1
+        self.count_from(state_dict)
         self._last_lr = self.get_lr()
         for index, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._last_lr, strict=True)):
             if saved is not None and group["lr"] not in (before[index], *saved[index : index + 1]):
@@ -49,6 +48,11 @@ class ClosedForm(LRScheduler):
                 group["lr"].fill_(rate)  # compiled optimizers hold on to it
             else:
                 group["lr"] = rate
+
+    def count_from(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues counting at the saved step; groups keep their rates (and betas) until the next step sets them."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = self.last_epoch + 1
 
 
 def spread(optimizer: Optimizer, value: Rates | None, name: str) -> list[float]:

@@ -48,29 +48,35 @@ class Lamb(PartwiseOptimizer):
         super().__init__(params, defaults)
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        updates = [self._direction(parameter, group) for parameter in parameters]
+        weights = [local(parameter) for parameter in parameters]
+        averages, squares, _ = move_averages([self.state[p] for p in parameters], parameters, group["betas"])
+        updates = list(torch._foreach_div(averages, self._roots(squares, group)))
+        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         ratios = self.find_ratios(parameters, updates, group)
-        for parameter, update, ratio in zip(parameters, updates, ratios, strict=True):
-            rate = group["lr"] * self._correction(parameter, group)
-            local(parameter).sub_(update.mul_(ratio).mul_(rate))
+        rates = [group["lr"] * self._correction(parameter, group) for parameter in parameters]
+        torch._foreach_mul_(updates, [ratio.to(u.device) for ratio, u in zip(ratios, updates, strict=True)])
+        torch._foreach_mul_(updates, rates)
+        torch._foreach_sub_(weights, updates)
 
     def find_ratios(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> Tensor:
         """c of each parameter: fp32 [len(parameters)]."""
-        sums = torch.stack(
-            [
-                torch.stack([_square(local(parameter)), _square(update)])
-                for parameter, update in zip(parameters, updates, strict=True)
-            ]
-        )
+        first = updates[0].device  # some may be on the host and some not
+        squares = [
+            _square(tensor).to(first) for pair in zip(map(local, parameters), updates, strict=True) for tensor in pair
+        ]
+        sums = torch.stack(squares).view(-1, 2)
         add_parts(sums, parameters)
         weights, lengths = sums.sqrt().unbind(1)
         ratios = (weights / lengths).clamp(group["min_coeff"], group["max_coeff"])
         return torch.where((weights == 0) | (lengths == 0), 1.0, ratios)
 
-    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The own part of u, with the averages moved on."""
-        average, square, _ = move_averages(self.state[parameter], parameter, group["betas"])
-        return (average / self.root(square, group)).add_(local(parameter), alpha=group["weight_decay"])
+    def _roots(self, squares: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """As `root`, of several."""
+        if group["eps_inside_sqrt"]:
+            return list(torch._foreach_sqrt(torch._foreach_add(squares, group["eps"])))
+        roots = list(torch._foreach_sqrt(squares))
+        torch._foreach_add_(roots, group["eps"])
+        return roots
 
     def root(self, square: Tensor, group: dict[str, Any]) -> Tensor:
         """The denominator of the update, for an average of squares."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsjob.optim.partwise import PartwiseOptimizer
+from dsjob.optim.partwise import PartwiseOptimizer, own_gradients
 from dsjob.optim.shards import local
 
 
@@ -28,14 +28,14 @@ class Lion(PartwiseOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        fast, slow = group["betas"]
         for parameter in parameters:
-            self._update(parameter, group)
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, (fast, slow) = self.state[parameter], group["betas"]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        weight, gradient, average = local(parameter), local(parameter.grad), local(state["exp_avg"])  # type: ignore[arg-type]
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.sub_(average.lerp(gradient, 1 - fast).sign_(), alpha=group["lr"])
-        average.lerp_(gradient, 1 - slow)
+            if not self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+        weights, gradients = [local(parameter) for parameter in parameters], own_gradients(parameters)
+        averages = [local(self.state[parameter]["exp_avg"]) for parameter in parameters]
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        directions = torch._foreach_lerp(averages, gradients, 1 - fast)
+        torch._foreach_sign_(directions)
+        torch._foreach_sub_(weights, directions, alpha=group["lr"])
+        torch._foreach_lerp_(averages, gradients, 1 - slow)

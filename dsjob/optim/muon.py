@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsjob.optim.partwise import PartwiseOptimizer, move_averages
-from dsjob.optim.shards import local, own_part, whole
+from dsjob.optim.shards import gather, local, own_part
 
 # Of the quintic iteration x -> a x + b x^3 + c x^5 on singular values (Jordan et al. 2024), five times: they end up
 # between about 0.7 and 1.2, from wherever in (0, 1] they began.
@@ -56,27 +56,33 @@ class MuonWithAuxAdam(PartwiseOptimizer):
         super().__init__(groups, defaults)
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        update = self._update_by_muon if group["use_muon"] else self._update_by_adam
+        torch._foreach_mul_([local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
+        if not group["use_muon"]:
+            self._update_by_adam(parameters, group)
+            return
         for parameter in parameters:
-            local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-            update(parameter, group)
+            self._update_by_muon(parameter, group)
 
     def _update_by_muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], cast(Tensor, parameter.grad)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        direction = whole(gradient.lerp(average, group["momentum"]))
+        direction = gather(gradient.lerp(average, group["momentum"]))
         matrix = direction.flatten(1) if direction.ndim == 4 else direction
         made = orthogonalize(matrix, group["ns_method"]).view_as(direction).to(parameter.dtype)
         scale = math.sqrt(max(1.0, direction.size(-2) / direction.size(-1)))
         local(parameter).sub_(own_part(made, parameter), alpha=group["lr"] * scale)
 
-    def _update_by_adam(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update_by_adam(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        average, square, step = move_averages(self.state[parameter], parameter, group["betas"])
-        root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        local(parameter).addcdiv_(average, root, value=-group["lr"] / (1 - beta1**step))
+        states = [self.state[parameter] for parameter in parameters]
+        averages, squares, steps = move_averages(states, parameters, group["betas"])
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, [math.sqrt(1 - beta2**step) for step in steps])
+        torch._foreach_add_(roots, group["eps"])
+        rates = [-group["lr"] / (1 - beta1**step) for step in steps]
+        torch._foreach_addcdiv_([local(parameter) for parameter in parameters], averages, roots, rates)
 
 
 def split_matrices(groups: list[Any], names: Mapping[int, str]) -> list[dict[str, Any]]:

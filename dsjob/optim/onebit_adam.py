@@ -47,6 +47,6 @@ class OneBitAdam(CompressingOptimizer):
         else:
             for parameter in parameters:
                 self.state[parameter].pop("variance_step", None)
-                move_averages(self.state[parameter], parameter, group["betas"])
+            move_averages([self.state[parameter] for parameter in parameters], parameters, group["betas"])
         for parameter in parameters:
             self.move(parameter, group)

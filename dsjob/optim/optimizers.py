@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dsjob.errors import TargetError
+from dsjob.optim.adam import UncorrectedAdam
 from dsjob.optim.groups import check_overrides, split_groups
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
@@ -19,8 +20,9 @@ from dsjob.optim.muon import MuonWithAuxAdam, split_matrices
 from dsjob.optim.onebit_adam import OneBitAdam
 from dsjob.optim.onebit_lamb import OneBitLamb
 from dsjob.optim.zero_one_adam import ZeroOneAdam
+from dsjob.signatures import find_misfits
 from dsjob.spec import Method
-from dsjob.targets import call_target, describe_call_error
+from dsjob.targets import call_target
 from dsjob.trust import Trust
 
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -53,7 +55,7 @@ def build_optimizer(
 
 def _build(method: Method, groups: list[Any], trust: Trust, names: Mapping[int, str]) -> Optimizer:
     if method.target is not None:
-        made = call_target(method.target, groups, trust=trust)
+        made = call_target(method.target, groups, trust=trust, where=("optimizer",))
         if not isinstance(made, Optimizer):
             raise TargetError(
                 f"optimizer: {method.target.path} returned {type(made).__name__}, not a torch.optim.Optimizer"
@@ -70,6 +72,11 @@ def _build(method: Method, groups: list[Any], trust: Trust, names: Mapping[int, 
 
 
 def _build_adam(groups: list[Any], params: Mapping[str, Any], *, decoupled: bool) -> Optimizer:
+    if not params["bias_correction"]:
+        if params["amsgrad"]:
+            raise ValueError("amsgrad and bias_correction: false do not go together")
+        kept = {key: params[key] for key in ("lr", "eps", "weight_decay")}
+        return UncorrectedAdam(groups, betas=tuple(params["betas"]), adam_w_mode=decoupled, **kept)
     arguments = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "fused")}
     arguments["betas"] = tuple(arguments["betas"])
     return (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **arguments)
@@ -138,10 +145,8 @@ def _find(name: str) -> Callable[[list[Any], Mapping[str, Any]], Optimizer]:
     kind: type[Optimizer] = found
 
     def build(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
-        try:
-            inspect.signature(kind).bind(groups, **params)
-        except TypeError as error:
-            raise TargetError(describe_call_error(f"optimizer {name}", kind, error)) from error
+        for misfit in find_misfits(f"optimizer {name}", kind, 1, params):
+            raise TargetError(misfit.message, hint=misfit.hint)
         return kind(groups, **params)
 
     return build

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,18 +37,29 @@ class PartwiseOptimizer(Optimizer):
         raise NotImplementedError
 
 
-def move_averages(state: dict[str, Any], parameter: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor, float]:
-    """Adam's running averages of the gradient and of its square, moved on by a step: their own parts, and the step.
+def move_averages(
+    states: Sequence[dict[str, Any]], parameters: Sequence[Tensor], betas: tuple[float, float]
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """Adam's running averages of gradients and of their squares, moved on by a step: their own parts, and the steps.
 
-    `state` holds `exp_avg` and `exp_avg_sq`, of the parameter's shape and dtype, and `step`, fp32 [], from the first
+    A parameter's state holds `exp_avg` and `exp_avg_sq`, of its shape and dtype, and `step`, fp32 [], from the first
     step on.
     """
-    if not state:
-        state["step"] = torch.zeros(())
-        state["exp_avg"] = torch.zeros_like(parameter)
-        state["exp_avg_sq"] = torch.zeros_like(parameter)
-    state["step"] += 1
-    gradient = local(parameter.grad)  # type: ignore[arg-type]
-    average = local(state["exp_avg"]).lerp_(gradient, 1 - betas[0])
-    square = local(state["exp_avg_sq"]).mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-    return average, square, float(state["step"])
+    for state, parameter in zip(states, parameters, strict=True):
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+    gradients = own_gradients(parameters)
+    averages = [local(state["exp_avg"]) for state in states]
+    squares = [local(state["exp_avg_sq"]) for state in states]
+    torch._foreach_lerp_(averages, gradients, 1 - betas[0])
+    torch._foreach_mul_(squares, betas[1])
+    torch._foreach_addcmul_(squares, gradients, gradients, value=1 - betas[1])
+    return averages, squares, [float(state["step"]) for state in states]
+
+
+def own_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of the gradients of parameters, all of which have one."""
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -21,8 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from dsjob.errors import TargetError
 from dsjob.optim import transformers_schedules as theirs
 from dsjob.optim.closed_form import ClosedForm, Rates, spread
+from dsjob.signatures import find_misfits
 from dsjob.spec import Method
-from dsjob.targets import call_target, describe_call_error
+from dsjob.targets import call_target
 from dsjob.trust import Trust
 
 LENGTHS = {  # the argument that says where a schedule ends, of those that have an end
@@ -261,17 +262,15 @@ def build_scheduler(method: Method, optimizer: Optimizer, trust: Trust = Trust()
     Raises TargetError for a name that torch does not have, or arguments that it does not take.
     """
     if method.target is not None:
-        made = call_target(method.target, optimizer, trust=trust)
+        made = call_target(method.target, optimizer, trust=trust, where=("scheduler",))
         if not hasattr(made, "step") or not hasattr(made, "state_dict"):
             raise TargetError(f"scheduler: {method.target.path} returned {type(made).__name__}, which has no step()")
         scheduler: LRScheduler = made
         return scheduler
     name = method.type or ""
     kind: Callable[..., LRScheduler] = _NAMED.get(name) or _find(name)
-    try:
-        inspect.signature(kind).bind(optimizer, **method.params)
-    except TypeError as error:
-        raise TargetError(describe_call_error(f"scheduler {name}", kind, error)) from error
+    for misfit in find_misfits(f"scheduler {name}", kind, 1, method.params):
+        raise TargetError(misfit.message, hint=misfit.hint)
     try:
         return kind(optimizer, **method.params)
     except (TypeError, ValueError) as error:

@@ -48,13 +48,19 @@ def on_mesh(tensor: DTensor) -> DTensor:
     return tensor if tensor.device.type == device else cast(DTensor, tensor.to(device))
 
 
+def gather(tensor: Tensor) -> Tensor:
+    """All of `tensor` on every rank that has a part of it, where these ranks communicate; a plain tensor as it is."""
+    return on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
-    """All of `tensor` on every rank that has a part of it."""
-    return on_mesh(tensor).full_tensor().to(tensor.device) if isinstance(tensor, DTensor) else tensor
+    """All of `tensor` on every rank that has a part of it, where that part is."""
+    return gather(tensor).to(tensor.device)
 
 
 def own_part(value: Tensor, like: Tensor) -> Tensor:
-    """The part of `value`, which is whole, that this rank holds of `like`."""
+    """The part of `value`, which is whole, that this rank holds of `like`, and where it holds it."""
     if not isinstance(like, DTensor):
         return value
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    placed = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return placed.to_local().to(like.device)

@@ -69,10 +69,10 @@ class ZeroOneAdam(CompressingOptimizer):
         elif self.communicates:
             self._average_gradients(parameters, group)
         else:
-            for parameter in parameters:
-                state = self.state[parameter]
-                count = state.pop("variance_step", 0)
-                move_averages(state, parameter, group["betas"])
+            states = [self.state[parameter] for parameter in parameters]
+            counts = [state.pop("variance_step", 0) for state in states]
+            move_averages(states, parameters, group["betas"])
+            for state, count in zip(states, counts, strict=True):
                 state["variance_step"] = count + 1
         for parameter in parameters:
             self.move(parameter, group)

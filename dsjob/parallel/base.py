@@ -9,16 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from dsjob.autocast import find_safe_modules, mark
 from dsjob.mesh import World
 from dsjob.mpu import find_counted_elsewhere
-from dsjob.optim.shards import local, on_mesh
+from dsjob.optim.shards import local
 from dsjob.parallel.masters import Masters
+from dsjob.parallel.norms import average_norms, total_norm
 from dsjob.precision import Precision
+
+_SENT_AT_ONCE = 64 << 20  # bytes
 
 
 class Strategy:
@@ -32,7 +36,7 @@ class Strategy:
     at the boundary
     5. `reduce_gradients()`: what backward passes have left on their rank is reduced; then `finish_gradients()`: the
        masters' `.grad` is the mean over all ranks (each rank's own if `communicates`)
-    6. `clip(max_norm, scale)`, the optimizer's step (left out where the norm is not finite and gradients are dropped)
+    6. `clip(...)`, the optimizer's step (left out where the norm is not finite and gradients are dropped)
     7. `finish_step()`
     and around checkpoints
     8. `weights()` to save from and load into in place, then `drop_gradients()` and `finish_step()` after loading
@@ -65,6 +69,9 @@ class Strategy:
     def reduce_gradients(self) -> None:
         """Reduces what backward passes have left on their rank; nothing where they reduce all. A collective."""
 
+    def end_backward(self) -> None:
+        """The engine has run a backward pass at the boundary: reduces what that pass could not. A collective."""
+
     def own_gradient(self, name: str) -> Tensor | None:
         """What backward passes have left on their rank of a parameter's gradient, where its `.grad` has none of it."""
         return None
@@ -75,8 +82,8 @@ class Strategy:
             self.copies.take_gradients()
 
     @torch.no_grad()
-    def clip(self, max_norm: float, scale: float = 1.0) -> Tensor:
-        """Divides all gradients by `scale`, then clips them to `max_norm` if that is > 0.
+    def clip(self, max_norm: float, scale: float = 1.0, divisor: Tensor | None = None) -> Tensor:
+        """Divides all gradients by `scale`, and by `divisor` (scalar), then clips them to `max_norm` if that is > 0.
 
         Returns their L2 norm over all ranks (0-dim, between the two), the parts of model-parallel ranks among them: the
         same on every rank, and not finite where a gradient of any rank is not. If the optimizer communicates, each rank
@@ -89,6 +96,9 @@ class Strategy:
         norm = norm / scale if scale != 1.0 else norm
         if gradients and scale != 1.0:
             torch._foreach_div_(gradients, scale)
+        if divisor is not None:
+            norm = norm / divisor.to(norm)
+            _divide(gradients, divisor)
         if gradients and max_norm > 0:
             clip_grads_with_norm_(parameters, max_norm, norm)
         return average_norms(norm, self.world.device) if self.communicates else norm
@@ -96,10 +106,11 @@ class Strategy:
     def _measure(self, named: Mapping[str, nn.Parameter]) -> Tensor:
         """The L2 norm of the gradients of parameters."""
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
-        norm = _norm([gradient for name, gradient in gradients.items() if name not in self._counted_elsewhere])
+        device = self.world.device
+        norm = total_norm([g for name, g in gradients.items() if name not in self._counted_elsewhere], device)
         if self.world.model.size > 1:
-            square = norm.to(self.world.device, torch.float64).square()
-            others = _norm([gradient for name, gradient in gradients.items() if name in self._counted_elsewhere])
+            square = norm.to(device, torch.float64).square()
+            others = total_norm([g for name, g in gradients.items() if name in self._counted_elsewhere], device)
             # What is counted elsewhere adds nothing, but all ranks have to hear where it is not finite: 0 * inf is nan.
             square += 0 * others.to(square)
             dist.all_reduce(square, group=self.world.model.group)
@@ -159,30 +170,40 @@ class Strategy:
         return {**{name: master.data for name, master in self.masters.items()}, **frozen}
 
 
-def _norm(gradients: list[Tensor]) -> Tensor:
-    """The L2 norm of gradients, over all ranks that have shards of them; 0 of none."""
-    norm = get_total_norm(gradients, norm_type=2.0) if gradients else torch.zeros(())
-    return on_mesh(norm).full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def average_norms(norm: Tensor, device: torch.device) -> Tensor:
-    """The root mean square of all ranks' norms."""
-    square = norm.to(device, torch.float64).square()  # in fp32 it would overflow
-    if dist.is_initialized():
-        dist.all_reduce(square.div_(dist.get_world_size()))
-    return square.sqrt().float()
+def _divide(gradients: list[Tensor], divisor: Tensor) -> None:
+    """Divides gradients in place by a scalar tensor, which may be on another device."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for own in map(local, gradients):
+        by_kind.setdefault((own.device, own.dtype), []).append(own)
+    for (device, dtype), owns in by_kind.items():
+        torch._foreach_div_(owns, divisor.to(device, dtype))
 
 
 @torch.no_grad()
 def align(model: nn.Module, world: World) -> None:
     """Gives all data-parallel ranks the first one's parameters and buffers: else each would train another model."""
-    for tensor in chain(model.parameters(), model.buffers()):
-        if tensor.is_meta:
-            continue  # laid aside: see presharded
-        sent = tensor.data.to(world.device)
-        dist.broadcast(sent, group=world.group, group_src=0)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(sent)
+    there = [
+        tensor.data for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta
+    ]  # see presharded
+    waiting: list[Tensor] = []
+    size = 0
+    for tensor in filter(Tensor.numel, there):
+        waiting.append(tensor)
+        size += tensor.nbytes
+        if size >= _SENT_AT_ONCE:
+            _send(waiting, world)
+            waiting, size = [], 0
+    _send(waiting, world)
+
+
+def _send(tensors: list[Tensor], world: World) -> None:
+    """Gives tensors, which may be on the host and of any layout, the first rank's values."""
+    sent = [tensor.to(world.device).contiguous() for tensor in tensors]
+    if sent:
+        _broadcast_coalesced(world.group or _get_default_group(), sent, _SENT_AT_ONCE, 0)
+    for tensor, values in zip(tensors, sent, strict=True):
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
 
 
 def mark_safe(model: nn.Module, precision: Precision) -> list[nn.Module]:

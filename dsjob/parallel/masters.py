@@ -6,10 +6,12 @@ devices, copies between them do not wait for one another if host memory is pinne
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsjob.optim.shards import local
@@ -61,18 +63,35 @@ class Masters:
             pair.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
+    def take_gradients(self, wait: bool = True) -> None:
         """Adds the parameters' gradients to the masters', in fp32, and drops them; waits for those on their way."""
+        self._take_first()
         for pair in self._pairs.values():
             self._take(pair)
+        if wait:
+            for pair in self._pairs.values():
+                _arrive(pair)
+
+    def _take_first(self) -> None:
+        """Takes the first gradients of a step that are where their masters are, all at once."""
+        taken, kept = [], []
         for pair in self._pairs.values():
-            _arrive(pair)
+            if pair.parameter.grad is not None and not pair.on_host and pair.master.grad is None:
+                pair.master.grad = torch.empty_like(pair.master.data)
+                taken.append(local(pair.parameter.grad))
+                kept.append(local(pair.master.grad))
+                pair.parameter.grad = None
+        if taken:
+            torch._foreach_copy_(kept, taken)
 
     def _take(self, pair: _Pair) -> None:
         if pair.parameter.grad is None:
             return
         gradient = local(pair.parameter.grad)
         pair.parameter.grad = None
+        if gradient.is_cuda:
+            # FSDP2 may have made it on another stream, whose next gradient would get its memory.
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
         if not gradient.is_cuda or not pair.on_host:
             _add(pair, gradient)
             return
@@ -80,10 +99,8 @@ class Masters:
         pair.arriving = torch.empty_like(gradient, device=HOST, pin_memory=self._pin)
         pair.arriving.copy_(gradient, non_blocking=self._pin)
         if self._pin:
-            stream = torch.cuda.current_stream(gradient.device)
-            gradient.record_stream(stream)  # FSDP2 may have made it on another one
             pair.arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            pair.arrival.record(stream)
+            pair.arrival.record(torch.cuda.current_stream(gradient.device))
 
     @torch.no_grad()
     def give_weights(self) -> None:
@@ -133,6 +150,17 @@ def _add(pair: _Pair, gradient: Tensor) -> None:
     pair.master.grad = kept
     if pair.on_host:  # of which the system would give new pages each time
         pair.sums = kept
+
+
+def use_cores(device: torch.device) -> None:
+    """Lets what a rank on a GPU computes on the host, as an offloaded optimizer does, use its share of the cores.
+
+    torchrun gives each rank a single thread (OMP_NUM_THREADS=1); a number that somebody has chosen stays.
+    """
+    if device.type != "cuda" or torch.get_num_threads() > 1 or not hasattr(os, "sched_getaffinity"):
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def choose_host(parameters: Mapping[str, nn.Parameter], ratio: float) -> set[str]:

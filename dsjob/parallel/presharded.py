@@ -38,16 +38,21 @@ def announce(parameter: Tensor, status: ShardStatus = ShardStatus.NOT_AVAILABLE)
         setattr(parameter, name, value)
 
 
+def is_unshardable(parameter: Tensor) -> bool:
+    """Whether there is nothing to shard it along: FSDP2 takes no tensor without dimensions, and none that is empty."""
+    return parameter.dim() == 0 or parameter.numel() == 0
+
+
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
     """Replaces every whole parameter in `module` by this rank's share of rank 0's values, on the mesh's device.
 
-    Floating-point ones become `dtype`, if given. Scalars stay whole: they have no dimension to be sharded along; what
-    is on meta stays there, having no values yet (torch.nn.utils.skip_init).
+    Floating-point ones become `dtype`, if given. What cannot be sharded stays whole; what is on meta stays
+    there, having no values yet (torch.nn.utils.skip_init).
     """
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
-            if parameter is None or isinstance(parameter, DTensor) or parameter.dim() == 0 or parameter.is_meta:
+            if parameter is None or isinstance(parameter, DTensor) or is_unshardable(parameter) or parameter.is_meta:
                 continue
             if id(parameter) not in made:
                 value = parameter.detach().to(mesh.device_type)

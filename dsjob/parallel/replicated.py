@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket
-from torch.futures import Future, collect_all
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dsjob.autocast import marked_dtype
 from dsjob.mesh import World
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
-from dsjob.parallel.masters import Masters, choose_host
+from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.presharded import make_whole, require_shards
+from dsjob.parallel.statistics import keep_statistics_wide
 from dsjob.precision import Precision, cast_floats
 from dsjob.spec import Zero
 
@@ -45,10 +46,13 @@ class Replicated(Strategy):
         if not low:
             widen(model)
         host = choose_host(trainable, offload.ratio) if offload else set()
+        if host:
+            use_cores(world.device)
         copied = {name: p for name, p in trainable.items() if p.is_floating_point() and (low or name in host)}
         if copied:
             self.copies = Masters(copied, host, pin=offload.pin_memory if offload else False)
         if low:
+            keep_statistics_wide(model)
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(precision.compute)
@@ -100,12 +104,13 @@ class Replicated(Strategy):
                 return
             self.reduce_gradients()
             self._armed = self._by_hand = False
-        copies.take_gradients()
+        copies.take_gradients(wait=False)
 
     def reduce_gradients(self) -> None:
         if self._ddp is None or self.communicates or (self._armed and not self._by_hand):
             return
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        # Also those that the program has frozen since: they may have gradients of earlier backward passes.
+        trainable = [p for name, p in self.module.named_parameters() if name in self.masters]
         used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
         dist.all_reduce(
             used, op=dist.ReduceOp.MAX, group=self.world.group
@@ -190,12 +195,10 @@ def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:
     sent = own.to(how.dtype, copy=True)
     work = dist.all_reduce(sent.div_(how.before), group=how.group, async_op=True)
 
-    def copy_back(_: Any) -> Tensor:
-        own.copy_(how.divide_rest(sent))
-        return own
+    def copy_back() -> Tensor:
+        return own.copy_(how.divide_rest(sent))
 
-    future: Future[Tensor] = work.get_future().then(copy_back)
-    return future
+    return _finish_after([work], copy_back)
 
 
 def _reduce_each(how: _How, bucket: GradBucket) -> Future[Tensor]:
@@ -203,12 +206,30 @@ def _reduce_each(how: _How, bucket: GradBucket) -> Future[Tensor]:
     own = bucket.buffer()
     pairs = _average(bucket.parameters(), bucket.gradients(), how)
 
-    def copy_back(_: Any) -> Tensor:
+    def copy_back() -> Tensor:
         for _, copy in pairs:
             copy()
         return own
 
-    future: Future[Tensor] = collect_all([work.get_future() for work, _ in pairs]).then(copy_back)
+    return _finish_after([work for work, _ in pairs], copy_back)
+
+
+def _finish_after(works: Sequence[Any], finish: Callable[[], Tensor]) -> Future[Tensor]:
+    """What `finish` returns, called once all of `works`, which were started in this order, have their results.
+
+    NCCL's futures are complete when a collective is launched. What orders the callback behind the collective on the
+    device are the events that such a future carries, which only a future made from it by `then` inherits: one made by
+    `collect_all` has none. Inside the callback `wait` makes the stream wait on NCCL, and on gloo the thread, for
+    collectives that it has taken up before.
+    """
+    *earlier, last = [work.get_future() for work in works]
+
+    def wait_for_all(_: Any) -> Tensor:
+        for future in earlier:
+            future.wait()
+        return finish()
+
+    future: Future[Tensor] = last.then(wait_for_all)
     return future
 
 

@@ -1,5 +1,7 @@
 """ZeRO stages 1 to 3 on FSDP2: fp32 masters sharded over the ranks, compute copies gathered block by block.
 
+Parameters without dimensions, and empty ones, stay whole on every rank (`unsharded`).
+
 stage  gradients                                        parameters
 1      kept whole while accumulating, reduce-scattered   gathered once a step
        at the boundary
@@ -9,7 +11,7 @@ stage  gradients                                        parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -20,13 +22,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial
 
 from dsjob.autocast import DEFAULT_SAFE_MODULES, mark, marked_dtype
-from dsjob.errors import ContractError, UsageError
+from dsjob.errors import UsageError
 from dsjob.mesh import World
 from dsjob.optim.shards import local
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.parallel.gloo import exchange_directly
-from dsjob.parallel.masters import HOST, Masters, choose_host
-from dsjob.parallel.presharded import announce, lay_aside, make_whole, require_shards, write_back
+from dsjob.parallel.masters import HOST, Masters, choose_host, use_cores
+from dsjob.parallel.presharded import announce, is_unshardable, lay_aside, make_whole, require_shards, write_back
+from dsjob.parallel.statistics import keep_statistics_wide
+from dsjob.parallel.unsharded import Unsharded
+from dsjob.parallel.whole_state import show_whole_state
 from dsjob.parallel.wrap import find_blocks
 from dsjob.plan.model import choose_ahead, stands_alone
 from dsjob.precision import Precision
@@ -41,12 +46,7 @@ class Sharded(Strategy):
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise UsageError(
-                "the model, or a part of it, is sharded for another engine",
-                hint="make another model, and give one that has parts in common to a single engine",
-            )
-        _refuse_scalars(model)
+        _refuse_sharded(model)
         _refuse_groups(zero, world)
         mesh = self._mesh = world.make_mesh(max(zero.mics_shard_size, 0))
         require_shards(model, world)
@@ -55,14 +55,18 @@ class Sharded(Strategy):
         placed = lay_aside(model)
         align(model, world)
         widen(model)
+        left = _move_unshardable(model, world.device)
         gpu = world.device.type == "cuda"
         keep_off = zero.offload_param if zero.offload == "param" else None
         group = zero.zero_hpz_partition_size
         options: dict[str, Any] = {
             "mesh": mesh,
+            "ignored_params": set(left.values()),
             "offload_policy": CPUOffloadPolicy(pin_memory=keep_off.pin_memory and gpu) if keep_off else OffloadPolicy(),
             "reshard_after_forward": zero.stage == 3 and (group if group > 1 else True),
         }
+        if precision.compute != torch.float32:
+            keep_statistics_wide(model)
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         for safe in mark_safe(model, precision):
             _shard_safe(safe, options, precision.autocast)
@@ -79,7 +83,12 @@ class Sharded(Strategy):
         if world.device.type == "cpu":
             for unit in self._units():
                 exchange_directly(unit)
-        self._set_masters(zero, precision)
+        if zero.offload != "none":
+            use_cores(world.device)
+        self._set_masters(zero, precision, left)
+        # Whether each is trained, as the tensor that is sharded and the gathered one said when they last agreed.
+        known = (parameter for unit in self._units() for parameter in _list_fsdp_parameters(unit))
+        self._trained = {parameter: bool(parameter.sharded_param.requires_grad) for parameter in known}
         self._all = dict(model.named_parameters())
         for parameter in self._all.values():
             announce(parameter)
@@ -88,26 +97,34 @@ class Sharded(Strategy):
         self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
         self._has_buffers = any(True for _ in model.buffers())
         self._buffers_differ = True
-        self._evaluated = False
+        show_whole_state(model, precision.compute)
+        # transformers' `generate` reads it: ranks that finish early then keep gathering with the others.
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
-    def _set_masters(self, zero: Zero, precision: Precision) -> None:
-        """The sharded parameters; where the optimizer alone is offloaded, copies of them on the host."""
+    def _set_masters(self, zero: Zero, precision: Precision, left: dict[str, nn.Parameter]) -> None:
+        """The sharded parameters; where the optimizer alone is offloaded, copies of them on the host.
+
+        `left`: those that are not sharded, by name.
+        """
         trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.masters = trainable
-        offload = zero.offload_optimizer
-        if offload is None or zero.offload != "optimizer":
+        offload = zero.offload_optimizer if zero.offload == "optimizer" else None
+        host = choose_host(trainable, offload.ratio) if offload else set(left) if zero.offload == "param" else set()
+        whole = {name: p for name, p in trainable.items() if name in left}
+        self._unsharded = Unsharded(whole, host, self._mesh, self.world, precision.compute)
+        self.masters = {**trainable, **self._unsharded.masters}
+        if offload is None:
             return
         # Gradients take the dtype of the shards: with another one on their way they would lose what they have.
         low = precision.compute if precision.compute == precision.reduce != torch.float32 else None
-        host = choose_host(trainable, offload.ratio)
-        copied = {name: p for name, p in trainable.items() if low or name in host}
+        copied = {name: p for name, p in trainable.items() if (low or name in host) and name not in whole}
         self.copies = Masters(copied, host, pin=offload.pin_memory)
         if low:
             _cast(self.module, list(copied.values()), low)
         self.copies.stream(lambda: True)
-        self.masters = {name: self.copies.weights.get(name, p) for name, p in trainable.items()}
+        self.masters = {name: self.copies.weights.get(name, p) for name, p in self.masters.items()}
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
+        self._follow_freezing()
         if self._buffers_differ and self._has_buffers:
             # As DDP does: each step begins with rank 0's buffers, so that one checkpoint speaks for all ranks. A model
             # may have put new tensors in the place of old ones.
@@ -120,6 +137,25 @@ class Sharded(Strategy):
         root.set_requires_gradient_sync(sync and (boundary or not self._defers))
         if self._stage < 3:
             root.set_reshard_after_backward(boundary)
+
+    def _follow_freezing(self) -> None:
+        """Trains what the program has asked for, of a parameter's two tensors, on the one that it was shown.
+
+        FSDP2 looks at the sharded one when it gathers, and forgets what was asked for on the gathered one.
+        """
+        thawed = False
+        for parameter, trained in self._trained.items():
+            sharded = parameter.sharded_param
+            gathered = getattr(parameter, "_unsharded_param", sharded)
+            if trained != sharded.requires_grad or trained != gathered.requires_grad:
+                self._trained[parameter] = not trained
+                sharded.requires_grad_(not trained)
+                gathered.requires_grad_(not trained)
+                thawed = thawed or not trained
+        if thawed:
+            for unit in self._units():
+                for group in _list_groups(unit):
+                    group._init_mp_dtypes()  # FSDP2 looks but once, at those that are trained
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -136,25 +172,30 @@ class Sharded(Strategy):
             parameter.sharded_param.grad = share if before is None else before + share
             parameter.unsharded_accumulated_grad = None
             parameter._unsharded_param.grad = None
+        self._unsharded.reduce()
+
+    def end_backward(self) -> None:
+        self._unsharded.reduce()
 
     def own_gradient(self, name: str) -> Tensor | None:
+        if name in self._unsharded.masters:
+            return self._unsharded.own_gradient(name)
         known = (p for unit in self._units() for p in _list_fsdp_parameters(unit) if p._param_fqn == name)
         return next(map(_own_gradient, known), None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluated = self._evaluated or not torch.is_grad_enabled()
         return self.module(*args, **kwargs)
 
     def finish_step(self) -> None:
         super().finish_step()
+        self._unsharded.give_weights()
         self._buffers_differ = True
-        if self._evaluated or self._flags is None or not self._flags[0]:
-            # Only a backward pass at the boundary frees what a forward pass has gathered: after an evaluation, or where
-            # the program has moved the boundary since, it would be stale.
-            self.free_gathered()
-            self._evaluated = False
+        # Only a backward pass at the boundary frees what a forward pass has gathered. After an evaluation, a call of
+        # the module itself, or where the program has moved the boundary since, it would be stale.
+        self.free_gathered()
 
     def drop_gradients(self) -> None:
+        self._follow_freezing()
         super().drop_gradients()
         for unit in self._units():
             # Micro steps before the boundary may have left parameters gathered, and sums in a wider dtype beside them.
@@ -163,13 +204,23 @@ class Sharded(Strategy):
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
             unit.reshard()
+        self._unsharded.drop_gradients()
         super().drop_gradients()
+
+    def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
+        super().move_weights(move)
+        self._unsharded.move(move)
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self._unsharded.give_weights()
 
     def shown(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().shown()
         yield from self._all.items()
 
     def free_gathered(self) -> None:
+        self._follow_freezing()
         for unit in self._units():
             unit.reshard()
 
@@ -216,11 +267,15 @@ def _cast(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype) 
     model._apply(lambda tensor: tensor.to(dtype) if id(tensor) in chosen else tensor)  # type: ignore[no-untyped-call]
 
 
-def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
+def _list_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     # One group before torch 2.13, a list of them since.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [group for group in groups if group is not None]
+
+
+def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
+    return [parameter for group in _list_groups(unit) for parameter in group.fsdp_params]
 
 
 def _own_gradient(parameter: Any) -> Tensor | None:
@@ -229,6 +284,14 @@ def _own_gradient(parameter: Any) -> Tensor | None:
         return cast(Tensor, parameter.unsharded_accumulated_grad)
     unsharded = getattr(parameter, "_unsharded_param", None)
     return unsharded.grad if unsharded is not None else None
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UsageError(
+            "the model, or a part of it, is sharded for another engine",
+            hint="make another model, and give one that has parts in common to a single engine",
+        )
 
 
 def _refuse_groups(zero: Zero, world: World) -> None:
@@ -244,15 +307,14 @@ def _refuse_groups(zero: Zero, world: World) -> None:
         if size > 0 and world.world_size % size:
             fits = [str(n) for n in range(1, world.world_size + 1) if world.world_size % n == 0]
             raise UsageError(
-                f"zero_optimization.{key}: {world.world_size} ranks are no groups of {size}",
+                f"zero_optimization.{key}: {world.world_size} ranks do not divide into groups of {size}",
                 hint=f"{', '.join(fits)} divide {world.world_size}; or start another number of ranks",
             )
 
 
-def _refuse_scalars(model: nn.Module) -> None:
-    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise ContractError(
-            f"parameter {scalars[0]} has no dimension to shard it along",
-            hint="make it a tensor of shape [1], or train with zero_optimization.stage=0",
-        )
+def _move_unshardable(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
+    """The parameters that FSDP2 is to leave alone, by name; moved to `device`, since it does not do that either."""
+    left = {name: parameter for name, parameter in model.named_parameters() if is_unshardable(parameter)}
+    for parameter in left.values():
+        parameter.data = parameter.data.to(device)
+    return left

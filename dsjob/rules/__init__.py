@@ -31,6 +31,7 @@ _SHAPE = {
     "duplicate-key": "A key is given twice in one object; JSON and YAML readers keep the last one without a word.",
     "number": "A number that no 64-bit float can hold.",
     "too-deep": "Nesting beyond what any document needs is refused, so that reading takes bounded time and memory.",
+    "more": "A document has more problems than anybody reads at once.",
     "too-large": "A text beyond what any document needs is refused, so that reading takes bounded time and memory.",
     "alias": "YAML aliases that add up to more than any document needs are refused.",
     "key": "A key is text; YAML also has empty keys and keys that are lists or mappings.",
@@ -38,12 +39,28 @@ _SHAPE = {
     "tag": "A document is plain data; YAML's tags ask a reader to make objects of other kinds.",
     "untrusted-target": "A _target_ is imported and called; what is neither on dsjob's list nor the user's own needs a "
     "--trust.",
+    "environment": "A document could send any variable of the environment anywhere, and its value would be saved and "
+    "shown. Arguments of targets may read them; everything may read the few that anybody may see.",
+    "target": "A _target_ cannot be imported, or does not take the arguments that the document gives it.",
     "remote-code": "The name of a model on a hub would bring code with it that runs here.",
     "unpinned": "A name on a hub without a revision can be other bytes tomorrow.",
+    "untrusted-protocol": "Opening a URL runs the code of its protocol; what is not on dsjob's list needs a --trust "
+    "protocol:NAME.",
+    "chained-url": "A URL that chains file systems (a::b) can run code, or reach what its parts alone may not.",
+    "outside-folder": "A library that is given a folder to keep files in writes there; a document may come from "
+    "anybody, and chooses none beyond the current folder.",
+    "nested-target": "What a target has read from a file could be sent away, or be a path that no rule has seen.",
+    "bound-reader": "A constructor that reads files would read whatever names the samples hold.",
+    "request-option": "Such options send headers, cookies and credentials, or send a request somewhere else.",
+    "kernel-file": "Files of /proc, /dev and /sys hold the environment, and the state of processes and devices.",
+    "read-only-url": "A web server is read from; what a run writes goes into a folder or an object store.",
     "hydra-section": "What Hydra itself does with a run is not for a job document to say.",
     "not-an-object": "A document is one object (a mapping) of keys and values.",
     "another-tool": "The file is that of another tool, which dsjob import reads.",
-    "interpolation": "A ${...} names something that is not there, or that cannot be resolved.",
+    "interpolation": "A ${...} names something that is not there, cannot be resolved, or grows beyond what any "
+    "document needs.",
+    "recipe-package": "Hydra puts the keys of a config below the name of its folder, unless its first line says where.",
+    "cores": "Ranks that share a core take turns on it, and each exchange waits for the slowest.",
     "not-there": "An override names a key that the composed document does not have.",
     "not-read": "A document names a DeepSpeed config at a URL, and nothing is fetched to check a document.",
     "unreadable": "The file cannot be read.",

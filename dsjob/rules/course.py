@@ -47,8 +47,6 @@ def _models(document: Document) -> Iterator[Finding]:
     evaluates = "eval" in read(document, "data", {}) and not read(document, "trainer.eval_step")
     if read(document, "trainer.step") and "loss" in document and not evaluates:
         yield "loss", "is not used beside trainer.step", "compute it there"
-    if read(document, "trainer.eval_step") and document.get("metrics"):
-        yield "metrics", "are not used beside trainer.eval_step", "let it return them"
     if not document.get("models"):
         return
     if "model" in document:
@@ -86,7 +84,7 @@ def _eval_data(document: Document) -> Iterator[Finding]:
             yield f"trainer.{key}", "is set, but there is no data.eval", advice
     if read(document, "trainer.eval_step"):
         yield "trainer.eval_step", "is given, but there is no data.eval", advice
-    if document.get("metrics"):
+    if any("eval" in phases for phases in _list_phases(document).values()):
         yield "metrics", "are given, but there is no data.eval", advice
     if read(document, "checkpoint.best") is not None:
         yield "checkpoint.best", "is set, but there is no data.eval to find the best by", advice
@@ -98,15 +96,30 @@ def _metric(document: Document) -> Iterator[Finding]:
     if read(document, "trainer.eval_step"):
         return  # what it returns is for it to say
     evaluated = "eval" in read(document, "data", {"eval": True})
-    known = {"eval/loss", *(f"eval/{name}" for name in read(document, "metrics", {}))} if evaluated else set()
+    names = [name for name, phases in _list_phases(document).items() if "eval" in phases]
+    known = {"eval/loss", *(f"eval/{name}" for name in names)} if evaluated else set()
     there = f"there is {', '.join(sorted(known))}" if known else "give data.eval"
     for name, callback in read(document, "callbacks", {}).items():
         monitored = callback.get("monitor") if isinstance(callback, dict) else None
-        if isinstance(monitored, str) and monitored.startswith("eval/") and monitored not in known:
+        if isinstance(monitored, str) and monitored.startswith("eval/") and _leads_nowhere(monitored, known):
             yield f"callbacks.{name}.monitor", f'nobody computes "{monitored}"', there
     chosen = read(document, "checkpoint.best.metric")
-    if evaluated and isinstance(chosen, str) and chosen not in known:
+    if evaluated and isinstance(chosen, str) and _leads_nowhere(chosen, known):
         yield "checkpoint.best.metric", f'nobody computes "{chosen}"', there
+
+
+def _list_phases(document: Document) -> dict[str, list[str]]:
+    """Where each metric is computed."""
+    metrics = read(document, "metrics", {})
+    return {
+        name: (metric.get("phases") if isinstance(metric, dict) else None) or ["eval"]
+        for name, metric in metrics.items()
+    }
+
+
+def _leads_nowhere(metric: str, known: set[str]) -> bool:
+    """Whether a metric is none of the known ones, nor a key of what one of these gives."""
+    return metric not in known and metric.rpartition("/")[0] not in known - {"eval/loss"}
 
 
 @enter("cadence-beyond-end", severity="warning", whole=True)

@@ -57,11 +57,13 @@ def test_a_folder_without_a_record_does_not_exist(catalog: Catalog) -> None:
     assert claim(catalog.url).number == 2
 
 
-def test_what_latest_says_is_not_trusted(catalog: Catalog) -> None:
+def test_latest_is_followed_on_request_alone(catalog: Catalog) -> None:
+    assert catalog.follow_latest() == (None, "")
     commit(catalog, 1)
     commit(catalog, 2, latest=False)
     assert storage.read_text(storage.join(catalog.url, "latest")) == "step-00000001\n"
     assert catalog.find(None)["tag"] == "step-00000002"
+    assert catalog.follow_latest() == ("step-00000001", "")
 
 
 def test_a_tag_has_one_winner_unless_it_is_to_be_replaced(catalog: Catalog) -> None:

@@ -14,6 +14,7 @@ import pytest
 from deepspeed_data import RUNS
 
 from dsjob.checkpoint.deepspeed_layout import list_numbers
+from dsjob.checkpoint.torch_files import is_bounded
 
 TYPED = ("CheckpointError", "CorruptCheckpointError", "NoCheckpointError", "StorageError")
 SOURCES = ["z1_fp32_ws3_groups", "z3_fp32_ws3_frozen", "z0_bf16_ws2_plain"]
@@ -23,7 +24,7 @@ def read_watched(folders: Iterable[Path], cwd: Path) -> dict[str, tuple[str, str
     """What reading each folder raised, and the digest of its weights where it raised nothing; in a watched child."""
     script = Path(hostile.__file__)
     arguments = [sys.executable, str(script), *map(str, folders)]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=cwd, check=True)
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=cwd, check=True, timeout=500)
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert told["events"] == []
     assert told["peak"] < 600 << 10, "KiB"
@@ -78,6 +79,36 @@ def test_trees_that_deepspeed_does_not_write_are_refused(tmp_path: Path) -> None
     unharmed = {name for name, (raised, _) in results.items() if not raised}
     assert unharmed <= {f"z1_fp32_ws3_groups-lie-shared_params-{n}" for n in (0, 1)}  # names of nothing
     check({name: result for name, result in results.items() if name not in unharmed})
+
+
+COUNTS = ("global_steps", "dp_world_size", "mp_world_size", "frozen_param_shapes")
+OTHERS = ("skipped_steps", "global_samples", "param_shapes", "module", "buffer_names", "shared_params", "lr_scheduler")
+
+
+@pytest.mark.parametrize("keys", [COUNTS, pytest.param((*OTHERS, "num_experts", "mine"), marks=pytest.mark.slow)])
+def test_values_that_have_no_end_are_shortened(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """A list that holds one list eleven times, and so on for thirty levels, has no repr that anybody waits for."""
+    source = "z1_fp32_ws3_groups"
+    results = read_watched(hostile.make_bombs(RUNS[source], tmp_path, keys), tmp_path)
+    assert len(results) == len(keys) * 8
+    raised = {name: told for name, (told, _) in results.items() if told}
+    check({name: (told, "") for name, told in raised.items()})
+    assert all(len(told) < 1000 for told in raised.values()), max(raised.values(), key=len)[:2000]
+    assert keys != COUNTS or all(f"{source}-{key}-tensor" in raised for key in keys)
+    assert all(name in raised for name in results if name.endswith("bomb"))
+
+
+def test_a_shared_list_counts_each_time() -> None:
+    assert is_bounded({"a": hostile.nest(6)})
+    assert not is_bounded({"a": hostile.nest(8)})
+    assert is_bounded([["a" * 1_000_000] * 40])
+    assert not is_bounded([["a" * 1_000_000] * 60])
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    assert not is_bounded(deep)
+    deep.append(deep)
+    assert not is_bounded(deep)
 
 
 @pytest.mark.slow

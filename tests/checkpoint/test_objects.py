@@ -126,13 +126,14 @@ def test_what_a_job_is_not_to_lose_a_save_for() -> None:
 
     loop: dict[str, Any] = {}
     loop["loop"] = loop
-    states = [{"a": np.zeros(2)}, {"a": {1}}, {"a": Path()}, {"a": b"x"}, [1], None, loop, {"a": torch.zeros(1 << 19)}]
+    objects = np.array([object()])
+    states = [{"a": objects}, {"a": object()}, {"a": type}, {"a": any}, [1], None, loop, {"a": torch.zeros(1 << 19)}]
     states += [{1: torch.zeros(1)}, {"a": torch.zeros(1, device="meta")}, {"a": torch.zeros(1 << 18), "b": 1}]
     odd = {str(number): Holds(state) for number, state in enumerate(states)}
     told: list[str] = []
-    objects = Kept(lambda title, text: told.append(text), odd={**odd, "broken": Broken()}, good={"a": Holds({"a": 1})})
+    kept = Kept(lambda title, text: told.append(text), odd={**odd, "broken": Broken()}, good={"a": Holds({"a": 1})})
     for _ in range(2):
-        assert capture_objects(ONE, objects) == {"good.a": [{"values": {"a": 1}}]}
+        assert capture_objects(ONE, kept) == {"good.a": [{"values": {"a": 1}}]}
     assert len(told) == len(states) + 1
     assert "odd.broken.state_dict(): RuntimeError: mine" in told[-1]
     assert "it has 2,097,152 bytes of tensors, more than 1,048,576" in told[7]

@@ -38,9 +38,9 @@ def test_nan_and_numpy_scalars_are_kept() -> None:
     assert encode({"a": np.float64(0.5), "b": np.int64(3)}) == {"a": 0.5, "b": 3}
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", torch.zeros(1), lambda: None])
+@pytest.mark.parametrize("value", [object(), torch.zeros(1), lambda: None, Ellipsis, np.array([object()])])
 def test_what_json_cannot_keep_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"client_state\.a\[1\] is"):
+    with pytest.raises(CheckpointError, match=r"client_state\.a\[1\] (is|cannot be kept: its elements are object)"):
         encode({"a": [0, value]}, "client_state")
 
 

@@ -695,6 +695,24 @@ def test_chunks_of_size_zero_may_be_there_or_not(tmp_path: Path) -> None:
     assert found == {"x": as_fp32(floats(3)), "e": ("F32", (0, 2), b"")}
 
 
+@pytest.mark.parametrize("count", [1 << 63, 10**4000, -1, True, 1.0])
+def test_counts_beyond_64_bits_are_none(count: Any) -> None:
+    assert plain.parse_counts([0, (1 << 63) - 1]) == (0, (1 << 63) - 1)
+    with pytest.raises(ValueError, match="no list of whole numbers"):
+        plain.parse_counts([0, count])
+
+
+def test_many_names_of_the_same_bytes_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "MOST_EXTRA", 0)
+    names = {f"model.x{number}": "model.w" for number in range(70)}
+    save(tmp_path / "c", {"model.w": floats(256, 64)}, aliases=names)
+    source = plain.Folder(str(tmp_path / "c"))
+    checkpoint = plain.read_checkpoint(source, plain.find_commit(source))
+    with pytest.raises(plain.Damaged, match="tensors share their bytes"):
+        plain.export(source, checkpoint, str(tmp_path / "out"), plain.Fp32(), 1 << 30)
+    assert not (tmp_path / "out").exists()
+
+
 def test_links_may_not_leave_the_checkpoint(saved: Path) -> None:
     shard = saved / "r00000-of-00002.safetensors"
     inside = saved.parent / "kept.safetensors"

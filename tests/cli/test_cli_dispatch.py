@@ -104,9 +104,9 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("vaildate", "no command or file is called 'vaildate'\n  did you mean \"validate\"?"),
+        ("vaildate", "unknown command or file 'vaildate'\n  did you mean \"validate\"?"),
         ("shwo", 'did you mean "show"?'),
-        ("zzz", "no command or file is called 'zzz'\n  dsjob --help lists them"),
+        ("zzz", "unknown command or file 'zzz'\n  dsjob --help lists them"),
         ("gone.json", "no such file: gone.json"),
         ("gone.yaml", "no such file: gone.yaml"),
         ("gone/job", "no such file: gone/job"),

@@ -209,3 +209,56 @@ def test_mistakes_in_the_document_are_told_as_everywhere(plan: Any) -> None:
 def test_a_plan_says_whose_engine_its_figures_are_of(plan: Any) -> None:
     assert "figures are of dsjob's own engine" not in plan("--params", "1e6")[1]
     assert "figures are of dsjob's own engine" in plan("--params", "1e6", "engine=deepspeed")[1]
+
+
+@pytest.mark.parametrize("scheduler", ["WarmupLR", "WarmupDecayLR"])
+def test_a_trainers_config_of_autos_is_planned(tmp_path: Path, data: Any, scheduler: str) -> None:
+    params = dict.fromkeys(["warmup_min_lr", "warmup_max_lr", "warmup_num_steps"], "auto")
+    params |= {"total_num_steps": "auto"} if scheduler == "WarmupDecayLR" else {}
+    sizes = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"]
+    buckets = ["reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"]
+    config = {
+        **dict.fromkeys(sizes, "auto"),
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(["lr", "betas", "eps", "weight_decay"], "auto")},
+        "scheduler": {"type": scheduler, "params": params},
+        "zero_optimization": {"stage": 3, **dict.fromkeys(buckets, "auto")},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = data("--params", "7B", "ds.json", "--world-size", "8")
+    assert found["model"]["parameters"] == 7_000_000_000
+
+
+def write_pretrained_job(folder: Path, name: str, **arguments: Any) -> str:
+    """A job with a pretrained model; the data is missing, so that activations are left out."""
+    target = {"_target_": "transformers.AutoModelForCausalLM.from_pretrained", "pretrained_model_name_or_path": name}
+    document = {
+        "model": {**target, **arguments},
+        "data": {"train": {"_target_": "dsjob.recipes.text.ByteText", "path": "nowhere"}},
+        "trainer": {"micro_batch": 1, "max_steps": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    (folder / "job.json").write_text(json.dumps(document))
+    return "job.json"
+
+
+def test_a_pretrained_model_is_planned_by_its_configuration(tmp_path: Path, data: Any) -> None:
+    pytest.importorskip("transformers")
+    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+    (tmp_path / "gpt").mkdir()
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    (tmp_path / "gpt/config.json").write_text(json.dumps({"model_type": "gpt2", **size, **tokens}))
+    found = data(write_pretrained_job(tmp_path, "gpt"))
+    assert found["model"]["parameters"] == 100 * 32 + 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
+
+
+def test_a_pretrained_model_that_is_not_there_is_not_fetched(
+    tmp_path: Path, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection was opened"))
+    code, _, err = plan(write_pretrained_job(tmp_path, "nobody/nothing", revision="0" * 40))
+    assert code == 2
+    assert "nobody/nothing is neither a folder nor in this machine's cache" in err
+    assert f"hf download nobody/nothing config.json --revision {'0' * 40}, or --params 7B" in err

@@ -46,7 +46,7 @@ def test_a_run_folder_is_continued(job: Path) -> None:
     assert dsjob("cfg.json", "output.dir=whole", "trainer.max_steps=9", cwd=job).returncode == 0
     assert dsjob("cfg.json", cwd=job).returncode == 0
     again = dsjob("run", "run", cwd=job)
-    assert "step 6 of 6 is reached" in again.stdout
+    assert "already finished: step 6 of 6" in again.stdout
     assert list_commits(job / "run") == ["step-00000006"]
     longer = dsjob("run", "run", "trainer.max_steps=9", cwd=job)
     assert "step-00000006-a0001 at step 6" in longer.stdout
@@ -252,7 +252,61 @@ class Private(Data):
     assert CANARY not in done.stdout + done.stderr + again.stdout + again.stderr + shown.stdout
     without = dsjob("cfg.json", "output.dir=other", cwd=job)
     assert without.returncode == 2
-    assert "there is no DSJOB_CANARY in the environment" in without.stderr
+    assert "environment variable DSJOB_CANARY is not set" in without.stderr
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_what_a_program_says_of_a_secret_is_masked(job: Path, nproc: int) -> None:
+    """Printed, logged, in metrics and in the error that ends the run: on screen, in logs and in the run's folder."""
+    with (job / "my_model.py").open("a") as file:
+        file.write("""
+import logging, sys, warnings
+from urllib.parse import quote
+from dsjob.callbacks import Callback
+
+class Tell(Callback):
+    def __init__(self, url):
+        self.url = url
+
+    def on_log(self, run, record):
+        print("printed", self.url, flush=True)
+        logging.getLogger("mine").warning("logged %s", self.url)
+        warnings.warn(f"warned {self.url}")
+        sys.stderr.write(quote(self.url, safe="") + "\\n")
+        record[f"of {self.url}"] = 1.0
+        if run.step >= 2:
+            raise ConnectionError(f"cannot reach {self.url!r}")
+""")
+    document = json.loads((job / "cfg.json").read_text())
+    document["callbacks"] = {"tell": {"_target_": "my_model.Tell", "url": "${oc.env:DSJOB_CANARY}"}}
+    (job / "cfg.json").write_text(json.dumps(document))
+    url = f"postgres://me:{CANARY}@h/db"
+    done = dsjob("cfg.json", f"launch.nproc={nproc}", cwd=job, DSJOB_CANARY=url)
+    assert done.returncode == 1, done.stderr
+    assert "ConnectionError: cannot reach '***'" in done.stderr
+    assert "printed ***" in done.stdout
+    assert "logged ***" in done.stderr
+    files = [path for path in (job / "run").rglob("*") if path.is_file()]
+    assert [str(path) for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert CANARY not in done.stdout + done.stderr
+    if nproc == 2:
+        assert any(b"printed ***" in path.read_bytes() for path in files if path.suffix == ".log")
+
+
+def test_a_sweep_masks_the_errors_of_its_runs(job: Path) -> None:
+    with (job / "my_model.py").open("a") as file:
+        file.write("""
+class Failing(Data):
+    def __init__(self, auth, **others):
+        raise ConnectionError(f"no access with {auth}")
+""")
+    given = ("data.train._target_=my_model.Failing", "+data.train.auth=${oc.env:DSJOB_CANARY}", "trainer.seed=1,2")
+    done = dsjob("-m", "cfg.json", *given, cwd=job, DSJOB_CANARY=CANARY)
+    assert done.returncode == 1, done.stderr
+    results = [json.loads(path.read_text()) for path in (job / "run").rglob("result.json")]
+    assert len(results) == 2
+    assert all("no access with ***" in result["error"] for result in results)
+    assert CANARY not in done.stdout + done.stderr
 
 
 def test_a_secret_in_the_document_is_refused_and_not_repeated(job: Path) -> None:
@@ -474,3 +528,68 @@ def test_a_folder_of_another_job_is_not_gone_on_with(job: Path) -> None:
     other = dsjob("cfg.json", "model._target_=my_model.Net", "trainer.max_steps=8", cwd=job)
     assert other.returncode == 2
     assert "run holds the run of another job: its model is my_model.build" in other.stderr
+
+
+STEP = """
+def step(engines, batch):
+    loss = engines["net"](*batch)
+    engines["net"].backward(loss)
+    engines["net"].step()
+    return {"loss": loss}
+"""
+
+
+@pytest.mark.parametrize("models", [False, True])
+def test_another_type_of_optimizer_drops_the_old_ones_arguments_and_says_so(tmp_path: Path, models: bool) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9]}}
+    model, step = {"_target_": "my_model.build"}, {"_target_": "two.step"}
+    own = {"models": {"net": {"model": model, "optimizer": optimizer}}, "model": None, "optimizer": None}
+    trainer = {"train_batch": 8, "max_steps": 2, "step": step}
+    sections = {**own, "trainer": trainer} if models else {"optimizer": optimizer}
+    make_job(tmp_path, **{"data": {"train": {"_target_": "my_model.Data"}}, **sections})
+    (tmp_path / "two.py").write_text(STEP)
+    first = dsjob("cfg.json", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    path = f"{'models.net.' if models else ''}optimizer"
+    again = dsjob("run", "run", f"{path}.type=SGD", f"{path}.params.momentum=0.9", "trainer.max_steps=8", cwd=tmp_path)
+    assert f"{path}.type changes from AdamW to SGD: it keeps lr 0.01 and drops betas" in again.stderr
+    assert "the checkpoint holds the state of AdamW, but the optimizer is SGD now" in again.stderr
+    assert "keep AdamW, or begin a run with these weights: dsjob run FOLDER/resolved.json output.dir=" in again.stderr
+    assert again.returncode == 1
+    anew = ("output.dir=other", "checkpoint.resume=run/", f"{path}.type=SGD", f"{path}.params.momentum=0.9")
+    done = dsjob("run/resolved.json", *anew, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "other" / "resolved.json").read_text())
+    found = written["models"]["net"]["optimizer"] if models else written["optimizer"]
+    assert (found["type"], found["params"]["lr"], found["params"]["momentum"]) == ("SGD", 0.01, 0.9)
+
+
+def test_another_type_of_schedule_goes_on_at_the_step_and_says_so(job: Path) -> None:
+    warm_up = ("+scheduler.type=WarmupLR", "scheduler.params.warmup_num_steps=3", "~data.eval")
+    assert dsjob("cfg.json", *warm_up, cwd=job).returncode == 0
+    again = dsjob("run", "run", "scheduler.type=WarmupCosineLR", "trainer.max_steps=8", cwd=job)
+    assert again.returncode == 0, again.stderr
+    assert (
+        "scheduler.type changes from WarmupLR to WarmupCosineLR: it keeps warmup_num_steps 3 and drops" in again.stderr
+    )
+    assert "scheduler WarmupLR -> WarmupCosineLR, which goes on at step 6" in again.stdout
+    whole = dsjob(
+        "cfg.json", "+scheduler.type=WarmupCosineLR", *warm_up[1:], "trainer.max_steps=8", "output.dir=whole", cwd=job
+    )
+    assert whole.returncode == 0, whole.stderr
+    assert read_metrics(job / "run", "lr")[8] == read_metrics(job / "whole", "lr")[8]
+
+
+def test_a_run_goes_on_from_where_it_is(job: Path) -> None:
+    """Another output.dir, or a checkpoint.dir without checkpoints, would begin anew without a word."""
+    assert dsjob("cfg.json", "checkpoint.every=2", "output.dir=run", cwd=job).returncode == 0
+    moved = dsjob("run", "run", "output.dir=other", "trainer.max_steps=9", cwd=job)
+    assert moved.returncode == 2
+    assert "dsjob run run/resolved.json output.dir=other" in moved.stderr
+    elsewhere = dsjob("run", "run", "checkpoint.dir=other", "trainer.max_steps=9", cwd=job)
+    assert elsewhere.returncode == 2
+    assert "checkpoint.dir=other holds no checkpoint" in elsewhere.stderr
+    assert dsjob("ckpt", "copy", "run/checkpoints", "other", cwd=job).returncode == 0
+    copied = dsjob("run", "run", "checkpoint.dir=other", "trainer.max_steps=9", cwd=job)
+    assert copied.returncode == 0, copied.stderr
+    assert "resumed" in copied.stdout

@@ -13,7 +13,7 @@ import jobs
 import pytest
 from jobs import DSJOB, clean_env, make_job
 
-from dsjob.cli.trusted import comes_from_elsewhere, read_prefixes
+from dsjob.cli.trusted import Granted, comes_from_elsewhere, read_config, read_prefixes
 from dsjob.errors import DocumentError, UsageError
 
 dsjob = partial(jobs.dsjob, fresh=True)  # what is trusted depends on what is loaded
@@ -193,10 +193,21 @@ def test_a_config_file_of_another_user_is_refused(config: Path, monkeypatch: pyt
         read_prefixes(str(config))
 
 
-@pytest.mark.parametrize("text", ["trust: os", "trust: [1]", "trsut: [a]", "trust: {a: b}"])
+def test_the_config_file_names_variables_that_any_document_may_read(installed: Path, config: Path) -> None:
+    config.write_text("environment: [DSJOB_SEEN]\n")
+    assert read_config(str(config)) == Granted((), ("DSJOB_SEEN",))
+    env = {"XDG_CONFIG_HOME": str(config.parent.parent), "DSJOB_SEEN": "seen"}
+    shown = dsjob("show", "cfg.json", "name=${oc.env:DSJOB_SEEN}", cwd=installed, **env)
+    assert "name: seen\n" in shown.stdout, shown.stderr
+    refused = dsjob("show", "cfg.json", "name=${oc.env:DSJOB_SEEN}", cwd=installed, DSJOB_SEEN="seen")
+    assert refused.returncode == 2
+    assert "list DSJOB_SEEN under `environment:` in ~/.config/dsjob/config.yaml" in refused.stderr
+
+
+@pytest.mark.parametrize("text", ["trust: os", "trust: [1]", "trsut: [a]", "trust: {a: b}", "environment: X"])
 def test_a_config_file_that_says_something_else_is_refused(config: Path, text: str) -> None:
     config.write_text(text)
-    with pytest.raises(UsageError, match="list of dotted names"):
+    with pytest.raises(UsageError, match="lists of dotted names"):
         read_prefixes(str(config))
 
 
@@ -214,3 +225,28 @@ def test_a_config_file_with_a_syntax_error_says_where(config: Path) -> None:
     config.write_text("trust: [a\n")
     with pytest.raises(DocumentError, match=r"config\.yaml:"):
         read_prefixes(str(config))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_modules_beside_another_users_job_file_are_rejected_with_the_reason(job: Path, tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (folder := tmp_path / "theirs").mkdir()
+    for name in ("cfg.json", "my_model.py"):
+        (job / name).rename(folder / name)
+        os.chown(folder / name, 65534, 65534)
+    why = f"my_model lies in {folder}, which is not searched: {folder}/cfg.json belongs to the user "
+    told = dsjob("validate", f"{folder}/cfg.json", cwd=elsewhere)
+    assert f"warning[untrusted-target]: model._target_: my_model.build is not trusted: {why}" in told.stdout
+    done = dsjob("run", f"{folder}/cfg.json", cwd=elsewhere)
+    assert done.returncode == 2
+    assert f"cfg.json:3:5: error[untrusted-target]: model._target_: my_model.build is not trusted: {why}" in done.stderr
+    assert "run dsjob in that folder, or copy the folder and run the copy" in done.stderr
+    granted = dsjob("run", f"{folder}/cfg.json", "--trust", "my_model", "launch.nproc=2", cwd=elsewhere)
+    assert granted.returncode == 2
+    assert why in granted.stderr  # the flag trusts a name; the folder is still not searched
+    there = dsjob("run", "cfg.json", f"output.dir={tmp_path}/run", cwd=folder)
+    assert there.returncode == 0, there.stderr
+    os.chown(tmp_path / "run" / "resolved.json", 65534, 65534)
+    again = dsjob("run", f"{tmp_path}/run/resolved.json", cwd=elsewhere)
+    assert again.returncode == 2
+    assert f"which is not searched: {tmp_path}/run/resolved.json belongs to the user " in again.stderr

@@ -1,17 +1,23 @@
 """Training batches that know their place, and evaluation that ends together on all ranks."""
 
-from collections.abc import Iterator
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from job_documents import make_job, resolve
+from torch.utils.data import IterableDataset, Subset
 
 from dsjob.data import Epochs, EvaluationBatches, TrainingLoader, to_device
 from dsjob.data.batches import count_elements, count_samples, is_tokens
+from dsjob.data.loader import choose_loading
+from dsjob.data.samples import Samples
 from dsjob.errors import DataError
 from dsjob.mesh import World
+from dsjob.spec import JobSpec, view
 
 CPU = torch.device("cpu")
 
@@ -133,6 +139,33 @@ def test_random_transforms_in_workers_depend_on_the_sample_alone() -> None:
     assert whole[0] != whole[2]
 
 
+class AtOnce(Random):
+    """Reads several samples at once, and notes each time of what they are."""
+
+    def __init__(self) -> None:
+        self.read: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        self.read.append(indices)
+        return torch.rand(len(indices)).tolist()
+
+
+def test_numbered_samples_are_read_at_once_where_the_dataset_can() -> None:
+    dataset = AtOnce()
+    samples = Samples(dataset, None, "data.train", 3)
+    first, second = (samples.read_numbered([(5, number), (2, number + 1)]) for number in (8, 9))
+    assert dataset.read == [[5, 2]] * 2
+    assert first == samples.read_numbered([(1, 8), (0, 9)]) != second
+
+
+def test_a_subset_reads_at_once_only_what_its_dataset_does() -> None:
+    """Else random transforms would depend on the micro batch."""
+    alone, whole = (Samples(Subset(made, range(8)), None, "data.train") for made in (Random(), AtOnce()))
+    numbered = [(5, 8), (2, 9)]
+    assert alone.read_numbered(numbered)[1:] == alone.read_numbered(numbered[1:])
+    assert whole.read_numbered(numbered)[1:] != whole.read_numbered(numbered[1:])
+
+
 def test_a_program_sees_epochs() -> None:
     loader = TrainingLoader(list(range(10)), micro_batch=3, world=make_world(), seed=0)
     epochs = Epochs(loader, 3)
@@ -143,3 +176,45 @@ def test_a_program_sees_epochs() -> None:
     assert [batch.tolist() for batch in stream] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(TypeError):
         len(stream)
+
+
+class Fleeting(Sequence[int]):
+    """A dataset that tells in which process it is read."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor([index, os.getpid()])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_reads_ahead_in_workers(workers: int) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    batches = EvaluationBatches(
+        Fleeting(), micro_batch=3, world=make_world(), collate=None, max_batches=None, num_workers=workers
+    )
+    for _ in range(2):
+        found = [batch for batch, _ in batches]
+        assert torch.cat(found)[:, 0].tolist() == list(range(10))
+        assert (os.getpid() in torch.cat(found)[:, 1].tolist()) == (workers == 0)
+    assert torch.equal(torch.get_rng_state(), before)  # training draws what it would have drawn
+
+
+@pytest.mark.parametrize(
+    ("said", "device", "dataset", "expected"),
+    [
+        (None, "cpu", [1], {"num_workers": 0, "pin_memory": False}),
+        (None, "cuda", [1], {"num_workers": 2, "pin_memory": True}),
+        (None, "cuda", Stream(3), {"num_workers": 0, "pin_memory": True}),
+        (0, "cuda", [1], {"num_workers": 0, "pin_memory": True}),
+        (5, "cpu", [1], {"num_workers": 5, "pin_memory": False}),
+    ],
+)
+def test_workers_read_ahead_on_a_gpu(said: int | None, device: str, dataset: Any, expected: dict[str, Any]) -> None:
+    data = {"train": {"_target_": "data.Data"}, **({} if said is None else {"num_workers": said})}
+    spec = view(JobSpec, resolve(make_job(data=data)))
+    assert (
+        choose_loading(spec.data, dataset, dataclasses.replace(make_world(), device=torch.device(device))) == expected
+    )

@@ -47,6 +47,10 @@ def make_document(folder: str, trainer: dict[str, Any], **sections: Any) -> dict
         },
         "trainer": steps,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "metrics": {
+            "again": {"_target_": "tensor_parallel.tell_loss"},
+            "batches": {"_target_": "tensor_parallel.tell_loss", "reduce": {"_target_": "tensor_parallel.count_all"}},
+        },
         "checkpoint": {"every": 3},
         "output": {"dir": folder},
     }
@@ -135,7 +139,7 @@ def pick(records: list[dict[str, Any]], name: str, steps: int) -> list[float]:
 @pytest.mark.parametrize("name", UNITS)
 def test_a_job_gives_what_it_gives_on_one_rank(name: str) -> None:
     found = results()[0][name]
-    for key in ("loss", "grad_norm", "eval/loss", "epoch"):
+    for key in ("loss", "grad_norm", "eval/loss", "eval/again", "eval/batches", "epoch"):
         assert pick(found, key, 6) == pytest.approx(pick(alone(), key, 6), rel=1e-5), key
     if name != "methods":
         assert pick(found, "double", 6) == pytest.approx([2 * loss for loss in pick(found, "loss", 6)])
@@ -175,7 +179,7 @@ def test_what_does_not_go_together_is_refused_on_every_rank() -> None:
         assert "there is no trainer.eval_step" in told["no eval step"]
         assert told["nobody"] == "no rank's mpu reports metrics"
         assert "no rank builds the loader of data-parallel rank 1" in told["unread"]
-        assert told["lengths", "train"] == "ranks that hold one model have 8 and 16 samples of data.train"
+        assert told["lengths", "train"] == "data.train has 8 samples on rank 0 and 16 samples on rank 1"
         assert told["lengths", "eval"] == "ranks that hold one model have 2 and 4 batches of data.eval"
         assert told["one"].startswith("rank 1: ") == (told is not results()[1])
         assert "other keys" in told["one"]

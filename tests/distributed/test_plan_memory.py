@@ -92,7 +92,7 @@ def predict(
         model = size_model(make_net(kind))
     size = SIZES[precision]
     layout = Layout(stage, world.world_size, size, SIZES[reduce] if reduce else size, accumulation, **changes)
-    params = {**ADAMW["params"], "eps": 1e-8, "amsgrad": False, "fused": False}
+    params = {**ADAMW["params"], "eps": 1e-8, "amsgrad": False, "fused": False, "bias_correction": True}
     state = probe_optimizer(Method("AdamW", params, None))
     return predict_memory(model, layout, state, rank=world.rank)
 

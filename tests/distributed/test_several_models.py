@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_converts(tmp_path: Path, world_si
         ("pairs.forgetful", "was called 6 times, and the first model, student, took 0 steps, not 1"),
         ("pairs.twice", "the first model, student, took 2 steps, not 1"),
         ("pairs.uneven", "teacher is in the midst of accumulating"),
-        ("pairs.named_as_lr", "'lr', which a log record has"),
+        ("pairs.named_as_lr", "'lr', a reserved log name"),
         ("pairs.now_and_then", "returned loss, extra, teacher, and|and loss, extra, teacher before"),
         ("pairs.wordy", "trainer.step returned loss: str"),
     ],

@@ -363,10 +363,15 @@ def test_what_blocks_are_to_do_is_carried(arguments: str, section: str, said: An
     assert import_command(f"{BASE} {arguments}").document.get(section) == said
 
 
+@pytest.mark.parametrize(("arguments", "said"), [("", None), ("--tf32", "high"), ("--tf32 false", "highest")])
+def test_tf32_is_the_precision_of_matrix_products(arguments: str, said: str | None) -> None:
+    assert import_command(f"{BASE} {arguments}").document["trainer"].get("matmul_precision") == said
+
+
 def test_what_cannot_be_carried_says_what_to_do() -> None:
-    imported = import_command(f"{BASE} --tf32 True --neftune_noise_alpha 5")
+    imported = import_command(f"{BASE} --full_determinism True --neftune_noise_alpha 5")
     notes = messages(imported, "left out")
-    assert "--tf32=true" in notes
+    assert "--full_determinism=true" in notes
     assert "results will differ" in notes
 
 

@@ -5,11 +5,43 @@ MARKER stands for a file that must not come to be, PICKLE for one whose unpickli
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
 
 MARKER, PICKLE = "pwned", "evil.pkl"
 CODE = f"open({MARKER!r}, 'w')"
 TOUCH = f"touch {MARKER}"
+# Older releases of fsspec render the templates in this file system's text with jinja2.
+_TEMPLATE = f"{{{{ self.__init__.__globals__.__builtins__.__import__('os').system('{TOUCH}') }}}}"
+_GENERATED = {"key": "x{{i}}", "url": _TEMPLATE, "dimensions": {"i": {"stop": 1}}}
+_REFERENCES = json.dumps({"version": 1, "templates": {}, "gen": [_GENERATED], "refs": {}})
+_DATA = f"data:application/json;base64,{base64.b64encode(_REFERENCES.encode()).decode()}"
+REFERENCE = f"reference::{_DATA}"
+# Texts that fsspec takes for file systems over one another.
+CHAINS = (
+    REFERENCE,
+    f"reference://::{_DATA}",
+    f"reference://x/y::{_DATA}",
+    f"REFERENCE::{_DATA}",
+    f" reference :: {_DATA}",
+    f"dir::{REFERENCE}",
+    f"file:///tmp::{REFERENCE}",
+    f"/tmp/x::{REFERENCE}",
+    f"./x/::{_DATA}",
+    f"memory://x::{_DATA}",
+    "reference::/tmp/refs.json",
+    "reference::refs.json",
+    "reference::s3://bucket/refs.json",
+    "filecache::http://127.0.0.1:9/x",
+    "simplecache::http://127.0.0.1:9/x",
+    "zip://x::http://127.0.0.1:9/x.zip",
+    "zip::memory://x",
+    "dir::/etc",
+    "::reference",
+    "reference::",
+    "file::",
+)
 
 
 def _try(target: str, /, *args: Any, **named: Any) -> dict[str, Any]:
@@ -148,6 +180,20 @@ ARGUMENTS = (
     _try("datasets.load_dataset", "evil/data"),
     _try("datasets.load_dataset", "pandas", data_files=PICKLE),
     _try("datasets.load_dataset", path="./data", trust_remote_code=True),
+    _try("datasets.load_dataset", "json", data_files=REFERENCE),
+    _try("datasets.load_dataset", "json", data_files={"train": ["a.json", REFERENCE]}),
+    _try("datasets.load_from_disk", REFERENCE),
+    _try("datasets.load_from_disk", "data", storage_options={"protocol": "reference", "fo": REFERENCE}),
+    _try("datasets.Dataset.from_json", "sftp://127.0.0.1/x"),
+    _try("my_model.build", url=REFERENCE),
+    _try("datasets.load_dataset", "json", data_files="x.json", cache_dir=f"../{MARKER}"),
+    _try("datasets.Dataset.from_json", "x.json", None, None, f"/tmp/{MARKER}"),
+    _try("transformers.AutoModel.from_pretrained", "./remote", offload_folder="~/.ssh"),
+    _try("transformers.AutoModel.from_pretrained", "./kernel"),
+    _try("transformers.AutoModel.from_pretrained", "./remote", config="./kernel/config.json"),
+    _try("transformers.AutoModel.from_pretrained", "./remote", _configuration_file="kernel.json"),
+    _try("transformers.AutoModel.from_pretrained", "./adapter"),
+    _try("dsjob.recipes.t5.build", pretrained="./kernel"),
     _try("torch.nn.Linear", 1, 1, device=_try("os.system", TOUCH)),
     _try("torch.utils.data.TensorDataset", [[{"deep": _try("os.system", TOUCH)}]]),
 )

@@ -203,6 +203,37 @@ def make_lies(source: Path, target: Path) -> Iterator[Path]:
             yield folder
 
 
+def nest(levels: int, width: int = 11) -> Any:
+    """A list that is in a list `width` times, and that again: a few bytes a level, whatever they stand for."""
+    value: Any = [0]
+    for _ in range(levels):
+        value = [value] * width
+    return value
+
+
+def make_bombs(source: Path, target: Path, keys: tuple[str, ...]) -> Iterator[Path]:
+    """Values that no message may repeat, and tensors, where DeepSpeed has numbers, names and shapes."""
+    import torch
+
+    values = {
+        "bomb": nest(30),
+        "long": nest(6),
+        "shapes": {"emb.weight": nest(30)},
+        "name": {"a" * 1_000_000: nest(6)},
+        "tensor": torch.zeros(2, 2),
+        "scalar": torch.tensor(3),
+        "number": 10**5000,
+        "text": "a" * 1_000_000,
+    }
+    for key in keys:
+        folder = target / f"{source.name}-{key}"
+        for kind, value in values.items():
+            shutil.copytree(source, folder.with_name(f"{folder.name}-{kind}"))
+            for file in (folder.with_name(f"{folder.name}-{kind}") / "global_step3").glob("*model_states.pt"):
+                edit_pickle(file, lambda tree, key=key, value=value: tree.update({key: value}))  # type: ignore[misc]
+            yield folder.with_name(f"{folder.name}-{kind}")
+
+
 def make_flips(source: Path, target: Path, count: int) -> Iterator[Path]:
     """One bit of one file is another."""
     random.seed(7)

@@ -102,25 +102,25 @@ def _kill(pid: int) -> None:
 
 def _launch(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
     enter(command, cwd, environment, folder)
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+    from dsjob import supervisor
 
-    def start(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> _Rank:
-        rank = _Rank(args, env, handler._stdout, handler._stderr)
+    def start(args: Sequence[str], env: Mapping[str, str], output: Any) -> _Rank:
+        rank = _Rank(args, env, output, output)
         with open(f"{folder}/{_RANKS}", "a") as file:
             file.write(f"{rank.pid}\n")
         return rank
 
-    SubprocessHandler._popen = start
+    supervisor.start_process = start
     from dsjob.cli import main
 
     sys.exit(main())
 
 
 class _Rank:
-    """What torch's launcher asks of a subprocess.Popen, for a fork that goes on as the rank that `args` starts."""
+    """What the launcher asks of a subprocess.Popen, for a fork that goes on as the rank that `args` starts."""
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> None:
-        assert tuple(args[1:4]) == ("-P", "-m", "dsjob.launch"), args
+        assert tuple(args[1:4]) == ("-P", "-m", "dsjob.rank"), args
         self.args = args
         self._code: int | None = None
         ready, begun = os.pipe()
@@ -158,6 +158,6 @@ def _become_rank(arguments: Sequence[str], env: Mapping[str, str], stdout: Any, 
         if file is not None:
             os.dup2(file.fileno(), descriptor)
     begin_anew(env)
-    from dsjob import launch
+    from dsjob import rank
 
-    launch.end_rank(launch._run_rank(*arguments))
+    rank.end_rank(rank.run_rank(*arguments))

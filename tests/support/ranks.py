@@ -10,22 +10,26 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import simulated_cuda
 import torch
 from forks import begin_anew, end_with_pytest, get_forks
 from torch import multiprocessing
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, library: Path | None = None) -> list[Any]:
     """Calls `function(world, *arguments)` on `world_size` new processes; their results by rank.
+
+    `library`: a simulated CUDA device, as `simulated_cuda.build` gives it, for each rank to train on.
 
     `function` has to be importable: at the top level of a test module. A rank that raises fails the test. The ranks
     have this process's environment, but torch has read its own variables (OMP_NUM_THREADS, ...) at the first call.
     """
     get_forks()
     with tempfile.TemporaryDirectory() as folder:
-        given = (world_size, folder, dict(os.environ), function, arguments)
+        given = (world_size, folder, dict(os.environ), library, function, arguments)
         ranks = multiprocessing.start_processes(_run, given, world_size, join=False, start_method="forkserver")
         try:
             while not ranks.join():
@@ -41,6 +45,7 @@ def _run(
     world_size: int,
     folder: str,
     environment: dict[str, str],
+    library: Path | None,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -50,7 +55,9 @@ def _run(
     torch.set_num_threads(1)
     from dsjob.mesh import join_world, leave_world
 
-    world = join_world(device="cpu", timeout=120)
+    if library is not None:
+        simulated_cuda.install(library, world_size)
+    world = join_world(device="cpu" if library is None else "cuda", timeout=120)
     torch.save(function(world, *arguments), f"{folder}/result-{rank}")
     leave_world()
-    os._exit(0)  # see dsjob.launch.end_rank
+    os._exit(0)  # see dsjob.rank.end_rank

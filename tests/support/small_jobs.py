@@ -114,3 +114,29 @@ def send(number: int) -> None:
 
 
 SIGTERM, SIGUSR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+def make_loader(n: int = 40, **options: Any) -> torch.utils.data.DataLoader[Any]:
+    """What a job may have as data.train in place of a dataset."""
+    return torch.utils.data.DataLoader(Data(n), **options)
+
+
+def divide(dataset: Any, batch_size: int, rank: int, world_size: int) -> list[Any]:
+    """A data.loader that divides the samples itself."""
+    loader = torch.utils.data.DataLoader(dataset, batch_size)
+    return list(loader)[rank::world_size]
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """Samples without a length, `n` of them on rank 0 and `less` fewer on the others."""
+
+    def __init__(self, n: int = 40, less: int = 0) -> None:
+        self.data = Data(n - less * (int(os.environ.get("RANK", "0")) > 0))
+
+    def __iter__(self) -> Any:
+        return (self.data[i] for i in range(len(self.data)))
+
+
+def make_shorter(n: int = 40) -> Data:
+    """A dataset with one sample less on rank 1."""
+    return Data(n - int(os.environ.get("RANK", "0")))

@@ -37,7 +37,10 @@ class FusedAdam(torch.optim.Adam, metaclass=_Adam):
         set_grad_none: bool = True,
     ) -> None:
         if not bias_correction:
-            raise UsageError("Adam without bias correction is not supported", hint="leave bias_correction out")
+            raise UsageError(
+                "Adam without bias correction is not supported",
+                hint='name it in the config: "optimizer": {"type": "Adam", "params": {"bias_correction": false}}',
+            )
         super().__init__(
             params,
             lr=lr,

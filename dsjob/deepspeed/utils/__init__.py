@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as _dist
 
-from dsjob.data.loader import RepeatingLoader as RepeatingLoader
+from dsjob.data.epochs import RepeatingLoader as RepeatingLoader
 from dsjob.deepspeed.utils import groups as groups
 from dsjob.parameters import safe_get_full_fp32_param as safe_get_full_fp32_param
 from dsjob.parameters import safe_get_full_grad as safe_get_full_grad

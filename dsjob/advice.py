@@ -1,0 +1,28 @@
+"""Advice that comes with a run: how to train longer, and what will make it slow."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+def train_longer(max_steps: int | None, max_epochs: float | None, *, step: int, epochs: float | None) -> str:
+    """The overrides with which a run trains beyond `step`, whatever limit of the two it has reached there.
+
+    `epochs`: the passes over the data up to `step`, which may be more than `max_epochs`; None for a stream.
+    """
+    longer = [f"trainer.max_steps={2 * max(max_steps, step)}"] if max_steps is not None else []
+    if max_epochs is not None:
+        doubled = 2 * max_epochs
+        longer.append(f"trainer.max_epochs={doubled if doubled > (epochs or 0) else 2 * math.ceil(epochs or 0):g}")
+    return " ".join(longer)
+
+
+def count_too_few_cores(launch: Mapping[str, Any]) -> int:
+    """The CPU cores of this machine where ranks that compute on them are far more; 0 where they are not."""
+    nproc, cores = launch["nproc"], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # torch, which would know, takes seconds to import
+    on_cpu = launch["device"] == "cpu" or (launch["device"] == "auto" and not any(map(os.path.exists, drivers)))
+    return cores if on_cpu and cores and nproc > 2 * cores else 0

@@ -1,0 +1,73 @@
+"""`dsjob validate --deep`: the targets that a document names are imported, and their arguments held against signatures.
+
+Nothing is called. What may be imported is decided as for `dsjob run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dsjob.errors import DsjobError, Problem, TargetError
+from dsjob.paths import Path
+from dsjob.rank import add_import_folders
+from dsjob.signatures import find_misfits
+from dsjob.spec import METRIC_KEYS
+from dsjob.targets import MAKERS, find_target
+from dsjob.trust import Trust
+
+# A function is not called there, but kept with its arguments bound (see `targets.build_callable`), or, as data.loader,
+# called with more.
+_KEPT = ("loss", "data.collate", "data.loader", "trainer.step", "trainer.eval_step")
+_GIVEN: dict[Path, int] = {("optimizer",): 1, ("scheduler",): 1, ("data", "loader"): 1}  # positional ones of dsjob
+
+
+def check_targets(document: Mapping[str, Any], trust: Trust, known: set[Path]) -> list[Problem]:
+    """What is wrong with the targets of a document, but for those at the paths `known`, which are wrong already."""
+    add_import_folders(trust.folders)
+    problems: list[Problem] = []
+    with contextlib.redirect_stdout(sys.stderr):  # what modules print is no part of a report
+        for path, target in _list_targets(document, ()):
+            if (*path, "_target_") not in known:
+                problems += _check(path, target, trust)
+    return problems
+
+
+def _list_targets(value: Any, path: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    if isinstance(value, Mapping):
+        if isinstance(value.get("_target_"), str):
+            yield path, value
+        for key, item in value.items():
+            yield from _list_targets(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _list_targets(item, (*path, index))
+
+
+def _check(path: Path, target: Mapping[str, Any], trust: Trust) -> Iterator[Problem]:
+    name = target["_target_"]
+    try:
+        function = find_target(name, trust)
+    except TargetError as error:
+        yield Problem(error.message, (*path, "_target_"), "target", error.hint)
+        return
+    except DsjobError as error:  # raised by the module itself
+        yield Problem(f"cannot import {name}: {error.message}", (*path, "_target_"), "target", error.hint)
+        return
+    arguments = {key: value for key, value in target.items() if key not in ("_target_", "_partial_", "_args_")}
+    section = path[2:] if path[:1] == ("models",) else path
+    if section == ("optimizer",):
+        arguments.pop("param_groups", None)
+    is_metric = path[:1] == ("metrics",) and len(path) == 2
+    if is_metric:
+        arguments = {key: value for key, value in arguments.items() if key not in METRIC_KEYS}
+    listed = target.get("_args_")
+    positional = _GIVEN.get(section, 0) + (len(listed) if isinstance(listed, list) else 0)
+    joins = path[:1] == ("metrics",) and path[2:] == ("reduce",)
+    kept = ".".join(map(str, path)) in _KEPT or joins or (is_metric and name not in MAKERS)
+    partial = target.get("_partial_", kept and inspect.isroutine(function))
+    for misfit in find_misfits(name, function, positional, arguments, partial=bool(partial)):
+        yield Problem(misfit.message, (*path, misfit.argument or "_target_"), "target", misfit.hint)

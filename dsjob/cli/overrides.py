@@ -1,0 +1,54 @@
+"""Overrides that are not written as `key=value`: named before a parser calls them files or unknown flags."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+
+from dsjob.errors import UsageError
+from dsjob.paths import Path
+
+_FLAG = re.compile(r"--?([A-Za-z]\w*(?:\.\w+)*)(?:[= ](.*))?", re.DOTALL)
+_WORD = re.compile(r"([A-Za-z]\w*(?:\.\w+)+)[:=]?")
+
+_FLAGS = {"offload"}  # of commands, that are called like one key of the document
+
+
+def require_overrides(arguments: Sequence[str]) -> None:
+    """Raises UsageError for `trainer.max_steps 300`, `--trainer.max_steps=300` and the like, with the corrected words.
+
+    Other flags and words are left to the parser of the command.
+    """
+    for number, argument in enumerate(arguments):
+        flag, word = _FLAG.fullmatch(argument), _WORD.fullmatch(argument)
+        # A word behind a flag may be the flag's value.
+        before = arguments[number - 1] if number else ""
+        if word and (os.path.exists(argument) or before.startswith("-")):
+            continue
+        found = flag or word
+        path = _find_key(found[1]) if found else None
+        if found is None or path is None:
+            continue
+        following = [text for text in arguments[number + 1 : number + 3] if text not in ("=", ":")][:1]
+        given = flag[2] if flag and flag[2] is not None else "".join(text for text in following if _is_value(text))
+        if word and argument.endswith("=") and not given:
+            continue  # an override with an empty value
+        meant = shlex.quote(f"{'.'.join(map(str, path))}={given}") if given else f"{'.'.join(map(str, path))}=VALUE"
+        raise UsageError(f"{argument!r} is not an override", hint=f"write key=value: {meant}")
+
+
+def _is_value(text: str) -> bool:
+    return not text.startswith(("--", "+", "~")) and "=" not in text and not os.path.exists(text)
+
+
+def _find_key(dotted: str) -> Path | None:
+    """The key of a job document that a word names: in full, or by its last part where only one key is called so."""
+    from dsjob import schema as contract
+
+    schema, parts = contract.job_schema(), dotted.split(".")
+    if len(parts) > 1:
+        return tuple(parts) if parts[0] in schema["properties"] else None
+    homes = contract.list_homes(schema).get(dotted, []) if dotted not in _FLAGS else []
+    return (*homes[0], dotted) if len(homes) == 1 else None

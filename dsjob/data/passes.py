@@ -1,0 +1,57 @@
+"""Whether all ranks read equally much: as long datasets, and streams whose passes end after the same batch."""
+
+from __future__ import annotations
+
+from dsjob.errors import DataError
+from dsjob.mesh import World
+from dsjob.mpu import gather
+
+
+class Passes:
+    """The ends of this rank's passes over data without a length. `strict`: ranks notice an end in the same step."""
+
+    def __init__(self, name: str, *, strict: bool = True) -> None:
+        self._name, self._strict = name, strict
+        self._count, self._ends = 0, dict[int, int]()
+
+    def end(self, batch: int) -> None:
+        """A pass has ended after the run's `batch`-th batch."""
+        self._count += 1
+        self._ends[self._count] = batch
+
+    def require_same(self, world: World, *, loads: bool = True) -> None:
+        """Raises DataError on all ranks where a pass has ended elsewhere on one of them. A collective of all ranks."""
+        everyone = gather((self._count, self._ends) if loads else None, world.everyone)
+        found = {rank: each for rank, each in enumerate(everyone) if each is not None}
+        least = min((count for count, _ in found.values()), default=0)
+        for number in sorted({number for _, ends in found.values() for number in ends}):
+            places = {rank: ends.get(number) for rank, (_, ends) in found.items()}
+            known = {rank: place for rank, place in places.items() if place is not None}
+            if len(set(known.values())) > 1 or (self._strict and len(known) < len(places)):
+                self._complain(number, places)
+        self._ends = {number: place for number, place in self._ends.items() if number > least}
+
+    def _complain(self, number: int, places: dict[int, int | None]) -> None:
+        first = min((place, rank) for rank, place in places.items() if place is not None)
+        other = next((place, rank) for rank, place in places.items() if place != first[0])
+        told = "has not ended yet" if other[0] is None else f"after {other[0]}"
+        raise DataError(
+            f"ranks read different amounts of {self._name}: pass {number} ended after {first[0]} batches on rank"
+            f" {first[1]}, and on rank {other[1]} {told}",
+            hint="each rank has to see the same dataset (the same files, limits and filters), or an equal share",
+        )
+
+
+def require_same_length(samples: int | None, world: World, name: str) -> int | None:
+    """The samples of the ranks that read any. Raises DataError on all ranks where these differ."""
+    everyone = gather((world.loads, samples), world.everyone)
+    lengths = {rank: length for rank, (loads, length) in enumerate(everyone) if loads}
+    first, *others = lengths.items()
+    for rank, length in others:
+        if length != first[1]:
+            found = ["no length" if each is None else f"{each:,} samples" for each in (first[1], length)]
+            raise DataError(
+                f"{name} has {found[0]} on rank {first[0]} and {found[1]} on rank {rank}",
+                hint="build the same dataset on every rank: dsjob gives each its share of it",
+            )
+    return first[1]

@@ -1,0 +1,209 @@
+"""What documents read of the environment: which variables anybody may see, references to all others, and masking.
+
+A reference, `${oc.env:NAME}`, stays that text in every document that is printed or saved; `targets` reads it when it
+calls the target. From then on its value is masked wherever text leaves the process: `watch_output` covers standard
+output and error, `mask` and `mask_texts` what is written to files.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+from urllib.parse import quote, quote_plus
+
+# Names and places of users, machines, jobs and ranks: what they hold may stand in any file and any URL.
+HARMLESS = frozenset(
+    (
+        *("USER", "LOGNAME", "HOME", "HOSTNAME", "TMPDIR", "SCRATCH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
+        *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"),
+        *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE"),
+        *("SLURM_CPUS_PER_TASK", "SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_RESTART_COUNT"),
+        *("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_SUBMIT_DIR", "SLURM_TMPDIR"),
+        *("PBS_JOBID", "PBS_JOBNAME", "PBS_ARRAY_INDEX", "LSB_JOBID", "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID"),
+    )
+)
+CONFIG = "~/.config/dsjob/config.yaml"  # whose list `environment` adds to HARMLESS
+MIN_MASKED = 6  # characters: masking shorter values would spoil whatever else is printed
+_MAX_NESTED = 10  # references in defaults of references
+_OPEN = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*")
+_LITERAL = re.compile(r"'([^'\"\\${}\n]*)'|\"([^'\"\\${}\n]*)\"|([\w./:@%+-]+(?: +[\w./:@%+-]+)*)")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A variable of the environment, and what counts where it is not set."""
+
+    name: str
+    has_default: bool = False
+    default: str | Reference | None = None
+
+    def __str__(self) -> str:
+        """OmegaConf's spelling; `parse_reference` reads it."""
+        if not self.has_default:
+            return "${oc.env:" + self.name + "}"
+        shown = "null" if self.default is None else f"'{self.default}'"
+        return f"${{oc.env:{self.name},{self.default if isinstance(self.default, Reference) else shown}}}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All variables that may be read."""
+        return (self.name, *(self.default.names if isinstance(self.default, Reference) else ()))
+
+    @property
+    def has_literal(self) -> bool:
+        """Whether a default is plain text."""
+        return self.default.has_literal if isinstance(self.default, Reference) else self.default is not None
+
+    def find_missing(self) -> str:
+        """The variable that has to be set and is not; empty where there is none."""
+        if self.name in os.environ:
+            return ""
+        if isinstance(self.default, Reference):
+            return self.default.find_missing()
+        return "" if self.has_default else self.name
+
+    def read(self) -> str | None:
+        """Its value, which is masked from then on. Raises KeyError where it has none."""
+        value = os.environ.get(self.name)
+        if value is None:
+            if not self.has_default:
+                raise KeyError(self.name)
+            return self.default.read() if isinstance(self.default, Reference) else self.default
+        _add_value(value)
+        return value
+
+
+def parse_reference(text: object) -> Reference | None:
+    """The reference that a text is, and is nothing else; None for all others."""
+    if not isinstance(text, str) or not text.startswith("${oc.env:"):
+        return None
+    found, at = _parse(text, 0, _MAX_NESTED)
+    return found if at == len(text) else None
+
+
+def _parse(text: str, at: int, depth: int) -> tuple[Reference | None, int]:
+    opened = _OPEN.match(text, at)
+    if not opened or not depth:
+        return None, at
+    name, at = opened[1], opened.end()
+    if text[at : at + 1] == "}":
+        return Reference(name), at + 1
+    if text[at : at + 1] != ",":
+        return None, at
+    at += 1 + len(text[at + 1 :]) - len(text[at + 1 :].lstrip(" "))
+    default: str | Reference | None
+    if text.startswith("${", at):
+        default, at = _parse(text, at, depth - 1)
+        if default is None:
+            return None, at
+    elif literal := _LITERAL.match(text, at):
+        plain, at = literal[3], literal.end()
+        default = None if plain == "null" else next(part for part in literal.groups() if part is not None)
+    else:
+        return None, at
+    at += len(text[at:]) - len(text[at:].lstrip(" "))
+    return (Reference(name, True, default), at + 1) if text[at : at + 1] == "}" else (None, at)
+
+
+def list_references(value: Any) -> Iterator[Reference]:
+    """The references in a document, but for keys."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from list_references(item)
+    elif found := parse_reference(value):
+        yield found
+
+
+# ---- masking
+
+
+_spellings: set[str] = set()
+_pattern: re.Pattern[str] | None = None
+
+
+def hide_values(document: Any) -> None:
+    """Masks from now on what the references in a document stand for here, whoever reads them."""
+    for reference in list_references(document):
+        for name in reference.names:
+            _add_value(os.environ.get(name, ""))
+
+
+def _add_value(value: str) -> None:
+    global _pattern
+    for text in {value, *(line.strip() for line in value.splitlines())}:
+        # The name of a file or folder is no secret, and is needed where dsjob tells of one.
+        if len(text) >= MIN_MASKED and not (os.path.exists(text) or (len(text) < 8 and _is_number(text))):
+            _spellings.update(spelling for spelling in _list_spellings(text) if spelling not in _spellings)
+    if _spellings:
+        _pattern = re.compile("|".join(re.escape(text) for text in sorted(_spellings, key=len, reverse=True)))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _list_spellings(value: str) -> Iterator[str]:
+    """The ways in which a value may stand in a text: as it is, escaped by Python, JSON or a URL, in base64."""
+    raw = value.encode(errors="surrogateescape")
+    yield from (value, repr(value)[1:-1], ascii(value)[1:-1], repr(raw)[2:-1])
+    yield from (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
+    yield from (quote(raw), quote(raw, safe=""), quote_plus(raw))
+    yield "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+    yield base64.b64encode(raw).decode().rstrip("=")
+
+
+def mask(text: str) -> str:
+    """`text` with *** for each value that was read from the environment."""
+    return _pattern.sub("***", text) if _pattern is not None else text
+
+
+def mask_texts(value: Any) -> Any:
+    """JSON values with their texts and keys masked; numbers stay."""
+    if isinstance(value, str):
+        return mask(value)
+    if isinstance(value, Mapping):
+        return {mask_texts(key): mask_texts(item) for key, item in value.items()}
+    return [mask_texts(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class _Masked:
+    """A text stream that masks what is written to it, and is the stream it wraps in all else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(mask(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def watch_output() -> Iterator[None]:
+    """Masks what Python code prints on standard output and error."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Masked(sys.stdout), _Masked(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

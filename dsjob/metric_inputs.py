@@ -1,0 +1,143 @@
+"""What a metric is called with: paths into a model's outputs and a batch, or what the names of its arguments tell."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from dsjob.errors import ContractError
+
+_LABELS = ("labels", "label", "targets", "target", "y")
+
+
+class Seen(NamedTuple):
+    """A batch that a metric may look at: the model's outputs for it, its loss (a scalar), how many samples it has."""
+
+    outputs: Any
+    batch: Any
+    loss: Tensor | None
+    samples: int
+
+
+class Inputs:
+    """What metrics.<name> is called with. `paths`: by argument; where absent it follows from the arguments of `takes`.
+
+    Raises ContractError for arguments whose names tell nothing. A metric without `takes` gets (outputs, batch).
+    """
+
+    def __init__(self, name: str, paths: Mapping[str, str] | None, takes: Callable[..., Any] | None) -> None:
+        self._name, self._paths = name, paths
+        self._names = None if paths or takes is None else _read_names(name, takes)
+
+    def read(self, seen: Seen) -> dict[str, Any]:
+        """The arguments by name, detached. Raises ContractError for a path that leads nowhere."""
+        if self._paths:
+            given = {key: self._follow(key, path, seen) for key, path in self._paths.items()}
+        else:
+            given = {name: _KNOWN[name](self._name, seen) for name in self._names or ("outputs", "batch")}
+        detached: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, given)
+        return detached
+
+    def call(self, function: Callable[..., Any], seen: Seen) -> Any:
+        """What `function` returns of the arguments."""
+        given = self.read(seen)
+        if self._paths or self._names:
+            return function(**given)
+        return function(*given.values())
+
+    def _follow(self, key: str, path: str, seen: Seen) -> Any:
+        root, *steps = path.split(".")
+        found: Any = {"outputs": seen.outputs, "batch": seen.batch, "loss": seen.loss}[root]
+        for number, step in enumerate(steps):
+            if step == "argmax" and number == len(steps) - 1 and isinstance(found, Tensor):
+                return found.argmax(-1)
+            above = ".".join([root, *steps[:number]])
+            found = _descend(found, step, f"metrics.{self._name}.inputs.{key}", above)
+        return found
+
+
+def list_outputs(paths: Mapping[str, str] | None) -> set[str]:
+    """The first names below `outputs` in the paths of a metric."""
+    split = [path.split(".") for path in (paths or {}).values()]
+    return {steps[1] for steps in split if steps[0] == "outputs" and len(steps) > 1}
+
+
+def _descend(found: Any, step: str, where: str, above: str) -> Any:
+    if isinstance(found, Mapping):
+        if step in found:
+            return found[step]
+        there = ", ".join(map(str, found))
+    elif isinstance(found, Sequence) and not isinstance(found, str) and step.isdigit():
+        if int(step) < len(found):
+            return found[int(step)]
+        there = f"{len(found)} elements"
+    else:
+        value = getattr(found, step, None)
+        if value is not None and not callable(value):
+            return value
+        there = ", ".join(vars(found)) if hasattr(found, "__dict__") and not isinstance(found, Tensor) else ""
+    raise ContractError(
+        f"{where}: {above}, of type {type(found).__name__}, has no {step!r}{there and f', but {there}'}"
+    )
+
+
+def _find_predictions(name: str, seen: Seen) -> Any:
+    outputs = seen.outputs
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if found is None:
+        what = f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise ContractError(
+            f"metrics.{name} needs predictions, and the model's output is {what}, without logits",
+            hint=f"metrics.{name}.inputs: {{preds: outputs.NAME, target: batch.NAME}}",
+        )
+    return found
+
+
+def _find_classes(name: str, seen: Seen) -> Any:
+    found = _find_predictions(name, seen)
+    return found.argmax(-1) if isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1 else found
+
+
+def _find_targets(name: str, seen: Seen) -> Any:
+    batch = seen.batch
+    if isinstance(batch, Mapping):
+        key = next((key for key in _LABELS if key in batch), None)
+        if key is not None:
+            return batch[key]
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return batch[-1]
+    what = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+    raise ContractError(
+        f"metrics.{name} needs targets, and the batch is {what}, without labels",
+        hint=f"metrics.{name}.inputs: {{preds: outputs.NAME, target: batch.NAME}}",
+    )
+
+
+_KNOWN: dict[str, Callable[[str, Seen], Any]] = {
+    "outputs": lambda name, seen: seen.outputs,
+    "batch": lambda name, seen: seen.batch,
+    "loss": lambda name, seen: seen.loss,
+    **dict.fromkeys(("preds", "input", "y_pred"), _find_predictions),
+    "predictions": _find_classes,
+    **dict.fromkeys(("target", "targets", "labels", "references", "y_true"), _find_targets),
+}
+
+
+def _read_names(name: str, takes: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(takes).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    wanted = [p.name for p in named if p.default is p.empty or p.name in ("predictions", "references")]
+    unknown = [each for each in wanted if each not in _KNOWN]
+    if unknown or (named and not wanted):
+        told, unclear = ", ".join(p.name for p in named), unknown[0] if unknown else named[0].name
+        raise ContractError(
+            f"metrics.{name}: cannot tell what to pass as {unclear} of {takes.__name__}({told})",
+            hint=f"metrics.{name}.inputs: {{{unclear}: outputs.NAME}} (or batch.NAME, loss)",
+        )
+    return wanted or ["preds", "target"]

@@ -1,0 +1,49 @@
+"""The norm of gradients that may be spread over ranks, and over host and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from dsjob.optim.shards import add_parts, local
+
+
+def total_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The L2 norm of gradients, over all ranks that have shards of them: fp32 [], 0 of none.
+
+    It is where the gradients are; on `device` if some are on the host and some are not.
+    """
+    places: dict[tuple[torch.device, bool], list[Tensor]] = {}
+    for gradient in gradients:
+        whole = not isinstance(gradient, DTensor) or all(p.is_replicate() for p in gradient.placements)
+        places.setdefault((gradient.device, whole), []).append(gradient)
+    norms = [_norm_in_one_place(group) for group in places.values()]
+    if len(norms) > 1:
+        norms = [torch.stack([norm.to(device, non_blocking=True) for norm in norms]).norm()]
+    return norms[0] if norms else torch.zeros(())
+
+
+def _norm_in_one_place(gradients: Sequence[Tensor]) -> Tensor:
+    place = gradients[0].device
+    devices = {gradient.device_mesh.device_type for gradient in gradients if isinstance(gradient, DTensor)}
+    if devices <= {place.type}:
+        norm = get_total_norm(gradients, norm_type=2.0)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # Shards on the host of a mesh of GPUs: NCCL takes nothing from the host, where DTensor would reduce them.
+    squares = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).float().square()
+    sums = squares[:, None].to(devices.pop())
+    add_parts(sums, gradients)
+    return sums.sum().sqrt().to(place)
+
+
+def average_norms(norm: Tensor, device: torch.device) -> Tensor:
+    """The root mean square of all ranks' norms."""
+    square = norm.to(device, torch.float64).square()  # in fp32 it would overflow
+    if dist.is_initialized():
+        dist.all_reduce(square.div_(dist.get_world_size()))
+    return square.sqrt().float()

@@ -1,0 +1,41 @@
+"""What a sharded module shows to programs that know nothing of shards: whole tensors in its state dict.
+
+`module.state_dict()`, and so `save_pretrained` and `torch.save` of it, gather tensor by tensor into host memory, on all
+ranks that call it. All of them have to. Checkpoints of dsjob never come here: they save shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dsjob.optim.shards import whole
+
+
+def show_whole_state(model: nn.Module, dtype: torch.dtype) -> None:
+    """Makes `state_dict()` of `model` and of each module in it give whole tensors, floating-point ones as `dtype`."""
+
+    def gather(module: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Any) -> None:
+        if prefix and module is not model:  # part of a larger state dict, which is gathered at its end
+            return
+        # Tied parameters stay one tensor, for those who save them once. By name: all ranks have to gather alike.
+        owners = {prefix + name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+        known: dict[int | str, Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, DTensor):
+                owner = owners.get(name, name)
+                if owner not in known:
+                    known[owner] = _gather(value, dtype)
+                state[name] = known[owner]
+
+    for module in model.modules():
+        module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
+
+
+def _gather(value: DTensor, dtype: torch.dtype) -> Tensor:
+    found = whole(value).detach()
+    return found.to("cpu", dtype if found.is_floating_point() else found.dtype)

@@ -1,0 +1,231 @@
+"""A thread of each rank that tells where the rank is, and ends it once another one has failed.
+
+The loop counts in `position`, which costs it an attribute. The thread reads that twice a second, with the number of
+collectives that were entered, and posts it on a board: files in the launcher's private folder, or the ranks' store
+where somebody else has started them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from os import _exit  # the real one, which `exits` replaces
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import _world
+
+from dsjob.errors import LostRankError
+from dsjob.stalls import (
+    FAILED_NAME,
+    RECORD_PREFIX,
+    STACK_SIGNAL,
+    Beat,
+    describe_stall,
+    find_stalled,
+    name_beat,
+    name_stack,
+)
+
+OBSERVERS = 4  # the first ranks, which look who is late: to read the beats of all costs each of them a message a rank
+_PERIOD = 0.5  # seconds between two looks
+_RATE = 128  # ranks that may look at the store in a second
+_PATIENCE = 3.0  # seconds in which a rank may find out by itself that another one has failed
+_LONGEST_SAVE = 10.0  # the same, while it saves
+_SECONDS_TO_END = 15.0  # in which a rank that ends with an error of its own may still tell it
+_SECONDS_TO_SETTLE = 60.0
+
+
+class Position:
+    """Where this rank is: written by its main thread, read by its watchdog."""
+
+    def __init__(self) -> None:
+        self.step = self.micro_steps = 0
+        self.doing = "starting"
+        # Brings a save in the background to its end, in at most so many seconds.
+        self.settle: Callable[[float], object] = lambda seconds: None
+
+
+position = Position()
+
+
+class Board(Protocol):
+    """Where ranks tell of themselves; looked at every `period` seconds."""
+
+    period: float
+
+    def post(self, beat: Beat) -> None:
+        """Makes a beat known."""
+
+    def has_failed(self) -> bool:
+        """Whether any rank has."""
+
+    def answer(self) -> None:
+        """Gives what the others may have asked of this rank."""
+
+
+class FolderBoard:
+    """A folder that the launcher reads; it asks for stacks by a signal, which even a rank that hangs in C answers."""
+
+    period = _PERIOD
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder, self._path = folder, os.path.join(folder, name_beat(rank))
+        # Both files stay open: what is written at the end of a process needs its descriptor.
+        self._stacks = open(os.path.join(folder, name_stack(rank)), "w", encoding="utf-8")  # noqa: SIM115
+        faulthandler.enable(self._stacks)
+        faulthandler.register(STACK_SIGNAL, self._stacks)
+
+    def post(self, beat: Beat) -> None:
+        with open(f"{self._path}.new", "w", encoding="utf-8") as file:
+            file.write(beat.to_text())
+        os.replace(f"{self._path}.new", self._path)
+
+    def has_failed(self) -> bool:
+        return os.path.exists(os.path.join(self._folder, FAILED_NAME))
+
+    def answer(self) -> None:
+        """Signals are answered by themselves."""
+
+
+class StoreBoard:
+    """The store that ranks have met at, by a connection of its own: another thread may wait in the main one.
+
+    `period`: seconds between two looks, longer for many ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store.clone(), rank, world_size  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=10))
+        self.period = max(_PERIOD, world_size / _RATE)
+        self._main = threading.main_thread().ident
+
+    def post(self, beat: Beat) -> None:
+        self._store.set(f"watch/beat/{self._rank}", beat.to_text())
+
+    def has_failed(self) -> bool:
+        return bool(self._store.check(["watch/failed"]))
+
+    def tell_failed(self) -> None:
+        """Lets the other ranks know that this one has failed."""
+        self._store.set("watch/failed", str(self._rank))
+
+    def answer(self) -> None:
+        if self._store.check([f"watch/asked/{self._rank}"]) and not self._store.check([f"watch/stack/{self._rank}"]):
+            frames = traceback.extract_stack(sys._current_frames()[self._main or 0])
+            told = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
+            self._store.set(f"watch/stack/{self._rank}", "\n".join(told))
+
+    def read_beats(self) -> dict[int, Beat]:
+        """What each rank has told last."""
+        ranks = [rank for rank in range(self._world_size) if self._store.check([f"watch/beat/{rank}"])]
+        texts = self._store.multi_get([f"watch/beat/{rank}" for rank in ranks])
+        return {rank: Beat.from_text(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
+
+    def ask_for_stack(self, rank: int, seconds: float) -> Sequence[str]:
+        """Where the main thread of another rank is; nothing where that rank does not answer."""
+        self._store.set(f"watch/asked/{rank}", "")
+        end = time.monotonic() + seconds
+        while not self._store.check([f"watch/stack/{rank}"]):
+            if time.monotonic() > end:
+                return ()
+            time.sleep(0.1)
+        return str(self._store.get(f"watch/stack/{rank}").decode()).splitlines()
+
+
+def explain_stall(board: StoreBoard) -> str:
+    """Which rank the others wait for, and its stack, as far as the store tells; empty where all are equally far."""
+    beats = board.read_beats()
+    most = max((beat.collectives for beat in beats.values()), default=0)
+    behind = [rank for rank, beat in beats.items() if beat.collectives < most]
+    stalled = find_stalled(beats, behind, (), {})
+    if not stalled:
+        return ""
+    stacks = {stalled[0]: board.ask_for_stack(stalled[0], 2 * _PATIENCE + 2 * board.period)}
+    message, stack = describe_stall(stalled, beats, (), stacks)
+    return f"{message}\n{stack}" if stack else message
+
+
+class Watchdog:
+    """The thread. `timeout`: seconds that a collective may take; before they are over, it looks who is late."""
+
+    def __init__(self, board: Board, *, rank: int, timeout: float) -> None:
+        self._board, self._rank, self._timeout = board, rank, timeout
+        self.told = False  # who is late, with the stack
+        self._warned, self._moved, self._last = False, time.monotonic(), (-1, -1, -1)
+        threading.Thread(target=self._run, name="dsjob-watchdog", daemon=True).start()
+
+    def _run(self) -> None:
+        posted = 0.0
+        while True:
+            try:
+                beat = read_beat()
+                now = time.monotonic()
+                moved = beat.progress != self._last
+                if moved:
+                    self._moved, self._last, self._warned = now, beat.progress, False
+                if moved or now - posted > 4 * self._board.period:
+                    self._board.post(beat)
+                    posted = now
+                self._board.answer()
+                failed = self._board.has_failed()
+                if now - self._moved > 0.9 * self._timeout and not self._warned and self._rank < OBSERVERS:
+                    self._warned = True
+                    self._warn()
+            except (RuntimeError, OSError):  # the store or the folder is gone: so is whoever keeps it
+                return
+            if failed:
+                self._leave()
+            time.sleep(self._board.period)
+
+    def _warn(self) -> None:
+        """Says who is late before NCCL ends the process, which runs no Python any more."""
+        found = explain_stall(self._board) if isinstance(self._board, StoreBoard) else ""
+        if found and not found.startswith(f"rank {self._rank} "):
+            os.write(2, f"dsjob: rank {self._rank} waits: {found}\n".encode())
+            self.told = "\n" in found
+
+    def _leave(self) -> None:
+        """Ends this rank, unless its main thread is about to: it may wait for ever for the rank that has failed."""
+        began = time.monotonic()
+        while position.doing == "saving" and time.monotonic() - began < _LONGEST_SAVE:
+            time.sleep(_PERIOD)
+        time.sleep(max(0.0, _PATIENCE - (time.monotonic() - began)))
+        if position.doing == "ending":
+            time.sleep(_SECONDS_TO_END)
+        position.settle(_SECONDS_TO_SETTLE)
+        if isinstance(self._board, StoreBoard):
+            os.write(2, f"dsjob: rank {self._rank} ends, since another rank has failed\n".encode())
+        _exit(LostRankError.exit_code)
+
+
+def read_beat() -> Beat:
+    """Where this rank is now."""
+    entered = 0
+    if dist.is_initialized():
+        for group in list(_world.pg_map):
+            try:
+                entered += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            except RuntimeError:  # a group of another backend, or one that is being left
+                continue
+    return Beat(position.step, position.micro_steps, entered, position.doing, time.time())
+
+
+def record_collectives() -> None:
+    """Has NCCL keep its last collectives, and write them down when one times out. Before the process group is made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def place_records(run_dir: str) -> None:
+    """Where NCCL's record goes: one file of each rank, in the run's folder."""
+    logs = os.path.join(run_dir, "logs")
+    os.makedirs(logs, exist_ok=True)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(os.path.abspath(logs), RECORD_PREFIX))

@@ -1,0 +1,83 @@
+"""Processes that read data: the signals that a rank saves for do not end them."""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from dsjob.data import EvaluationBatches, TrainingLoader, take_loader
+from dsjob.mesh import World
+
+WORLD = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+BEGUN = "BEGUN_BY_ITS_OWN"
+
+
+def signal_all(index: int) -> int:
+    """A sample, before which the worker process gets what a terminal and a scheduler send to all processes."""
+    if index == 2:
+        assert torch.utils.data.get_worker_info() is not None
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return index
+
+
+class Signalled(Sequence[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: Any) -> int:
+        return signal_all(index)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return map(signal_all, range(8))
+
+
+class Own(Sequence[int]):
+    """Whose worker has to be begun by the loader's own function."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: Any) -> int:
+        return signal_all(index) + int(os.environ[BEGUN])
+
+
+def begin(number: int) -> None:
+    os.environ[BEGUN] = "10"
+
+
+def give(dataset: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=2, num_workers=1, **options)
+
+
+def take(loader: Any) -> Any:
+    return take_loader(loader, micro_batch=2, world=WORLD, seed=0)
+
+
+OPTIONS: dict[str, Any] = {"micro_batch": 2, "world": WORLD, "num_workers": 1}
+READ = {
+    "training": lambda: TrainingLoader(Signalled(), seed=0, shuffle=False, **OPTIONS),
+    "evaluation": lambda: (b for b, _ in EvaluationBatches(Signalled(), collate=None, max_batches=None, **OPTIONS)),
+    "given": lambda: take(give(Signalled())),
+    "given stream": lambda: take(give(Stream())),
+    "given with a function": lambda: (batch - 10 for batch in take(give(Own(), worker_init_fn=begin))),
+    "given twice": lambda: (batch - 10 for batch in take(take_twice(give(Own(), worker_init_fn=begin)))),
+}
+
+
+def take_twice(loader: DataLoader[Any]) -> DataLoader[Any]:
+    take(loader)
+    return loader
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_workers_outlive_the_signal_that_their_rank_saves_for(kind: str) -> None:
+    batches = [batch.tolist() for batch in islice(READ[kind](), 4)]
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -1,0 +1,63 @@
+"""What DeepSpeed has and dsjob has not is absent as any other name is, and whoever asks is told what to use."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dsjob.deepspeed as deepspeed
+from dsjob.deepspeed.absent import ALTERNATIVES
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        (
+            "from dsjob.deepspeed import PipelineModule",
+            "no deepspeed.PipelineModule: pipelines are not built yet; ZeRO",
+        ),
+        ("from dsjob.deepspeed.pipe import PipelineModule", "no deepspeed.pipe: pipelines are not built yet"),
+        ("import dsjob.deepspeed.runtime.pipe.topology", "no deepspeed.runtime.pipe: pipelines are not"),
+        ("from dsjob.deepspeed.moe.layer import MoE", "no deepspeed.moe.layer: experts on ranks of their own"),
+        (
+            "from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer",
+            "no deepspeed.ops.transformer: torch's",
+        ),
+        ("import dsjob.deepspeed.inferense", "no deepspeed.inferense; docs/deepspeed-tests.md"),
+    ],
+)
+def test_an_import_says_what_to_use_instead(statement: str, message: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(statement)
+    assert message in str(caught.value)
+
+
+def test_an_attribute_says_so_too() -> None:
+    with pytest.raises(AttributeError, match=r"dsjob has no deepspeed\.init_inference: dsjob trains; engine\.module"):
+        _ = deepspeed.init_inference
+
+
+def test_programs_may_look_before_they_ask() -> None:
+    assert not hasattr(deepspeed, "init_inference")
+    assert hasattr(deepspeed, "initialize")
+    assert getattr(deepspeed, "tp_model_init", None) is None
+
+
+def test_no_alternative_is_given_for_what_is_there() -> None:
+    for name in ALTERNATIVES:
+        assert name not in vars(deepspeed)
+        try:
+            found = importlib.util.find_spec(f"dsjob.deepspeed.{name}")
+        except ModuleNotFoundError:
+            found = None
+        assert found is None, name
+
+
+def test_other_packages_are_missing_in_python_s_own_words(tmp_path: Path) -> None:
+    program = "import dsjob.deepspeed\ntry: import no_such_package\nexcept ImportError as error: print(error)"
+    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "No module named 'no_such_package'"

@@ -1,0 +1,171 @@
+"""The rank that is named is the one that failed, with its cause; the others end with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import DSJOB, clean_env, dsjob, make_job
+from killed import Killable
+
+pytestmark = pytest.mark.slow
+
+MODULE = """
+import ctypes, os, signal, sys, time
+import torch.distributed as dist
+from my_model import Net as Plain
+
+def raise_(error):
+    raise error
+
+def die(number):
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+def abort():
+    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\\n")
+    os.abort()
+
+def sleep():
+    time.sleep(10_000)
+
+ENDS = {
+    "_exit 0": lambda: ctypes.CDLL(None)._exit(0),
+    "_exit 7": lambda: ctypes.CDLL(None)._exit(7),
+    "os._exit": lambda: os._exit(0),
+    "SystemExit": lambda: sys.exit(0),
+    "KeyboardInterrupt": lambda: raise_(KeyboardInterrupt()),
+    "ConnectionError": lambda: raise_(ConnectionResetError("Connection reset by peer: the data server")),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGABRT": abort,
+    "SIGSEGV": lambda: ctypes.string_at(0),
+    "sleep": sleep,
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "collective": lambda: dist.barrier(),
+}
+
+class Net(Plain):
+    calls = 0
+
+    def __init__(self, rank, end):
+        super().__init__()
+        self.rank, self.end = rank, end
+
+    def forward(self, x, y):
+        Net.calls += 1
+        if Net.calls == 3 and dist.get_rank() == self.rank:
+            ENDS[self.end]()
+        return super().forward(x, y)
+"""
+
+
+def run(folder: Path, rank: int, end: str, *arguments: str, **env: str) -> tuple[int, str]:
+    """Runs the job to its end, where none of its ranks lives on; its exit code and standard error."""
+    model = {"_target_": "failing_net.Net", "rank": rank, "end": end}
+    trainer = {"train_batch": 12, "max_steps": 20, "log_every": 1}
+    make_job(folder, model=model, trainer=trainer, data={"train": {"_target_": "my_model.Data"}})
+    (folder / "failing_net.py").write_text(MODULE)
+    with Killable("cfg.json", *arguments, cwd=folder, **env) as job:
+        return job.wait(), job.errors
+
+
+@pytest.mark.parametrize(
+    ("end", "rank", "said"),
+    [
+        ("_exit 0", 1, "exited with code 0 before the last step and reported no error (os._exit in user code?)"),
+        ("_exit 7", 0, "exited with code 7 before the last step and reported no error"),
+        ("os._exit", 1, "user code called os._exit(0) before the last step ({file}:"),
+        ("SystemExit", 1, "user code called sys.exit(0) before the last step ({file}:"),
+        ("KeyboardInterrupt", 0, "KeyboardInterrupt ({file}:"),
+        ("ConnectionError", 1, "ConnectionResetError: Connection reset by peer: the data server ({file}:"),
+        ("SIGKILL", 0, "was killed by SIGKILL (the system kills processes that way when memory runs out)"),
+        ("SIGKILL", 1, "was killed by SIGKILL (the system kills processes that way when memory runs out)"),
+        ("SIGABRT", 0, "was killed by SIGABRT at {file}:"),
+        ("SIGABRT", 1, "was killed by SIGABRT at {file}:"),
+        ("SIGSEGV", 1, "was killed by SIGSEGV"),
+    ],
+)
+def test_the_rank_that_fails_is_named(tmp_path: Path, rank: int, end: str, said: str) -> None:
+    workers = ["data.num_workers=1"] if end == "SIGKILL" else []
+    code, errors = run(tmp_path, rank, end, "launch.nproc=2", "trainer.train_batch=8", *workers)
+    assert code == 1, errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("dsjob: error:")]
+    said = said.format(file=tmp_path / "failing_net.py")
+    assert line.startswith(f"dsjob: error: rank {rank}{'' if said.startswith(('was', 'exited')) else ':'} {said}"), line
+    if end == "SIGABRT":
+        assert "terminate called after throwing an instance of 'std::bad_alloc'" in errors
+    if end == "SIGSEGV":
+        assert f"{tmp_path}/failing_net.py:" in errors
+
+
+@pytest.mark.parametrize(
+    ("rank", "end", "said"),
+    [
+        (1, "sleep", "rank 1 has stalled in step 3 (training), at {file}:"),
+        (0, "sleep", "rank 0 has stalled in step 3 (training), at {file}:"),
+        (1, "SIGSTOP", "rank 1 was stopped by a signal: its process is in state T; it was last seen in step "),
+        (2, "collective", "the ranks wait for one another in different collectives: rank 2 at {file}:"),
+    ],
+)
+def test_a_rank_that_the_others_wait_for_is_named_with_its_stack(
+    tmp_path: Path, rank: int, end: str, said: str
+) -> None:
+    code, errors = run(tmp_path, rank, end, "launch.nproc=3", "launch.timeout=10")
+    assert code == 1, errors
+    assert f"dsjob: error: {said.format(file=tmp_path / 'failing_net.py')}" in errors
+    if end == "sleep":
+        assert f"stack of rank {rank}, innermost first:" in errors
+        assert "in forward" in errors
+        assert (tmp_path / "run" / "logs" / f"stacks-{rank:05d}.txt").exists()
+
+
+def find_marked(marker: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if state not in "ZX" and marker in (entry / "environ").read_text(errors="replace"):
+                    found.append(entry.name)
+            except OSError:
+                continue
+    return found
+
+
+def test_workers_that_load_data_end_with_their_rank(tmp_path: Path) -> None:
+    make_job(tmp_path)
+    options = ["launch.nproc=2", "data.num_workers=2", "model._target_=my_model.CrashOnRank1"]
+    done = dsjob("cfg.json", *options, cwd=tmp_path, fresh=True, TEST_MARKER=str(tmp_path))
+    assert "rank 1: ValueError: rank 1 has had enough" in done.stderr
+    assert find_marked(f"TEST_MARKER={tmp_path}") == []
+
+
+@pytest.mark.parametrize(
+    ("end", "own", "other"),
+    [
+        (
+            "SystemExit",
+            "rank 1: user code called sys.exit(0) before the last step ({file}:",
+            "another rank",
+        ),
+        (
+            "sleep",
+            "rank 0 timed out waiting for another rank: rank 1 has stalled in step 3 (training), at {file}:",
+            "stack of rank 1",
+        ),
+    ],
+)
+def test_ranks_of_torchrun_tell_their_own_cause(tmp_path: Path, end: str, own: str, other: str) -> None:
+    model = {"_target_": "failing_net.Net", "rank": 1, "end": end}
+    make_job(tmp_path, model=model, data={"train": {"_target_": "my_model.Data"}}, launch={"timeout": 10})
+    (tmp_path / "failing_net.py").write_text(MODULE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
+    done = subprocess.run(
+        torchrun, cwd=tmp_path, env=clean_env(), text=True, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert f"dsjob: error: {own.format(file=tmp_path / 'failing_net.py')}" in done.stderr
+    assert other in done.stderr
+    assert done.stderr.count("dsjob: error: rank 1: ") == (end == "SystemExit")
