@@ -32,11 +32,11 @@ from dsjob import schema as contract
 from dsjob.check import suggest
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
+from dsjob.job_file import require_job_file
 from dsjob.origins import Composed, settle
 from dsjob.paths import Path
 from dsjob.redaction import describe_secret, find_secrets, hide_value, is_reference, list_texts
 from dsjob.resolve import place_problems
-from dsjob.trust import require_job_file
 
 CONFIG_NAME = "config"
 _FILE_GROUP = "job_file"

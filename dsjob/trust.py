@@ -23,8 +23,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from dsjob.document import Document
-from dsjob.errors import DocumentError, Problem, UsageError
+from dsjob.errors import Problem, UsageError
 from dsjob.hub import check_arguments
 from dsjob.literals import LOADERS, check_literals, check_options, is_reader
 from dsjob.locations import GRANT, GRANT_FOLDER, check_folders, check_keys, check_texts
@@ -379,20 +378,3 @@ def hint(target: str, trust: Trust) -> str:
     if trust.rejected and find_top(target.split(".")[0], trust.folders) is None:
         return "if you know what is in it, run dsjob in that folder, or copy the folder and run the copy"
     return f"if you know what it does, run with --trust {target}"
-
-
-def require_job_file(document: Document) -> None:
-    """Raises DocumentError for what a job file must not hold, since Hydra would act on it while it composes: its own
-    settings, and a list of configs to add. Hydra calls the targets of its launchers, sweepers and callbacks without
-    asking anybody."""
-    advice = {
-        "hydra": "choose launchers and sweepers on the command line: hydra/launcher=joblib",
-        "defaults": "choose recipes and groups on the command line, +recipe=quickstart, or in a recipe of --config-dir",
-    }
-    problems = []
-    for key in advice.keys() & document.value.keys():
-        mark = document.mark((key,))
-        place = (document.source, mark.line, mark.column)
-        problems.append(Problem("may not be set by a job document", (key,), "hydra-section", advice[key], *place))
-    if problems:
-        raise DocumentError(problems)

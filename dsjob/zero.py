@@ -28,8 +28,8 @@ from dsjob.mesh import World, join_world
 from dsjob.mpu import divide
 from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
-from dsjob.parallel.presharded import ShardStatus, announce, mark_external, shard_parameters
-from dsjob.parallel.wrap import find_by_name, find_by_suffix, find_of_classes, is_leaf, mark_leaf
+from dsjob.parallel.presharded import ShardStatus, announce, shard_parameters
+from dsjob.parallel.wrap import find_by_name, find_by_suffix, find_of_classes, is_leaf, mark_external, mark_leaf
 from dsjob.parameters import find_owned
 from dsjob.rendezvous import init_distributed
 

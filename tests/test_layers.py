@@ -16,7 +16,18 @@ PACKAGE = Path(__file__).parent.parent / "dsjob"
 
 # Each module or package of dsjob/ and the layer it lives in; `dsjob` itself only points at what is below.
 LAYERS: dict[int, set[str]] = {
-    0: {"environment", "errors", "paths", "redaction", "literals", "locations", "resources", "shown", "spec"},
+    0: {
+        "environment",
+        "errors",
+        "paths",
+        "redaction",
+        "literals",
+        "locations",
+        "resources",
+        "sharding",
+        "shown",
+        "spec",
+    },
     1: {
         "document",
         "schema",
@@ -27,6 +38,7 @@ LAYERS: dict[int, set[str]] = {
         "origins",
         "compose",
         "interpolation",
+        "job_file",
         "storage",
         "targets",
         "run_folder",

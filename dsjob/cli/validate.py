@@ -24,12 +24,12 @@ from dsjob.cli.trusted import (
 )
 from dsjob.document import Document
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError, limit_problems
+from dsjob.job_file import require_job_file
 from dsjob.locations import NEVER_GRANTED
 from dsjob.origins import STDIN, Composed, is_deepspeed, read_text, settle
 from dsjob.redaction import list_texts
 from dsjob.rules import EXPLANATIONS, RULES
 from dsjob.run_folder import describe_other_job, list_commits
-from dsjob.trust import require_job_file
 
 
 def main(arguments: list[str], debug: bool) -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsjob.optim.shards import local
-from dsjob.plan.model import choose_share
+from dsjob.sharding import choose_share
 
 HOST = torch.device("cpu")
 

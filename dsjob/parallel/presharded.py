@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dsjob.errors import UsageError
 from dsjob.mesh import World
 from dsjob.mpu import copy_marks
-
-_EXTERNAL = "_dsjob_external"
+from dsjob.parallel.wrap import is_external, mark_external
 
 
 class ShardStatus(Enum):
@@ -114,16 +113,6 @@ def make_whole(model: nn.Module) -> None:
             for key, parameter in list(owner._parameters.items()):
                 if parameter is empty:
                     owner._parameters[key] = whole
-
-
-def mark_external(parameter: Tensor) -> None:
-    """Says of a parameter that modules other than its own use it too."""
-    setattr(parameter, _EXTERNAL, True)
-
-
-def is_external(parameter: Tensor) -> bool:
-    """Whether `mark_external` was called of it."""
-    return getattr(parameter, _EXTERNAL, False)
 
 
 def _replace(parameter: Tensor, value: Tensor) -> nn.Parameter:

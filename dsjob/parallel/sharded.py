@@ -33,8 +33,8 @@ from dsjob.parallel.statistics import keep_statistics_wide
 from dsjob.parallel.unsharded import Unsharded
 from dsjob.parallel.whole_state import show_whole_state
 from dsjob.parallel.wrap import find_blocks
-from dsjob.plan.model import choose_ahead, stands_alone
 from dsjob.precision import Precision
+from dsjob.sharding import choose_ahead, stands_alone
 from dsjob.spec import Zero
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
-from dsjob.parallel.presharded import is_external
 from dsjob.spec import LeafModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
 _LEAF = "_dsjob_leaf"
+_EXTERNAL = "_dsjob_external"
 
 
 def mark_leaf(module: nn.Module, flag: bool = True) -> None:
@@ -24,6 +22,16 @@ def mark_leaf(module: nn.Module, flag: bool = True) -> None:
 def is_leaf(module: nn.Module) -> bool:
     """Whether `mark_leaf` was called of it."""
     return bool(getattr(module, _LEAF, False))
+
+
+def mark_external(parameter: Tensor) -> None:
+    """Says of a parameter that modules other than its own use it too."""
+    setattr(parameter, _EXTERNAL, True)
+
+
+def is_external(parameter: Tensor) -> bool:
+    """Whether `mark_external` was called of it."""
+    return getattr(parameter, _EXTERNAL, False)
 
 
 Found = tuple[list[nn.Module], list[str]]  # modules, and what was asked for and is not there

@@ -19,8 +19,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 import dsjob
+from dsjob import sharding
 from dsjob.mesh import World
-from dsjob.plan import model as plan
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ Config = dict[str, Any]
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = (1, 3)
 STEPS, ROWS = 4, 12
-SMALL_BLOCK = plan.SMALL_BLOCK
+SMALL_BLOCK = sharding.SMALL_BLOCK
 
 PRECISIONS: dict[str, Config] = {
     "fp32": {},
@@ -134,7 +134,7 @@ def run_cells(world: World, cells: list[Cell]) -> dict[Cell, Outcome]:
     for cell in cells:
         kind = KINDS[cell.kind]
         # Blocks as small as these are units of their own at stage 3 alone: here at all stages, in half of the cells.
-        plan.SMALL_BLOCK = 0 if cell.accumulation == 1 else SMALL_BLOCK
+        sharding.SMALL_BLOCK = 0 if cell.accumulation == 1 else SMALL_BLOCK
         sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": cell.accumulation}
         config = merge(sizes, {"optimizer": ADAMW, "zero_optimization": {"stage": cell.stage}})
         config = merge(config, PRECISIONS[cell.precision], kind.config)

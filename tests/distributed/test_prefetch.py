@@ -11,7 +11,7 @@ from net import Block, Net
 from ranks import run_ranks
 
 from dsjob.mesh import World
-from dsjob.plan.model import choose_ahead
+from dsjob.sharding import choose_ahead
 
 BLOCK = sum(p.numel() for p in Block(17).parameters())  # elements of one of five
 
