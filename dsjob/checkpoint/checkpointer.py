@@ -29,8 +29,8 @@ from dsjob.checkpoint.prepared import PreparedSave, describe_state
 from dsjob.checkpoint.retention import Retention
 from dsjob.checkpoint.rng import capture_rng
 from dsjob.checkpoint.shards import Planner, write_shard
-from dsjob.checkpoint.state import CLIENT, TrainingState
-from dsjob.checkpoint.values import encode
+from dsjob.checkpoint.state import TrainingState
+from dsjob.checkpoint.values import CLIENT, encode
 from dsjob.errors import CheckpointError, DsjobError, FencedError
 from dsjob.mesh import World
 

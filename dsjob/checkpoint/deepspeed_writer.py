@@ -25,9 +25,8 @@ from dsjob.checkpoint import zero_to_fp32 as layout
 from dsjob.checkpoint.deepspeed_layout import Piece, place_in_order, place_stage3
 from dsjob.checkpoint.dtypes import DTYPES
 from dsjob.checkpoint.named_pickle import save_named
-from dsjob.checkpoint.state import CLIENT
 from dsjob.checkpoint.torch_files import DynamicLossScaler, FragmentAddress, LossScaler
-from dsjob.checkpoint.values import decode
+from dsjob.checkpoint.values import CLIENT, decode
 from dsjob.errors import StorageError, UsageError
 
 VERSION = "0.19.6"  # of DeepSpeed, whose layout this is

@@ -36,8 +36,8 @@ from dsjob.checkpoint.rng import restore_rng
 from dsjob.checkpoint.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.shards import ShardReader
 from dsjob.checkpoint.source import locate, open_root, renamed
-from dsjob.checkpoint.state import CLIENT, TrainingState
-from dsjob.checkpoint.values import decode
+from dsjob.checkpoint.state import TrainingState
+from dsjob.checkpoint.values import CLIENT, decode
 from dsjob.errors import CheckpointError
 from dsjob.mesh import World
 from dsjob.seeding import seed_rng

@@ -27,7 +27,6 @@ from dsjob.optim.signs import count_ranks
 
 BY_RANK = "@rank"
 _ELSEWHERE = "dsjob run FOLDER/resolved.json output.dir=OTHER_FOLDER checkpoint.resume=FOLDER/"
-CLIENT = "client"  # role of a tensor that belongs to the client_state of a program
 NOT_KEPT = ("params", "exp_avg_mask")  # of a parameter group
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 

@@ -18,6 +18,7 @@ import numpy as np
 from dsjob.checkpoint.kinds import KINDS, MOST_BYTES, array_bytes, describe_array, find_kind, make_array, pack, unpack
 from dsjob.errors import CheckpointError
 
+CLIENT = "client"  # role of a tensor that belongs to the client_state of a program
 MOST_ELEMENTS = 1024  # of a tensor among plain values: a rate, or one of each layer
 
 
