@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 _FILE = re.compile(r"config(\.[^/]+)?\.json|adapter_config\.json")  # transformers picks a config.VERSION.json, too
@@ -35,21 +35,17 @@ def read_folder(folder: str) -> Iterator[Found]:
 
     `folder`: or a config file itself, which transformers takes as well.
     """
-    waiting = [folder]
-    seen: set[str] = set()
-    while waiting:
-        place = os.path.realpath(waiting.pop())
-        if place in seen:
-            continue
-        if len(seen) == _FOLLOWED:
-            yield _name_too_many(folder)
-            return
-        seen.add(place)
+
+    def read(model: str) -> Iterator[Found]:
+        place = os.path.realpath(model)
         names = sorted(filter(_FILE.fullmatch, os.listdir(place))) if os.path.isdir(place) else []
         for file in [place] if os.path.isfile(place) else [os.path.join(place, name) for name in names]:
-            for found in read_file(file):
-                yield found
-                waiting += [name for _, name in list_named(found.value, found.file) if os.path.isdir(name)]
+            yield from read_file(file)
+
+    def name(found: Found) -> list[str]:
+        return [os.path.realpath(at) for _, at in list_named(found.value, found.file) if os.path.isdir(at)]
+
+    return _follow(folder, read, name)
 
 
 def fetch(name: str, options: Mapping[str, Any]) -> Iterator[Found]:
@@ -58,19 +54,28 @@ def fetch(name: str, options: Mapping[str, Any]) -> Iterator[Found]:
     `options`: the arguments that it is loaded with. What is not in the cache is downloaded, as loading it would.
     """
     given = {key: options[key] for key in _WHERE if options.get(key) is not None}
-    waiting = [name]
+
+    def read(model: str) -> Iterator[Found]:
+        return _fetch_one(model, given)
+
+    return _follow(name, read, lambda found: [base for _, base in list_named(found.value, found.file)])
+
+
+def _follow(first: str, read: Callable[[str], Iterator[Found]], name: Callable[[Found], list[str]]) -> Iterator[Found]:
+    """What `read` finds in a model, and in those that `name` finds it to name, each once and not too many of them."""
+    waiting = [first]
     seen: set[str] = set()
     while waiting:
         model = waiting.pop()
         if model in seen:
             continue
         if len(seen) == _FOLLOWED:
-            yield _name_too_many(name)
+            yield Found(first, "", {}, f"names too many models to be checked: more than {_FOLLOWED}")
             return
         seen.add(model)
-        for found in _fetch_one(model, given):
+        for found in read(model):
             yield found
-            waiting += [base for _, base in list_named(found.value, found.file)]
+            waiting += name(found)
 
 
 def _fetch_one(model: str, given: Mapping[str, Any]) -> Iterator[Found]:
@@ -89,10 +94,6 @@ def _fetch_one(model: str, given: Mapping[str, Any]) -> Iterator[Found]:
             listed = found.value.get("configuration_files")
             versions = dict.fromkeys(map(str, listed)) if isinstance(listed, list) else {}
             files += [version for version in versions if _VERSION.fullmatch(version) and version not in files]
-
-
-def _name_too_many(model: str) -> Found:
-    return Found(model, "", {}, f"names too many models to be checked: more than {_FOLLOWED}")
 
 
 def list_named(value: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
