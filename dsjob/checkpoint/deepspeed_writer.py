@@ -31,7 +31,7 @@ from dsjob.errors import StorageError, UsageError
 
 VERSION = "0.19.6"  # of DeepSpeed, whose layout this is
 SUB_GROUP = 10**9  # stage3's sub_group_size, by default: elements of a rank that are stepped together
-ADAM = ("Adam", "AdamW")
+ADAM = ("Adam", "AdamW", "DeepSpeedAdam", "FusedAdam", "DeepSpeedCPUAdam")
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ def _describe_groups(optimizer: Mapping[str, Any], parts: Sequence[Sequence[str]
             number += 1
         more = {"bias_correction": True, "step": steps[first] or 0} if optimizer["class"] in ADAM else {}
         kept = {key: _plain(value) for key, value in group.items() if key != "names"}
-        described.append({**kept, **more, "params": list(range(first, number))})
+        described.append({**more, **kept, "params": list(range(first, number))})
     return described
 
 

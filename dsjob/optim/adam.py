@@ -1,4 +1,4 @@
-"""Adam without bias correction, as some of the first large-batch recipes have it."""
+"""Adam with or without bias correction, which some of the first large-batch recipes leave out."""
 
 from __future__ import annotations
 
@@ -7,34 +7,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsjob.optim.partwise import PartwiseOptimizer, move_averages, own_gradients
+from dsjob.optim.partwise import move_averages, own_gradients
 from dsjob.optim.shards import local
 
 
-class UncorrectedAdam(PartwiseOptimizer):
-    """Adam whose averages are not corrected for their start at zero: DeepSpeed's with `bias_correction: false`.
+class DeepSpeedAdam(torch.optim.Adam):
+    """torch's Adam with a key `bias_correction`, of each group: whether averages are corrected for their start at zero.
 
-    The first steps are longer for it: with betas 0.9 and 0.999 the very first is 3.2 times as long. State of a
-    parameter: `step` (fp32 []), `exp_avg` and `exp_avg_sq`, of its shape and dtype. `weight_decay` is decoupled in
-    `adam_w_mode`, else added to the gradient.
+    Without it the first steps are longer: with betas 0.9 and 0.999 the very first is 3.2 times as long. State of a
+    parameter, as torch's: `step` (fp32 []), `exp_avg` and `exp_avg_sq`, of its shape and dtype.
     """
 
     def __init__(
         self,
         params: Any,
         lr: float = 1e-3,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam_w_mode": adam_w_mode}
-        super().__init__(params, defaults)
+        """`adam_w_mode`: weight decay is decoupled, else added to the gradient."""
+        if amsgrad and not bias_correction:
+            raise ValueError("amsgrad and bias_correction: false do not go together")
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
 
-    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        """Lists for torch's step what it is to move; a group without bias correction is moved here."""
+        if group.get("bias_correction", True):  # absent from checkpoints of earlier versions
+            return super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if parameters:
+            self._move_uncorrected(parameters, group)
+        return False
+
+    def _move_uncorrected(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         rate, decay = group["lr"], group["weight_decay"]
         weights, gradients = [local(parameter) for parameter in parameters], own_gradients(parameters)
-        if group["adam_w_mode"]:
+        if group["decoupled_weight_decay"]:
             torch._foreach_mul_(weights, 1 - rate * decay)
         elif decay:
             torch._foreach_add_(gradients, weights, alpha=decay)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dsjob.errors import TargetError
-from dsjob.optim.adam import UncorrectedAdam
+from dsjob.optim.adam import DeepSpeedAdam
 from dsjob.optim.groups import check_overrides, split_groups
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
@@ -73,10 +73,8 @@ def _build(method: Method, groups: list[Any], trust: Trust, names: Mapping[int, 
 
 def _build_adam(groups: list[Any], params: Mapping[str, Any], *, decoupled: bool) -> Optimizer:
     if not params["bias_correction"]:
-        if params["amsgrad"]:
-            raise ValueError("amsgrad and bias_correction: false do not go together")
-        kept = {key: params[key] for key in ("lr", "eps", "weight_decay")}
-        return UncorrectedAdam(groups, betas=tuple(params["betas"]), adam_w_mode=decoupled, **kept)
+        kept = {key: params[key] for key in ("lr", "bias_correction", "eps", "weight_decay", "amsgrad")}
+        return DeepSpeedAdam(groups, betas=tuple(params["betas"]), adam_w_mode=decoupled, **kept)
     arguments = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "fused")}
     arguments["betas"] = tuple(arguments["betas"])
     return (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **arguments)

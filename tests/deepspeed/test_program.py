@@ -88,8 +88,6 @@ def test_optimizers_have_deepspeeds_defaults() -> None:
     lamb = deepspeed.ops.lamb.FusedLamb([weight], lr=0.5)
     assert (lamb.param_groups[0]["lr"], lamb.param_groups[0]["max_coeff"]) == (0.5, 10.0)
     assert deepspeed.ops.lion.FusedLion([weight]).param_groups[0]["lr"] == 1e-3
-    with pytest.raises(UsageError, match="bias correction"):
-        FusedAdam([weight], bias_correction=False)
 
 
 def test_schedules_are_of_their_classes_whoever_makes_them() -> None:

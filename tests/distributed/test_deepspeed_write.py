@@ -16,6 +16,7 @@ import dsjob
 from dsjob.checkpoint.convert import convert, convert_to_deepspeed
 from dsjob.checkpoint.elsewhere import find_elsewhere
 from dsjob.checkpoint.source import open_root
+from dsjob.checkpoint.torch_files import TorchFile
 from dsjob.checkpoint.zero_to_fp32 import Shards, find_commit, read_checkpoint
 from dsjob.deepspeed_engine import _import_deepspeed
 from dsjob.engine import Engine
@@ -182,3 +183,21 @@ def test_the_loss_scale_of_fp16_goes_there_and_back(tmp_path: Path) -> None:
         again.load_checkpoint(out)
         assert again.state().scaler_values() == before
         assert (again.global_steps, again.skipped_steps) == (4, engine.skipped_steps)
+
+
+def test_adam_without_bias_correction_goes_there_and_back(tmp_path: Path) -> None:
+    config = {**CONFIG, "train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": 0}}
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01, "bias_correction": False}}
+    engine = dsjob.initialize(model=SmallNet("plain"), config=config)[0]
+    train(engine, 0, 3)
+    engine.save_checkpoint(tmp_path / "own")
+    convert_to_deepspeed(str(tmp_path / "own"), str(tmp_path / "out"), stage=2, world_size=2, to="fp32")
+    written = next((tmp_path / "out").glob("*/*optim_states.pt"))
+    content = TorchFile(open_root(str(written.parent)), written.name).content
+    (group,) = content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+    assert (group["bias_correction"], group["step"]) == (False, 3)
+    again = dsjob.initialize(model=SmallNet("plain"), config=config)[0]
+    again.load_checkpoint(tmp_path / "out")
+    assert again.optimizer is not None
+    assert [group["bias_correction"] for group in again.optimizer.param_groups] == [False]
+    assert train(again, 3, 3) == train(engine, 3, 3)

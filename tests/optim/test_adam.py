@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import dsjob
+from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from dsjob.mesh import World
-from dsjob.optim.adam import UncorrectedAdam
 
 
 def follow(weight: Tensor, gradients: list[Tensor], *, decoupled: bool, decay: float) -> Tensor:
@@ -28,26 +29,62 @@ def follow(weight: Tensor, gradients: list[Tensor], *, decoupled: bool, decay: f
     return weight
 
 
+def make(kind: str, groups: list[Any], *, corrects: bool, decoupled: bool) -> torch.optim.Adam:
+    """An Adam of DeepSpeed's classes, whose arguments have different orders; given by place."""
+    lr, betas, eps, decay = 0.01, (0.9, 0.99), 1e-6, 0.1
+    if kind == "FusedAdam":
+        return FusedAdam(groups, lr, corrects, betas, eps, decoupled, decay, False)
+    return DeepSpeedCPUAdam(groups, lr, corrects, betas, eps, decay, False, decoupled)
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_steps_are_those_of_the_closed_form(decoupled: bool) -> None:
+@pytest.mark.parametrize("kind", ["FusedAdam", "DeepSpeedCPUAdam"])
+@pytest.mark.parametrize("in_group", [True, False])
+def test_steps_are_those_of_the_closed_form(kind: str, decoupled: bool, in_group: bool) -> None:
+    """`in_group`: another group of the same optimizer has bias correction, and takes the steps of torch's Adam."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(5, 3, generator=generator, dtype=torch.float64)
     gradients = [torch.randn(5, 3, generator=generator, dtype=torch.float64) for _ in range(5)]
-    weight = nn.Parameter(start.clone())
-    optimizer = UncorrectedAdam([weight], 0.01, (0.9, 0.99), 1e-6, 0.1, decoupled)
+    weight, other, expected = (nn.Parameter(start.clone()) for _ in range(3))
+    groups = [{"params": [other]}, {"params": [weight], "bias_correction": False}] if in_group else [weight]
+    optimizer = make(kind, groups, corrects=in_group, decoupled=decoupled)
+    torchs = torch.optim.Adam([expected], 0.01, (0.9, 0.99), 1e-6, 0.1, decoupled_weight_decay=decoupled)
     for gradient in gradients:
-        weight.grad = gradient.clone()
+        for parameter in (weight, other, expected):
+            parameter.grad = gradient.clone()
         optimizer.step()
+        torchs.step()
     torch.testing.assert_close(weight.detach(), follow(start, gradients, decoupled=decoupled, decay=0.1))
+    assert torch.equal(other, expected if in_group else start)
 
 
-def train(world: World, stage: int, offload: str) -> Tensor:
+def test_what_a_program_asks_of_its_optimizer_holds_without_bias_correction() -> None:
+    weight, asked = nn.Parameter(torch.ones(2)), []
+    optimizer = DeepSpeedCPUAdam([weight], bias_correction=False)
+    for kind in (DeepSpeedCPUAdam, FusedAdam, torch.optim.Adam):
+        assert isinstance(optimizer, kind)
+    optimizer = pickle.loads(pickle.dumps(optimizer))
+    optimizer.register_step_post_hook(lambda *_: asked.append("step"))
+    optimizer.add_param_group({"params": [weight]})
+    assert [group["bias_correction"] for group in optimizer.param_groups] == [False, False]
+    weight.grad = torch.ones(2)
+    assert float(optimizer.step(lambda: torch.tensor(3.0))) == 3.0
+    assert asked == ["step"]
+    with pytest.raises(ValueError, match="amsgrad"):
+        FusedAdam([weight], bias_correction=False, amsgrad=True)
+
+
+def train(world: World, stage: int, offload: str, by: str = "config") -> Tensor:
     torch.manual_seed(0)
-    params = {"lr": 0.01, "betas": [0.9, 0.99], "bias_correction": False, "weight_decay": 0.1}
+    net = nn.Linear(5, 3)
+    params: dict[str, Any] = {"lr": 0.01, "betas": [0.9, 0.99], "bias_correction": False, "weight_decay": 0.1}
     zero = {"stage": stage, **({"offload_optimizer": {"device": offload}} if offload else {})}
     optimizer = {"type": "Adam", "params": params}
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "zero_optimization": zero}
-    engine = dsjob.initialize(model=nn.Linear(5, 3), config=config)[0]
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
+    if by == "config":
+        engine = dsjob.initialize(model=net, config={**config, "optimizer": optimizer})[0]
+    else:
+        engine = dsjob.initialize(model=net, config=config, optimizer=FusedAdam(net.parameters(), **params))[0]
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(3):
         engine.backward(engine(torch.randn(4, 5, generator=generator)).square().mean())
@@ -56,7 +93,8 @@ def train(world: World, stage: int, offload: str) -> Tensor:
 
 
 def train_stages(world: World) -> list[Tensor]:
-    return [train(world, stage, offload) for stage, offload in [(0, ""), (1, ""), (2, "cpu"), (3, "")]]
+    ways = [(0, ""), (1, ""), (2, "cpu"), (3, ""), (0, "", "program"), (2, "cpu", "program"), (3, "", "program")]
+    return [train(world, *way) for way in ways]
 
 
 def test_shards_take_the_steps_of_the_whole() -> None:

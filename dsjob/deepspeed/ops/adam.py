@@ -1,4 +1,4 @@
-"""`deepspeed.ops.adam`: torch's Adam with DeepSpeed's arguments and defaults."""
+"""`deepspeed.ops.adam`: Adam with DeepSpeed's arguments and defaults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dsjob.errors import UsageError
+from dsjob.optim.adam import DeepSpeedAdam
 
 
 class _Adam(type):
@@ -21,7 +21,7 @@ class _Adam(type):
         )
 
 
-class FusedAdam(torch.optim.Adam, metaclass=_Adam):
+class FusedAdam(DeepSpeedAdam, metaclass=_Adam):
     """Adam, by default with decoupled weight decay (`adam_w_mode`), which is 0 unless given."""
 
     def __init__(
@@ -36,20 +36,7 @@ class FusedAdam(torch.optim.Adam, metaclass=_Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if not bias_correction:
-            raise UsageError(
-                "Adam without bias correction is not supported",
-                hint='name it in the config: "optimizer": {"type": "Adam", "params": {"bias_correction": false}}',
-            )
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            decoupled_weight_decay=adam_w_mode,
-        )
+        super().__init__(params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad)
 
 
 class DeepSpeedCPUAdam(FusedAdam):
