@@ -21,7 +21,7 @@ from dsjob import launch
 from dsjob import schema as contract
 from dsjob.callbacks import Callback, RunView
 from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
-from dsjob.failures import describe_failure
+from dsjob.frames import describe_failure
 from dsjob.rank import end_rank, end_with_parent
 from dsjob.trust import Trust
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from dsjob.errors import ExitError
-from dsjob.failures import describe_failure
+from dsjob.frames import describe_failure
 
 
 class _Exit(SystemExit):

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -26,13 +25,12 @@ from dsjob.errors import (
     StorageError,
     TargetError,
 )
+from dsjob.frames import describe_failure, find_place, list_frames
 from dsjob.stalls import (
     Beat,
     describe_places,
     describe_stall,
-    find_place,
     find_stalled,
-    list_users_frames,
     parse_stack,
     show_stack,
 )
@@ -113,22 +111,6 @@ def _find_cause(error: BaseException) -> BaseException | None:
     if isinstance(error, _QUOTING):  # collectives, and loaders whose workers were killed, raise RuntimeError
         return error.__cause__ if isinstance(error.__cause__, RuntimeError) else None
     return None if isinstance(error, OSError) else error
-
-
-def list_frames(error: BaseException) -> list[str]:
-    """Where an error was raised, innermost first."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
-
-
-def describe_failure(error: BaseException) -> str:
-    """An error of somebody else's code in one line, with the last place in it that is neither dsjob's nor torch's."""
-    users = list_users_frames(list_frames(error))
-    place = f" ({users[0]})" if users else ""
-    if isinstance(error, SystemExit):
-        called = getattr(error, "called", "sys.exit")
-        return mask(f"user code called {called}({error.code!r}) before the last step{place}")
-    return mask(f"{type(error).__name__}{f': {error}' if str(error) else ''}{place}")
 
 
 def record_failure(folder: str, rank: int, error: BaseException) -> Failure:

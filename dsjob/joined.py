@@ -13,7 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from dsjob import meeting
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, LostRankError, Preempted
-from dsjob.failures import describe_failure, follows_from_another, has_waited
+from dsjob.failures import follows_from_another, has_waited
+from dsjob.frames import describe_failure
 from dsjob.job import run_job
 from dsjob.mesh import World, join_world, leave_world
 from dsjob.nodes import check_shared

@@ -13,7 +13,8 @@ from dsjob.data.given import GivenLoader
 from dsjob.data.loader import choose_loading, count_dataset
 from dsjob.data.passes import require_same_length
 from dsjob.errors import DataError, DsjobError
-from dsjob.failures import describe_failure, follows_from_another
+from dsjob.failures import follows_from_another
+from dsjob.frames import describe_failure
 from dsjob.mesh import World
 from dsjob.spec import JobSpec, Target
 from dsjob.targets import call_target, find_target

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+
+from dsjob.frames import find_place
 
 # What a launcher and its ranks share in their private folder.
 FAILED_NAME = "failed"  # there once a rank has failed
@@ -17,7 +18,6 @@ STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else sign
 
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SECTION = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _DEEPEST = 12  # frames of a stack that are shown
 
 
@@ -58,16 +58,6 @@ def parse_stack(text: str) -> tuple[str, ...]:
     """The main thread's frames in what faulthandler has written, innermost first, as `file:line in function`."""
     *_, last = _SECTION.split(text)  # faulthandler writes the oldest thread last
     return tuple(f"{file}:{line} in {function}" for file, line, function in _FRAME.findall(last))
-
-
-def list_users_frames(frames: Sequence[str]) -> list[str]:
-    """The frames that are neither dsjob's nor torch's."""
-    return [frame for frame in frames if not frame.startswith((_PACKAGE, "<")) and "/torch/" not in frame]
-
-
-def find_place(frames: Sequence[str]) -> str:
-    """The innermost frame that is neither dsjob's nor torch's; the innermost one where there is none."""
-    return (list_users_frames(frames) or [*frames, ""])[0]
 
 
 def is_waiting(frames: Sequence[str]) -> bool:

@@ -20,7 +20,7 @@ from dsjob.check import suggest
 from dsjob.environment import parse_reference
 from dsjob.errors import DsjobError, Problem, TargetError
 from dsjob.exits import refuse_exits
-from dsjob.failures import describe_failure
+from dsjob.frames import describe_failure
 from dsjob.hub import check_models
 from dsjob.paths import Path
 from dsjob.signatures import find_misfits

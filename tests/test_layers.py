@@ -43,6 +43,7 @@ LAYERS: dict[int, set[str]] = {
         "targets",
         "run_folder",
         "failures",
+        "frames",
         "failed_starts",
         "stalls",
         "exits",

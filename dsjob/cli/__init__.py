@@ -85,7 +85,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except Exception as error:
         if debug:
             raise
-        from dsjob.failures import describe_failure
+        from dsjob.frames import describe_failure
 
         _print_error(DsjobError(describe_failure(error), hint="run again with --debug for the traceback"))
         return 1

@@ -27,7 +27,7 @@ from dsjob.errors import (
     Problem,
     UsageError,
 )
-from dsjob.failures import describe_failure
+from dsjob.frames import describe_failure
 from dsjob.origins import Composed, read_document
 from dsjob.resolve import place_problems
 from dsjob.rules import RULES

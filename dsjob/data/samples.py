@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 from dsjob.data.misfits import find_misfit
 from dsjob.data.order import mix_seed
 from dsjob.errors import DataError, DsjobError
-from dsjob.failures import describe_failure
+from dsjob.frames import describe_failure
 from dsjob.seeding import seed_rng
 
 Collate = Callable[[list[Any]], Any]
