@@ -21,7 +21,7 @@ from dsjob import launch
 from dsjob import schema as contract
 from dsjob.callbacks import Callback, RunView
 from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
-from dsjob.frames import describe_failure
+from dsjob.frames import TRACEBACK_HINT, describe_failure
 from dsjob.rank import end_rank, end_with_parent
 from dsjob.trust import Trust
 
@@ -141,7 +141,7 @@ def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, pa
         known = isinstance(error, DsjobError)
         record = {
             "message": error.message if isinstance(error, DsjobError) else describe_failure(error),
-            "hint": error.hint if isinstance(error, DsjobError) else "run it with --debug for the traceback",
+            "hint": error.hint if isinstance(error, DsjobError) else TRACEBACK_HINT,
             "exit_code": error.exit_code if isinstance(error, DsjobError) else 1,
         }
         with open(os.path.join(run_dir, _ERROR), "w", encoding="utf-8") as file:

@@ -6,7 +6,7 @@
     |   `-- ConfigError             2   a DeepSpeed config given to `initialize` is wrong
     |-- TargetError                 2   a `_target_` cannot be imported or called
     |-- ContractError               1   model, loss or metric return something that cannot be used
-    |   `-- MetricError             1   a metric has no result for what it has seen
+    |   `-- MetricError             1   the code of a metric raised an error
     |-- DataError                   1   a dataset is missing, broken or empty
     |-- NonFiniteLossError          1   the loss or its gradients became nan or inf
     |-- LossScaleError              1   gradients overflow fp16 even at the smallest loss scale
@@ -171,7 +171,7 @@ class ContractError(DsjobError):
 
 
 class MetricError(ContractError):
-    """A metric failed as it made its result of what it had seen."""
+    """The code of a metric raised an error, which is its cause."""
 
 
 class DataError(DsjobError):

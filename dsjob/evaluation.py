@@ -55,7 +55,7 @@ def rehearse(run: Run) -> None:
         if len(measures) == len(run.measures):  # else it may be of a metric that cannot be copied
             _require_best(run, results)
     except MetricError as error:  # one batch may be too little for it: one class alone, for example
-        run.say("note", f"from one batch of data.eval {error.message}")
+        run.say("note", f"{error.message}: on one batch of data.eval; the whole of it may be enough")
     with torch.no_grad():
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)

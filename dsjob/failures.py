@@ -25,7 +25,7 @@ from dsjob.errors import (
     StorageError,
     TargetError,
 )
-from dsjob.frames import describe_failure, find_place, list_frames
+from dsjob.frames import TRACEBACK_HINT, describe_failure, find_place, list_frames
 from dsjob.stalls import (
     Beat,
     describe_places,
@@ -120,7 +120,7 @@ def record_failure(folder: str, rank: int, error: BaseException) -> Failure:
         rank=rank,
         time=time.time_ns(),
         message=mask(known.message) if known else describe_failure(error),
-        hint=mask(known.hint) if known else "run with --debug for the traceback",
+        hint=mask(known.hint) if known else TRACEBACK_HINT,
         exit_code=known.exit_code if known else 1,
         follows=follows_from_another(error),
         waited=has_waited(error),

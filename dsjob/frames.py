@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dsjob
 from dsjob.environment import mask
 
+TRACEBACK_HINT = "run again with --debug for the traceback"
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(dsjob.__file__)), "")
 
 

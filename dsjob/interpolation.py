@@ -248,7 +248,10 @@ def _at(error: _Refused, path: Path) -> _Refused:
 
 
 def _advise(name: str) -> str:
-    return f"write the value itself; if it is not secret, list {name} under `environment:` in {CONFIG}"
+    return (
+        "keep credentials in the storage library's own configuration or environment, or give them to a target as an "
+        f"argument; if {name} holds no secret, allow it with `environment: [{name}]` in {CONFIG}"
+    )
 
 
 def _has_text_keys(value: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from dsjob import meeting
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, LostRankError, Preempted
 from dsjob.failures import follows_from_another, has_waited
-from dsjob.frames import describe_failure
+from dsjob.frames import TRACEBACK_HINT, describe_failure
 from dsjob.job import run_job
 from dsjob.mesh import World, join_world, leave_world
 from dsjob.nodes import check_shared
@@ -94,7 +94,7 @@ def _describe(error: BaseException, rank: int, board: StoreBoard, watchdog: Watc
     known = error if isinstance(error, DsjobError) else None
     message = known.message if known else describe_failure(error)
     if not follows_from_another(error):
-        hint = known.hint if known else "run again with --debug for the traceback"
+        hint = known.hint if known else TRACEBACK_HINT
         return LaunchError(f"rank {rank}: {message}", hint=hint, exit_code=known.exit_code if known else 1)
     if not has_waited(error):
         hint = "the cause is in the output of the rank that failed first"

@@ -14,7 +14,7 @@ from dsjob.data.loader import choose_loading, count_dataset
 from dsjob.data.passes import require_same_length
 from dsjob.errors import DataError, DsjobError
 from dsjob.failures import follows_from_another
-from dsjob.frames import describe_failure
+from dsjob.frames import TRACEBACK_HINT, describe_failure
 from dsjob.mesh import World
 from dsjob.spec import JobSpec, Target
 from dsjob.targets import call_target, find_target
@@ -71,8 +71,7 @@ def _call_data(target: Target, role: str, trust: Trust) -> Any:
     except Exception as error:
         if follows_from_another(error):
             raise
-        hint = "run again with --debug for the traceback"
-        raise DataError(f"data.{role}: {describe_failure(error)}", hint=hint) from error
+        raise DataError(f"data.{role}: {describe_failure(error)}", hint=TRACEBACK_HINT) from error
 
 
 def share_samples(loader: TrainingLoader | GivenLoader | NoLoader, world: World) -> None:

@@ -19,6 +19,8 @@ from dsjob.checkpoint.agreement import gather, on_rank_0
 from dsjob.contract import to_scalar
 from dsjob.data import to_device
 from dsjob.errors import ContractError, DsjobError, MetricError
+from dsjob.failures import follows_from_another
+from dsjob.frames import TRACEBACK_HINT, describe_failure
 from dsjob.mesh import World
 from dsjob.metric_inputs import Inputs, Seen
 from dsjob.mpu import gather as gather_all
@@ -71,8 +73,9 @@ class Measures:
         """A batch that counts, on its device."""
         if self._counts:
             seen = Seen(outputs, batch, loss, samples)
-            for measure in self._measures.values():
-                measure.feed(seen)
+            for name, measure in self._measures.items():
+                with _Blamed(name):
+                    measure.feed(seen)
 
     @torch.no_grad()
     def finish(self) -> dict[str, float]:
@@ -93,14 +96,14 @@ class Measures:
             return None
         parts = {}
         for name, measure in self._measures.items():
-            with _Blamed(name, MetricError):
+            with _Blamed(name):
                 parts[name] = measure.collect()
         return parts
 
     def _conclude(self, ranks: list[dict[str, Any] | None]) -> dict[str, float]:
         results: dict[str, float] = {}
         for name, measure in self._measures.items():
-            with _Blamed(name, MetricError):
+            with _Blamed(name):
                 found = measure.conclude([of_rank[name] for of_rank in ranks if of_rank is not None])
                 results |= {f"{self._phase}/{key}": value for key, value in _read_numbers(name, found)}
         return results
@@ -148,17 +151,17 @@ def describe(value: Any) -> str:
 
 
 class _Blamed:
-    """Names the metric in an error of its own code: other ranks are to hear of it."""
+    """Names the metric in an error of its own code, in one form wherever it fails: other ranks are to hear of it."""
 
-    def __init__(self, name: str, kind: type[ContractError] = ContractError) -> None:
-        self._name, self._kind = name, kind
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, DsjobError):
-            raise self._kind(f"metrics.{self._name}: {type(error).__name__}: {error}") from error
+        if isinstance(error, Exception) and not (isinstance(error, DsjobError) or follows_from_another(error)):
+            raise MetricError(f"metrics.{self._name}: {describe_failure(error)}", hint=TRACEBACK_HINT) from error
 
 
 class BatchMean:

@@ -2,10 +2,10 @@
 
 The files in `schemas/` are the only place for shape, bounds, defaults and texts. Keywords of our own, all of them
 annotations that other validators skip: `x-status` with `x-note` (`mapped`: to what; `no-effect`, `unsupported`: why; a
-section's holds for the keys in it), `x-unsupported` (values that are not supported, and why), `x-aliases` (other
-spellings), `x-replaced-by` (what a deprecated key is now), `x-auto` (the string "auto" stands for a value that is
-derived, or for nothing given), `x-deepspeed` (DeepSpeed's name for a key; at the root of deepspeed.json the version
-whose defaults are listed).
+section's holds for the keys in it), `x-unsupported` (values that are not supported, and why), `x-instead` (what `dsjob
+import` writes in the place of those, or of an unsupported key's value), `x-aliases` (other spellings), `x-replaced-by`
+(what a deprecated key is now), `x-auto` (the string "auto" stands for a value that is derived, or for nothing given),
+`x-deepspeed` (DeepSpeed's name for a key; at the root of deepspeed.json the version whose defaults are listed).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import small_jobs
 from small_jobs import list_steps, read_digests, train
 
-from dsjob.errors import ContractError, DataError, Preempted
+from dsjob.errors import ContractError, DataError, MetricError, Preempted
 
 EVALUATED = {"train": {"_target_": "small_jobs.Data"}, "eval": {"_target_": "rehearsed.Noisy"}}
 DECAYING = {"type": "ReduceLROnPlateau", "params": {"mode": "max", "patience": 0, "factor": 0.5}}
@@ -34,9 +35,21 @@ def test_what_evaluation_would_fail_with_shows_before_the_first_step(tmp_path: P
         sections["trainer"] = {"eval_step": {"_target_": "rehearsed.fail"}}
     else:
         sections["data"] = {**EVALUATED, "eval": {"_target_": "rehearsed.Broken"}}
-    with pytest.raises((ZeroDivisionError, DataError), match="on purpose"):
+    with pytest.raises((ZeroDivisionError, DataError, MetricError), match="on purpose"):
         train(tmp_path, **sections)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "phase"), [("rehearsed.fail", "eval"), ("rehearsed.FailingLate", "eval"), ("rehearsed.fail", "train")]
+)
+def test_a_failing_metric_is_told_in_one_form(tmp_path: Path, target: str, phase: str) -> None:
+    """In the rehearsal, in an evaluation, in training: its name, its error, its place, and how to see the rest."""
+    with pytest.raises(MetricError) as told:
+        train(tmp_path, data=EVALUATED, metrics={"mine": {"_target_": target, "phases": [phase]}})
+    where = r"\(.*/rehearsed\.py:\d+ in \w+\)"
+    assert re.fullmatch(rf"metrics\.mine: ZeroDivisionError: on purpose {where}", told.value.message)
+    assert told.value.hint == "run again with --debug for the traceback"
 
 
 def test_what_the_best_are_chosen_by_is_among_what_an_evaluation_gives(tmp_path: Path) -> None:
@@ -107,7 +120,7 @@ def test_a_step_that_is_evaluated_too_is_saved_first_and_the_next_run_makes_up_f
         "trainer": {"eval_every": 4},
         "checkpoint": {"every": 4, "async": behind, "keep": 1, "best": {"mode": "max"}},
     }
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(MetricError):
         train(tmp_path / "broken", metrics={"late": {"_target_": "rehearsed.FailingLate"}}, **sections)
     assert list_steps(tmp_path / "broken") == [4]
     assert "metrics" not in read_commit(tmp_path / "broken", 4)

@@ -32,6 +32,7 @@ OWN_KEYWORDS = {
     "x-status",
     "x-note",
     "x-unsupported",
+    "x-instead",
     "x-aliases",
     "x-auto",
     "x-alias-of",

@@ -25,7 +25,7 @@ dsjob: train from a job document
   dsjob FILE [key=value ...]             run a job document (JSON or YAML); also: dsjob run FILE
   dsjob run FOLDER [key=value ...]       go on with the run in FOLDER
   dsjob -m ... key=a,b,c                 sweep: one run for each combination
-  dsjob validate FILE...                 check documents, all problems at once
+  dsjob validate FILE... [key=value ...] check documents, all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
   dsjob schema [PATH]                    print what a key takes and means, or the JSON Schema for editors
   dsjob import FILE... [-- COMMAND ...]  make a job document of a DeepSpeed config, Trainer arguments, accelerate
@@ -43,7 +43,7 @@ dsjob: train from a job document
   --version
 """
 
-_WITH_OVERRIDES = ("run", "show", "plan", "compare-engines")
+_WITH_OVERRIDES = ("run", "validate", "show", "plan", "compare-engines")
 _COMMANDS = ("run", "validate", "show", "plan", "schema", "import", "compare-engines", "convert", "ckpt")
 
 
@@ -85,9 +85,9 @@ def _run(argv: Sequence[str] | None) -> int:
     except Exception as error:
         if debug:
             raise
-        from dsjob.frames import describe_failure
+        from dsjob.frames import TRACEBACK_HINT, describe_failure
 
-        _print_error(DsjobError(describe_failure(error), hint="run again with --debug for the traceback"))
+        _print_error(DsjobError(describe_failure(error), hint=TRACEBACK_HINT))
         return 1
     finally:
         signal.signal(signal.SIGINT, before)
@@ -143,7 +143,9 @@ def _require_runnable(first: str) -> None:
     if first[:1] in "-+~" or "=" in first or "://" in first or os.path.exists(first):
         return
     if first.endswith((".json", ".yaml", ".yml", ".jsonc")) or "/" in first:
-        raise UsageError(f"no such file: {first}")
+        from dsjob.cli.missing import refuse_missing
+
+        raise refuse_missing(first)
     from dsjob.check import suggest
 
     raise UsageError(f"unknown command or file {first!r}", hint=suggest(first, _COMMANDS) or "dsjob --help lists them")

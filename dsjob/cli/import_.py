@@ -19,7 +19,7 @@ _HEADS = {
     "fill in": "to fill in",
     "mend": "to mend: dsjob validate refuses it",
     "conflict": "conflicts that were settled: command line > Trainer arguments > accelerate > DeepSpeed",
-    "not supported": "carried, but not supported by dsjob yet",
+    "not supported": "to mend: not supported by dsjob, so left out or replaced",
     "unknown": "not known, and left out",
     "left out": "left out",
     "changed": "carried in other words",
@@ -42,7 +42,7 @@ def main(arguments: list[str], debug: bool) -> int:
         sys.stdout.write(text)
         return 0
     _write(args.output, text, args.force)
-    open_ends = sum(note.kind in ("fill in", "mend") for note in imported.notes)
+    open_ends = sum(note.kind in ("fill in", "mend", "not supported") for note in imported.notes)
     told = f"{len(imported.notes)} notes, {open_ends} of them to do"
     print(f"{args.output}: {told}; then dsjob validate {args.output}", file=sys.stderr)  # noqa: T201
     return 0

@@ -13,7 +13,13 @@ from dsjob.paths import Path
 _FLAG = re.compile(r"--?([A-Za-z]\w*(?:\.\w+)*)(?:[= ](.*))?", re.DOTALL)
 _WORD = re.compile(r"([A-Za-z]\w*(?:\.\w+)+)[:=]?")
 
+_FILES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
 _FLAGS = {"offload"}  # of commands, that are called like one key of the document
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of the command line is an override, not the name of a file."""
+    return word[:1] in ("~", "+") or ("=" in word and "://" not in word.partition("=")[0] and not os.path.exists(word))
 
 
 def require_overrides(arguments: Sequence[str]) -> None:
@@ -25,7 +31,7 @@ def require_overrides(arguments: Sequence[str]) -> None:
         flag, word = _FLAG.fullmatch(argument), _WORD.fullmatch(argument)
         # A word behind a flag may be the flag's value.
         before = arguments[number - 1] if number else ""
-        if word and (os.path.exists(argument) or before.startswith("-")):
+        if word and (os.path.exists(argument) or argument.endswith(_FILES) or before.startswith("-")):
             continue
         found = flag or word
         path = _find_key(found[1]) if found else None

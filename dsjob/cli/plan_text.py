@@ -73,7 +73,8 @@ def _print_memory(console: Console, plan: Plan) -> None:
                 table.add_row(item.name, *cells, remark)
         if place == "device":
             table.add_section()
-            table.add_row("device", *(show_bytes(memory.total(moment)) for moment in MOMENTS), _verdict(plan))
+            total = "device" if memory.host else "total"
+            table.add_row(total, *(show_bytes(memory.total(moment)) for moment in MOMENTS), _verdict(plan))
             table.add_section()
     if memory.host:
         table.add_row("host", *(show_bytes(memory.total(moment, "host")) for moment in MOMENTS), "")
@@ -89,7 +90,7 @@ def _verdict(plan: Plan) -> str:
 
 def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
     saved, course, activations = plan.checkpoint, plan.course, plan.activations
-    pairs = [("model states", f"{show_bytes(plan.memory.states)} on a device as the optimizer steps")]
+    pairs = [("model states", f"{show_bytes(plan.memory.states)} a rank as the optimizer steps")]
     if activations.whole is not None:
         pairs.append(("activations", _describe_activations(activations)))
     pairs.append(("host at start", f"{show_bytes(plan.building)} a rank: each builds the whole model"))
@@ -119,8 +120,8 @@ def _describe_activations(activations: Activations) -> str:
 
 
 def _print_sweep(console: Console, plan: Plan, rows: Sequence[Row]) -> None:
-    """Peaks on the device by micro batch; with a limit, what does not fit is marked."""
-    table = Table(title="peak on a device by micro batch", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    """A rank's peaks by micro batch, without what it keeps on the host; with a limit, what does not fit is marked."""
+    table = Table(title="peak of a rank by micro batch", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for column in ("stage", "offload", *rows[0].peaks, "host"):
         table.add_column(str(column), justify="left" if column == "offload" else "right", no_wrap=True)
     for row in rows:

@@ -11,6 +11,8 @@ from dsjob import compose as composition
 from dsjob import launch, storage
 from dsjob.advice import train_longer
 from dsjob.cli.execute import run_composed
+from dsjob.cli.missing import refuse_missing
+from dsjob.cli.overrides import is_override
 from dsjob.cli.trusted import add_arguments, allow_protocols, grant, read_environment
 from dsjob.document import Document
 from dsjob.errors import UnsavedError, UsageError
@@ -65,7 +67,7 @@ def split_source(overrides: Sequence[str], *, bare: bool = False) -> tuple[Docum
 
     `bare`: a DeepSpeed config may stand alone, and is then what a job without anything else builds on.
     """
-    words = [word for word in overrides if word[:1] not in "~+" and ("=" not in word or os.path.exists(word))]
+    words = [word for word in overrides if not is_override(word)]
     rest = [word for word in overrides if word not in words]
     if not words:
         return None, rest
@@ -81,7 +83,7 @@ def split_source(overrides: Sequence[str], *, bare: bool = False) -> tuple[Docum
         here = f"output.dir={_quote(source.rstrip('/') or '/')}"
         return document, ["checkpoint.resume=auto", *rest, here]
     if not ("://" in source or source == "-" or os.path.exists(source)):
-        raise UsageError(f"no such file: {source}")
+        raise refuse_missing(source)
     document = read_document(source)
     if is_deepspeed(document.value):
         if bare and source != "-":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from dsjob import document as documents
 from dsjob import report, resolve, storage
 from dsjob import schema as contract
 from dsjob.cli import parse_count
+from dsjob.cli.overrides import is_override
 from dsjob.cli.trusted import (
     add_arguments,
     config_path,
@@ -38,12 +39,17 @@ def main(arguments: list[str], debug: bool) -> int:
     if args.explain is not None:
         _explain(args.explain)
         return 0
+    overrides = [word for word in args.files if is_override(word)]
+    args.files = [word for word in args.files if word not in overrides]
     if not args.files:
-        raise UsageError("dsjob validate needs a file", hint="dsjob validate cfg.json; - reads standard input")
+        hint = f"dsjob show {' '.join(overrides)} checks a recipe" if overrides else "dsjob validate cfg.json"
+        raise UsageError("dsjob validate needs a file", hint=f"{hint}; - reads standard input")
+    if overrides and len(args.files) > 1:
+        raise UsageError(f"overrides go with one document, not with {len(args.files)}", hint=f"first: {overrides[0]}")
     read_config(config_path())  # what is wrong there is wrong with no document
     found: list[Problem] = []
     for url in args.files:
-        problems, texts = validate(url, args.world_size, args if args.deep else None)
+        problems, texts = validate(url, args.world_size, args if args.deep else None, overrides)
         if args.strict:
             problems = [replace(problem, severity="error") for problem in problems]
         if args.format == "text":
@@ -56,7 +62,12 @@ def main(arguments: list[str], debug: bool) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dsjob validate", description="Check job documents and DeepSpeed configs.")
-    parser.add_argument("files", nargs="*", metavar="FILE", help="JSON or YAML: a path, a URL, or - (standard input)")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE|key=value",
+        help="JSON or YAML: a path, a URL, or - (standard input); with one job document also overrides",
+    )
     parser.add_argument(
         "--world-size", type=parse_count, metavar="N", help="ranks to check the batch sizes for (launch.nproc)"
     )
@@ -65,7 +76,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--strict", action="store_true", help="warnings are errors")
     parser.add_argument("--explain", metavar="RULE", help="explain RULE; `all` lists the rules")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def _explain(rule: str) -> None:
@@ -107,9 +118,10 @@ def _name(url: str) -> str:
 
 
 def validate(
-    url: str, world_size: int | None, deep: argparse.Namespace | None = None
+    url: str, world_size: int | None, deep: argparse.Namespace | None = None, overrides: Sequence[str] = ()
 ) -> tuple[list[Problem], dict[str, str]]:
-    """The problems of one document and of what it builds on, in the order of their places; the texts by source.
+    """The problems of one document with `overrides` and of what it builds on, in the order of their places; the texts
+    by source.
 
     `deep`: the flags of trust with which targets are imported and their arguments checked; None leaves them alone.
     """
@@ -121,7 +133,7 @@ def validate(
         document = documents.require_few(documents.parse_open(text, source))
         texts[source] = document.text
         problems += document.duplicates
-        problems += _check(document, world_size, texts, deep)
+        problems += _check(document, world_size, texts, deep, overrides)
     except DocumentError as error:
         problems += [*error.problems, *error.warnings]
     except DsjobError as error:
@@ -130,13 +142,20 @@ def validate(
 
 
 def _check(
-    document: Document, world_size: int | None, texts: dict[str, str], deep: argparse.Namespace | None
+    document: Document,
+    world_size: int | None,
+    texts: dict[str, str],
+    deep: argparse.Namespace | None,
+    overrides: Sequence[str],
 ) -> list[Problem]:
     _require_own(document)
     if is_deepspeed(document.value):
+        if overrides:
+            message, hint = f"{overrides[0]} is an override of a job document", "this is a DeepSpeed config: edit it"
+            return [Problem(message, (), "override", hint, document.source)]
         return resolve.check_bare_config(document.value, world_size=world_size, locate=_locator(document))
     require_job_file(document)
-    composed, unread = _compose(document)
+    composed, unread = _compose(document, overrides)
     if composed.deepspeed is not None:
         texts[composed.deepspeed.source] = composed.deepspeed.text
     ranks, ranks_from = resolve.choose_world_size(composed.document, composed.locate, asked=world_size)
@@ -180,24 +199,27 @@ def _find_other_job(document: dict[str, Any]) -> list[Problem]:
 _LEFT_TO_CONFIG = ("batch", "no-total-steps")
 
 
-def _compose(document: Document) -> tuple[Composed, list[Problem]]:
+def _compose(document: Document, overrides: Sequence[str]) -> tuple[Composed, list[Problem]]:
     """The document as composed, without a DeepSpeed config that cannot be read or is not to be; and why."""
     if found := _find_remote(document):
-        return _settle(_without_config(document)), [found]
+        return _settle(_without_config(document), overrides), [found]
     try:
-        return _settle(document), []
+        return _settle(document, overrides), []
     except DocumentError as error:
         if not isinstance(document.value.get("deepspeed"), str):
             raise
-        return _settle(_without_config(document)), list(error.problems)
+        return _settle(_without_config(document), overrides), list(error.problems)
 
 
-def _settle(document: Document) -> Composed:
-    if not any(isinstance(text, str) and "${" in text for _, text in list_texts(document.value)):
+def _settle(document: Document, overrides: Sequence[str]) -> Composed:
+    if not overrides and not any(isinstance(text, str) and "${" in text for _, text in list_texts(document.value)):
         return settle(document.value, file=document)
-    from dsjob.compose import compose  # interpolations are OmegaConf's
+    from dsjob.compose import compose  # interpolations and overrides are OmegaConf's and Hydra's
 
-    return compose([], file=document, environment=read_environment())
+    try:
+        return compose(overrides, file=document, environment=read_environment())
+    except UsageError as error:
+        raise DocumentError([Problem(error.message, (), "override", error.hint, "command line")]) from error
 
 
 def _without_config(document: Document) -> Document:

@@ -17,12 +17,11 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 from dsjob.data.misfits import find_misfit
 from dsjob.data.order import mix_seed
 from dsjob.errors import DataError, DsjobError
-from dsjob.frames import describe_failure
+from dsjob.frames import TRACEBACK_HINT, describe_failure
 from dsjob.seeding import seed_rng
 
 Collate = Callable[[list[Any]], Any]
 _MOST, _SHOWN = 400, 8  # characters of an error that is told, samples of a batch that are listed
-_TRACEBACK = "run again with --debug for the traceback"
 
 
 class Samples:
@@ -78,7 +77,7 @@ class Samples:
             if self._collate is None and found:
                 raise DataError(found[0], hint=found[1]) from error
             which = "data.collate" if self._collate else "making a batch"
-            hint = found[0] if found else _TRACEBACK
+            hint = found[0] if found else TRACEBACK_HINT
             raise DataError(f"{which} failed on {self.name}[{_list(indices)}]: {_tell(error)}", hint=hint) from error
 
 
@@ -134,7 +133,7 @@ def tell_stream(stream: Iterable[Any], name: str) -> Iterator[Any]:
     except DsjobError as error:
         yield from repeat(spoil(error))
     except Exception as error:
-        blamed = DataError(f"{name} failed after {number:,} samples: {_tell(error)}", hint=_TRACEBACK)
+        blamed = DataError(f"{name} failed after {number:,} samples: {_tell(error)}", hint=TRACEBACK_HINT)
         blamed.__cause__ = error
         yield from repeat(spoil(blamed))  # a last batch that is not full would be dropped
 
@@ -186,7 +185,7 @@ class _Blaming:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, DsjobError):
-            raise DataError(f"{self._what} failed: {_tell(error)}", hint=_TRACEBACK) from error
+            raise DataError(f"{self._what} failed: {_tell(error)}", hint=TRACEBACK_HINT) from error
 
 
 def _reads_at_once(dataset: Any) -> bool:

@@ -28,10 +28,26 @@ MOVED: dict[Path, Path] = {
 
 def draft_deepspeed(config: dict[str, Any], locate: Callable[[Path], str], draft: Draft) -> None:
     """Puts what a config says into the draft; `locate` says where it has the value at a path."""
+    _note_empty(config, (), contract.deepspeed_schema(), locate, draft)
     for path, value in leaves(contract.prune(config, contract.deepspeed_schema())):
         given = Given(value, ".".join(map(str, path)), locate(path), Rank.DEEPSPEED)
         for target, carried in _modernise(path, given, config, draft):
             draft.put(_place(target, carried.value), carried)
+
+
+def _note_empty(
+    section: dict[str, Any], path: Path, schema: contract.Schema, locate: Callable[[Path], str], draft: Draft
+) -> None:
+    """Notes the empty sections by which a config asks for what dsjob does not support: they hold no value to carry."""
+    for key, value in section.items():
+        here, below = (*path, key), contract.child(schema, key, section)
+        if not isinstance(value, dict) or below is None:
+            continue
+        if value:
+            _note_empty(value, here, below, locate, draft)
+        elif below.get("x-status") == "unsupported":
+            given = Given(value, ".".join(map(str, here)), locate(here), Rank.DEEPSPEED)
+            draft.note("not supported", f"{given.name} is not supported by dsjob: left out; {below['x-note']}", given)
 
 
 def _modernise(path: Path, given: Given, config: dict[str, Any], draft: Draft) -> list[tuple[Path, Given]]:

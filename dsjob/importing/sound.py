@@ -69,18 +69,54 @@ def _find_origin(path: Path, values: Mapping[Path, Given]) -> Given | None:
 
 
 def take_out(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> None:
-    """Notes what dsjob does not support, and takes out what it does not know."""
+    """Takes out what dsjob does not support, puts the nearest value in its place where there is one, and takes out what
+    it does not know; each with a note."""
+    while replaced := _take_out_unsupported(document, winners, draft):
+        draft.unfilled -= replaced
     for problem in check_shape(document, contract.job_schema()):
         origin = _find_origin(problem.path, winners)
-        if problem.rule == "unsupported":
-            draft.note("not supported", f"{problem.dotted} {problem.message}; {problem.hint}", origin)
-        elif problem.rule == "unknown-key" and _is_known(document, problem.path):
+        if problem.rule == "unknown-key" and _is_known(document, problem.path):
             _pop_rest(
                 document, problem.path, origin, draft
             )  # an object with more unknown keys than are told one by one
         elif problem.rule == "unknown-key":
             name = origin.name if origin else problem.dotted
             draft.note("unknown", f"{name}={show(_pop(document, problem.path))}: {problem.hint}", origin)
+
+
+def _take_out_unsupported(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> set[Path]:
+    """The paths at which something was not supported. Another optimizer, in place of one, has other arguments."""
+    found = [problem for problem in check_shape(document, contract.job_schema()) if problem.rule == "unsupported"]
+    for problem in found:
+        if not has_at(document, problem.path):
+            continue  # a section that was taken out held it
+        home, key = get_at(document, problem.path[:-1]), problem.path[-1]
+        instead = contract.find_at(contract.job_schema(), problem.path, document).get("x-instead")
+        done = "left out" if instead is None else f"{show(instead)} takes its place"
+        origin = _find_origin(problem.path, winners)
+        draft.note("not supported", f"{problem.dotted} {problem.message}: {done}; {problem.hint}", origin)
+        if instead is None:
+            _remove(document, problem.path)
+            continue
+        home[key] = instead
+        for idle in _list_idle(document, problem.path[:-1]):
+            origin = _find_origin((*problem.path[:-1], idle), winners)
+            name = ".".join(map(str, (*problem.path[:-1], idle)))
+            draft.note("left out", f"{name}={show(home.pop(idle))}: {show(instead)} has no use for it", origin)
+    return {problem.path for problem in found}
+
+
+def _list_idle(document: dict[str, Any], path: Path) -> list[str]:
+    """The keys of a section that have no effect."""
+    section, schema = get_at(document, path), contract.find_at(contract.job_schema(), path, document)
+    return [key for key in section if (contract.child(schema, key, section) or {}).get("x-status") == "no-effect"]
+
+
+def _remove(document: dict[str, Any], path: Path) -> None:
+    """Takes out a value, and the sections that are empty without it."""
+    _pop(document, path)
+    if path[1:] and not get_at(document, path[:-1]):
+        _remove(document, path[:-1])
 
 
 def _is_known(document: dict[str, Any], path: Path) -> bool:
@@ -125,10 +161,9 @@ def note_refused(document: dict[str, Any], winners: Mapping[Path, Given], draft:
         resolve_job(filled, world_size=read_nproc(filled), locate=lambda path: _locate(path, winners))
     except DocumentError as error:
         for problem in error.problems:
-            if problem.rule != "unsupported":
-                hint = f"; {problem.hint}" if problem.hint else ""
-                origin = _find_origin(problem.path, winners)
-                draft.note("mend", f"{problem.dotted}: {problem.message}{hint}", origin)
+            hint = f"; {problem.hint}" if problem.hint else ""
+            origin = _find_origin(problem.path, winners)
+            draft.note("mend", f"{problem.dotted}: {problem.message}{hint}", origin)
 
 
 def _locate(path: Path, winners: Mapping[Path, Given]) -> Place:

@@ -64,6 +64,7 @@ _SHAPE = {
     "not-there": "An override names a key that the composed document does not have.",
     "not-read": "A document names a DeepSpeed config at a URL, and nothing is fetched to check a document.",
     "unreadable": "The file cannot be read.",
+    "override": "What the command line gives over the document cannot be read.",
     "job-document": "dsjob.initialize takes a DeepSpeed config; only dsjob run can make something of a job document.",
     "another-job": "The output folder holds the run of another model or data set, which would be continued.",
     "auto": '"auto" stands for a value that is derived from others, which are not there.',

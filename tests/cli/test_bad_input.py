@@ -63,7 +63,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     [
         (["valdate", "cfg.json"], 'did you mean "validate"?'),
         (["nothing.json"], "no such file: nothing.json"),
-        (["run", "nothing"], "no such file: nothing"),
+        (["run", "nothing"], "no such file or run folder: nothing"),
         (["run", "."], "there is no resolved.json in it"),
         (["cfg.json", "cfg.json", "my_model.py"], "one job file at a time"),
         (["--nonsense"], "--nonsense"),

@@ -109,11 +109,18 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         ("zzz", "unknown command or file 'zzz'\n  dsjob --help lists them"),
         ("gone.json", "no such file: gone.json"),
         ("gone.yaml", "no such file: gone.yaml"),
-        ("gone/job", "no such file: gone/job"),
+        ("there/jbo.json", 'no such file: there/jbo.json\n  did you mean "there/job.json"?'),
+        ("their/job.json", 'no such file: their/job.json\n  did you mean "there/job.json"?'),
+        ("gone/job", "no such file or run folder: gone/job"),
         ("--nope", "unrecognized arguments: --nope"),
     ],
 )
-def test_a_word_that_is_nothing_is_named(capsys: pytest.CaptureFixture[str], word: str, said: str) -> None:
+def test_a_word_that_is_nothing_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    Path("there/job.json").touch()
     assert main([word]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

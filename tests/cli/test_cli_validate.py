@@ -66,6 +66,42 @@ def test_a_document_may_be_given_by_url(validate: Any, tmp_path: Path) -> None:
     assert validate(url) == (0, [f"{url}: ok"], [])
 
 
+def test_overrides_are_checked_as_run_checks_them(
+    validate: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("job.yaml", GOOD_YAML)
+    assert validate("job.yaml", "trainer.max_steps=3") == (0, ["job.yaml: ok"], [])
+    for wrong in ("trainer.max_steps=x", "optimizer.params.lrr=3", "trainer.max_stpes=3", "optimizer=gone"):
+        code, _, err = validate("job.yaml", wrong)
+        capsys.readouterr()
+        assert main(["run", "job.yaml", wrong]) == code == 2
+        told = capsys.readouterr().err.removeprefix("dsjob: error: ").splitlines()
+        assert err[0].startswith("command line")
+        assert told[0] in err[0]
+    code, _, err = validate("job.yaml", "trainer.max_steps=x", "trainer.seed=y")
+    assert [line.partition(": error")[0] for line in err] == [
+        "command line: trainer.max_steps=x",
+        "command line: trainer.seed=y",
+    ]
+    assert validate("job.yaml", "a=[1")[2][0].startswith("command line: error[override]: cannot read 'a=[1'")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["job.yaml", "job.yaml", "trainer.seed=1"], "overrides go with one document, not with 2"),
+        (["+recipe=quickstart"], "dsjob show +recipe=quickstart checks a recipe"),
+        (["ds.json", "trainer.seed=1"], "this is a DeepSpeed config: edit it"),
+    ],
+)
+def test_overrides_without_a_document_to_go_over(validate: Any, words: list[str], said: str) -> None:
+    write("job.yaml", GOOD_YAML)
+    write("ds.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 1}}')
+    code, out, err = validate(*words)
+    assert (code, out) == (2, [])
+    assert said in "\n".join(err)
+
+
 BAD_YAML = """\
 model: {_target_: mine.build}
 data:

@@ -139,9 +139,10 @@ def test_flags_of_the_commands_are_no_overrides(capsys: pytest.CaptureFixture[st
 def test_a_file_may_be_named_like_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError):
-        require_overrides(["model.json"])
-    Path("model.json").write_text("{}")
-    require_overrides(["model.json"])
+        require_overrides(["model.size"])
+    Path("model.size").write_text("{}")
+    require_overrides(["model.size"])
+    require_overrides(["model.json"])  # that it is not there is for the command to say
 
 
 def test_a_recipe_of_ones_own_without_a_package_line_is_explained(tmp_path: Path) -> None:

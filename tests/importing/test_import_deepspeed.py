@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from imports import get, import_texts, list_unmentioned, messages, resolve_imported
+from imports import fill_in, get, import_texts, list_unmentioned, messages, resolve_imported
 from job_documents import nowhere
 
+from dsjob import schema as contract
+from dsjob.check import check_config
 from dsjob.errors import ConfigError, DocumentError
-from dsjob.resolve import resolve_config
+from dsjob.importing.given import nest
+from dsjob.resolve import resolve_config, resolve_job
+from dsjob.schema import Schema
 from dsjob.spec import EngineSpec, view
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
@@ -324,7 +330,7 @@ def test_wrong_values_are_refused_with_their_place(
     assert words in str(problem)
 
 
-def test_what_dsjob_does_not_support_is_carried_and_told(tmp_path: Path) -> None:
+def test_what_dsjob_does_not_support_is_left_out_and_told(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 8,
         "optimizer": ADAMW,
@@ -335,9 +341,78 @@ def test_what_dsjob_does_not_support_is_carried_and_told(tmp_path: Path) -> None
         resolve_config(config, world_size=1, locate=nowhere)
     imported = import_texts(tmp_path, {"ds.json": config})
     assert imported.document["amp"] == {"enabled": True, "opt_level": "O1"}
-    assert imported.document["pipeline"] == {"stages": 2}
+    assert "pipeline" not in imported.document
     assert "ds.json:" in messages(imported, "not supported")
+    assert "pipeline.stages 2 is not supported by dsjob: left out; not built yet" in messages(imported, "not supported")
     resolve_imported(imported)
+
+
+def test_offloading_to_nvme_becomes_offloading_to_the_host(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 4}
+    config = {"train_batch_size": 8, "optimizer": ADAMW, "zero_optimization": {"stage": 3, "offload_optimizer": disk}}
+    imported = import_texts(tmp_path, {"ds.json": config})
+    assert imported.document["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    told = messages(imported, "not supported")
+    assert 'zero_optimization.offload_optimizer.device "nvme" is not supported by dsjob: cpu takes its place' in told
+    assert "offload_optimizer.nvme_path=/local_nvme: cpu has no use for it" in messages(imported, "left out")
+    resolve_imported(imported)
+
+
+def list_refused(node: Schema, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path and a value of all in the schema of DeepSpeed configs that dsjob does not support, with what it needs
+    beside it: the type of a method."""
+    for key, below in node.get("properties", {}).items():
+        here = (*path, key)
+        if below.get("x-status") == "unsupported":
+            yield here, make_value(below), {}
+        for value in below.get("x-unsupported", {}):
+            yield here, value, {}
+        yield from list_refused(below, here)
+        for branch in below.get("allOf", ()):
+            pattern = branch["if"]["properties"]["type"].get("pattern", "")
+            kind = re.sub(r"\[\w\w\]\?", "", pattern).strip("^$")
+            kind = re.sub(r"\[\w(\w)\]", r"\1", kind)
+            for inner, value, _ in list_refused(branch.get("then", {}), here):
+                yield inner, kind if inner == (*here, "type") else value, {"type": kind}
+
+
+def make_value(schema: Schema) -> Any:
+    """A value that a key takes and that asks for something."""
+    kind, default = schema.get("type", "string"), schema.get("default")
+    if kind == "object":
+        required = {key: make_value(schema["properties"][key]) for key in schema.get("required", ())}
+        return {**required, "enabled": True} if "enabled" in schema.get("properties", {}) else required
+    if "enum" in schema:
+        return next(value for value in schema["enum"] if value != default)
+    return {"boolean": not default, "integer": 4, "number": 0.5, "array": [], "string": "fp32"}[
+        kind if isinstance(kind, str) else kind[0]
+    ]
+
+
+REFUSED = list(list_refused(contract.deepspeed_schema()))
+
+
+@pytest.mark.parametrize(("path", "value", "beside"), REFUSED, ids=[".".join(path) for path, _, _ in REFUSED])
+def test_nothing_that_validate_refuses_is_carried(
+    tmp_path: Path, path: tuple[str, ...], value: Any, beside: dict[str, Any]
+) -> None:
+    """Over the schema: what is refused in a DeepSpeed config is noted, and the document that is imported is sound."""
+    config: dict[str, Any] = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
+    beside = {"stage": 3} if path[0] == "zero_optimization" else beside
+    config[path[0]] = {**beside, **nest(path[1:], value)} if path[1:] else value
+    found = check_config(config)
+    assert [problem for problem in found if problem.severity == "error" and problem.rule == "unsupported"]
+    imported = import_texts(tmp_path, {"ds.json": config})
+    document = fill_in(imported.document)
+    resolved = resolve_job(document, world_size=8, locate=nowhere)
+    assert [problem for problem in resolved.warnings if problem.rule == "unsupported"] == []
+    told = "\n".join(str(note) for note in imported.notes)
+    path = ("bf16", *path[1:]) if path[0] == "bfloat16" else path
+    assert ".".join(path) in told or any(f"{'.'.join(path[:n])} is not supported" in told for n in range(1, len(path)))
+
+
+def test_the_schema_refuses_many_things() -> None:
+    assert len(REFUSED) > 40
 
 
 def test_comments_and_trailing_commas_are_welcome(tmp_path: Path) -> None:
