@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsjob.agreement import all_gather
 from dsjob.contract import Loss
 from dsjob.data.batches import count_targets
 from dsjob.engine import Engine
@@ -76,8 +77,7 @@ class Averaging:
         world = self._world
         if world is None or world.world_size == 1:
             return labelled
-        found: list[Any] = [None] * world.world_size
-        dist.all_gather_object(found, labelled, group=world.group)
+        found = all_gather(world, labelled)
         if any(found) and not all(found):
             raise ContractError(
                 f"the first batch has no `labels` on data-parallel rank {found.index(False)}, and has them on others",

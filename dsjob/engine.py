@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dsjob import parameters, residence
+from dsjob.agreement import all_gather
 from dsjob.autocast import cast_operators
 from dsjob.backward import drive, watch_outputs
 from dsjob.data import Epochs, TrainingLoader, is_loader, take_loader
@@ -230,11 +230,10 @@ class Engine(Readings, Saving):
     def _find_culprits(self) -> list[str]:
         """Names of parameters whose gradients are not finite on any rank."""
         names = self.strategy.find_non_finite()
-        ranks = self.world.everyone.world_size
-        if ranks == 1:
+        everyone = self.world.everyone
+        if everyone.world_size == 1:
             return names
-        found: list[Any] = [None] * ranks
-        dist.all_gather_object(found, names)
+        found = all_gather(everyone, names)
         return [name for name in self.strategy.masters if any(name in names for names in found)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from dsjob import locations, loop, storage
 from dsjob.advice import train_longer
+from dsjob.agreement import all_gather
 from dsjob.averaging import Averaging
 from dsjob.callbacks import Callback, MetricsFile, RunView
 from dsjob.checkpoint.checkpointer import Checkpointer
@@ -34,7 +35,7 @@ from dsjob.mesh import World
 from dsjob.metric_inputs import list_outputs
 from dsjob.metrics import Measures, build_measures, to_job_device
 from dsjob.models import is_trainable, list_models, take_model
-from dsjob.mpu import divide, gather
+from dsjob.mpu import divide
 from dsjob.occasions import Occasions
 from dsjob.optim.schedules import settle_length
 from dsjob.precision import matmul_precision
@@ -200,7 +201,7 @@ def _divide(spec: JobSpec, world: World, mpu: Any) -> World:
         **({"trainer.eval_step": spec.trainer.eval_step} if spec.data.eval else {}),
     }
     missing = [name for name, step in steps.items() if step is None]
-    if missing and not all(gather(divided.loads, world)):
+    if missing and not all(all_gather(world, divided.loads)):
         raise ContractError(
             f"trainer.mpu says that some ranks build no loader, and there is no {missing[0]} to do without a batch",
             hint=f"{missing[0]}: {{_target_: my_module.step}} is called with (engines, None) there",

@@ -37,6 +37,11 @@ def read_world_size() -> int | None:
     return None
 
 
+def is_first() -> bool:
+    """Whether this process is the one of several ranks that speaks for all; true of one that is alone."""
+    return read_world_size() is None or os.environ["RANK"] == "0"
+
+
 def _read_number(name: str) -> int:
     try:
         return int(os.environ[name])

@@ -81,6 +81,7 @@ def train(run: Run) -> None:
             position.doing = "ending"
             run.checkpointer.give_up(SECONDS_TO_SETTLE)
             raise
+    position.doing = "finishing"  # with nothing more that other ranks take part in
     run.tell("on_end")
 
 
@@ -88,6 +89,7 @@ def finish(run: Run) -> None:
     """Makes up for the last evaluation, where an earlier run had saved its last step and then failed in it."""
     run.tell("on_start")
     _make_up(run)
+    position.doing = "finishing"
     run.tell("on_end")
 
 

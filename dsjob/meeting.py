@@ -21,7 +21,7 @@ STORE_VARIABLE = "DSJOB_STORE"
 LONGEST_WAY = (
     300.0  # seconds from the first rank's coming to the last one's: interpreters may start at different speeds
 )
-_KEYS = "dsjob"
+_KEYS, _QUESTIONS = "dsjob", "questions"
 _lasting: Store | None = None
 
 
@@ -59,18 +59,21 @@ def keep(key: str, value: str) -> None:
 
 
 def _name_start(store: Store, world_size: int, timeout: float) -> str:
-    """Gives each rank that asks a new name, until all have taken it: a question may be from an earlier start."""
-    name, answered, pause, end = uuid.uuid4().hex, dict[int, bytes](), 0.005, time.monotonic() + timeout
-    missing = set(range(1, world_size))
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"taken/{name}/{rank}"]):
-                missing.discard(rank)
-            elif store.check([f"asks/{rank}"]) and (question := store.get(f"asks/{rank}")) != answered.get(rank):
-                store.set(f"name/{question.decode()}", name)
-                answered[rank] = question
-        if missing and time.monotonic() > end:
-            first = ", ".join(map(str, sorted(missing)[:8])) + (", ..." if len(missing) > 8 else "")
+    """Gives each question the same new name, until all ranks have taken it: a question may be from an earlier start.
+
+    Questions and takers are collected in one key each, so that a look costs as much for a thousand ranks as for two.
+    """
+    name, answered, pause, end = uuid.uuid4().hex, set[str](), 0.005, time.monotonic() + timeout
+    taken, ranks = f"taken/{name}", set(map(str, range(1, world_size)))
+    for key in (_QUESTIONS, taken):
+        _append(store, key, "")  # `get` waits for a key that is not there
+    while missing := ranks.difference(store.get(taken).decode().split()):
+        questions = [each for each in store.get(_QUESTIONS).decode().split() if each not in answered]
+        if questions:
+            store.multi_set([f"name/{each}" for each in questions], [name] * len(questions))  # type: ignore[attr-defined]
+            answered.update(questions)
+        if time.monotonic() > end:
+            first = ", ".join(sorted(missing, key=int)[:8]) + (", ..." if len(missing) > 8 else "")
             raise LaunchError(
                 f"{len(missing)} of {world_size} ranks did not join within {timeout:g} s: {first}",
                 hint="look at their output: they may have failed, or not reach MASTER_ADDR (firewall, another network)",
@@ -82,12 +85,16 @@ def _name_start(store: Store, world_size: int, timeout: float) -> str:
 
 def _ask_for_name(store: Store, rank: int, timeout: float) -> str:
     question = uuid.uuid4().hex
-    store.set(f"asks/{rank}", question)
+    _append(store, _QUESTIONS, question)
     try:
         name = store.get(f"name/{question}").decode()
     except dist.DistStoreError as error:
         raise LaunchError(
             f"rank {rank}: rank 0 did not join within {timeout:g} s", hint="look at the output of rank 0"
         ) from error
-    store.set(f"taken/{name}/{rank}", "")
+    _append(store, f"taken/{name}", str(rank))
     return name
+
+
+def _append(store: Store, key: str, word: str) -> None:
+    store.append(key, f"{word} ")  # type: ignore[attr-defined]

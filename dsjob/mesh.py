@@ -8,6 +8,7 @@ ranks that torchrun or srun started meet as those say.
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _world
 
 from dsjob.errors import LaunchError
 from dsjob.meeting import STORE_VARIABLE, open_store
@@ -95,6 +97,15 @@ def leave_world() -> None:
     """Leaves the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abandon_world() -> None:
+    """Drops the process group of a run that has failed, if there is one: other ranks that wait in it get an error."""
+    if dist.is_initialized():
+        for group in list(_world.pg_map):
+            group.abort()
+        dist.destroy_process_group()
+        gc.collect()  # an engine, which refers to itself, may hold connections
 
 
 def _read_int(name: str, default: int) -> int:

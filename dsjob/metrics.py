@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dsjob.checkpoint.agreement import gather, on_rank_0
+from dsjob.agreement import all_gather, gather_on_rank_0, on_rank_0
 from dsjob.contract import to_scalar
 from dsjob.data import to_device
 from dsjob.errors import ContractError, DsjobError, MetricError
@@ -23,7 +23,6 @@ from dsjob.failures import follows_from_another
 from dsjob.frames import TRACEBACK_HINT, describe_failure
 from dsjob.mesh import World
 from dsjob.metric_inputs import Inputs, Seen
-from dsjob.mpu import gather as gather_all
 from dsjob.spec import Metric, Target
 from dsjob.targets import build_callable, build_object
 from dsjob.trust import Trust
@@ -86,7 +85,7 @@ class Measures:
         everyone = self._everyone
         if not self._measures or everyone is None:
             return {}
-        parts = gather(everyone, self._collect)
+        parts = gather_on_rank_0(everyone, self._collect)
         results: dict[str, float] = on_rank_0(everyone, lambda: self._conclude(parts))
         self.start()  # frees what was kept of each batch, and no checkpoint has half of it
         return results
@@ -121,7 +120,7 @@ def _copy(measure: Measure) -> Measure | None:
 def _is_counted(world: World) -> bool:
     """Whether this rank's batches count: of the ranks that hold one model, the first that reports (and reads) data."""
     everyone = world.everyone
-    ranks = gather_all((world.rank, not world.reports, not world.loads), everyone)
+    ranks = all_gather(everyone, (world.rank, not world.reports, not world.loads))
     own = [(quiet, idle, number) for number, (data, quiet, idle) in enumerate(ranks) if data == world.rank]
     quiet, _, number = min(own)
     return not quiet and number == everyone.rank

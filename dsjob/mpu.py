@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dsjob.agreement import all_gather
 from dsjob.errors import DataError, UsageError
 from dsjob.mesh import ModelRanks, World
 
@@ -115,7 +116,7 @@ def _make_together(make: Callable[[], T], world: World) -> list[T]:
         made = make()
     except Exception as error:
         own = error
-    everyone = gather((made, own and str(own)), world)
+    everyone = all_gather(world, (made, own and str(own)))
     if own is not None:
         raise own
     for rank, (_, fault) in enumerate(everyone):
@@ -149,14 +150,6 @@ def _call_for_ranks(mpu: Any) -> tuple[int, int]:
             hint=f"it needs {_METHODS}; or the fields {_FIELDS}",
         )
     return mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-
-
-def gather(own: T, world: World) -> list[T]:
-    """`own` of every rank of the job."""
-    ranks: list[Any] = [own] * world.world_size
-    if world.world_size > 1:
-        dist.all_gather_object(ranks, own)
-    return ranks
 
 
 def _require_duties(everyone: list[_Said]) -> None:
@@ -228,9 +221,9 @@ def _gather_read(value: T, world: World) -> list[T]:
     """`value` of the ranks that hold the same model and build a loader, in order."""
     if world.model.size == 1:
         return [value]
-    found: list[Any] = [None] * world.model.size
-    dist.all_gather_object(found, (world.loads, value), group=world.model.group)
-    return [given for loads, given in found if loads]
+    rank, size, group = world.model
+    together = dataclasses.replace(world, rank=rank, world_size=size, group=group)
+    return [given for loads, given in all_gather(together, (world.loads, value)) if loads]
 
 
 def is_model_parallel(parameter: Tensor) -> bool:

@@ -8,7 +8,7 @@ import time
 import uuid
 
 from dsjob import storage
-from dsjob.checkpoint.agreement import on_each_rank, on_rank_0
+from dsjob.agreement import all_gather, on_rank_0
 from dsjob.errors import LaunchError
 from dsjob.mesh import World
 
@@ -33,7 +33,7 @@ def check_shared(folder: str, world: World) -> None:
     folder = storage.local_path(folder)
     written = on_rank_0(world, lambda: _write(folder))
     try:
-        unseen = on_each_rank(world, lambda: _find_unseen(folder, written) if world.local_rank == 0 else None)
+        unseen = all_gather(world, _find_unseen(folder, written) if world.local_rank == 0 else None)
     finally:
         if world.rank == 0:
             storage.delete(_locate(folder, written))

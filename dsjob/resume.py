@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dsjob import storage
-from dsjob.checkpoint.agreement import on_rank_0
+from dsjob.agreement import on_rank_0
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.committed import Loaded, Matched
 from dsjob.checkpoint.elsewhere import is_own

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dsjob.agreement import all_gather
 from dsjob.checkpoint import export
 from dsjob.checkpoint.checkpointer import Checkpointer
 from dsjob.checkpoint.pretrained import describe_pretrained
@@ -230,10 +230,7 @@ class Saving(Settings):
     def _agree_on_tag(self, tag: str) -> str:
         """Rank 0's tag. Raises CheckpointError where others differ and `checkpoint.tag_validation` is Fail."""
         everyone = self.world.everyone
-        if everyone.world_size == 1:
-            return tag
-        tags: list[Any] = [None] * everyone.world_size
-        dist.all_gather_object(tags, tag)
+        tags = all_gather(everyone, tag)
         if len(set(tags)) > 1:
             mode = str(self.checkpoint_tag_validation()).lower()
             message = f"ranks save under different tags: {', '.join(sorted(set(tags)))}"
@@ -241,7 +238,7 @@ class Saving(Settings):
                 raise CheckpointError(message, hint="give the same tag on every rank")
             if mode == "warn" and everyone.rank == 0:
                 warnings.warn(f"{message}; rank 0's is taken", stacklevel=3)
-        return str(tags[0])
+        return tags[0]
 
 
 def find_aliases(module: nn.Module) -> dict[str, str]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from dsjob.agreement import all_gather
 from dsjob.averaging import Part
 from dsjob.contract import LossFunction, call_model, find_loss, to_scalar
 from dsjob.data.batches import count_samples
@@ -98,7 +98,7 @@ class Names:
         Raises ContractError for other names. The first call is a collective.
         """
         if self._known is None:
-            self._known = self._agree(list(scalars) if world.reports else None, world.everyone.world_size)
+            self._known = self._agree(all_gather(world.everyone, list(scalars) if world.reports else None))
         if not world.reports:
             return dict.fromkeys(self._known, torch.zeros(()))
         if self._known != list(scalars):
@@ -108,10 +108,7 @@ class Names:
             )
         return scalars
 
-    def _agree(self, names: list[str] | None, world_size: int) -> list[str]:
-        ranks: list[Any] = [names] * world_size
-        if world_size > 1:
-            dist.all_gather_object(ranks, names)
+    def _agree(self, ranks: list[list[str] | None]) -> list[str]:
         (first, known), *others = ((rank, found) for rank, found in enumerate(ranks) if found is not None)
         for rank, found in others:
             if found != known:

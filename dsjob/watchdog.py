@@ -47,6 +47,10 @@ class Position:
     """Where this rank is: written by its main thread, read by its watchdog."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A run begins: a sweep has several in one process."""
         self.step = self.micro_steps = 0
         self.doing = "starting"
         # Brings a save in the background to its end, in at most so many seconds.
@@ -57,15 +61,16 @@ position = Position()
 
 
 class Board(Protocol):
-    """Where ranks tell of themselves; looked at every `period` seconds."""
+    """Where ranks tell of themselves; looked at every `period` seconds. `keeper`: the rank whose end takes it away."""
 
     period: float
+    keeper: int | None
 
     def post(self, beat: Beat) -> None:
         """Makes a beat known."""
 
-    def has_failed(self) -> bool:
-        """Whether any rank has."""
+    def read_failure(self) -> str:
+        """What the first rank that failed has told; empty where none has."""
 
     def answer(self) -> None:
         """Gives what the others may have asked of this rank."""
@@ -75,6 +80,7 @@ class FolderBoard:
     """A folder that the launcher reads; it asks for stacks by a signal, which even a rank that hangs in C answers."""
 
     period = _PERIOD
+    keeper: int | None = None
 
     def __init__(self, folder: str, rank: int) -> None:
         self._folder, self._path = folder, os.path.join(folder, name_beat(rank))
@@ -88,8 +94,8 @@ class FolderBoard:
             file.write(beat.to_text())
         os.replace(f"{self._path}.new", self._path)
 
-    def has_failed(self) -> bool:
-        return os.path.exists(os.path.join(self._folder, FAILED_NAME))
+    def read_failure(self) -> str:
+        return "as the launcher tells" if os.path.exists(os.path.join(self._folder, FAILED_NAME)) else ""
 
     def answer(self) -> None:
         """Signals are answered by themselves."""
@@ -105,17 +111,23 @@ class StoreBoard:
         self._store, self._rank, self._world_size = store.clone(), rank, world_size  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=10))
         self.period = max(_PERIOD, world_size / _RATE)
+        self.keeper: int | None = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         self._main = threading.main_thread().ident
 
     def post(self, beat: Beat) -> None:
         self._store.set(f"watch/beat/{self._rank}", beat.to_text())
 
-    def has_failed(self) -> bool:
-        return bool(self._store.check(["watch/failed"]))
+    def read_failure(self) -> str:
+        return self._store.get("watch/failed").decode() if self._store.check(["watch/failed"]) else ""
 
-    def tell_failed(self) -> None:
-        """Lets the other ranks know that this one has failed."""
-        self._store.set("watch/failed", str(self._rank))
+    def tell_failed(self, cause: str) -> None:
+        """Lets the other ranks know that this one has failed; the first cause that is told stays.
+
+        The rank whose end takes the store away leaves them time to read it.
+        """
+        self._store.compare_set("watch/failed", "", cause)
+        if self._rank == self.keeper:
+            time.sleep(self.period)
 
     def answer(self) -> None:
         if self._store.check([f"watch/asked/{self._rank}"]) and not self._store.check([f"watch/stack/{self._rank}"]):
@@ -125,9 +137,16 @@ class StoreBoard:
 
     def read_beats(self) -> dict[int, Beat]:
         """What each rank has told last."""
-        ranks = [rank for rank in range(self._world_size) if self._store.check([f"watch/beat/{rank}"])]
+        ranks = self._find_told(range(self._world_size))
         texts = self._store.multi_get([f"watch/beat/{rank}" for rank in ranks])
         return {rank: Beat.from_text(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
+
+    def _find_told(self, ranks: Sequence[int]) -> list[int]:
+        """Those that have told of themselves, which nearly always all have: the store is asked for many at once."""
+        if self._store.check([f"watch/beat/{rank}" for rank in ranks]):
+            return list(ranks)
+        half = len(ranks) // 2
+        return [*self._find_told(ranks[:half]), *self._find_told(ranks[half:])] if half else []
 
     def ask_for_stack(self, rank: int, seconds: float) -> Sequence[str]:
         """Where the main thread of another rank is; nothing where that rank does not answer."""
@@ -159,31 +178,43 @@ class Watchdog:
     def __init__(self, board: Board, *, rank: int, timeout: float) -> None:
         self._board, self._rank, self._timeout = board, rank, timeout
         self.told = False  # who is late, with the stack
-        self._warned, self._moved, self._last = False, time.monotonic(), (-1, -1, -1)
+        self._moved, self._last, self._warned, self._posted = time.monotonic(), (-1, -1, -1), False, 0.0
+        self._stopped = threading.Event()
         threading.Thread(target=self._run, name="dsjob-watchdog", daemon=True).start()
 
+    def stop(self) -> None:
+        """The run has come to its end, by whatever means: what other ranks do is no matter of this one's any more."""
+        self._stopped.set()
+
     def _run(self) -> None:
-        posted = 0.0
-        while True:
+        looked = False
+        while not self._stopped.is_set():
             try:
-                beat = read_beat()
-                now = time.monotonic()
-                moved = beat.progress != self._last
-                if moved:
-                    self._moved, self._last, self._warned = now, beat.progress, False
-                if moved or now - posted > 4 * self._board.period:
-                    self._board.post(beat)
-                    posted = now
-                self._board.answer()
-                failed = self._board.has_failed()
-                if now - self._moved > 0.9 * self._timeout and not self._warned and self._rank < OBSERVERS:
-                    self._warned = True
-                    self._warn()
+                failure = self._look()
+                looked = True
             except (RuntimeError, OSError):  # the store or the folder is gone: so is whoever keeps it
+                if looked and self._board.keeper not in (None, self._rank):
+                    self._leave(f"rank {self._board.keeper}, which keeps the ranks' store, is gone", lost=True)
                 return
-            if failed:
-                self._leave()
-            time.sleep(self._board.period)
+            if failure:
+                self._leave(f"another rank has failed: {failure}")
+            self._stopped.wait(self._board.period)
+
+    def _look(self) -> str:
+        """Tells where this rank is; that another one has failed, or nothing."""
+        beat, now = read_beat(), time.monotonic()
+        moved = beat.progress != self._last
+        if moved:
+            self._moved, self._last, self._warned = now, beat.progress, False
+        if moved or now - self._posted > 4 * self._board.period:
+            self._board.post(beat)
+            self._posted = now
+        self._board.answer()
+        failure = self._board.read_failure()
+        if now - self._moved > 0.9 * self._timeout and not self._warned and self._rank < OBSERVERS:
+            self._warned = True
+            self._warn()
+        return failure
 
     def _warn(self) -> None:
         """Says who is late before NCCL ends the process, which runs no Python any more."""
@@ -192,17 +223,22 @@ class Watchdog:
             os.write(2, f"dsjob: rank {self._rank} waits: {found}\n".encode())
             self.told = "\n" in found
 
-    def _leave(self) -> None:
-        """Ends this rank, unless its main thread is about to: it may wait for ever for the rank that has failed."""
+    def _leave(self, why: str, *, lost: bool = False) -> None:
+        """Ends this rank, unless its main thread is about to: it may wait for ever for the rank that has failed.
+
+        `lost`: the store is gone, as it also is once the rank that keeps it is done; so is this one then.
+        """
         began = time.monotonic()
         while position.doing == "saving" and time.monotonic() - began < _LONGEST_SAVE:
-            time.sleep(_PERIOD)
-        time.sleep(max(0.0, _PATIENCE - (time.monotonic() - began)))
+            self._stopped.wait(_PERIOD)
+        self._stopped.wait(max(0.0, _PATIENCE - (time.monotonic() - began)))
         if position.doing == "ending":
-            time.sleep(_SECONDS_TO_END)
+            self._stopped.wait(_SECONDS_TO_END)
+        if self._stopped.is_set() or (lost and position.doing == "finishing"):
+            return
         position.settle(_SECONDS_TO_SETTLE)
         if isinstance(self._board, StoreBoard):
-            os.write(2, f"dsjob: rank {self._rank} ends, since another rank has failed\n".encode())
+            os.write(2, f"dsjob: rank {self._rank} ends, since {why}\n".encode())
         _exit(LostRankError.exit_code)
 
 

@@ -68,6 +68,7 @@ LAYERS: dict[int, set[str]] = {
     },
     2: {
         "mesh",
+        "agreement",
         "meeting",
         "watchdog",
         "mpu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -40,7 +41,7 @@ def test_a_later_start_sees_nothing_of_an_earlier_one(store: Store) -> None:
     first = open_all(3)
     first[1].set("key", "first")
     assert first[2].get("key") == b"first"
-    store.set("dsjob/asks/1", "of a rank that was killed before it had an answer")
+    store.append("dsjob/questions", "of-a-rank-that-was-killed-before-it-had-an-answer ")
     second = open_all(3)
     assert not second[0].check(["key"])
     second[2].set("key", "second")
@@ -65,3 +66,26 @@ def test_a_rank_that_rank_0_does_not_answer_says_so(store: Store, monkeypatch: p
     monkeypatch.setattr(meeting, "LONGEST_WAY", 0.0)
     with pytest.raises(LaunchError, match=r"rank 1: rank 0 did not join within 0\.05 s"):
         meeting.open_store(1, 3, 0.05)
+
+
+class Counting:
+    """A store that counts how often it is asked."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.calls = store, 0
+
+    def __getattr__(self, name: str) -> object:
+        self.calls += 1
+        return getattr(self._store, name)
+
+
+def test_rank_0_asks_the_store_as_often_for_many_ranks_as_for_few(store: Store) -> None:
+    size, counting = 128, Counting(store)
+    store.set_timeout(timedelta(seconds=20))
+    threads = [threading.Thread(target=meeting._ask_for_name, args=(store, rank, 20.0)) for rank in range(1, size)]
+    for thread in threads:
+        thread.start()
+    meeting._name_start(counting, size, 20.0)  # type: ignore[arg-type]
+    for thread in threads:
+        thread.join()
+    assert counting.calls < size

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsjob import storage
-from dsjob.checkpoint.agreement import as_told
+from dsjob.agreement import as_told
 from dsjob.checkpoint.prepared import PreparedSave
 from dsjob.checkpoint.shards import Part, read_record, write_record, write_shard
 from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, FencedError

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from dsjob import storage
+from dsjob.agreement import all_gather, gather_on_rank_0, on_all_ranks, on_rank_0
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.agreement import gather, on_all_ranks, on_each_rank, on_rank_0
 from dsjob.checkpoint.attempts import Attempt, claim, claim_once
 from dsjob.checkpoint.background import Background, ElsewhereError, Staging
 from dsjob.checkpoint.catalog import Catalog, noting
@@ -115,7 +115,9 @@ class Checkpointer:
         started = time.monotonic()
         save = self._prepare(engine, tag, client_state, frozen)
         try:
-            records = gather(self._world, lambda: write_shard(save.url, save.rank, save.world_size, save.parts))
+            records = gather_on_rank_0(
+                self._world, lambda: write_shard(save.url, save.rank, save.world_size, save.parts)
+            )
             size, notes = on_rank_0(self._world, lambda: self._commit(save, records, latest, replace, metrics or {}))
         except DsjobError:
             on_rank_0(self._world, lambda: self._discard(save))
@@ -174,7 +176,7 @@ class Checkpointer:
         errors, ended = [], False
         while not ended:  # together, so that no rank waits in a collective longer than that may take
             running.wait(1.0)
-            told = on_each_rank(self._world, lambda: (running.ended, running.error))  # in this order: an end is final
+            told = all_gather(self._world, (running.ended, running.error))  # in this order: an end is final
             errors, ended = [error for _, error in told if error is not None], all(done for done, _ in told)
             if errors:
                 running.abandon()
@@ -259,7 +261,7 @@ class Checkpointer:
         own = on_all_ranks(self._world, lambda: describe_state(state, tensors))
         plain = self._join_parts(own)
         objects = capture_objects(self._world, self._objects)
-        random = gather(self._world, lambda: capture_rng(state.device))
+        random = gather_on_rank_0(self._world, lambda: capture_rng(state.device))
         values = {
             "counters": engine.counters(),
             **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler")},
@@ -273,7 +275,7 @@ class Checkpointer:
         """What `describe_state` gives, with the parts of all model-parallel ranks. A collective where there are any."""
         if self._model.size == 1:
             return own
-        found = on_each_rank(self._world, lambda: own if self._data_rank == 0 else None)
+        found = all_gather(self._world, own if self._data_rank == 0 else None)
         parts = [part for part in found if part is not None]
         models = sorted(name for part in parts for name in part.pop("models"))
         joined = {key: {name: value for part in parts for name, value in part[key].items()} for key in parts[0]}

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from dsjob import storage
+from dsjob.agreement import on_all_ranks, on_rank_0
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.agreement import on_all_ranks, on_rank_0
 from dsjob.checkpoint.catalog import Catalog
 from dsjob.checkpoint.committed import (
     Loaded,

@@ -14,7 +14,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dsjob.checkpoint.agreement import gather
+from dsjob.agreement import gather_on_rank_0
 from dsjob.checkpoint.values import decode, encode, encode_json
 from dsjob.errors import CheckpointError, DsjobError, Interrupted
 from dsjob.mesh import World
@@ -53,7 +53,9 @@ def capture_objects(world: World, objects: Kept) -> dict[str, list[Any]]:
     """
     if not objects:
         return {}
-    found: list[dict[str, Any]] = gather(world, lambda: {n: _try(n, v) for n, v in objects.items() if _is_stateful(v)})
+    found: list[dict[str, Any]] = gather_on_rank_0(
+        world, lambda: {n: _try(n, v) for n, v in objects.items() if _is_stateful(v)}
+    )
     states = {}
     for name in (name for name in objects if any(name in of_rank for of_rank in found)):
         own = [of_rank.get(name, "it has no state_dict and load_state_dict there") for of_rank in found]

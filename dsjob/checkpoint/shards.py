@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dsjob import storage
+from dsjob.agreement import all_gather, gather_on_rank_0, scatter
 from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.agreement import gather, on_each_rank, scatter
 from dsjob.checkpoint.dtypes import DTYPES, NAMES
 from dsjob.checkpoint.values import encode_json
 from dsjob.errors import CorruptCheckpointError
@@ -71,7 +71,7 @@ class Planner:
         Replicated tensors are rank 0's: where ranks differ (buffers of batch norm), it is rank 0's that are kept.
         """
         key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
-        if not all(on_each_rank(self._world, lambda: key == self._key)):
+        if not all(all_gather(self._world, key == self._key)):
             self._key = None  # it may fail on one rank alone, which has to be planned anew with the others
             self._places, self._described = _plan_anew(tensors, self._world)
             self._key = key
@@ -85,7 +85,7 @@ def _plan_anew(
     """The names and offsets of this rank's boxes, and on rank 0 what all tensors are."""
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
-    plans = gather(world, planner.create_local_plan)
+    plans = gather_on_rank_0(world, planner.create_local_plan)
     described: dict[str, TensorStorageMetadata] = {}
 
     def plan_all() -> list[SavePlan]:

@@ -41,7 +41,7 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
     problems = list_untrusted(composed, document, trust) + _find_unset(composed, document)
     if problems:
         raise DocumentError(problems)
-    if not joined or os.environ.get("RANK") == "0":
+    if launch.is_first():
         for note in composed.notes:
             print(note, file=sys.stderr)  # noqa: T201
         _print_warnings([*warnings, *place_problems(_warn_of_cores(document), composed.locate)])
@@ -50,7 +50,7 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
     if joined:
         from dsjob.joined import join
 
-        return join(document, trust=trust)
+        return join(document, trust=trust, run_dir=run_dir)
     if run_dir is not None:
         with _saying_if_nothing_was_saved(run_dir, document):
             return _start(composed, document, run_dir, trust, debug)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 import traceback
 import uuid
 from typing import Any, cast
@@ -13,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dsjob import compose as composition
+from dsjob import launch
 from dsjob.cli.execute import run_composed
 from dsjob.cli.trusted import allow_protocols, read_environment
 from dsjob.document import Document
@@ -41,18 +43,28 @@ _FILE_VARIABLE, _DEBUG_VARIABLE, _DIR_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEE
 
 
 def main(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool, trust: Trust) -> int:
-    """Sweeps; the exit code is 1 if any run failed."""
+    """Sweeps; the exit code is 1 if any run failed.
+
+    Of several ranks that somebody else has started, all sweep, and rank 0's runs, results and exit code count.
+    """
     _refuse_secrets(overrides)
     each = composition.take_first(overrides)
     first = composition.compose(each, file=file, config_dir=config_dir, environment=read_environment())
     _refuse_secrets_composed(first)
-    folder = _choose_folder(overrides, first.document)
+    aside = None if launch.is_first() else tempfile.TemporaryDirectory()
+    folder = aside.name if aside else _choose_folder(overrides, first.document)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
     os.environ[_TRUST_VARIABLE] = trust.to_text()
     os.environ[_FILE_VARIABLE] = file.source if file is not None else ""
     os.environ[_DEBUG_VARIABLE] = "1" if debug else ""
+    if aside:
+        overrides = [override for override in overrides if not override.startswith("hydra.sweep.dir=")]
     chosen = [f"hydra.sweep.dir='{folder}'"] if folder is not None else []
     chosen += _settle_optuna(overrides, first.document)
+    if aside:
+        with aside:
+            composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
+        return 0
     try:
         composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
     except UsageError:  # Optuna's way to say that no trial was completed, too
@@ -141,7 +153,8 @@ def run_one(config: DictConfig) -> float:
     allow_protocols(trust.prefixes)
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
     told = [override for override in given if not override.startswith("+job_file=")]
-    print(f"\n== run {hydra.job.num}: {' '.join(told)}", flush=True)  # noqa: T201
+    if launch.is_first():
+        print(f"\n== run {hydra.job.num}: {' '.join(told)}", flush=True)  # noqa: T201
     before = read_result(run_dir).get("overrides", told)
     if before != told:  # it would go on in that folder with the values of another run
         print(f"dsjob: error: {run_dir} holds the run with {' '.join(before)}", file=sys.stderr)  # noqa: T201
@@ -151,7 +164,7 @@ def run_one(config: DictConfig) -> float:
         source = os.environ.get(_FILE_VARIABLE)
         composed = composition.finish(config, read_document(source) if source else None, read_environment())
         result = run_composed(composed, trust, bool(os.environ.get(_DEBUG_VARIABLE)), run_dir=run_dir)
-        objective = _read_objective(composed.document, result)
+        objective = _read_objective(composed.document, result) if launch.is_first() else 0.0
     except (Interrupted, Preempted) as error:
         print(f"dsjob: {error}", file=sys.stderr, flush=True)  # noqa: T201
         raise SystemExit(error.exit_code) from error  # no Exception: Hydra would go on with the next run

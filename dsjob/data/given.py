@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from dsjob.agreement import all_gather
 from dsjob.data.batches import count_samples
 from dsjob.data.epochs import Epochs, RepeatingLoader
 from dsjob.data.passes import Passes
 from dsjob.data.share import Share
 from dsjob.errors import DataError
 from dsjob.mesh import World
-from dsjob.mpu import gather
 
 
 def is_loader(value: Any) -> bool:
@@ -178,7 +178,7 @@ class LoaderEvaluation:
             total = self._counted
         rounds = math.ceil(total / every)
         if share.divided and ranks > 1 and self._world.model.size == 1:
-            lengths = gather((rounds, total), self._world)
+            lengths = all_gather(self._world, (rounds, total))
             rounds, total = max(found for found, _ in lengths), min(found for _, found in lengths)
         if not total:
             raise DataError(f"data.eval ({type(share.loader).__name__}) yields no batch, on one rank at least")

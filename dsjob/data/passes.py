@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dsjob.agreement import all_gather
 from dsjob.errors import DataError
 from dsjob.mesh import World
-from dsjob.mpu import gather
 
 
 class Passes:
@@ -21,7 +21,7 @@ class Passes:
 
     def require_same(self, world: World, *, loads: bool = True) -> None:
         """Raises DataError on all ranks where a pass has ended elsewhere on one of them. A collective of all ranks."""
-        everyone = gather((self._count, self._ends) if loads else None, world.everyone)
+        everyone = all_gather(world.everyone, (self._count, self._ends) if loads else None)
         found = {rank: each for rank, each in enumerate(everyone) if each is not None}
         least = min((count for count, _ in found.values()), default=0)
         for number in sorted({number for _, ends in found.values() for number in ends}):
@@ -44,7 +44,7 @@ class Passes:
 
 def require_same_length(samples: int | None, world: World, name: str) -> int | None:
     """The samples of the ranks that read any. Raises DataError on all ranks where these differ."""
-    everyone = gather((world.loads, samples), world.everyone)
+    everyone = all_gather(world.everyone, (world.loads, samples))
     lengths = {rank: length for rank, (loads, length) in enumerate(everyone) if loads}
     first, *others = lengths.items()
     for rank, length in others:

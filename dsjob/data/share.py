@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from dsjob.agreement import all_gather
 from dsjob.data.order import mix_seed
 from dsjob.data.workers import make_outliving
 from dsjob.errors import DataError
 from dsjob.mesh import World
-from dsjob.mpu import gather
 
 # What a DataLoader keeps of its arguments, beside the dataset and what chooses the samples.
 _OPTIONS = (
@@ -87,7 +87,7 @@ class Share:
                 hint="name a data.loader that takes `rank` and `world_size`",
             )
         first = next(self.index(0), None) if self.indexed else self._peek()
-        digests = gather(_digest(first), self._world)
+        digests = all_gather(self._world, _digest(first))
         same = digests[0] is not None and all(digest == digests[0] for digest in digests)
         if self.indexed and not same:
             raise DataError(
