@@ -18,7 +18,7 @@ from jsonschema import Draft7Validator, Draft202012Validator
 from dsjob.cli import main
 
 ROOT = Path(__file__).parent.parent
-GUIDE = (ROOT / "docs/guide-editors-ci.md").read_text()
+GUIDE = (ROOT / "docs/guides/editors-ci.md").read_text()
 HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
 (HOOK,) = HOOKS
 SCHEMA_COMMANDS = re.findall(r"^(dsjob schema[^>\n]*)> \S+\.json", GUIDE, re.MULTILINE)

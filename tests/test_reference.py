@@ -211,7 +211,8 @@ def test_what_holds_for_a_section_or_type_holds_for_its_keys() -> None:
 
 def test_the_pages_are_those_of_the_schemas() -> None:
     pages = make_pages()
-    found = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*")}
+    texts = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*")}
+    found = {name: text for name, text in texts.items() if text.startswith("<!-- Made from schemas/")}
     stale = sorted(name for name in pages.keys() | found.keys() if pages.get(name) != found.get(name))
     assert stale == [], f"docs/reference is not what schemas/ say now: run `{COMMAND}` and commit what it changes"
 

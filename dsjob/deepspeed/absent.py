@@ -67,7 +67,7 @@ def explain(name: str) -> str:
     """A message for whoever asks for `name`."""
     instead = describe(name)
     return f"dsjob has no deepspeed.{name}" + (
-        f": {instead}" if instead else "; docs/deepspeed-tests.md lists what it has"
+        f": {instead}" if instead else "; docs/explanation/deepspeed-tests.md lists what it has"
     )
 
 

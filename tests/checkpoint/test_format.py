@@ -1,4 +1,4 @@
-"""A reader written from docs/checkpoint-format.md alone reads what two ranks have saved."""
+"""A reader written from docs/explanation/checkpoint-format.md alone reads what two ranks have saved."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from dsjob.deepspeed.absent import ALTERNATIVES
             "from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer",
             "no deepspeed.ops.transformer: torch's",
         ),
-        ("import dsjob.deepspeed.inferense", "no deepspeed.inferense; docs/deepspeed-tests.md"),
+        ("import dsjob.deepspeed.inferense", "no deepspeed.inferense; docs/explanation/deepspeed-tests.md"),
     ],
 )
 def test_an_import_says_what_to_use_instead(statement: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The guide's tables are those that the code goes by; run as a program, this module writes them anew."""
+"""The tables of docs/reference/import.md are those of the code; run as a program, this module writes the page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from dsjob.importing.deepspeed import MOVED
 from dsjob.importing.methods import OPTIMIZERS
 from dsjob.importing.schedules import SCHEDULES
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide-import.md"
-START, END = "<!-- tables: written by tests/importing/test_import_guide.py -->", "<!-- end of tables -->"
+PAGE = Path(__file__).parents[2] / "docs/reference/import.md"
+HEAD = """\
+<!-- Made from the tables of dsjob/importing by `python tests/importing/test_import_guide.py`. -->
+
+# What dsjob import knows
+
+This page lists what each argument, option and key becomes. The [guide](../guides/import.md) explains the command.
+"""
 
 
 def code(words: str) -> str:
@@ -32,34 +38,26 @@ def list_arguments(table: dict[str, Argument]) -> list[str]:
 
 
 def render() -> str:
-    """The part of the guide between the marks."""
-    lines = ["### Trainer arguments", "", *list_arguments(ARGUMENTS)]
-    lines += ["", "### Arguments of example scripts", "", *list_arguments(SCRIPT_ARGUMENTS)]
-    lines += ["", "### Optimizers", "", "| `--optim` | in the job | |", "|---|---|---|"]
+    lines = [HEAD, "## Trainer arguments", "", *list_arguments(ARGUMENTS)]
+    lines += ["", "## Arguments of example scripts", "", *list_arguments(SCRIPT_ARGUMENTS)]
+    lines += ["", "## Optimizers", "", "| `--optim` | in the job | |", "|---|---|---|"]
     lines += [f"| `{name}` | `{kind}` | {lost} |" for name, (kind, lost) in OPTIMIZERS.items()]
     lines += ["", "Any other name: `AdamW` stands in for it, with a note."]
-    lines += ["", "### Schedules", "", "| `--lr_scheduler_type` | in the job |", "|---|---|"]
+    lines += ["", "## Schedules", "", "| `--lr_scheduler_type` | in the job |", "|---|---|"]
     lines += [f"| `{name}` | `{kind}` |" for name, kind in SCHEDULES.items()]
     lines += ["", "Any other name: `constant`, or a DeepSpeed file's own, with a note."]
-    lines += ["", "### accelerate", "", "| key or option | in the job |", "|---|---|"]
+    lines += ["", "## accelerate", "", "| key or option | in the job |", "|---|---|"]
     lines += [f"| `{name}` | {code(keys)} |" for name, keys in {**accelerate.PATHS, **accelerate.READ}.items() if keys]
     lines += ["", "| left out | why |", "|---|---|"]
     lines += [f"| `{name}` | {about} |" for name, (about, _) in accelerate.LEFT_OUT.items()]
-    lines += ["", "### Keys of DeepSpeed that have moved", "", "| key | in the job |", "|---|---|"]
+    lines += ["", "## Keys of DeepSpeed that have moved", "", "| key | in the job |", "|---|---|"]
     lines += [f"| `{'.'.join(map(str, old))}` | `{'.'.join(map(str, new))}` |" for old, new in MOVED.items()]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
-def split_guide() -> tuple[str, str, str]:
-    before, _, rest = GUIDE.read_text().partition(START)
-    tables, _, after = rest.partition(END)
-    return before, tables.strip(), after
-
-
-def test_the_tables_of_the_guide_are_those_of_the_code() -> None:
-    assert split_guide()[1] == render(), f"run python {__file__}"
+def test_the_page_has_the_tables_of_the_code() -> None:
+    assert PAGE.read_text() == render(), f"run python {__file__}"
 
 
 if __name__ == "__main__":
-    before, _, after = split_guide()
-    GUIDE.write_text(f"{before}{START}\n\n{render()}\n\n{END}{after}")
+    PAGE.write_text(render())
