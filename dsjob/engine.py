@@ -212,7 +212,7 @@ class Engine(Readings, Saving):
             return
         overflow = self._skips and not bool(self._grad_norm.isfinite())
         if not overflow:
-            self.optimizer.step()
+            self.strategy.step(self.optimizer)
         if self._scaler is not None:
             self._scaler.update(overflow, self._find_culprits() if overflow and self._scaler.exhausted else ())
         self.strategy.finish_step()

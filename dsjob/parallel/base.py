@@ -36,7 +36,7 @@ class Strategy:
     at the boundary
     5. `reduce_gradients()`: what backward passes have left on their rank is reduced; then `finish_gradients()`: the
        masters' `.grad` is the mean over all ranks (each rank's own if `communicates`)
-    6. `clip(...)`, the optimizer's step (left out where the norm is not finite and gradients are dropped)
+    6. `clip(...)`, `step(optimizer)` (left out where the norm is not finite and gradients are dropped)
     7. `finish_step()`
     and around checkpoints
     8. `weights()` to save from and load into in place, then `drop_gradients()` and `finish_step()` after loading
@@ -116,6 +116,13 @@ class Strategy:
             dist.all_reduce(square, group=self.world.model.group)
             norm = square.sqrt().float().to(norm.device)
         return norm
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Has the optimizer step; new weights may be on their way to the model when this returns."""
+        if self.copies is not None:
+            self.copies.step(optimizer)
+        else:
+            optimizer.step()
 
     def find_non_finite(self) -> list[str]:
         """Names of masters whose gradients are not finite; under sharding, in this rank's share of them."""

@@ -1,66 +1,42 @@
 """fp32 masters beside the parameters that a model computes with: gradients go to them, new weights come back.
 
 They are on the model's device, or on the host, where the optimizer then steps. Where masters and parameters are on two
-devices, copies between them do not wait for one another if host memory is pinned.
+devices and host memory is pinned, copies run beside the passes and beside the optimizer's step.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from dsjob.optim.parts import can_step_in_parts, step_in_parts
 from dsjob.optim.shards import local
+from dsjob.parallel.pairs import HOST, Pair, Pairs
 from dsjob.sharding import choose_share
 
-HOST = torch.device("cpu")
+PART = 64 << 20  # bytes of masters on the host that are stepped before their new weights are sent
 
 
-@dataclass(slots=True)
-class _Pair:
-    """A parameter and its master; `sums` is where the master's gradient is kept on the host from step to step."""
-
-    parameter: nn.Parameter
-    master: nn.Parameter
-    on_host: bool
-    sums: Tensor | None = None
-    arriving: Tensor | None = None
-    arrival: torch.cuda.Event | None = None
-
-
-class Masters:
+class Masters(Pairs):
     """fp32 copies of parameters. They outlive a cast of the parameters, which has to follow and is the caller's."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], host: Container[str] = (), pin: bool = False) -> None:
         """`host`: names of those whose masters are on the host, in page-locked memory for `pin`."""
-        self._pin = pin and torch.cuda.is_available()
-        self._pairs: dict[str, _Pair] = {}
+        far = [p.device for name, p in parameters.items() if name in host and p.device.type == "cuda"]
+        side = torch.cuda.Stream(far[0]) if far and pin else None  # type: ignore[no-untyped-call]
+        pairs = {}
         for name, parameter in parameters.items():
-            master = nn.Parameter(self._copy(parameter.data, name in host))
-            self._pairs[name] = _Pair(parameter, master, name in host)
-        self.weights: dict[str, nn.Parameter] = {name: pair.master for name, pair in self._pairs.items()}
-
-    def _copy(self, weight: Tensor, on_host: bool) -> Tensor:
-        pin = on_host and self._pin
-        device = HOST if on_host else weight.device
-        made = torch.empty_like(weight, dtype=torch.float32, device=device, pin_memory=pin)
-        local(made).copy_(local(weight))
-        return made
-
-    def stream(self, wanted: Callable[[], bool]) -> None:
-        """From now on gradients are taken in the midst of backward passes, each as soon as it is there, if `wanted`."""
-        for pair in self._pairs.values():
-
-            def take(_: Tensor, pair: _Pair = pair) -> None:
-                if wanted():
-                    with torch.no_grad():
-                        self._take(pair)
-
-            pair.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            on_host = name in host
+            device, pins = HOST if on_host else parameter.device, on_host and side is not None
+            master = torch.empty_like(parameter.data, dtype=torch.float32, device=device, pin_memory=pins)
+            local(master).copy_(local(parameter.data))
+            pairs[name] = Pair(parameter, nn.Parameter(master), on_host)
+        super().__init__(pairs, side)
 
     @torch.no_grad()
     def take_gradients(self, wait: bool = True) -> None:
@@ -69,8 +45,7 @@ class Masters:
         for pair in self._pairs.values():
             self._take(pair)
         if wait:
-            for pair in self._pairs.values():
-                _arrive(pair)
+            self._arrive()
 
     def _take_first(self) -> None:
         """Takes the first gradients of a step that are where their masters are, all at once."""
@@ -84,63 +59,66 @@ class Masters:
         if taken:
             torch._foreach_copy_(kept, taken)
 
-    def _take(self, pair: _Pair) -> None:
+    def _take(self, pair: Pair) -> None:
         if pair.parameter.grad is None:
             return
         gradient = local(pair.parameter.grad)
         pair.parameter.grad = None
-        if gradient.is_cuda:
-            # FSDP2 may have made it on another stream, whose next gradient would get its memory.
-            gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        if not gradient.is_cuda or not pair.on_host:
+        if not pair.on_host or not gradient.is_cuda:
+            if gradient.is_cuda:
+                # FSDP2 may have made it on another stream, whose next gradient would get its memory.
+                gradient.record_stream(torch.cuda.current_stream(gradient.device))
             _add(pair, gradient)
             return
-        _arrive(pair)  # of an earlier micro step
-        pair.arriving = torch.empty_like(gradient, device=HOST, pin_memory=self._pin)
-        pair.arriving.copy_(gradient, non_blocking=self._pin)
-        if self._pin:
-            pair.arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            pair.arrival.record(torch.cuda.current_stream(gradient.device))
+        if pair.taken is not None:
+            self._arrive()  # of an earlier backward pass
+        pins = self._side is not None
+        pair.taken = torch.empty_like(gradient, device=HOST, pin_memory=pins)
+        with self._beside():
+            pair.taken.copy_(gradient, non_blocking=pins)
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
+
+    def _arrive(self) -> None:
+        """Adds what is on its way to the host, once all of it is there."""
+        if self._side is not None and any(pair.taken is not None for pair in self._pairs.values()):
+            self._side.synchronize()
+        for pair in self._pairs.values():
+            taken, pair.taken = pair.taken, None
+            if taken is not None:
+                _add(pair, taken)
 
     @torch.no_grad()
-    def give_weights(self) -> None:
-        """Copies the masters' values to the parameters, in the dtype of these."""
-        near: tuple[list[Tensor], list[Tensor]] = [], []
-        for pair in self._pairs.values():
-            target, source = local(pair.parameter.data), local(pair.master.data)
-            if target.device == source.device:
-                near[0].append(target)
-                near[1].append(source)
-            else:
-                # Cast on the host: half of the bytes travel, and copies that change the dtype would wait.
-                sent = torch.empty_like(source, dtype=target.dtype, pin_memory=self._pin)
-                target.copy_(sent.copy_(source), non_blocking=self._pin)
-        if near[0]:
-            torch._foreach_copy_(*near)
+    def step(self, optimizer: Optimizer) -> None:
+        """Has `optimizer` step. New weights from the host travel part by part, while it steps the next part."""
+        parts = list(_split([p for p in self._pairs.values() if p.on_host and p.master.grad is not None]))
+        if len(parts) < 2 or not can_step_in_parts(optimizer):
+            optimizer.step()
+            return
 
-    def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Puts `move(tensor)` in the place of each master, but for those that are on the host anyhow."""
-        for pair in self._pairs.values():
-            if not pair.on_host:
-                pair.master.data = move(pair.master.data)
+        def send(number: int) -> None:
+            self._send(parts[number])
+            for pair in parts[number]:
+                pair.is_sent = True
 
-    def drop_gradients(self) -> None:
-        """Forgets what was taken in this step, and what is on its way."""
-        for pair in self._pairs.values():
-            pair.arriving = pair.arrival = pair.master.grad = None
+        step_in_parts(optimizer, [[pair.master for pair in part] for part in parts], send)
 
 
-def _arrive(pair: _Pair) -> None:
-    """Adds what is on its way to the host, once it is there."""
-    arriving, arrival = pair.arriving, pair.arrival
-    pair.arriving = pair.arrival = None
-    if arriving is not None:
-        if arrival is not None:
-            arrival.synchronize()
-        _add(pair, arriving)
+def _split(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Successive pairs, each list of no more than `PART` bytes if it has several."""
+    part: list[Pair] = []
+    size = 0
+    for pair in pairs:
+        own = local(pair.master).nbytes
+        if part and size + own > PART:
+            yield part
+            part, size = [], 0
+        part.append(pair)
+        size += own
+    if part:
+        yield part
 
 
-def _add(pair: _Pair, gradient: Tensor) -> None:
+def _add(pair: Pair, gradient: Tensor) -> None:
     """Adds to the master's gradient. `gradient`: of this rank's share, on the master's device."""
     if pair.master.grad is not None:
         local(pair.master.grad).add_(gradient)

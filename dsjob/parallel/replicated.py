@@ -59,7 +59,7 @@ class Replicated(Strategy):
         if self.copies is not None and offload is not None:
             self.copies.stream(lambda: self._boundary or self._sums_in_masters)
         mark_safe(model, precision)
-        copies = self.copies.weights if self.copies is not None else {}
+        copies = self.copies.masters if self.copies is not None else {}
         self.masters = {n: copies.get(n, p) for n, p in trainable.items() if n in copies or not low}
         self._ddp: DistributedDataParallel | None = None
         before = precision.predivide or world.world_size

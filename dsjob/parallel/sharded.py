@@ -27,7 +27,8 @@ from dsjob.mesh import World
 from dsjob.optim.shards import local
 from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.parallel.gloo import exchange_directly
-from dsjob.parallel.masters import HOST, Masters, choose_host, use_cores
+from dsjob.parallel.masters import Masters, choose_host, use_cores
+from dsjob.parallel.pairs import HOST
 from dsjob.parallel.presharded import announce, is_unshardable, lay_aside, make_whole, require_shards, write_back
 from dsjob.parallel.statistics import keep_statistics_wide
 from dsjob.parallel.unsharded import Unsharded
@@ -121,7 +122,7 @@ class Sharded(Strategy):
         if low:
             _cast(self.module, list(copied.values()), low)
         self.copies.stream(lambda: True)
-        self.masters = {name: self.copies.weights.get(name, p) for name, p in self.masters.items()}
+        self.masters = {name: self.copies.masters.get(name, p) for name, p in self.masters.items()}
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         self._follow_freezing()

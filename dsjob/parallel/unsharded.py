@@ -6,8 +6,7 @@ tensor; gradients are averaged over the ranks by one small collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,20 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dsjob.mesh import World
 from dsjob.optim.shards import local
-from dsjob.parallel.masters import HOST
+from dsjob.parallel.pairs import HOST, Pair, Pairs
 
 
-@dataclass(slots=True)
-class _Pair:
-    """A parameter and its master; `own`: what this rank's backward passes have added up since the last reduction."""
-
-    parameter: nn.Parameter
-    master: nn.Parameter
-    on_host: bool
-    own: Tensor | None = None
-
-
-class Unsharded:
+class Unsharded(Pairs):
     """The trained ones among them: fp32 masters, and gradients that are added up in fp32 until they are reduced."""
 
     def __init__(
@@ -43,19 +32,14 @@ class Unsharded:
     ) -> None:
         """Casts `parameters` to `dtype`, in place. `host`: names of those whose masters are on the host."""
         self._world = world
-        self._pairs: dict[str, _Pair] = {}
+        pairs = {}
         for name, parameter in parameters.items():
             placed = DTensor.from_local(parameter.data.float(), mesh, [Replicate()] * mesh.ndim, run_check=False)
             on_host = name in host
-            pair = _Pair(parameter, nn.Parameter(placed.to(HOST) if on_host else placed), on_host)
+            pairs[name] = Pair(parameter, nn.Parameter(placed.to(HOST) if on_host else placed), on_host)
             parameter.data = parameter.data.to(dtype)
-
-            def take(_: Tensor, pair: _Pair = pair) -> None:
-                _take(pair)
-
-            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-            self._pairs[name] = pair
-        self.masters: dict[str, nn.Parameter] = {name: pair.master for name, pair in self._pairs.items()}
+        super().__init__(pairs)
+        self.stream(lambda: True)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -64,16 +48,18 @@ class Unsharded:
         if not pairs:
             return
         for pair in pairs:
-            _take(pair)
+            self._take(pair)
         device = self._world.device
-        own = [pair.own if pair.own is not None else torch.zeros(pair.master.shape, device=device) for pair in pairs]
-        used = [torch.full((1,), float(pair.own is not None), device=device) for pair in pairs]
+        own = [
+            pair.taken if pair.taken is not None else torch.zeros(pair.master.shape, device=device) for pair in pairs
+        ]
+        used = [torch.full((1,), float(pair.taken is not None), device=device) for pair in pairs]
         sent = torch.cat([*(gradient.reshape(-1) for gradient in own), *used]).div_(self._world.world_size)
         dist.all_reduce(sent, group=self._world.group)
         *means, use = torch.split_with_sizes(sent, [*(gradient.numel() for gradient in own), len(pairs)])
         for number, (pair, mean) in enumerate(zip(pairs, means, strict=True)):
-            known = pair.own is not None or pair.master.grad is not None
-            pair.own = None
+            known = pair.taken is not None or pair.master.grad is not None
+            pair.taken = None
             # Only where this rank has no gradient does the host ask, and wait to hear, whether another one has.
             if not known and not float(use[number]):
                 continue
@@ -84,30 +70,12 @@ class Unsharded:
 
     def own_gradient(self, name: str) -> Tensor | None:
         """What is to be reduced yet of a parameter's gradient: fp32, of its shape."""
-        return self._pairs[name].own if name in self._pairs else None
+        return self._pairs[name].taken if name in self._pairs else None
 
-    @torch.no_grad()
-    def give_weights(self) -> None:
-        """Copies the masters' values to the parameters."""
-        for pair in self._pairs.values():
-            pair.parameter.data.copy_(local(pair.master.data))
-
-    def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Puts `move(tensor)` in the place of each master, but for those that are on the host anyhow."""
-        for pair in self._pairs.values():
-            if not pair.on_host:
-                pair.master.data = move(pair.master.data)
-
-    def drop_gradients(self) -> None:
-        """Forgets what has been added up."""
-        for pair in self._pairs.values():
-            pair.own = pair.master.grad = None
-
-
-def _take(pair: _Pair) -> None:
-    """Adds a gradient that a backward pass has left to the sum."""
-    gradient = pair.parameter.grad
-    pair.parameter.grad = None
-    if gradient is not None:
-        gradient = gradient.detach().float()
-        pair.own = gradient if pair.own is None else pair.own.add_(gradient.to(pair.own.device))
+    def _take(self, pair: Pair) -> None:
+        """Adds a gradient that a backward pass has left to what is to be reduced."""
+        gradient = pair.parameter.grad
+        pair.parameter.grad = None
+        if gradient is not None:
+            gradient = gradient.detach().float()
+            pair.taken = gradient if pair.taken is None else pair.taken.add_(gradient.to(pair.taken.device))

@@ -19,6 +19,7 @@ from dsjob.engine import Engine
 from dsjob.errors import ConfigError
 from dsjob.mesh import World
 from dsjob.optim.shards import local
+from dsjob.parallel import masters
 from dsjob.parallel.masters import choose_host
 
 OPTIMIZER: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
@@ -46,6 +47,7 @@ def make(stage: int, offload: dict[str, Any], **config: Any) -> Engine:
 
 
 def compare(world: World, kind: str, precision: str) -> list[tuple[str, bool]]:
+    masters.PART = 1 << 12
     found = []
     for (stage, offload), accumulation in itertools.product(PLACES, (1, 3)):
         runs = []
@@ -105,6 +107,7 @@ def test_overflows_are_answered_as_without_offloading(world_size: int) -> None:
 
 
 def optimize(world: World) -> list[tuple[str, bool]]:
+    masters.PART = 1 << 12
     found = []
     for kind, (stage, offload) in itertools.product(("Lamb", "Lion", "Muon", "SGD"), PLACES):
         method = {"type": kind, "params": {"lr": 0.01}}

@@ -25,6 +25,8 @@ HOST = {"device": "cpu"}
 Waits = dict[str, int]
 READ: Waits = {"read": 1}
 LATE: Waits = {"event": 1}  # of the step before, whose overflow flag has long been there
+ARRIVE: Waits = {"stream": 1}  # for all gradients on their way to the host
+ARRIVE_TWICE: Waits = {"stream": 2}  # and before for those of the micro step before
 NORM: Waits = {"host to device": 1, "device to host": 1}  # of gradients on the host, which are summed up on the device
 
 
@@ -62,22 +64,22 @@ STAGES = {
 OFFLOADED = {
     "optimizer, stage 1": Case(
         at(1, BF16, offload_optimizer=HOST),
-        boundary={"event": 19, **NORM},
-        alone=({}, {"event": 19}),
+        boundary={**ARRIVE, **NORM},
+        alone=({}, ARRIVE),
     ),
     "optimizer, stage 2": Case(
         at(2, BF16, offload_optimizer=HOST),
-        boundary={"event": 38, **NORM},
-        alone=({}, {"event": 38}),
+        boundary={**ARRIVE_TWICE, **NORM},
+        alone=({}, ARRIVE_TWICE),
     ),
-    "optimizer, fp32": Case(at(3, offload_optimizer=HOST), boundary={"event": 38, **NORM}, alone=({}, {"event": 38})),
+    "optimizer, fp32": Case(at(3, offload_optimizer=HOST), boundary={**ARRIVE_TWICE, **NORM}, alone=({}, ARRIVE_TWICE)),
     "optimizer, fp16": Case(
-        at(3, FP16, offload_optimizer=HOST), boundary={"event": 38, **NORM}, alone=({}, {"event": 38})
+        at(3, FP16, offload_optimizer=HOST), boundary={**ARRIVE_TWICE, **NORM}, alone=({}, ARRIVE_TWICE)
     ),
     "half of the optimizer": Case(
         at(3, BF16, offload_optimizer={**HOST, "ratio": 0.5}),
-        boundary={"event": 14, "read": 1, "host to device": 1, "device to host": 2},
-        alone=({}, {"event": 14, "read": 1, "device to host": 1}),
+        boundary={**ARRIVE_TWICE, "read": 1, "host to device": 1, "device to host": 2},
+        alone=({}, {**ARRIVE_TWICE, "read": 1, "device to host": 1}),
     ),
     "optimizer, pageable": Case(
         at(3, BF16, offload_optimizer={**HOST, "pin_memory": False}),
@@ -96,7 +98,7 @@ GROUPS = {
     "MiCS": Case(at(3, BF16, mics_shard_size=1), boundary=LATE),
     "MiCS, half of the optimizer offloaded": Case(
         at(3, BF16, mics_shard_size=1, offload_optimizer={**HOST, "ratio": 0.5}),
-        boundary={"event": 14, "read": 1, "host to device": 1, "device to host": 2},
+        boundary={**ARRIVE_TWICE, "read": 1, "host to device": 1, "device to host": 2},
     ),
     "hpZ": Case(at(3, BF16, zero_hpz_partition_size=1), boundary=LATE),
     "bf16, reduced in fp32": Case(at(0, BF16, {"communication_data_type": "fp32"}), boundary=LATE),
@@ -111,14 +113,14 @@ OPTIMIZERS = {
     "Muon, offloaded": Case(
         at(3, BF16, step_with("Muon"), offload_optimizer=HOST),
         boundary={
-            "event": 38,
+            **ARRIVE_TWICE,
             "host to device": 9,
             "device to host": 9,
         },  # each of 8 matrices is gathered on the device
     ),
     "Lamb, half offloaded": Case(
         at(3, BF16, step_with("Lamb"), offload_optimizer={**HOST, "ratio": 0.5}),
-        boundary={"event": 14, "read": 1, "host to device": 14, "device to host": 27},  # a ratio for each parameter
+        boundary={**ARRIVE_TWICE, "read": 1, "host to device": 14, "device to host": 27},  # a ratio for each parameter
     ),
     "Muon, stage 0": Case(at(0, BF16, step_with("Muon")), boundary=READ),
     "SGD": Case(at(2, step_with("SGD"))),

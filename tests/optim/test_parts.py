@@ -1,0 +1,91 @@
+"""Steps in parts: the numbers of a step over everything, for the optimizers that may take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam
+from dsjob.optim.lamb import Lamb
+from dsjob.optim.lion import Lion
+from dsjob.optim.muon import MuonWithAuxAdam
+from dsjob.optim.onebit_adam import OneBitAdam
+from dsjob.optim.parts import can_step_in_parts, step_in_parts
+
+SEPARATE: dict[Any, dict[str, Any]] = {
+    torch.optim.Adadelta: {},
+    torch.optim.Adagrad: {"lr_decay": 0.1},
+    torch.optim.Adam: {"amsgrad": True},
+    torch.optim.AdamW: {},
+    torch.optim.Adamax: {},
+    torch.optim.NAdam: {},
+    torch.optim.RAdam: {},
+    torch.optim.RMSprop: {"momentum": 0.9, "centered": True},
+    torch.optim.SGD: {"momentum": 0.9, "nesterov": True},
+    DeepSpeedCPUAdam: {"bias_correction": False},
+    Lion: {},
+}
+
+
+class Own(torch.optim.SGD):
+    """A program's optimizer: it may do more in a step than torch's."""
+
+
+def make() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(3, 2, generator=generator)) for _ in range(6)]
+
+
+@pytest.mark.parametrize("kind", SEPARATE)
+def test_parts_take_the_steps_of_the_whole(kind: Any) -> None:
+    whole, apart = make(), make()
+    told: list[tuple[int, list[bool]]] = []
+
+    def build(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = kind([{"params": weights[:4]}, {"params": weights[4:]}], lr=0.1, **SEPARATE[kind])
+        return made
+
+    first, second = build(whole), build(apart)
+    assert can_step_in_parts(second)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(7):  # RAdam changes its formula in the sixth
+        before = [weight.detach().clone() for weight in apart]
+        for number, pair in enumerate(zip(whole, apart, strict=True)):
+            gradient = torch.randn(3, 2, generator=generator) if step != 2 or number != 1 else None
+            for weight in pair:
+                weight.grad = gradient.clone() if gradient is not None else None
+
+        def done(number: int, before: list[Tensor] = before) -> None:
+            told.append((number, [not torch.equal(a, b) for a, b in zip(apart, before, strict=True)]))
+
+        first.step()
+        step_in_parts(second, [[apart[0], apart[5]], [apart[2]], [apart[4], apart[3]]], done)
+        for one, other in zip(whole, apart, strict=True):
+            assert torch.equal(one, other)
+        assert all(weight.grad is None for weight in apart)
+    # The first part is stepped with what is in none; each is told of when later ones have not moved yet.
+    assert told[:3] == [
+        (0, [True, True, False, False, False, True]),
+        (1, [True, True, True, False, False, True]),
+        (2, [True] * 6),
+    ]
+
+
+def test_others_step_at_once() -> None:
+    weights = make()
+    others = [
+        torch.optim.LBFGS(weights),
+        Own(weights, lr=0.1),
+        Lamb(weights),  # has a collective in a step
+        OneBitAdam(weights),
+        MuonWithAuxAdam([{"params": weights, "use_muon": True}]),
+    ]
+    assert not any(map(can_step_in_parts, others))
+    hooked = torch.optim.SGD(weights, lr=0.1)
+    handle = hooked.register_step_post_hook(lambda *_: None)  # which would be called for each part
+    assert not can_step_in_parts(hooked)
+    handle.remove()
+    assert can_step_in_parts(hooked)
