@@ -33,6 +33,7 @@ from benchmarks.engine import measure
 from benchmarks.engine_sides import SHAPES, Cell, Ours, make_batches, make_model, synchronize, use_quiet_libraries
 from dsjob.mesh import World, join_world
 from dsjob.optim import build_optimizer
+from dsjob.parallel import masters
 from dsjob.plan.memory import predict_memory
 from dsjob.plan.model import Layout
 from dsjob.probe import measure_activations, probe_optimizer, size_model
@@ -164,7 +165,8 @@ def find_races(bench: Bench) -> list[Row]:
     for name, sections in OFFLOADS.items():
         found = []
         for late in (False, True):
-            with job_sections(sections), _late_streams(late and bench.world.device.type == "cuda"):
+            disturbed = late and bench.world.device.type == "cuda"
+            with job_sections(sections), _late_streams(disturbed), _parts_of(1 << 20):
                 torch.manual_seed(0)
                 side = Ours(bench.cell("10m", 2), bench.world)
                 for _ in range(4):
@@ -195,12 +197,23 @@ def _late_streams(enabled: bool) -> Iterator[None]:
         cuda.StreamContext.__enter__ = enter
 
 
+@contextmanager
+def _parts_of(size: int) -> Iterator[None]:
+    """Has an offloaded optimizer step so many bytes of masters before it sends their new weights."""
+    before, masters.PART = masters.PART, size
+    try:
+        yield
+    finally:
+        masters.PART = before
+
+
 def offload(bench: Bench) -> list[Row]:
-    """A step and the device's peak memory with masters, or parameters, on the host."""
+    """A step and peak memory with masters, or parameters, on the host; also with all new weights sent at the end."""
     rows = []
-    for name, sections in OFFLOADS.items():
-        with job_sections(sections):
-            rows.append({"offload": name, **_step(bench, bench.cell("300m", 4))})
+    for name, size in (*((name, masters.PART) for name in OFFLOADS), ("optimizer", sys.maxsize)):
+        with job_sections(OFFLOADS[name]), _parts_of(size):
+            told = {"in_parts": size < sys.maxsize} if name == "optimizer" else {}
+            rows.append({"offload": name, **told, **_step(bench, bench.cell("300m", 4))})
     return rows
 
 
