@@ -63,13 +63,22 @@ def check_files(files: Iterable[model_files.Found], path: Path) -> Iterator[Prob
             yield Problem(f"{file}: {f'{place}.' if place else ''}{key}: {what}", path, "remote-code", advice)
 
 
-def check_models(value: Mapping[str, Any]) -> Iterator[Problem]:
-    """What would let code run in the files of a model that is about to be loaded: see `model_files.fetch`.
+def check_models(value: Mapping[str, Any]) -> tuple[list[Problem], str | None]:
+    """What would let code run in the files of a model that is about to be loaded (see `model_files.fetch`), and the
+    commit on the hub that these files are of: what is loaded has to be of it as well, whatever is pushed meanwhile.
+    There is no commit where files are of several repositories, or in a folder.
 
     `value`: the target, with its arguments as they are passed.
     """
-    for place, name in _find_names(value):
-        yield from check_files(model_files.fetch(name, value) if name else (), place)
+    problems: list[Problem] = []
+    commits: set[tuple[str, str]] = set()
+    names = list(_find_names(value))
+    for place, name in names:
+        found = list(model_files.fetch(name, value)) if name else []
+        problems += check_files(found, place)
+        commits |= {model_files.find_commit(one.file) for one in found}
+    (_, commit), *more = commits or {("", "")}
+    return problems, commit if commit and len(names) == 1 and not more else None
 
 
 def _find_remote_code(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 _FILE = re.compile(r"config(\.[^/]+)?\.json|adapter_config\.json")  # transformers picks a config.VERSION.json, too
 _VERSION = re.compile(r"config\.[^/]+\.json")
+_CACHED = re.compile(r"/(?P<repository>models--[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/")
 # What says where a model is, among the arguments that it is loaded with.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _MAX_SIZE = 4 << 20  # bytes; the longest of those published have some 100 kB, mostly names of classes
@@ -96,6 +97,12 @@ def _fetch_one(model: str, given: Mapping[str, Any]) -> Iterator[Found]:
             files += [version for version in versions if _VERSION.fullmatch(version) and version not in files]
 
 
+def find_commit(file: str) -> tuple[str, str]:
+    """The repository and commit of a file in the cache of the hub's client; texts without characters of another's."""
+    found = _CACHED.search(file.replace(os.sep, "/"))
+    return (found["repository"], found["commit"]) if found else ("", "")
+
+
 def list_named(value: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
     """Other models that are loaded with the one of `file`: their keys and names, on a hub or of folders."""
     alone = not os.path.exists(os.path.join(os.path.dirname(file), "config.json"))  # an adapter without its model
@@ -112,13 +119,19 @@ def read_file(path: str) -> Iterator[Found]:
         if len(text) > _MAX_SIZE:
             yield Found(path, "", {}, "is too large to be checked")
             return
-        waiting: list[tuple[str, Any]] = [("", json.loads(text))]
+        value = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return
+    yield from walk(path, value)
+
+
+def walk(file: str, value: Any) -> Iterator[Found]:
+    """Every mapping in the values of a model's file, at any depth."""
+    waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         place, value = waiting.pop()
         if isinstance(value, dict):
-            yield Found(path, place, value)
+            yield Found(file, place, value)
             waiting += [(f"{place}.{key}" if place else str(key), item) for key, item in value.items()]
         elif isinstance(value, list):
             waiting += [(f"{place}[{index}]", item) for index, item in enumerate(value)]

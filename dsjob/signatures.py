@@ -52,6 +52,15 @@ def find_misfits(
     return found + [Misfit("", f'{name} needs the argument "{n}"') for n in missing if f'mean "{n}"' not in hints]
 
 
+def takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Whether a callable says that it takes an argument of this name, or any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.name == name or p.kind is Parameter.VAR_KEYWORD for p in parameters)
+
+
 def _is_open(parameter: Parameter) -> bool:
     return parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 

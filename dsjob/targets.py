@@ -23,7 +23,7 @@ from dsjob.exits import refuse_exits
 from dsjob.frames import describe_failure
 from dsjob.hub import check_models
 from dsjob.paths import Path
-from dsjob.signatures import find_misfits
+from dsjob.signatures import find_misfits, takes_keyword
 from dsjob.spec import Target, make_target
 from dsjob.trust import Trust
 
@@ -60,8 +60,11 @@ def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) 
         raise TargetError(f"{target.path} reads files, and takes literals only: it has no place here")
     if not trust.remote_code and trusting.loads_models(target.path, function):
         passed = {"_target_": target.path, **keywords, "_args_": listed}
-        _require_trusted(target.path, list(check_models(passed)))
+        problems, commit = check_models(passed)
+        _require_trusted(target.path, problems)
         keywords |= trusting.refuse_remote_code(function, keywords)
+        if commit is not None and takes_keyword(function, "revision"):
+            keywords["revision"] = commit
     for misfit in find_misfits(target.path, function, len(listed), keywords, partial=partial):
         error = TargetError(misfit.message, hint=misfit.hint)
         error.put_at((*where, misfit.argument or "_target_") if where else ())

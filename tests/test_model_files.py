@@ -10,38 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import HARMFUL, HARMLESS
 from jobs import clean_env
 
 from dsjob import model_files
 from dsjob.errors import TargetError
+from dsjob.hub import check_models
 from dsjob.spec import Target
 from dsjob.targets import call_target
 from dsjob.trust import Trust, check_document
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LOAD = "transformers.AutoModelForCausalLM.from_pretrained"
-HARMLESS = {
-    "model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 8, "attn_implementation": "sdpa",
-    "_attn_implementation_autoset": True, "auto_map": {"AutoModel": "m.M"}, "torch_dtype": "float32",
-    "megatron_core": "megatron.core", "architectures": ["GPT2LMHeadModel"], "trust_remote_code": False,
-}  # fmt: skip
-HARMFUL: dict[str, dict[str, Any]] = {
-    "_attn_implementation": {"_attn_implementation": "x/kernel"},
-    "attn_implementation": {"attn_implementation": "paged|x/kernel@main:name"},
-    "_attn_implementation_internal": {"_attn_implementation_internal": "x/kernel"},
-    "text_config.attn_implementation": {"text_config": {"attn_implementation": "x/kernel"}},
-    "a.b[0].attn_implementation": {"a": {"b": [{"attn_implementation": {"": "x/kernel"}}]}},
-    "_experts_implementation": {"_experts_implementation": "x/kernel"},
-    "trust_remote_code": {"trust_remote_code": True},
-    "use_kernels": {"use_kernels": True},
-    "allow_all_kernels": {"allow_all_kernels": True},
-    "backbone_config.model_type": {"backbone_config": {"model_type": "timm_backbone"}},
-    "model_type": {"model_type": "timm_wrapper"},
-    "vision_config.model_args": {"vision_config": {"model_args": {"checkpoint_path": "evil.pth"}}},
-    "backbone_kwargs": {"backbone_kwargs": {"pretrained_cfg_overlay": {"file": "evil.pth"}}},
-    "architecture": {"architecture": "hf-hub:x/model"},
-    "megatron_core": {"megatron_core": "antigravity"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +156,46 @@ def test_a_pinned_model_of_a_hub_is_looked_at_before_it_is_loaded() -> None:
     with pytest.raises(TargetError, match=r"config\.json: _attn_implementation: names a kernel on a hub"):
         call_target(target)
     assert call_target(target, trust=Trust(remote_code=True)).n_layer == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"revision": "main"}])
+def test_what_is_loaded_is_of_the_commit_that_was_looked_at(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although another one is pushed in between."""
+    later, fetch = COMMIT[::-1], model_files.fetch
+    write(f"cache/models--x--model/snapshots/{COMMIT}/config.json", HARMLESS)
+    write(f"cache/models--x--model/snapshots/{later}/config.json", {**HARMLESS, "n_layer": 2})
+    write("cache/models--x--model/refs/main", None)
+    Path("cache/models--x--model/refs/main").write_text(COMMIT)
+
+    def fetch_before_a_push(name: str, options: dict[str, Any]) -> Any:
+        found = list(fetch(name, options))
+        Path("cache/models--x--model/refs/main").write_text(later)
+        return found
+
+    monkeypatch.setattr(model_files, "fetch", fetch_before_a_push)
+    arguments = {"_args_": ["x/model"], "cache_dir": "cache", "local_files_only": True, **given}
+    target = Target("transformers.AutoConfig.from_pretrained", arguments)
+    assert call_target(target, trust=Trust(unpinned=True)).n_layer == 1
+
+
+def test_a_commit_is_only_passed_on_where_one_repository_was_looked_at() -> None:
+    other = COMMIT[::-1]
+    write(f"cache/models--x--model/snapshots/{COMMIT}/config.json", HARMLESS)
+    write(f"cache/models--x--base/snapshots/{other}/config.json", HARMLESS)
+    for name, commit in (("model", COMMIT), ("base", other)):
+        write(f"cache/models--x--{name}/refs/main", None)
+        Path(f"cache/models--x--{name}/refs/main").write_text(commit)
+    given = {"_target_": LOAD, "cache_dir": "cache", "local_files_only": True}
+    assert check_models({**given, "_args_": ["x/model"]}) == ([], COMMIT)
+    assert check_models({**given, "_args_": ["./m"]}) == ([], None)
+    assert check_models({**given, "_args_": ["x/model"], "config": "x/base"}) == ([], None)
+    adapter = {"base_model_name_or_path": "x/base"}
+    write("cache/models--x--adapter/refs/main", None)
+    Path("cache/models--x--adapter/refs/main").write_text("a" * 40)
+    write(f"cache/models--x--adapter/snapshots/{'a' * 40}/adapter_config.json", adapter)
+    assert check_models({**given, "_args_": ["x/adapter"]}) == ([], None)
 
 
 def test_nobody_is_asked_whether_a_models_own_code_may_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dsjob import storage
+from dsjob.checkpoint.adapter_config import describe_origin
 from dsjob.checkpoint.rounding import Rounded, widen
 from dsjob.errors import UsageError
+from dsjob.shown import cut
 
 Array = npt.NDArray[np.float32]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -97,7 +99,8 @@ class Adapter:
 
     def to_json(self) -> bytes:
         """adapter_config.json, as peft's `save_pretrained` writes it."""
-        return f"{json.dumps({**self.config, 'inference_mode': True}, indent=2, sort_keys=True)}\n".encode()
+        values = {**self.config, "inference_mode": True, "auto_mapping": describe_origin(self.config)}
+        return f"{json.dumps(values, indent=2, sort_keys=True)}\n".encode()
 
 
 def list_adapters(kept: object) -> list[Adapter]:
@@ -121,10 +124,12 @@ def find_adapter(kept: object, names: Collection[str], file: str | None, wanted:
     there = sorted({match["adapter"] for name in names if (match := _LORA.fullmatch(name) or _SAVED.fullmatch(name))})
     there = sorted(configs) or there or ["default"]
     if wanted is None and len(there) > 1:
-        raise UsageError(f"the model has several adapters: {', '.join(there)}", hint=f"--adapter {there[0]}")
+        raise UsageError(
+            f"the model has several adapters: {cut(', '.join(there), 300)}", hint=f"--adapter {cut(there[0])}"
+        )
     name = wanted or there[0]
     if name not in there:
-        raise UsageError(f"the model has no adapter {name!r}", hint=f"there are: {', '.join(there)}")
+        raise UsageError(f"the model has no adapter {name!r}", hint=f"there are: {cut(', '.join(there), 300)}")
     config = _read_config(file) if file else configs.get(name)
     if config is None:
         raise UsageError(
@@ -236,15 +241,19 @@ class Merged(Rounded):
 
 
 def find_updates(
-    adapter: Adapter, shapes: Shapes, read: Callable[[str], Array], is_transposed: Callable[[str], bool | None]
+    adapter: Adapter,
+    shapes: Shapes,
+    read: Callable[[str], Array],
+    transposed: Mapping[str, bool],
+    alphas: Mapping[str, float],
 ) -> dict[str, Update]:
     """The updates of a LoRA adapter, by the names that the weights have in the model with adapters.
 
-    shapes: of the tensors; read: gives one of them as float32; is_transposed: whether a module, by its name
-    in the base model, keeps its weight as [in, out], None where that is not known. Raises UsageError for what it cannot
-    merge exactly.
+    shapes: of the tensors; read: gives one of them as float32; transposed: whether a module, by its name in the base
+    model, keeps its weight as [in, out], where that is known; alphas: see `find_alphas`. Raises UsageError for what it
+    cannot merge exactly.
     """
-    _require_mergeable(adapter)
+    require_mergeable(adapter)
     updates = {}
     for name in shapes:
         match = _LORA.fullmatch(name)
@@ -257,21 +266,29 @@ def find_updates(
         second = re.sub(r"\.lora_(embedding_)?A\.", lambda found: f".lora_{found[1] or ''}B.", name)
         if weight not in shapes or second not in shapes:
             raise _cannot_merge(f"{name} comes without {weight if weight not in shapes else second}")
+        if not _is_pair(shapes[name], shapes[second]):
+            raise _cannot_merge(f"{name} does not fit {second}")
         down, up = read(name), read(second)
         rank = down.shape[0]
         left, right = up.reshape(-1, rank), down.reshape(rank, -1)
         shape = shapes[weight]
-        known = True if kind == "embedding_A" else is_transposed(module.removeprefix(PREFIX))
+        base = module.removeprefix(PREFIX)
+        known = True if kind == "embedding_A" else transposed.get(base)
         swapped = _is_swapped(adapter, shape, left, right) if known is None else known
         rows = right.shape[1] if swapped else left.shape[0]
-        if shape[0] != rows or math.prod(shape) != left.shape[0] * right.shape[1]:
+        if shape[:1] != (rows,) or math.prod(shape) != left.shape[0] * right.shape[1]:
             raise _cannot_merge(f"{name} does not fit {weight} of shape {list(shape)}")
         if swapped:
             left, right = np.ascontiguousarray(right.T), np.ascontiguousarray(left.T)
-        updates[weight] = Update(left, right, _find_scale(adapter, module.removeprefix(PREFIX), rank))
+        updates[weight] = Update(left, right, _find_scale(adapter, alphas.get(base), rank))
     if not updates:
         raise UsageError(f"the checkpoint has no tensors of the adapter {adapter.name!r}", hint="--to fp32 writes all")
     return updates
+
+
+def _is_pair(down: tuple[int, ...], up: tuple[int, ...]) -> bool:
+    """Whether tensors of these shapes have a product: the rank is the first dim of A, and divides B."""
+    return len(down) > 1 and len(up) > 1 and 0 not in (*down, *up) and math.prod(up) % down[0] == 0
 
 
 def _is_swapped(adapter: Adapter, shape: tuple[int, ...], left: Array, right: Array) -> bool:
@@ -280,7 +297,8 @@ def _is_swapped(adapter: Adapter, shape: tuple[int, ...], left: Array, right: Ar
     return bool(adapter.config.get("fan_in_fan_out"))
 
 
-def _require_mergeable(adapter: Adapter) -> None:
+def require_mergeable(adapter: Adapter) -> None:
+    """Raises UsageError for an adapter of another method, or with more than its product to add."""
     if adapter.kind != "LORA":
         raise _cannot_merge(f"the adapter is of type {adapter.kind}")
     more = sorted(key for key, value in adapter.config.items() if value and key not in _WITHOUT_EFFECT)
@@ -295,13 +313,27 @@ def _cannot_merge(why: str) -> UsageError:
     )
 
 
-def _find_scale(adapter: Adapter, module: str, rank: int) -> float:
+def list_modules(adapter: Adapter, names: Collection[str]) -> list[str]:
+    """The modules that a LoRA adapter changes, by their names in the base model."""
+    found = (match for name in names if (match := _LORA.fullmatch(name)) and match["adapter"] == adapter.name)
+    return sorted({match["module"].removeprefix(PREFIX) for match in found})
+
+
+def find_alphas(adapter: Adapter, modules: Collection[str]) -> dict[str, float]:
+    """The alpha of each module for which a pattern gives its own. Matches patterns out of a checkpoint: see `apart`."""
+    patterns = adapter.config.get("alpha_pattern") or {}
+    compiled = [(re.compile(rf"(.*\.)?({pattern})"), float(value)) for pattern, value in patterns.items()]
+    found = {}
+    for module in modules:
+        alpha = next((value for pattern, value in compiled if pattern.fullmatch(module)), None)
+        if alpha is not None:
+            found[module] = alpha
+    return found
+
+
+def _find_scale(adapter: Adapter, alpha: float | None, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r): as peft scales the module."""
     config = adapter.config
-    alpha = float(config.get("lora_alpha", 8))
-    patterns = config.get("alpha_pattern")
-    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            alpha = float(value)
-            break
+    given = config.get("lora_alpha")
+    alpha = float(8 if given is None else given) if alpha is None else alpha
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank

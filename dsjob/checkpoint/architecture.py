@@ -1,39 +1,96 @@
 """Models of transformers, and adapters of peft over them, on the meta device: the names and shapes that they load.
 
-A configuration comes out of a checkpoint, which may come from anywhere: nothing is looked up, no code but that of the
-installed transformers and peft is imported, and no kernel is fetched.
+A configuration comes out of a checkpoint, which may come from anywhere. `apart` runs this module in a process of its
+own, without network and with bounds; `hub` and `adapter_config` have checked before what the configuration asks for.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as registration
 
-from dsjob.checkpoint.adapters import PREFIX, Adapter, Shapes
+from dsjob.checkpoint.adapters import PREFIX, Adapter, Shapes, find_alphas
 from dsjob.errors import UsageError
+from dsjob.shown import shorten
 
-# What makes transformers import or fetch more than the architecture's own code.
+# What names and shapes do not depend on, and what this machine may lack a library for.
 _DROPPED = {
     *("auto_map", "quantization_config", "trust_remote_code", "use_kernels", "use_pretrained_backbone", "name_or_path"),
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_name_or_path"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal", "dtype", "torch_dtype"),
 }
 _READS_MORE = re.compile("Rag|Timm")  # architectures that read pickled indexes, or have a hub of their own
-_MOST_LAYERS = 10_000
-_KINDS = ("ADALORA", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "VERA")
-_BY_PATTERN = ("rank_pattern", "alpha_pattern")
-_PLAIN = r"(?:[\w|^$)-]|\((?:\?:)?|\\\.|\\d\+?|\.\*?)*"  # no quantifier of a group: matching takes little time
+_LEAST_PARTS, _PARTS_EACH = 10_000, 64  # modules and parameters: of a small model, and for each tensor there is
 _MOST_TOLD = 3
 
 
 class CannotBuildError(Exception):
     """A model could not be made of its configuration; `str` says why."""
+
+
+def import_libraries() -> None:
+    """Imports what the rest imports when it is needed: before the bounds of `apart` hold."""
+    for name in ("transformers", "peft"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+
+
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """What `apart.Answer` holds, for the fields of an `apart.Question`. Raises UsageError."""
+    shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
+    adapter, *others = (Adapter(*each) for each in question["adapters"]) if question["adapters"] else (None,)
+    found: dict[str, Any] = {"names": None, "transposed": {}, "alphas": {}, "notes": []}
+    if question["modules"] and adapter is not None:
+        found["alphas"] = find_alphas(adapter, question["modules"])
+    try:
+        with _bounded(len(shapes)):
+            base = build_skeleton(question["config"])
+            if adapter is not None and not question["modules"]:
+                found["names"] = name_adapter(base, adapter, others, shapes)
+            else:
+                require_names(base, shapes)
+                known = ((name, is_transposed(base, name)) for name in question["modules"])
+                found["transposed"] = {name: value for name, value in known if value is not None}
+    except CannotBuildError as error:
+        found["notes"] = [f"the names of the tensors are not compared with the architecture's: {str(error)[:500]}"]
+    return found
+
+
+@contextmanager
+def _bounded(tensors: int) -> Iterator[None]:
+    """Raises UsageError where many times more modules and parameters are made than a checkpoint has tensors."""
+    most = _LEAST_PARTS + _PARTS_EACH * tensors
+    count = 0
+
+    def add(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > most:
+            raise UsageError(
+                f"the checkpoint's configuration is that of a model with more than {most:,} modules and parameters, "
+                f"and the checkpoint has {tensors:,} tensors",
+                hint="--to fp32 writes the weights alone",
+            )
+
+    handles = [
+        registration.register_module_module_registration_hook(add),
+        registration.register_module_parameter_registration_hook(add),
+        registration.register_module_buffer_registration_hook(add),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def build_skeleton(config: Mapping[str, Any]) -> nn.Module:
@@ -47,15 +104,15 @@ def build_skeleton(config: Mapping[str, Any]) -> nn.Module:
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
     safe = isinstance(name, str) and not _READS_MORE.match(name)
     if not (safe and isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise CannotBuildError(f"transformers {transformers.__version__} has no architecture {name!r}")
-    if any(_find_large(config)):
-        raise CannotBuildError(f"its configuration has more than {_MOST_LAYERS:,} layers or experts")
+        raise CannotBuildError(f"transformers {transformers.__version__} has no architecture {shorten(name)}")
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made: Any = kind.config_class
             model: nn.Module = kind(made.from_dict(_strip(config)))
             model.tie_weights()  # type: ignore[operator]
+    except (MemoryError, UsageError):
+        raise
     except Exception as error:  # whatever the architecture makes of a configuration
         raise CannotBuildError(f"{name} cannot be built on the meta device: {type(error).__name__}: {error}") from error
     return model
@@ -65,12 +122,6 @@ def _strip(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _strip(item) for key, item in value.items() if key not in _DROPPED}
     return [_strip(item) for item in value] if isinstance(value, list) else value
-
-
-def _find_large(value: Any) -> Iterator[bool]:
-    for key, item in value.items() if isinstance(value, Mapping) else ():
-        yield isinstance(item, int) and item > _MOST_LAYERS and ("layer" in key or "expert" in key)
-        yield from _find_large(item)
 
 
 def is_transposed(model: nn.Module, name: str) -> bool | None:
@@ -131,8 +182,6 @@ def name_adapter(base: nn.Module, adapter: Adapter, others: Sequence[Adapter], f
     import peft
     from peft.utils import get_peft_model_state_dict
 
-    for each in (adapter, *others):
-        _require_plain(each)
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -140,6 +189,8 @@ def name_adapter(base: nn.Module, adapter: Adapter, others: Sequence[Adapter], f
             model = peft.get_peft_model(base, config, adapter_name=adapter.name)
             for other in others:
                 model.add_adapter(other.name, _make_config(other))
+    except (MemoryError, UsageError):
+        raise
     except Exception as error:  # whatever peft makes of a configuration
         raise CannotBuildError(f"peft cannot make the adapter: {type(error).__name__}: {error}") from error
     state: dict[str, Tensor] = dict(model.state_dict())
@@ -154,33 +205,13 @@ def name_adapter(base: nn.Module, adapter: Adapter, others: Sequence[Adapter], f
     return {full[names[id(tensor)]]: name for name, tensor in saved.items()}
 
 
-def _require_plain(adapter: Adapter) -> None:
-    """Raises UsageError for an adapter whose making would load a tokenizer, another model or a module, or whose
-    patterns may take for ever to match: a checkpoint may come from anybody."""
-    if adapter.kind not in _KINDS:
-        raise UsageError(
-            f"an adapter of type {adapter.kind[:40]!r} is not written for peft; dsjob knows {', '.join(_KINDS)}",
-            hint="--to fp32 writes all tensors, which the job's own model loads",
-        )
-    if adapter.config.get("megatron_config") is not None:
-        raise UsageError("the adapter's megatron_config would have a module imported", hint="take it out")
-    for key in ("target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", *_BY_PATTERN):
-        given = adapter.config.get(key)
-        for pattern in [given] if isinstance(given, str) else list(given) if isinstance(given, (list, dict)) else []:
-            text = str(pattern)
-            try:
-                plain = re.fullmatch(_PLAIN, text) and len(re.findall(r"[*+]", text)) <= 3 and re.compile(text)
-            except re.error:
-                plain = None
-            if not plain:
-                told = f"the adapter's {key} has a pattern that is not matched: {text[:80]!r}"
-                raise UsageError(told, hint="names, and patterns of | . .* \\d+ and groups without a quantifier")
-
-
 def _make_config(adapter: Adapter) -> Any:
     """A peft configuration that looks at no weights, which are not there, and at no hub."""
     import peft
 
     make: Any = peft.PeftConfig.from_peft_type
-    neutral = {"base_model_name_or_path": None, "inference_mode": False, "auto_mapping": None}
-    return make(**{**adapter.config, **neutral, **({"init_lora_weights": True} if adapter.kind == "LORA" else {})})
+    neutral: dict[str, Any] = {"base_model_name_or_path": None, "inference_mode": False, "auto_mapping": None}
+    if "LORA" in adapter.kind:
+        neutral |= {"init_lora_weights": True, "loftq_config": {}}
+    kept = {key: value for key, value in adapter.config.items() if not key.endswith("_config")}
+    return make(**{**kept, **neutral})

@@ -201,6 +201,5 @@ def _open_side(url: str, tag: str | None) -> Side:
 def _parse(file: str, place: Place, sizes: dict[str, int]) -> layout.Tensor:
     whole = {"offsets": [0] * len(place.shape), "sizes": place.shape}
     chunk = {"file": file, "start": place.start, "length": place.length, **whole}
-    return layout.parse_tensor(
-        {"role": "parameter", "dtype": place.dtype, "shape": place.shape, "chunks": [chunk]}, sizes
-    )
+    entry = {"role": "parameter", "dtype": place.dtype, "shape": place.shape, "chunks": [chunk]}
+    return layout.parse_tensor(entry, sizes, layout.Budget())

@@ -141,11 +141,13 @@ class Boxes:
     def finish(self, tag: str, step: int) -> layout.Checkpoint:
         """The checkpoint. Raises ValueError for tensors that their pieces do not make whole."""
         tensors = {}
+        budget = layout.Budget()
         for name, entry in self.entries.items():
             try:
-                tensors[name] = layout.parse_tensor(entry, self.sizes)
+                tensors[name] = layout.parse_tensor(entry, self.sizes, budget)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+        budget.require_runs()
         aliases = {
             alias: target for alias, target in self.aliases.items() if target in tensors and alias not in tensors
         }

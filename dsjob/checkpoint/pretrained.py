@@ -10,6 +10,7 @@ from typing import Any
 
 from dsjob.checkpoint.adapters import describe_adapters
 from dsjob.errors import UsageError
+from dsjob.shown import cut
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as transformers calls them
 
@@ -56,7 +57,7 @@ def make_files(kept: object, dtype: str) -> dict[str, bytes]:
     if not isinstance(kept.get("config.json"), dict):
         several = [name for name, value in kept.items() if isinstance(value, dict) and "config.json" in value]
         if several:
-            raise UsageError("the checkpoint holds several models", hint=f"add --model: {', '.join(several)}")
+            raise UsageError("the checkpoint holds several models", hint=f"add --model: {cut(', '.join(several), 300)}")
         hint = "--to fp32 writes the weights alone; the job's model has to be one of transformers' for --to hf"
         raise UsageError("the checkpoint has no configuration of a transformers model", hint=hint)
     config = {key: value for key, value in kept["config.json"].items() if key != "torch_dtype"}

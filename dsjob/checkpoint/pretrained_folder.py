@@ -1,17 +1,20 @@
 """What `convert --to hf` writes: a model for transformers, an adapter for peft, or a model with the adapter merged.
 
-The names and shapes are compared with the architecture's own before anything is written; torch is imported for that.
+The names and shapes are compared with the architecture's own before anything is written. What a checkpoint says of its
+model is somebody else's text: it may ask for no more than the files of a model that a document names (see `hub`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from dsjob import model_files
 from dsjob.checkpoint import zero_to_fp32 as plain
+from dsjob.checkpoint.adapter_config import require_known
 from dsjob.checkpoint.adapters import (
     Adapter,
     Array,
@@ -20,17 +23,21 @@ from dsjob.checkpoint.adapters import (
     find_adapter,
     find_updates,
     list_adapters,
+    list_modules,
     name_lora,
     name_merged,
+    require_mergeable,
 )
+from dsjob.checkpoint.apart import Answer, Question, ask, list_pairs
 from dsjob.checkpoint.pretrained import make_files
 from dsjob.checkpoint.rounding import DTYPES, Rounded, widen
 from dsjob.errors import CorruptCheckpointError, UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
+from dsjob.hub import check_files
+from dsjob.shown import cut, shorten
 
 _ADAPTER_FILE = "adapter_model.safetensors"
+_MOST_DEPTH, _MOST_VALUES, _LONGEST_NAME = 50, 1_000_000, 1_000
+_ALONE = "--to fp32 writes the weights alone"
 
 
 @dataclass(frozen=True)
@@ -62,70 +69,75 @@ def plan_folder(wanted: Pretrained, place: plain.Folder, checkpoint: plain.Check
     kept = checkpoint.manifest.get("pretrained")
     found = plain.weights(checkpoint)
     shapes = {name: checkpoint.tensors[source].shape for name, source in found.items()}
+    _require_short(shapes)
     adapter = find_adapter(kept, shapes, wanted.adapter_config, wanted.adapter)
     if adapter is None and wanted.merge:
         raise UsageError("--merge: the checkpoint's model has no adapter", hint="leave --merge out")
     if isinstance(kept, dict) and any("config.json" in part for part in kept.values() if isinstance(part, dict)):
         make_files(kept, to)  # which tells to choose one of several models
-    base, note = _build(kept)
-    notes = [note] if note else []
+    adapters = [adapter, *(other for other in list_adapters(kept) if other.name != adapter.name)] if adapter else []
+    _require_harmless(kept, adapters)
+    config = kept["config.json"] if isinstance(kept, dict) and isinstance(kept.get("config.json"), dict) else None
     if adapter is not None and not wanted.merge:
-        others = [other for other in list_adapters(kept) if other.name != adapter.name]
-        return _plan_adapter(adapter, others, base, shapes, to, notes)
+        question = Question(config or {}, shapes, list_pairs(adapters))
+        return _plan_adapter(adapter, ask(question) if config else None, shapes, to)
     beside = make_files(kept, to)
     if adapter is None:
-        if base is not None:
-            _require(base, shapes)
+        notes = ask(Question(config or {}, shapes)).notes
         return PlannedFolder({name: name for name in shapes}, Rounded(DTYPES[to]), beside, notes=notes)
+    require_mergeable(adapter)
     names = name_merged(adapter, shapes)
-
-    def is_transposed(module: str) -> bool | None:
-        from dsjob.checkpoint import architecture
-
-        return architecture.is_transposed(base, module) if base is not None else None
-
-    updates = find_updates(adapter, shapes, _make_reader(place, checkpoint, found), is_transposed)
+    new_shapes = {new: shapes[name] for name, new in names.items()}
+    answer = ask(Question(config or {}, new_shapes, list_pairs([adapter]), list_modules(adapter, shapes)))
+    read = _make_reader(place, checkpoint, found)
+    updates = find_updates(adapter, shapes, read, answer.transposed, answer.alphas)
     by_place = {found[name]: update for name, update in updates.items()}  # tied weights change together
     merged = {names[name]: by_place[source] for name, source in found.items() if name in names and source in by_place}
-    if base is not None:
-        _require(base, {new: shapes[name] for name, new in names.items()})
-    return PlannedFolder(names, Merged(DTYPES[to], merged), beside, notes=notes)
+    return PlannedFolder(names, Merged(DTYPES[to], merged), beside, notes=answer.notes)
 
 
-def _plan_adapter(
-    adapter: Adapter, others: Sequence[Adapter], base: nn.Module | None, shapes: Shapes, to: str, notes: list[str]
-) -> PlannedFolder:
-    names: dict[str, str] | None = None
-    if base is not None:
-        from dsjob.checkpoint.architecture import CannotBuildError, name_adapter
-
-        try:
-            names = name_adapter(base, adapter, others, shapes)
-        except CannotBuildError as error:
-            notes = [f"the adapter's names are not compared with what peft expects: {error}"]
-    if names is None:
-        names = name_lora(adapter, shapes)
+def _plan_adapter(adapter: Adapter, answer: Answer | None, shapes: Shapes, to: str) -> PlannedFolder:
+    names = answer.names if answer and answer.names is not None else name_lora(adapter, shapes)
     files = {"adapter_config.json": adapter.to_json()}
-    return PlannedFolder(names, Rounded(DTYPES[to]), files, _ADAPTER_FILE, notes)
+    return PlannedFolder(names, Rounded(DTYPES[to]), files, _ADAPTER_FILE, answer.notes if answer else [])
 
 
-def _build(kept: object) -> tuple[nn.Module | None, str]:
-    """The architecture on the meta device; or None, and why there is none."""
-    config = kept.get("config.json") if isinstance(kept, dict) else None
-    if not isinstance(config, dict):
-        return None, ""  # which make_files complains of, where it matters
-    from dsjob.checkpoint.architecture import CannotBuildError, build_skeleton
-
-    try:
-        return build_skeleton(config), ""
-    except CannotBuildError as error:
-        return None, f"the names of the weights are not compared with the architecture's: {error}"
+def _require_short(names: Iterable[str]) -> None:
+    for name in names:
+        if len(name) > _LONGEST_NAME:
+            raise UsageError(f"the checkpoint has a name of {len(name):,} characters: {shorten(name)}", hint=_ALONE)
 
 
-def _require(base: nn.Module, shapes: Shapes) -> None:
-    from dsjob.checkpoint.architecture import require_names
+def _require_harmless(kept: object, adapters: Sequence[Adapter]) -> None:
+    """Raises UsageError where a checkpoint's configurations would let code run, or ask of peft what it does not know.
 
-    require_names(base, shapes)
+    The policy is that of `hub`, which a document's arguments and the files of a model's folder meet as well.
+    """
+    files = (
+        {name: kept.get(name) for name in ("config.json", "generation_config.json")} if isinstance(kept, dict) else {}
+    )
+    files |= {f"adapter_config.json of {cut(adapter.name)}": adapter.config for adapter in adapters}
+    for name, value in files.items():
+        _require_shallow(name, value)
+        for problem in check_files(model_files.walk(name, value), ()):
+            raise UsageError(f"the checkpoint's {cut(problem.message, 200)}", hint=_ALONE)
+    for adapter in adapters:
+        require_known(adapter.config)
+
+
+def _require_shallow(name: str, value: Any) -> None:
+    """Raises UsageError for a configuration that is too deep for whoever walks it, or too large to be checked."""
+    level, depth, count = [value], 0, 0
+    while level:
+        depth, count = depth + 1, count + len(level)
+        if depth > _MOST_DEPTH or count > _MOST_VALUES:
+            told = f"more than {_MOST_DEPTH} levels" if depth > _MOST_DEPTH else f"more than {_MOST_VALUES:,} values"
+            raise UsageError(f"the checkpoint's {name} has {told}", hint=_ALONE)
+        level = [
+            item
+            for above in level
+            for item in (above.values() if isinstance(above, dict) else above if isinstance(above, list) else ())
+        ]
 
 
 def _make_reader(place: plain.Folder, checkpoint: plain.Checkpoint, found: Mapping[str, str]) -> Callable[[str], Array]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dsjob.checkpoint.kinds import KINDS, MOST_BYTES, array_bytes, describe_array, find_kind, make_array, pack, unpack
+from dsjob.checkpoint.zero_to_fp32 import is_dense
 from dsjob.errors import CheckpointError
 
 CLIENT = "client"  # role of a tensor that belongs to the client_state of a program
@@ -173,11 +174,17 @@ def encode_json(value: Any) -> bytes:
 
 
 def encode_file(value: Any, place: str, limit: int) -> bytes:
-    """The same for a file at `place` of which readers take `limit` bytes. Raises CheckpointError where it has more."""
+    """The same for a file at `place`.
+
+    Raises CheckpointError where it has more than the `limit` bytes that readers take, or more small values than they
+    have memory for.
+    """
     text = encode_json(value)
+    hint = "keep less beside the tensors: client_state, what callbacks and metrics remember, metrics by name"
     if len(text) > limit:
-        raise CheckpointError(
-            f"{place} would have {len(text):,} bytes, and what reads checkpoints takes {limit:,} at most",
-            hint="keep less beside the tensors: client_state, what callbacks and metrics remember, metrics by name",
-        )
+        what = f"{place} would have {len(text):,} bytes, and what reads checkpoints takes {limit:,} at most"
+        raise CheckpointError(what, hint=hint)
+    if is_dense(text):
+        what = f"{place} would hold more small values than what reads checkpoints takes"
+        raise CheckpointError(what, hint=f"{hint}; long lists of numbers as arrays or tensors")
     return text

@@ -42,6 +42,11 @@ DIGEST = re.compile(r"([0-9a-f]{64})?")
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "BOOL": 1}  # bytes an element
 WIDTH.update({"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1})
 MAX_RECORD, MAX_MANIFEST, MAX_DIMS, MAX_OPEN, BUFFER = 1 << 20, 256 << 20, 64, 32, 8 << 20
+DENSITY = {b"{": 64, b"[": 64, b":": 128, b",": 32}  # bytes of memory: an object or list, a key, a value in either
+MEMORY, MEMORY_EACH = 256 << 20, 16  # bytes for the values of a JSON file, and for each byte of its text
+# One budget for all of a manifest: boxes that are looked at, and runs of bytes that are read one by one.
+LOOKS, LOOKS_EACH = 1 << 20, 64  # and for each chunk; a grid of ranks takes two or three
+RUNS, RUN_BYTES = 1 << 23, 256  # and one for so many bytes of tensors; a split of columns over 8 ranks has thousands
 MOST_EACH, MOST_EXTRA = 64, 64 << 20  # bytes of output for each byte of the shards, and beyond; tied weights are few
 TORCH = (".bin", ".pt", ".pth", ".ckpt")  # files that hold what `torch.save` writes
 OUTPUT = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -164,9 +169,15 @@ def read_exactly(file: io.RawIOBase, view: memoryview) -> bool:
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, for `object_pairs_hook`; ValueError where it has a key twice, of which readers take either."""
-    if len(dict(pairs)) != len(pairs):
+    found = dict(pairs)
+    if len(found) != len(pairs):
         raise ValueError("a key is given twice")
-    return dict(pairs)
+    return found
+
+
+def is_dense(text: bytes | bytearray) -> bool:
+    """Whether Python would need many times more memory for the values of a JSON text than for the text itself."""
+    return sum(text.count(sign) * size for sign, size in DENSITY.items()) > MEMORY + MEMORY_EACH * len(text)
 
 
 def read_object(source: Folder, name: str, limit: int, digest: str = "") -> dict[str, Any]:
@@ -181,6 +192,8 @@ def read_object(source: Folder, name: str, limit: int, digest: str = "") -> dict
                 raise Damaged(f"{place} is cut short, or has more than {limit} bytes")
         if digest and hashlib.sha256(data).hexdigest() != digest:
             raise Damaged(f"{place} differs from the sha256 that was committed")
+        if is_dense(data):
+            raise Damaged(f"{place} holds more small values than any program saves: they would fill the memory")
         found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise Damaged(f"{place} is missing") from None
@@ -259,8 +272,11 @@ def read_checkpoint(source: Folder, record: dict[str, Any]) -> Checkpoint:
             if not NAME.fullmatch(place) or not is_count(size):
                 raise ValueError("not the name and size of a file in the folder")
         tensors: dict[str, Tensor] = {}
+        budget = Budget()
         for place, entry in manifest["tensors"].items():
-            tensors[place] = parse_tensor(entry, files)
+            tensors[place] = parse_tensor(entry, files, budget)
+        place = "tensors"
+        budget.require_runs()
         aliases: dict[str, str] = manifest.get("aliases", {})
         for place, target in aliases.items():
             if place in tensors or target not in tensors:
@@ -271,7 +287,36 @@ def read_checkpoint(source: Folder, record: dict[str, Any]) -> Checkpoint:
     return Checkpoint(record["tag"], record["step"], record["dir"], files, tensors, aliases, manifest)
 
 
-def parse_tensor(entry: dict[str, Any], files: dict[str, int]) -> Tensor:
+class Budget:
+    """What the chunks of all tensors of a manifest may cost together, by their number and their bytes: one that many
+    boxes cut into small pieces would take for ever to read."""
+
+    def __init__(self) -> None:
+        self.looks, self.runs = LOOKS, RUNS
+
+    def add(self, chunks: int, length: int) -> None:
+        """What a tensor of so many chunks and bytes may cost."""
+        self.looks += LOOKS_EACH * chunks
+        self.runs += length // RUN_BYTES
+
+    def look(self, boxes: int) -> None:
+        """Counts boxes that are looked at; ValueError where no program saves so many that cut one another."""
+        self.looks -= boxes
+        if self.looks < 0:
+            raise ValueError("chunks cut one another more often than any program saves them")
+
+    def require_runs(self) -> None:
+        """ValueError where more runs of bytes were taken than there may be."""
+        if self.runs < 0:
+            raise ValueError("their bytes lie in more and smaller pieces than any program saves them")
+
+
+def count_runs(nodes: list[Any]) -> int:
+    """How many times `walk` yields."""
+    return sum(1 if isinstance(item, Chunk) else count * count_runs(item) for count, item in nodes)
+
+
+def parse_tensor(entry: dict[str, Any], files: dict[str, int], budget: Budget) -> Tensor:
     """A tensor of a manifest; ValueError, or what a wrong type raises, where it cannot be right."""
     role, dtype, shape = entry["role"], entry["dtype"], parse_counts(entry["shape"])
     if dtype not in WIDTH or type(role) is not str:
@@ -291,7 +336,10 @@ def parse_tensor(entry: dict[str, Any], files: dict[str, int]) -> Tensor:
     filled = [chunk for chunk in chunks if chunk.length]
     if sum(chunk.length for chunk in filled) != math.prod(shape) * WIDTH[dtype]:
         raise ValueError("its chunks hold more or fewer elements than it has")
-    return Tensor(role, dtype, shape, tuple(chunks), tile(shape, filled) if filled else [])
+    budget.add(len(chunks), math.prod(shape) * WIDTH[dtype])
+    nodes = tile(shape, filled, budget) if filled else []
+    budget.runs -= count_runs(nodes)
+    return Tensor(role, dtype, shape, tuple(chunks), nodes)
 
 
 def parse_counts(values: Any) -> tuple[int, ...]:
@@ -300,14 +348,12 @@ def parse_counts(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def tile(shape: tuple[int, ...], chunks: list[Chunk], dim: int = 0, spare: list[int] | None = None) -> list[Any]:
+def tile(shape: tuple[int, ...], chunks: list[Chunk], budget: Budget, dim: int = 0) -> list[Any]:
     """The row-major walk over boxes (see Tensor); ValueError where they do not fill the tensor exactly.
 
     Cuts `dim` wherever a box begins or ends. Between two cuts the same boxes take part: one that fills all later dims
     gives its elements in one run; otherwise the later dims are walked again for each index in between.
-    `spare`: how many boxes may still be looked at, so that boxes which all cut one another cost no square of time.
     """
-    spare = [max(1 << 16, 256 * len(chunks))] if spare is None else spare
     if dim == len(shape):
         if len(chunks) > 1:
             raise ValueError("chunks overlap")
@@ -321,14 +367,12 @@ def tile(shape: tuple[int, ...], chunks: list[Chunk], dim: int = 0, spare: list[
         active = [chunk for chunk in active if ends[chunk] > low]
         while waiting and waiting[-1].offsets[dim] == low:
             active.append(waiting.pop())
-        spare[0] -= len(active)
-        if spare[0] < 0:
-            raise ValueError("its chunks cut one another more often than any program saves them")
+        budget.look(len(active))
         if not active:
             raise ValueError(f"no chunk holds index {low} of dim {dim}")
         rows, rest = cuts[index + 1] - low, shape[dim + 1 :]
         whole = len(active) == 1 and active[0].sizes[dim + 1 :] == rest
-        nodes.append((rows * math.prod(rest), active[0]) if whole else (rows, tile(shape, active, dim + 1, spare)))
+        nodes.append((rows * math.prod(rest), active[0]) if whole else (rows, tile(shape, active, budget, dim + 1)))
     return nodes
 
 

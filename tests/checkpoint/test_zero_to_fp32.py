@@ -260,7 +260,7 @@ def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> plain.Chunk:
 )
 def test_what_is_no_tiling(shape: tuple[int, ...], boxes: list[plain.Chunk], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plain.tile(shape, boxes)
+        plain.tile(shape, boxes, plain.Budget())
 
 
 def test_a_shard_is_opened_once(tmp_path: Path) -> None:
@@ -672,11 +672,67 @@ def test_chunks_that_all_cut_one_another_are_refused() -> None:
     def cut(count: int) -> list[Any]:
         boxes = [((0, column), (column + 1, 1)) for column in range(count)]
         boxes += [((column + 1, column), (count - column, 1)) for column in range(count)]
-        return plain.tile((count + 1, count), [plain.Chunk("f", 0, 1, *box, "") for box in boxes])
+        return plain.tile((count + 1, count), [plain.Chunk("f", 0, 1, *box, "") for box in boxes], budget)
 
+    budget = plain.Budget()
     assert len(cut(100)) == 101
     with pytest.raises(ValueError, match="cut one another"):
+        cut(1200)
+    budget = plain.Budget()
+    assert len(cut(600)) == 601
+    with pytest.raises(ValueError, match="cut one another"):  # the budget is one for all tensors
         cut(600)
+
+
+def split(shape: tuple[int, int], rows: int, columns: int) -> dict[str, Any]:
+    """A tensor of a manifest as `rows` times `columns` ranks save it."""
+    height, width = shape[0] // rows, shape[1] // columns
+    chunks = [
+        {"file": "f", "start": 0, "length": 2 * height * width, "offsets": [r * height, c * width],
+         "sizes": [height, width], "sha256": ""}
+        for r in range(rows) for c in range(columns)
+    ]  # fmt: skip
+    return {"role": "parameter", "dtype": "BF16", "shape": list(shape), "chunks": chunks}
+
+
+# The shapes in one of the 80 layers of a model with 70B parameters, without those of one dim.
+LAYER = [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 1), (128, 8), (256, 4), (16, 64)])
+def test_a_model_of_70b_parameters_on_1024_ranks_is_within_the_budget(rows: int, columns: int) -> None:
+    """One layer has a share of the budget; 80 layers, each with weights and two moments, have many."""
+    budget = plain.Budget()
+    for shape in LAYER:
+        plain.parse_tensor(split(shape, rows, columns), {"f": 1 << 40}, budget)
+    copies = 80 * 3
+    assert plain.LOOKS + copies * (budget.looks - plain.LOOKS) >= 0
+    assert plain.RUNS + copies * (budget.runs - plain.RUNS) >= 0
+    text = json.dumps([split(shape, rows, columns) for shape in LAYER[:2]]).encode()
+    weight = sum(text.count(sign) * weight for sign, weight in plain.DENSITY.items())
+    assert weight <= plain.MEMORY_EACH * len(text)
+
+
+def test_pieces_that_are_read_one_by_one_have_a_budget_for_the_whole_manifest(tmp_path: Path) -> None:
+    """Columns of one byte: 300 tensors whose every element is a run of its own, of the same bytes of a small file."""
+    folder = save(tmp_path / "c", {"model.x": Raw("U8", np.zeros((2, 2), "u1"))})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    file = next(iter(manifest["files"]))
+    os.truncate(folder / file, 1 << 16)
+    manifest["files"][file]["size"] = 1 << 16
+    chunks = [{"file": file, "start": 0, "length": 1 << 15, "offsets": [0, c], "sizes": [1 << 15, 1]} for c in range(2)]
+    entry = {"role": "parameter", "dtype": "U8", "shape": [1 << 15, 2], "chunks": chunks}
+    manifest["tensors"] = {f"model.{number}": entry for number in range(300)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    commit_manifest(folder.parent, folder, TAG, 120)
+    assert "'tensors': their bytes lie in more and smaller pieces" in damaged(folder)
+
+
+def test_small_values_that_would_fill_the_memory_are_refused_before_they_are_read(saved: Path) -> None:
+    text = (saved / "manifest.json").read_text()
+    (saved / "manifest.json").write_text(f'{{"x":[{{}}{",{}" * 8_000_000}],{text[1:]}')
+    commit_manifest(saved.parent, saved, TAG, 120)
+    assert "more small values than any program saves" in damaged(saved)
 
 
 def test_chunks_without_digest_are_not_verified(tmp_path: Path) -> None:

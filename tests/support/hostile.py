@@ -225,3 +225,27 @@ WAYS_OUT = (
     _try("linked_pkg.build"),
     _try("shadow.shadowed.build"),
 )
+
+# What stands in a model's config.json: nothing that matters, and by its place what would let code run.
+HARMLESS = {
+    "model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 8, "attn_implementation": "sdpa",
+    "_attn_implementation_autoset": True, "auto_map": {"AutoModel": "m.M"}, "torch_dtype": "float32",
+    "megatron_core": "megatron.core", "architectures": ["GPT2LMHeadModel"], "trust_remote_code": False,
+}  # fmt: skip
+HARMFUL: dict[str, dict[str, Any]] = {
+    "_attn_implementation": {"_attn_implementation": "x/kernel"},
+    "attn_implementation": {"attn_implementation": "paged|x/kernel@main:name"},
+    "_attn_implementation_internal": {"_attn_implementation_internal": "x/kernel"},
+    "text_config.attn_implementation": {"text_config": {"attn_implementation": "x/kernel"}},
+    "a.b[0].attn_implementation": {"a": {"b": [{"attn_implementation": {"": "x/kernel"}}]}},
+    "_experts_implementation": {"_experts_implementation": "x/kernel"},
+    "trust_remote_code": {"trust_remote_code": True},
+    "use_kernels": {"use_kernels": True},
+    "allow_all_kernels": {"allow_all_kernels": True},
+    "backbone_config.model_type": {"backbone_config": {"model_type": "timm_backbone"}},
+    "model_type": {"model_type": "timm_wrapper"},
+    "vision_config.model_args": {"vision_config": {"model_args": {"checkpoint_path": "evil.pth"}}},
+    "backbone_kwargs": {"backbone_kwargs": {"pretrained_cfg_overlay": {"file": "evil.pth"}}},
+    "architecture": {"architecture": "hf-hub:x/model"},
+    "megatron_core": {"megatron_core": "antigravity"},
+}
