@@ -1,4 +1,5 @@
-"""Whatever document it is given, `dsjob validate` answers with exit code 0 or 2 and a well-formed report.
+"""Whatever document it is given, `dsjob validate` answers with exit code 0 or 2 and a well-formed report; and whatever
+checkpoint they are given, the commands that read checkpoints answer soon, in little memory, and in words.
 
 Documents are drawn by walking the contract: hypothesis-jsonschema 0.23, the latest, cannot draw an object with the
 hypothesis of today. A document then goes through as it is, spoilt as an object, and spoilt as a text.
@@ -10,15 +11,22 @@ import contextlib
 import copy
 import io
 import json
+import os
+import resource
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hostile import LORA_CONFIG, MANIFESTS, STATES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jobs import dsjob
+from jobs import clean_env, dsjob
+from plain_checkpoint import commit_manifest, floats, save
 
 from dsjob import schema as contract
 from dsjob.cli import main
@@ -220,9 +228,9 @@ def list_places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @st.composite
-def spoilt(draw: st.DrawFn) -> dict[str, Any]:
+def spoilt(draw: st.DrawFn, documents: st.SearchStrategy[dict[str, Any]] = DOCUMENTS) -> dict[str, Any]:
     """A document with a few keys renamed, dropped, moved, or given other values."""
-    document = copy.deepcopy(draw(DOCUMENTS))
+    document = copy.deepcopy(draw(documents))
     for _ in range(draw(st.integers(1, 4))):
         places = list_places(document)
         if not places:
@@ -317,3 +325,103 @@ def test_the_command_itself_reports_and_shows_no_traceback(text: tuple[bytes, st
         done = dsjob("validate", "--format", "json", f"job.{suffix}", cwd=Path(folder))
     assert done.stderr == ""
     read_report(done.stdout, done.returncode, content)
+
+
+# --- checkpoints ---
+
+SHAPES = {"base_layer.weight": (8, 6), "lora_A.a.weight": (2, 6), "lora_B.a.weight": (8, 2)}
+READERS = (
+    ["convert", "--to", "fp32", "c", "fp32"],
+    ["convert", "--to", "hf", "c", "hf"],
+    ["convert", "--to", "hf", "--merge", "c", "merged"],
+    ["convert", "--to", "deepspeed", "--zero-stage", "1", "--world-size", "2", "c", "ds"],
+    ["ckpt", "verify", "c"],
+    ["ckpt", "info", "c"],
+)
+MEMORY, SECONDS = 2 << 30, 30  # for each command; what a text of a few megabytes may cost
+LIMITED = "import sys; from dsjob.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def make_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A sound checkpoint of an adapter over a model of one's own in the folder `c`; its manifest and state.json."""
+    tensors = {f"model.base_model.model.q.{name}": floats(*shape) for name, shape in SHAPES.items()}
+    step = save(folder / "c", tensors, world=1)
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["pretrained"] = {"config.json": {"model_type": "own", "layers": [1, 2]}, "adapters": {"a": LORA_CONFIG}}
+    groups = [{"names": [name.removeprefix("model.") for name in tensors], "lr": 0.1}]
+    state = {
+        "counters": {"global_steps": 120},
+        "optimizer": {"class": "AdamW", "groups": groups, "values": {}},
+        "rng": {"0": {"python": {"$tuple": [3, {"$tuple": [1, 2]}, None]}}},
+        "client_state": {"mine": [1, 2.5, None]},
+    }
+    return manifest, state
+
+
+def commit(folder: Path, manifest: str, state: str) -> None:
+    (step,) = (folder / "c").glob("step-*")
+    (step / "state.json").write_bytes(state.encode(errors="surrogatepass"))
+    (step / "manifest.json").write_bytes(manifest.encode(errors="surrogatepass"))
+    commit_manifest(folder / "c", step, "step-00000120", 120)
+
+
+def check_readers(manifest: dict[str, Any], state: dict[str, Any]) -> None:
+    """Each command ends with an exit code of its own; --debug lets through what is no error of the project."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        make_checkpoint(Path(name))
+        commit(Path(name), json.dumps(manifest), json.dumps(state))
+        for command in READERS:
+            printed, started = io.StringIO(), time.monotonic()
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                assert main([*command, "--debug"]) in (0, 1, 2), command
+            assert time.monotonic() - started < SECONDS
+
+
+with tempfile.TemporaryDirectory() as _folder:
+    MANIFEST, STATE = make_checkpoint(Path(_folder))
+CHECKPOINTS = st.tuples(spoilt(st.just(MANIFEST)), st.just(STATE)) | st.tuples(
+    st.just(MANIFEST), spoilt(st.just(STATE))
+)
+
+
+@pytest.mark.slow
+@settings(QUIET, max_examples=100)
+@given(CHECKPOINTS)
+def test_a_spoilt_checkpoint_is_refused_or_read(checkpoint: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    check_readers(*checkpoint)
+
+
+@pytest.mark.full
+@MANY
+@given(CHECKPOINTS)
+def test_thousands_of_spoilt_checkpoints(checkpoint: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    check_readers(*checkpoint)
+
+
+def limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+@pytest.mark.parametrize("case", [*MANIFESTS, *STATES])
+def test_a_hostile_checkpoint_ends_soon_and_in_words(case: str, tmp_path: Path) -> None:
+    manifest, state = (json.dumps(value) for value in make_checkpoint(tmp_path))
+    if case in MANIFESTS:
+        manifest = MANIFESTS[case](manifest)
+    else:
+        state = STATES[case](state)
+    commit(tmp_path, manifest, state)
+    for command in READERS if case in MANIFESTS else (["ckpt", "info", "c"], ["ckpt", "verify", "c"]):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", LIMITED, *command],
+            cwd=tmp_path,
+            env=clean_env(OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="2"),
+            capture_output=True,
+            text=True,
+            preexec_fn=limit_memory,
+            timeout=SECONDS,
+        )
+        assert done.returncode in (1, 2), (command, done.stdout[-300:], done.stderr[-300:])
+        assert "--debug for the traceback" not in done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr) < 2000
+    assert sorted(os.listdir(tmp_path)) == ["c"]

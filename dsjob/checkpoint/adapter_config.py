@@ -6,6 +6,7 @@ configuration tells it to. Whatever is not listed here is refused. Imports no to
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from dsjob.shown import shorten
 
 _MOST_RANK, _MOST_ITEMS, _MOST_TEXT, _MOST_NUMBER = 65_536, 10_000, 1_000, 1e9
 _PLAIN = re.compile(r"(?:[\w|^$)-]|\((?:\?:)?|\\\.|\\d\+?|\.\*?)*")  # no quantifier of a group
-_MOST_QUANTIFIERS = 3
+_MOST_QUANTIFIERS, _MOST_WAYS = 3, 10_000  # ways: combinations of what stands between | in each group
 _LIBRARY = re.compile(r"transformers(\.\w+)*")
 
 
@@ -43,6 +44,8 @@ def _is_rank(value: Any) -> bool:
 def _is_pattern(value: Any) -> bool:
     """Whether a text is a name, or a regular expression that takes little time to match."""
     if not _is_text(value) or not _PLAIN.fullmatch(value) or len(re.findall(r"[*+]", value)) > _MOST_QUANTIFIERS:
+        return False
+    if math.prod(part.count("|") + 1 for part in re.split(r"[()]", value)) > _MOST_WAYS:  # (a|a)(a|a)(a|a)...
         return False
     try:
         re.compile(value)
@@ -72,7 +75,8 @@ _START = _Rule(lambda value: isinstance(value, bool) or _is_text(value), "true, 
 _NAMES = _Rule(lambda value: _is_text(value) or _is_list(value, _is_text), "a list of names")
 _PATTERNS = _Rule(
     lambda value: _is_pattern(value) or _is_list(value, _is_pattern),
-    r"names, or patterns of | . .* \d+ and groups without a quantifier, with three quantifiers at most",
+    r"names, or patterns of | . .* \d+ and groups without a quantifier, with three quantifiers and "
+    f"{_MOST_WAYS:,} combinations of alternatives at most",
 )
 _RANKS = _Rule(
     lambda value: _is_mapping(value, _is_pattern, _is_rank), f"{_RANK.told} for each of such {_PATTERNS.told}"
@@ -94,7 +98,6 @@ _PAIRS = _Rule(
 )
 _SETTINGS = _Rule(lambda value: _is_mapping(value, _is_text, _is_scalar), "an object of numbers, flags and short texts")
 _NONE = _Rule(lambda value: not value, "left out, since a module would be imported for it")
-_CORE = _Rule(lambda value: value == "megatron.core", "megatron.core: it names a module that would be imported")
 
 _ANY = {
     **dict.fromkeys(("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "bias"), _TEXT),
@@ -117,7 +120,7 @@ _LORA = {
     "layer_replication": _PAIRS,
     "target_parameters": _NAMES,
     "megatron_config": _NONE,
-    "megatron_core": _CORE,
+    "megatron_core": _TEXT,  # of which `hub` allows one
 }
 _ADALORA = {
     **dict.fromkeys(("target_r", "init_r"), _RANK),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import HARMFUL, HARMLESS
+from hostile import HARMFUL, HARMLESS, LORA_CONFIG
 from plain_checkpoint import commit_manifest, floats, save
 
 from dsjob.checkpoint import apart, architecture
@@ -21,7 +21,7 @@ from dsjob.errors import UsageError
 
 BASE = "base_model.model.layers.0.q_proj"
 LORA_NAMES = {f"{BASE}.base_layer.weight": (8, 6), f"{BASE}.lora_A.a.weight": (2, 6), f"{BASE}.lora_B.a.weight": (8, 2)}
-LORA: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+LORA = {**LORA_CONFIG, "target_modules": ["q_proj"]}
 
 
 def make(root: Path, pretrained: Any, shapes: dict[str, tuple[int, ...]] | None = None) -> Path:
@@ -85,6 +85,7 @@ def test_what_the_files_of_a_model_may_not_ask_for_a_checkpoint_may_not(
         ({"alpha_pattern": {"q_proj": "x"}}, "adapter's alpha_pattern is"),
         ({"alpha_pattern": [1]}, "adapter's alpha_pattern is"),
         ({"target_modules": "([a-z.0-9_]+)+X"}, "adapter's target_modules is"),
+        ({"target_modules": "(a|a)" * 20 + "b"}, "adapter's target_modules is"),
         ({"target_modules": "("}, "adapter's target_modules is"),
         ({"target_modules": ".*a.*b.*c.*d"}, "adapter's target_modules is"),
         ({"target_modules": {"a": 1}}, "adapter's target_modules is"),
@@ -98,7 +99,9 @@ def test_what_the_files_of_a_model_may_not_ask_for_a_checkpoint_may_not(
 def test_keys_and_values_that_no_adapter_has(
     changes: dict[str, Any], told: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    require_known(LORA)
+    require_known(
+        {**LORA, "target_modules": rf".*layers\.(?:{'|'.join(map(str, range(80)))})\.(?:mlp|attn)\.(q|v)_proj$"}
+    )
     kept = {"config.json": HARMLESS, "adapters": {"a": {**LORA, **changes}}}
     assert told in refuse(make(tmp_path / "c", kept, LORA_NAMES), capsys, *more)
     if "peft_type" not in changes:

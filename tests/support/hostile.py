@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from typing import Any
 
 MARKER, PICKLE = "pwned", "evil.pkl"
@@ -248,4 +249,57 @@ HARMFUL: dict[str, dict[str, Any]] = {
     "backbone_kwargs": {"backbone_kwargs": {"pretrained_cfg_overlay": {"file": "evil.pth"}}},
     "architecture": {"architecture": "hf-hub:x/model"},
     "megatron_core": {"megatron_core": "antigravity"},
+}
+
+LORA_CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"]}
+
+
+def _insert(more: str) -> Callable[[str], str]:
+    """Puts a key of one's own before the others of a JSON object."""
+    return lambda text: f"{{{more},{text[1:]}"
+
+
+def _in_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
+    def apply(text: str) -> str:
+        manifest = json.loads(text)
+        change(manifest)
+        return json.dumps(manifest)
+
+    return apply
+
+
+def _cut_into_columns(manifest: dict[str, Any]) -> None:
+    """Tensors of the same bytes, whose elements are to be read one by one."""
+    (file,) = manifest["files"]
+    rows = manifest["files"][file]["size"] // 4 * 4 // 2
+    one = {"file": file, "start": 0, "length": rows, "sizes": [rows, 1]}
+    chunks = [{**one, "offsets": [0, 0]}, {**one, "offsets": [0, 1]}]
+    entry = {"role": "parameter", "dtype": "U8", "shape": [rows, 2], "chunks": chunks}
+    manifest["tensors"] = {f"model.{number}": entry for number in range(20_000)}
+
+
+def _cut_at_all_rows(manifest: dict[str, Any]) -> None:
+    """Tensors in columns, each cut at a row of its own."""
+    (file,) = manifest["files"]
+    count = 200
+
+    def chunk(row: int, column: int, rows: int) -> dict[str, Any]:
+        return {"file": file, "start": 0, "length": rows, "offsets": [row, column], "sizes": [rows, 1]}
+
+    chunks = [chunk(0, n, n + 1) for n in range(count)] + [chunk(n + 1, n, count - n) for n in range(count)]
+    entry = {"role": "optimizer", "dtype": "U8", "shape": [count + 1, count], "chunks": chunks}
+    manifest["tensors"] |= {f"optimizer.{number}": entry for number in range(60)}
+
+
+# Texts of a manifest and of a state.json, made of sound ones, that are to take time or memory.
+MANIFESTS: dict[str, Callable[[str], str]] = {
+    "objects": _insert(f'"x":[{{}}{",{}" * 12_000_000}]'),
+    "lists": _insert(f'"pretrained":[[]{",[]" * 12_000_000}]'),
+    "depth": _insert(f'"x":{"[" * 100_000}{"]" * 100_000}'),
+    "columns": _in_manifest(_cut_into_columns),
+    "cuts": _in_manifest(_cut_at_all_rows),
+}
+STATES: dict[str, Callable[[str], str]] = {
+    "objects in the state": MANIFESTS["objects"],
+    "depth in the state": MANIFESTS["depth"],
 }
