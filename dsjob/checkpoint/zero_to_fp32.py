@@ -269,7 +269,7 @@ def read_checkpoint(source: Folder, record: dict[str, Any]) -> Checkpoint:
             raise ValueError("those of another checkpoint")
         files = {place: entry["size"] for place, entry in manifest["files"].items()}
         for place, size in files.items():
-            if not NAME.fullmatch(place) or not is_count(size):
+            if not NAME.fullmatch(place) or not is_count(size) or size >= 1 << 63:
                 raise ValueError("not the name and size of a file in the folder")
         tensors: dict[str, Tensor] = {}
         budget = Budget()

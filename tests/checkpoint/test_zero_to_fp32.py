@@ -653,6 +653,7 @@ MANIFESTS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         "'__metadata__'",
         lambda m: m["tensors"].update({"model.__metadata__": m["tensors"]["model.b"]}),
     ),
+    "a size beyond 64 bits": ("not the name and size", lambda m: m["files"].update({"x": {"size": 10**400}})),
     "two names that become one": ("the name 'w' twice", lambda m: m["tensors"].update({"w": m["tensors"]["model.b"]})),
 }
 
