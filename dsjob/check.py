@@ -1,7 +1,8 @@
 """Checking a document against the contract: the home of jsonschema. Finds all problems at once and raises nothing.
 
 Shape, types and bounds come from `schemas/`, what lies between keys from the table in `rules`. What depends on the
-world size (the batch triad) is in `batch`. No import of torch, and nothing that a document names is imported.
+world size (the batch triad) is in `batch`. No import of torch, and nothing that a document names is imported. Values
+that would take too long to look at, as only objects from Python can be, are refused first: jsonschema spells them out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from dsjob import dsconfig, foreign, legacy
 from dsjob import schema as contract
+from dsjob.document import check_values
 from dsjob.errors import Problem
 from dsjob.models import is_trainable, take_model
 from dsjob.paths import Path
@@ -52,6 +54,7 @@ _RULE_OF = {
     "not": "type-and-target",
 }
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+")
 _YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 MAX_UNKNOWN = 50  # unknown keys of one object that are told one by one
 
@@ -61,8 +64,10 @@ def check_job(document: dict[str, Any]) -> list[Problem]:
 
     `document`: the job built on its DeepSpeed config, whose other keys may still be there as `deepspeed`.
     """
+    if endless := check_values(document, ""):
+        return endless
     schema = contract.job_schema()
-    problems = _check_expanded(document, check_shape(document, schema), schema)
+    problems = _check_expanded(document, _check_shape(document, schema), schema)
     if document.get("engine") == "deepspeed":
         problems = [problem for problem in problems if not _has_effect_there(problem)]
     config = document.get("deepspeed")
@@ -100,8 +105,10 @@ def _check_models(document: dict[str, Any], problems: list[Problem], told: list[
 
 def check_config(config: dict[str, Any]) -> list[Problem]:
     """Everything wrong with a bare DeepSpeed config."""
+    if endless := check_values(config, ""):
+        return endless
     schema = contract.deepspeed_schema()
-    problems = _check_expanded(config, check_shape(config, schema), schema)
+    problems = _check_expanded(config, _check_shape(config, schema), schema)
     sound = _blank_broken(config, problems)
     document = {**dsconfig.drop_moved(sound), **dsconfig.to_job(sound)}
     found = _check_rules(document, [replace(p, path=dsconfig.to_job_path(p.path)) for p in problems], whole=False)
@@ -176,6 +183,10 @@ def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
 
     Arguments of a mistyped optimizer or schedule are looked at as those of the one that is meant.
     """
+    return check_values(document, "") or _check_shape(document, schema)
+
+
+def _check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
     document = _as_meant(document)
     validator = Draft202012Validator(schema)
     problems: dict[tuple[Path, str, str], Problem] = {}
@@ -248,14 +259,19 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
     yield Problem(message or error.message, path, rule, hint)
 
 
+def explain_unknown(path: Path, key: str, known: list[str]) -> Problem:
+    """What is wrong with an unknown key of a job document, and where it may belong."""
+    return _unknown_key(path, key, known, contract.job_schema())
+
+
 def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Problem:
     inside = path[:1] == ("deepspeed",)
     homes = contract.list_homes(contract.deepspeed_schema() if inside else schema)
     exact = [("deepspeed", *home) if inside else home for home in homes.get(key, ())]
     exact = [home for home in exact if home != path]  # another type's arguments stand at the same place
     below = [home for home in exact if home[: len(path)] == path]
-    hint = ""
-    if len(below or exact) in (1, 2):
+    hint = 'did you mean "type"?' if key == "name" and "type" in known else ""
+    if not hint and len(below or exact) in (1, 2):
         hint = "it belongs " + " or ".join(
             f"under {'.'.join(home)}" if home else "at the top" for home in below or exact
         )
@@ -305,10 +321,17 @@ def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
         "minLength": "must not be empty",
         "minItems": f"must have at least {rule} items",
         "maxItems": f"must have at most {rule} items",
-        "pattern": f"{shown} is not of the form {rule}",
+        "pattern": f"{shown} is not a dotted path" if _is_dotted(rule) else f"{shown} is not of the form {rule}",
         "not": "`type` and `_target_` exclude one another",
     }
-    return texts.get(keyword, ""), ""
+    hint = "package.module.name" if keyword == "pattern" and _is_dotted(rule) else ""
+    if hint and _DOTTED.fullmatch(value.replace(":", ".")):
+        hint = f"write {value.replace(':', '.')}"
+    return texts.get(keyword, ""), hint
+
+
+def _is_dotted(rule: Any) -> bool:
+    return isinstance(rule, str) and rule.strip("^$") == _DOTTED.pattern
 
 
 def _unquote_hint(value: Any, names: Sequence[str]) -> str:
@@ -335,6 +358,8 @@ def _wrap_hint(value: Any, node: Schema) -> str:
     for key in keys:
         if key in properties and Draft202012Validator(properties[key]).is_valid(value):
             return f"write {json.dumps({key: value})}"
+    if "train" in properties and isinstance(value, str) and _DOTTED.fullmatch(value):
+        return f"write {json.dumps({'train': {'_target_': value}})}"
     return ""
 
 

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from hydra._internal.hydra import Hydra
@@ -29,7 +30,7 @@ from yaml import MarkedYAMLError
 
 from dsjob import interpolation
 from dsjob import schema as contract
-from dsjob.check import suggest
+from dsjob.check import explain_unknown, suggest
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.job_file import require_job_file
@@ -270,7 +271,8 @@ def _renamed() -> Iterator[None]:
         raise UsageError(f"no {group or 'config'} is called {name or missing}", hint=hint) from error
     except OverrideParseException as error:
         raise UsageError(
-            f"cannot read {hide_value(error.override or '')!r}", hint="an override is key=value: trainer.max_steps=10"
+            f"cannot read {hide_value(error.override or '')!r}",
+            hint="an override is key=value: trainer.max_steps=10, 'optimizer.params.betas=[0.9,0.99]'",
         ) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error) from error
@@ -289,6 +291,11 @@ def _renamed() -> Iterator[None]:
 
 def _explain(error: Exception) -> UsageError | DocumentError:
     text = _say(error)
+    if text.startswith("Ambiguous value for argument"):
+        hint = (
+            "to run once for each value add -m; a list is 'key=[1,2]', and text with commas needs quotes: 'key=\"1,2\"'"
+        )
+        return UsageError(f"{text.replace('Ambiguous value for argument', 'several values are given by')}", hint=hint)
     found = re.search(r"Could not (?:override|append to config|delete from config)\W+'?([\w.\[\]@/$-]+)", text)
     cause = error.__cause__
     key = found.group(1).rstrip(".'") if found else ""
@@ -316,12 +323,15 @@ def _unknown_override(key: str, meant: str) -> Problem:
         if below is None or not below.get("properties"):
             known = list(schema.get("properties", {}))
             if below is None and not contract.is_target(schema):
-                hint = (
-                    suggest(part, known)
-                    or f"allowed in {'.'.join(parts[:index]) or 'the document'}: {', '.join(known)}"
-                )
-                return Problem("unknown key", tuple(parts[: index + 1]), "unknown-key", hint, "command line")
+                if not index and part == "recipe":
+                    hint = "a recipe is chosen with a plus: +recipe=NAME"
+                    return Problem("is not a key of a job", (part,), "unknown-key", hint, "command line")
+                return replace(explain_unknown(tuple(parts[:index]), part, known), source="command line")
             break
         schema = below
+    known = list(schema.get("properties", {}))
+    elsewhere = "" if meant else explain_unknown(tuple(parts[:-1]), parts[-1], known).hint
+    if elsewhere.startswith(("it belongs ", 'did you mean "type"')):
+        return Problem("unknown key", tuple(parts), "unknown-key", elsewhere, "command line")
     hint = "; ".join(part for part in (meant, f"to add it: +{key}=...") if part)
     return Problem("is not in the document", tuple(parts), "not-there", hint, "command line")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +36,38 @@ class Loss:
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """The model's output for a batch: a mapping is passed as keywords, a tuple or list by position, all else as one."""
+    args, keywords = _spread(batch)
+    try:
+        return model(*args, **keywords)
+    except TypeError as error:
+        _require_taken(model, batch, error)
+        raise
+
+
+def _spread(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+        return (), batch
+    return (batch if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _require_taken(model: Any, batch: Any, error: TypeError) -> None:
+    """Raises ContractError where a model's `forward` does not take the arguments that a batch gives."""
+    module = getattr(model, "module", model)
+    forward = getattr(module, "forward", module)
+    args, keywords = _spread(batch)
+    try:
+        taken = inspect.signature(forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        taken.bind(*args, **keywords)
+    except TypeError as why:
+        way = f"as keywords: {', '.join(map(str, batch))}" if keywords else f"by position, here {len(args)}"
+        takes, kind = ", ".join(taken.parameters) or "nothing", type(batch).__name__
+        raise ContractError(
+            f"the model's forward does not take what a batch gives: {why}",
+            hint=f"forward takes {takes}; the batch, a {kind}, is passed {way}",
+        ) from error
 
 
 def find_loss(outputs: Any, batch: Any, function: LossFunction | None) -> Loss:

@@ -11,6 +11,7 @@ from dsjob import schema as contract
 from dsjob.errors import Problem
 from dsjob.paths import Path, get_at
 from dsjob.schema import Schema
+from dsjob.shown import shorten
 
 # DeepSpeed's top-level keys that a job document has elsewhere. All others keep name and place.
 _MOVED: dict[str | int, tuple[str, str]] = {
@@ -101,7 +102,7 @@ def build_on(
             continue
         where = ".".join(str(part) for part in to_config_path(path))
         there = place(("deepspeed", *to_config_path(path)))
-        message = f"is {ours} ({place(path)}), but deepspeed.{where} says {theirs} ({there})"
+        message = f"is {shorten(ours)} ({place(path)}), but deepspeed.{where} says {shorten(theirs)} ({there})"
         problems.append(Problem(message, path, "conflict", "keep one of the two"))
     return build_on_given(job, config), problems
 

@@ -71,3 +71,31 @@ def test_an_evaluation_needs_no_gradient() -> None:
     with torch.no_grad():
         found: Tensor = find_loss(torch.zeros(()), None, None).mean
     assert found.item() == 0.0
+
+
+class Takes(torch.nn.Module):
+    def forward(self, x: Any, y: Any) -> Any:
+        return x + y  # a TypeError of its own where they are no numbers
+
+
+@pytest.mark.parametrize(
+    ("batch", "told", "hint"),
+    [
+        (
+            {"inputs": 1, "y": 2},
+            "missing a required argument: 'x'",
+            "forward takes x, y; the batch, a dict, is passed as ",
+        ),
+        ((1, 2, 3), "too many positional arguments", "the batch, a tuple, is passed by position, here 3"),
+        (1, "missing a required argument: 'y'", "the batch, a int, is passed by position, here 1"),
+    ],
+)
+def test_a_batch_that_forward_does_not_take_is_told_with_both(batch: Any, told: str, hint: str) -> None:
+    with pytest.raises(ContractError, match=told) as caught:
+        call_model(Takes(), batch)
+    assert hint in caught.value.hint
+
+
+def test_a_type_error_of_the_models_own_stays_what_it_is() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        call_model(Takes(), {"x": 1, "y": "2"})

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from hostile_deepspeed import nest
 
+from dsjob import schema as contract
+from dsjob.check import check_config, check_job, check_shape
 from dsjob.document import MAX_KEYS, check_values, parse, require_few
-from dsjob.errors import MAX_MESSAGE, MAX_PROBLEMS, DocumentError, Problem
+from dsjob.errors import MAX_MESSAGE, MAX_PROBLEMS, ConfigError, DocumentError, Problem
 from dsjob.shown import cut, shorten
 
 
@@ -96,3 +98,39 @@ def test_an_array_is_no_value_of_a_config() -> None:
     (found,) = check_values({"optimizer": {"params": {"lr": torch.zeros(2)}}}, "config")
     assert (found.dotted, found.message) == ("optimizer.params.lr", "must be a value of JSON, not <Tensor>")
     assert check_values({"optimizer": {"params": {"lr": torch.tensor(0.1), "betas": (0.9, 0.99)}}}, "config") == []
+
+
+def make_endless() -> list[Any]:
+    """Two values of a few hundred bytes that stand for more than anybody can read: of lists, and of objects."""
+    objects: Any = {"a": 1}
+    for _ in range(30):
+        objects = {"a": objects, "b": objects}
+    return [nest(30), objects]
+
+
+@pytest.mark.parametrize("endless", make_endless(), ids=["lists", "objects"])
+def test_every_key_of_both_schemas_ends_soon_with_values_that_do_not(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """jsonschema and rules would spell out, or walk through, all that is shared."""
+    monkeypatch.setattr("dsjob.document.MAX_VALUES", 1_000)
+    for schema, check in ((contract.job_schema(), check_job), (contract.deepspeed_schema(), check_config)):
+        for key in schema["properties"]:
+            for value in (endless, {"type": "AdamW", "params": {"lr": endless}}):
+                (found,) = check({key: value})
+                assert found.rule in ("too-large", "too-deep")
+                assert check_shape({key: value}, schema) == [found]
+
+
+def test_classes_of_deepspeeds_names_take_no_endless_values() -> None:
+    import torch
+    from torch import nn, optim
+
+    from dsjob.deepspeed.runtime.lr_schedules import WarmupLR
+    from dsjob.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for endless in make_endless():
+        with pytest.raises(ConfigError, match="more than 100,000"):
+            DeepSpeedZeroConfig(stage=endless)
+        with pytest.raises(ConfigError, match="more than 100,000"):
+            WarmupLR(optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), warmup_max_lr=endless)

@@ -140,15 +140,28 @@ def parse_count(text: str) -> int:
 
 def _require_runnable(first: str) -> None:
     """Tells a mistyped command or file from an override."""
-    if first[:1] in "-+~" or "=" in first or "://" in first or os.path.exists(first):
+    exists = os.path.exists(first) and not first.endswith((".py", ".sh"))
+    if first[:1] in "-+~" or "=" in first or "://" in first or exists:
         return
     if first.endswith((".json", ".yaml", ".yml", ".jsonc")) or "/" in first:
-        from dsjob.cli.missing import refuse_missing
+        from dsjob.cli.refused import refuse_missing
 
         raise refuse_missing(first)
+    if first in _list_recipes():
+        raise UsageError(f"{first} is a recipe, not a command", hint=f"dsjob +recipe={first}")
     from dsjob.check import suggest
 
-    raise UsageError(f"unknown command or file {first!r}", hint=suggest(first, _COMMANDS) or "dsjob --help lists them")
+    hint = suggest(first, _COMMANDS) or "dsjob --help lists them"
+    if first.endswith((".py", ".sh")):
+        hint = f"a job is a document, not a program; make one of its arguments: dsjob import -- python {first} ..."
+    raise UsageError(f"unknown command or file {first!r}", hint=hint)
+
+
+def _list_recipes() -> list[str]:
+    from importlib import resources
+
+    names = [item.name for item in resources.files("dsjob.conf").joinpath("recipe").iterdir()]
+    return [name.removesuffix(".yaml") for name in names]
 
 
 def _print_error(error: DsjobError) -> None:

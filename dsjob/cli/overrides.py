@@ -14,7 +14,7 @@ _FLAG = re.compile(r"--?([A-Za-z]\w*(?:\.\w+)*)(?:[= ](.*))?", re.DOTALL)
 _WORD = re.compile(r"([A-Za-z]\w*(?:\.\w+)+)[:=]?")
 
 _FILES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
-_FLAGS = {"offload"}  # of commands, that are called like one key of the document
+_FLAGS = {"offload", "strict"}  # of commands, that are called like one key of the document
 
 
 def is_override(word: str) -> bool:

@@ -98,7 +98,7 @@ def _parse_parameters(text: str) -> int:
     except ValueError:
         number = 0.0
     if not 1 <= number < 1e16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: 7e9, 7B and 350M are")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters: write 7e9, 7B or 350M")
     return round(number)
 
 
@@ -110,7 +110,7 @@ def _parse_size(text: str) -> int:
     except UsageError as error:
         raise argparse.ArgumentTypeError(error.message) from error
     if size < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory to fit into: 80GiB is")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory: write 80GiB")
     return size
 
 

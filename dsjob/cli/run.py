@@ -11,8 +11,8 @@ from dsjob import compose as composition
 from dsjob import launch, storage
 from dsjob.advice import train_longer
 from dsjob.cli.execute import run_composed
-from dsjob.cli.missing import refuse_missing
 from dsjob.cli.overrides import is_override
+from dsjob.cli.refused import refuse_missing, require_own
 from dsjob.cli.trusted import add_arguments, allow_protocols, grant, read_environment
 from dsjob.document import Document
 from dsjob.errors import UnsavedError, UsageError
@@ -77,7 +77,9 @@ def split_source(overrides: Sequence[str], *, bare: bool = False) -> tuple[Docum
     if "://" not in source and os.path.isdir(source):
         resolved = os.path.join(source, RESOLVED_NAME)
         if not os.path.exists(resolved):
-            raise UsageError(f"{source} is no run's folder: there is no {RESOLVED_NAME} in it")
+            above = os.path.dirname(source.rstrip("/"))
+            hint = f"dsjob run {above}" if os.path.exists(os.path.join(above, RESOLVED_NAME)) else ""
+            raise UsageError(f"{source} is not a run folder: there is no {RESOLVED_NAME} in it", hint=hint)
         document = read_document(resolved)
         _require_same_places(source.rstrip("/") or "/", document.value, rest)
         here = f"output.dir={_quote(source.rstrip('/') or '/')}"
@@ -92,6 +94,7 @@ def split_source(overrides: Sequence[str], *, bare: bool = False) -> tuple[Docum
             f"{source} is a DeepSpeed config: it says how to train, but not what",
             hint=f"build a job on it: dsjob +recipe=quickstart deepspeed={source}",
         )
+    require_own(document)
     if os.path.basename(source) == RESOLVED_NAME and "://" not in source:
         folder = os.path.dirname(source) or "."
         section = document.value.get("output")

@@ -11,9 +11,9 @@ from typing import Any
 
 from dsjob import document as documents
 from dsjob import report, resolve, storage
-from dsjob import schema as contract
 from dsjob.cli import parse_count
 from dsjob.cli.overrides import is_override
+from dsjob.cli.refused import require_own
 from dsjob.cli.trusted import (
     add_arguments,
     config_path,
@@ -30,7 +30,7 @@ from dsjob.locations import NEVER_GRANTED
 from dsjob.origins import STDIN, Composed, is_deepspeed, read_text, settle
 from dsjob.redaction import list_texts
 from dsjob.rules import EXPLANATIONS, RULES
-from dsjob.run_folder import describe_other_job, list_commits
+from dsjob.run_folder import RESOLVED_NAME, describe_other_job, list_commits
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -128,6 +128,8 @@ def validate(
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     try:
+        if os.path.isdir(url):
+            raise UsageError("is a folder, not a file", hint=f"dsjob validate {os.path.join(url, RESOLVED_NAME)}")
         text, source = read_text(url), _name(url)
         texts[source] = text.replace("\r\n", "\n").replace("\r", "\n")
         document = documents.require_few(documents.parse_open(text, source))
@@ -148,7 +150,7 @@ def _check(
     deep: argparse.Namespace | None,
     overrides: Sequence[str],
 ) -> list[Problem]:
-    _require_own(document)
+    require_own(document)
     if is_deepspeed(document.value):
         if overrides:
             message, hint = f"{overrides[0]} is an override of a job document", "this is a DeepSpeed config: edit it"
@@ -243,20 +245,6 @@ def _find_remote(document: Document) -> Problem | None:
         mark.column,
         "warning",
     )
-
-
-def _require_own(document: Document) -> None:
-    """Raises DocumentError for another tool's file: each of its keys would be a mistake."""
-    known = {*contract.job_schema()["properties"], *contract.deepspeed_schema()["properties"]}
-    keys = document.value.keys()
-    if len(keys - known) < 3 or {"model", "data"} & keys:
-        return
-    from dsjob.importing.sources import name_foreign  # long, and needed for such files alone
-
-    if found := name_foreign(document.value):
-        mark, hint = document.mark(()), f"dsjob import {document.source} makes a job document of it"
-        message = f"this is not a job document but {found}"
-        raise DocumentError([Problem(message, (), "another-tool", hint, document.source, mark.line, mark.column)])
 
 
 def _locator(document: Document) -> resolve.Locate:

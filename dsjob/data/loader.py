@@ -177,7 +177,10 @@ def count_dataset(dataset: Any, name: str) -> int | None:
     try:
         length = len(dataset)
     except TypeError:
-        raise DataError(f"{name} ({type(dataset).__name__}) has __getitem__ but no __len__") from None
+        raise DataError(
+            f"{name} ({type(dataset).__name__}) has __getitem__ but no __len__",
+            hint="define __len__, the number of samples",
+        ) from None
     if length == 0:
         raise DataError(f"{name} ({type(dataset).__name__}) is empty", hint="check its path, split and limits")
     return length

@@ -70,7 +70,7 @@ def check_values(value: Any, source: str) -> list[Problem]:
             return [Problem(f"nested deeper than {MAX_DEPTH} levels", path[:3], "too-deep", "", source)]
         seen += len(found) if items else 0
         if seen > MAX_VALUES:
-            return [Problem(f"more than {MAX_VALUES:,} keys and items of lists", (), "too-large", "", source)]
+            return [Problem(f"more than {MAX_VALUES:,} keys and items of lists", path[:3], "too-large", "", source)]
         places += [(part, (*path, key)) for key, part in items]
     return []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from dsjob.errors import Problem
 from dsjob.paths import Path
+from dsjob.shown import cut, shorten
 
 Kind = Literal["fill in", "mend", "conflict", "not supported", "unknown", "left out", "changed", "auto"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -173,8 +173,7 @@ def join(settings: Settings, more: Iterable[tuple[str, Given]], draft: Draft) ->
 
 def show(value: Any) -> str:
     """A value as a note prints it: as JSON has it, without secrets; text as it is."""
-    text = value if isinstance(value, str) else json.dumps(_hide(value), ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return cut(value) if isinstance(value, str) else shorten(_hide(value), as_json=True)
 
 
 def _hide(value: Any) -> Any:

@@ -87,7 +87,9 @@ def test_something_is_said_before_torch_is_imported(tmp_path: Path) -> None:
         (["--data.train.path=a b"], "'data.train.path=a b'"),
     ],
 )
-@pytest.mark.parametrize("command", [[], ["run"], ["show"], ["plan"], ["compare-engines"]], ids=lambda c: " ".join(c))
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["validate"], ["show"], ["plan"], ["compare-engines"]], ids=lambda c: " ".join(c)
+)
 def test_an_override_that_is_no_key_value_is_corrected(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -123,7 +125,7 @@ def test_flags_and_files_are_left_to_the_command(words: list[str]) -> None:
     require_overrides(words)
 
 
-@pytest.mark.parametrize("command", ["run", "show", "plan", "compare-engines"])
+@pytest.mark.parametrize("command", ["run", "validate", "show", "plan", "compare-engines"])
 def test_flags_of_the_commands_are_no_overrides(capsys: pytest.CaptureFixture[str], command: str) -> None:
     if command == "run":
         flags = list(get_args_parser()._option_string_actions)
@@ -186,3 +188,36 @@ def test_remarks_are_read_over(tmp_path: Path) -> None:
     done = dsjob("remarks.json", "deepspeed=ds.json", "trainer.max_steps=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "comment" not in (tmp_path / "run/resolved.json").read_text()
+
+
+TRAINER = '{"output_dir": "out", "per_device_train_batch_size": 8, "num_train_epochs": 3, "learning_rate": 5e-5}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["quickstart"], "quickstart is a recipe, not a command\n  dsjob +recipe=quickstart"),
+        (["cfg.yaml", "recipe=quickstart"], "a recipe is chosen with a plus: +recipe=NAME"),
+        (["train.py"], "dsjob import -- python train.py"),
+        (["trainer.json"], "not a job document but Trainer arguments; dsjob import trainer.json makes a job"),
+        (
+            ["run", "run/checkpoints"],
+            "run/checkpoints is not a run folder: there is no resolved.json in it\n  dsjob run run",
+        ),
+        (["validate", "run"], "run: error[unreadable]: is a folder, not a file; dsjob validate run/resolved.json"),
+        (["cfg.yaml", "model._target_=my_model:Net"], '"my_model:Net" is not a dotted path; write my_model.Net'),
+        (["cfg.yaml", "data=mine.Data"], 'write {"train": {"_target_": "mine.Data"}}'),
+        (["cfg.yaml", "trainer.max_steps=1,2"], "to run once for each value add -m"),
+        (["plan", "cfg.yaml", "--device-memory", "80"], "'80' is not an amount of memory: write 80GiB"),
+    ],
+)
+def test_a_plausible_mistake_has_a_next_step(tmp_path: Path, arguments: list[str], told: str) -> None:
+    make_job(tmp_path)
+    (tmp_path / "cfg.json").rename(tmp_path / "cfg.yaml")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/resolved.json").write_text("{}")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "trainer.json").write_text(TRAINER)
+    done = dsjob(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr

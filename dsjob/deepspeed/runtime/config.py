@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dsjob import schema as contract
 from dsjob.check import check_shape
+from dsjob.document import check_values
 from dsjob.entry import read_config
 from dsjob.errors import ConfigError
 from dsjob.mpu import read_data_ranks
@@ -37,7 +38,8 @@ class Section:
         for name in reversed(self.path):
             config = {name: config}
         schema = contract.deepspeed_schema()
-        found = [*check_shape(contract.prune(config, schema), schema), *RULES["finite"].find(config)]
+        found = check_values(config, "")
+        found = found or [*check_shape(contract.prune(config, schema), schema), *RULES["finite"].find(config)]
         wrong = [problem for problem in found if problem.severity == "error"]
         if wrong:
             raise ConfigError(wrong)

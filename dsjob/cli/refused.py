@@ -1,10 +1,12 @@
-"""Files and run folders that are not there, and what may have been meant."""
+"""Sources that are no job: what is not there, with what may have been meant, and files of other tools."""
 
 from __future__ import annotations
 
 import os
 
-from dsjob.errors import UsageError
+from dsjob import schema as contract
+from dsjob.document import Document
+from dsjob.errors import DocumentError, Problem, UsageError
 
 _MOST = 2_000  # names of a folder that are compared
 
@@ -35,3 +37,17 @@ def _suggest(source: str) -> str:
         if hint := suggest(name, [known for known in there if os.path.exists(meant[known])]):
             return next(f'did you mean "{path}"?' for known, path in meant.items() if f'"{known}"' in hint)
     return f"there are: {', '.join(there[:8])}{', ...' if there[8:] else ''}" if above and there else ""
+
+
+def require_own(document: Document) -> None:
+    """Raises DocumentError for another tool's file: each of its keys would be a mistake."""
+    known = {*contract.job_schema()["properties"], *contract.deepspeed_schema()["properties"]}
+    keys = document.value.keys()
+    if len(keys - known) < 3 or {"model", "data"} & keys:
+        return
+    from dsjob.importing.sources import name_foreign  # long, and needed for such files alone
+
+    if found := name_foreign(document.value):
+        mark, hint = document.mark(()), f"dsjob import {document.source} makes a job document of it"
+        message = f"this is not a job document but {found}"
+        raise DocumentError([Problem(message, (), "another-tool", hint, document.source, mark.line, mark.column)])
