@@ -286,7 +286,9 @@ def _renamed() -> Iterator[None]:
         ) from error
     except ValueError as error:  # what Hydra says of a defaults list that it cannot read
         hint = "a group is chosen by name, optimizer=sgd, and left out with ~optimizer"
-        raise UsageError(f"the configs cannot be composed: {error}", hint=hint) from error
+        group = "Config group override must be a string"
+        text = "a group takes the name of a config, not a value" if str(error).startswith(group) else str(error)
+        raise UsageError(f"the configs cannot be composed: {text}", hint=hint) from error
 
 
 def _explain(error: Exception) -> UsageError | DocumentError:
