@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsjob import launch
+from dsjob import launch, patience
 from dsjob import schema as contract
 from dsjob.callbacks import Callback, RunView
 from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
@@ -30,7 +30,6 @@ _NAME = "measured.json"
 _ERROR = "error.json"
 _UNSAVED = {"at_end": False, "on_signal": False, "resume": "never"}
 _ALONE = {"log_every": 1, "eval_every": 0, "eval_at_start": False, "loss_average": "batches"}
-_PATIENCE = 10.0  # seconds that a side has to end in, once it is told to
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Tru
     finally:
         if process.is_alive():
             process.terminate()
-            process.join(_PATIENCE)
+            process.join(patience.TO_LEAVE)
             process.kill()
             process.join()
     if process.exitcode == 0:

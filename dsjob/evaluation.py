@@ -20,6 +20,7 @@ from dsjob.errors import ContractError, MetricError
 from dsjob.mpu import share, share_length
 from dsjob.steps import Names, read_scalars
 from dsjob.training import Run
+from dsjob.watchdog import position
 
 _EVALUATED = "batches of data.eval"
 
@@ -80,6 +81,7 @@ def _measure(run: Run) -> dict[str, float]:
     same = Names("trainer.eval_step")
     sums: dict[str, Tensor] = {}  # by name what values add up to, and their weights
     for batch, samples in _read_evaluation(run):
+        position.micro_steps += 1
         values = _evaluate_batch(run, batch, samples)
         if run.eval_step is not None:
             scalars = same.require({name: value for name, (value, _) in values.items()}, engine.world)

@@ -167,7 +167,8 @@ def find_saved_end(failures: Sequence[Failure]) -> Preempted | Interrupted | Non
 @dataclass(frozen=True)
 class Scene:
     """What was found where a rank has failed: `ends` of those that ended by themselves; of the others, which were then
-    ended, where they were (`beats`, `stacks`) and which were `stopped`. `logs`: the folder of their output."""
+    ended, where they were (`beats`, `stacks`) and which were `stopped`. `logs`: the folder of their output. `stuck`:
+    none has failed, and none has got anywhere."""
 
     failures: Sequence[Failure]
     ends: Sequence[End]
@@ -176,6 +177,7 @@ class Scene:
     stopped: frozenset[int]
     world_size: int
     logs: str
+    stuck: bool = False
 
 
 def blame(scene: Scene) -> DsjobError:
@@ -196,7 +198,7 @@ def blame(scene: Scene) -> DsjobError:
     if own:
         return min(own, key=lambda item: item[0])[1]
     alive = set(range(scene.world_size)) - told - {end.rank for end in scene.ends}
-    waited = any(failure.waited for failure in scene.failures) or any(end.waited for end in sudden)
+    waited = scene.stuck or any(failure.waited for failure in scene.failures) or any(end.waited for end in sudden)
     return _describe_waiting(scene, alive, waited)
 
 

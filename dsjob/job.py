@@ -151,7 +151,7 @@ def _prepare(
         loader=loader,
         max_steps=steps,
         checkpointer=checkpointer,
-        occasions=Occasions(spec.checkpoint, world, os.path.join(run_dir, SAVE_REQUEST)),
+        occasions=Occasions(spec.checkpoint, world, os.path.join(run_dir, SAVE_REQUEST), grace=spec.launch.grace),
         callbacks=[_WriteResolved(run_dir, document), display, MetricsFile(run_dir), *callbacks.values()],
         say=display.say,
         micro_step=micro_step,
@@ -286,9 +286,10 @@ def _say_complete(run: Run, run_dir: str, display: Display) -> Result:
     """Nothing is left to train; what the run said of its end before holds on, but for a later evaluation."""
     trainer = run.spec.trainer
     longer = train_longer(trainer.max_steps, trainer.max_epochs, step=run.step, epochs=_count_epochs(run))
+    beyond = f"{run.step:,} steps are done, and this run is to have {run.max_steps:,}"
     display.say(
         "complete",
-        f"already finished: step {run.step:,} of {run.max_steps:,}. "
+        f"already finished: {beyond if run.step > run.max_steps else f'step {run.step:,} of {run.max_steps:,}'}. "
         f"Train longer with {longer}, or anew in another output.dir.",
     )
     before = read_result(run_dir)

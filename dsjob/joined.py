@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import count
 from typing import Any
 
@@ -17,9 +17,10 @@ from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, Lo
 from dsjob.failures import follows_from_another, has_waited
 from dsjob.frames import TRACEBACK_HINT, describe_failure
 from dsjob.job import run_job
+from dsjob.launch import telling_what_is_kept
 from dsjob.mesh import World, abandon_world, join_world, leave_world
 from dsjob.nodes import check_shared
-from dsjob.rank import add_import_folders
+from dsjob.rank import add_import_folders, show_crashes
 from dsjob.run_folder import make_run_dir, read_result
 from dsjob.trust import Trust
 from dsjob.watchdog import OBSERVERS, StoreBoard, Watchdog, explain_stall, place_records, position, record_collectives
@@ -35,6 +36,7 @@ def join(document: Mapping[str, Any], *, trust: Trust, run_dir: str | None = Non
     failed with itself.
     """
     add_import_folders(trust.folders)
+    show_crashes()
     options = document["launch"]
     record_collectives()
     abandon_world()  # a sweep's run before this one has failed
@@ -64,7 +66,8 @@ def _run(document: Mapping[str, Any], world: World, trust: Trust, run_dir: str |
     check_shared(settled["checkpoint"].get("dir") or os.path.join(run_dir, "checkpoints"), world)
     if os.path.isdir(run_dir):  # another node may lack it, where checkpoints go to a store
         place_records(run_dir)
-    run_job(settled, run_dir, world, trust)
+    with telling_what_is_kept(run_dir, settled) if world.rank == 0 else nullcontext():
+        run_job(settled, run_dir, world, trust)
     leave_world()  # not after a failure: it would wait for ranks that are in a collective
     return {**read_result(run_dir), "run_dir": run_dir} if world.rank == 0 else {}
 

@@ -13,12 +13,13 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from dsjob import rank, storage
-from dsjob.errors import Interrupted, LaunchError
-from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, read_result, write_resolved
+from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, TargetError
+from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
 from dsjob.supervisor import Supervisor, list_heeded
 from dsjob.trust import Trust
 
@@ -70,6 +71,31 @@ def _adopt_slurm() -> None:
     env.setdefault("MASTER_PORT", str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
 
 
+@contextmanager
+def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[None]:
+    """Says of a run that fails in the block from where it can be resumed, or that nothing was saved.
+
+    Silent where it has not begun: the document was wrong.
+    """
+    before = list_commits(run_dir, document)
+    try:
+        yield
+    except (DocumentError, TargetError):
+        raise
+    except (Exception, KeyboardInterrupt):
+        with suppress(DsjobError):  # the storage may be what has failed
+            print(f"dsjob: {_describe_kept(run_dir, list_commits(run_dir, document), before)}", file=sys.stderr)  # noqa: T201
+        raise
+
+
+def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) -> str:
+    if not commits:  # the folder may have been removed with the failed start
+        return f"nothing was saved{f' in {run_dir}' if os.path.isdir(run_dir) else ''}"
+    newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
+    news = "nothing newer was saved; " if commits == before else ""
+    return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"
+
+
 def start(document: Mapping[str, Any], run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:
     """Runs a resolved job to its end, in this process or in ranks of its own; what `result.json` says of it."""
     if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
@@ -89,6 +115,7 @@ def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
         raise Interrupted(number)
 
     rank.add_import_folders(trust.folders)
+    rank.show_crashes()
     handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handlers[number]) for number in list_heeded(list(handlers))}
     try:
@@ -112,7 +139,7 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
     command = [sys.executable, "-P", "-m", rank.__name__, resolved, run_dir]
     variables = _list_variables(private, options["nproc"], trust, debug)
     try:
-        Supervisor(private, logs, options["timeout"]).run(command, variables, options["nproc"])
+        Supervisor(private, logs, options["timeout"], options["grace"]).run(command, variables, options["nproc"])
     finally:
         signal.signal(signal.SIGUSR1, usual)
         shutil.rmtree(private, ignore_errors=True)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsjob import patience
 from dsjob.checkpoint.objects import capture_objects
 from dsjob.checkpoint.rng import capture_rng, restore_rng
 from dsjob.data import to_device
@@ -22,7 +23,7 @@ from dsjob.data.batches import count_elements, is_tokens
 from dsjob.errors import ContractError, NonFiniteLossError
 from dsjob.evaluation import evaluate, rehearse
 from dsjob.occasions import Occasions
-from dsjob.saves import SECONDS_TO_SETTLE, describe_end, ends_period, is_among_best, lacks_metrics, rate, save, settle
+from dsjob.saves import describe_end, ends_period, is_among_best, lacks_metrics, rate, save, settle
 from dsjob.steps import Names
 from dsjob.training import Run
 from dsjob.watchdog import position
@@ -79,7 +80,7 @@ def train(run: Run) -> None:
             raise
         except BaseException:
             position.doing = "ending"
-            run.checkpointer.give_up(SECONDS_TO_SETTLE)
+            run.checkpointer.give_up(patience.TO_SETTLE)
             raise
     position.doing = "finishing"  # with nothing more that other ranks take part in
     run.tell("on_end")

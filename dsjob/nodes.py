@@ -7,12 +7,11 @@ import socket
 import time
 import uuid
 
-from dsjob import storage
+from dsjob import patience, storage
 from dsjob.agreement import all_gather, on_rank_0
 from dsjob.errors import LaunchError
 from dsjob.mesh import World
 
-_PATIENCE = 10.0  # seconds in which a network file system shows on one node what another one has written
 _ADVICE = "set checkpoint.dir to a folder on storage that all nodes mount, or to a URL such as s3://bucket/run"
 
 
@@ -62,7 +61,7 @@ def _locate(folder: str, inside: str) -> str:
 
 def _find_unseen(folder: str, written: str) -> str | None:
     """This node's name where it does not see the file."""
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + patience.TO_BE_SEEN
     while not os.path.exists(_locate(folder, written)):
         if time.monotonic() > end:
             return f"{socket.gethostname()} (rank {os.environ.get('RANK', '?')})"

@@ -14,13 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import _exit  # the real one, which `exits` replaces
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dsjob import patience
+from dsjob.errors import Interrupted
+from dsjob.frames import find_place
 from dsjob.mesh import World
 from dsjob.spec import Checkpoint
+from dsjob.watchdog import position, wait_until_stuck
 
 _SECONDS = 0.5  # between two agreements of several ranks
 _MOST_STEPS = 1000
@@ -47,9 +52,13 @@ class Occasions:
         world: World,
         request: str | None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        grace: float = math.inf,
     ) -> None:
         self._spec, self._world, self._request, self._clock = spec, world.everyone, request, clock
+        self._grace = grace
         self._asked, self._stopped = False, 0
+        self._stuck, self._over = "", threading.Event()
         self._saved_at = self._agreed_at = self._clock()
         self._agreed_step = self._next = 0
         self._granted = False  # the save under way was asked for
@@ -69,15 +78,21 @@ class Occasions:
         numbers = [signal.SIGTERM, signal.SIGUSR1]
         numbers += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
         before = {number: signal.signal(number, self._take) for number in numbers}
+        self._over.clear()
         try:
             yield
         finally:
+            self._over.set()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _take(self, number: int, _: Any) -> None:
         if number == signal.SIGINT and self._stopped:
             raise KeyboardInterrupt
+        if self._stuck:
+            raise Interrupted(number, f"stopped by SIGTERM, and nothing moved for {self._grace:g} s: {self._stuck}")
+        if number == signal.SIGTERM and not self._stopped and self._world.world_size == 1 and self._grace < math.inf:
+            threading.Thread(target=self._end_stuck, name="dsjob-grace", daemon=True).start()
         self._asked, self._try_at = True, -math.inf
         self._stopped = self._stopped or (number if number != signal.SIGUSR1 else 0)
         if number != signal.SIGINT:
@@ -86,6 +101,19 @@ class Occasions:
             os.write(2, _INTERRUPTED)
         if self._world.world_size > 1:  # a rank may sit in a collective that no handler can interrupt
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def _end_stuck(self) -> None:
+        """Ends a run that is alone, and does not get to the end of its step; several ranks have a launcher for that."""
+        stack = wait_until_stuck(self._grace, self._over)
+        if not stack:
+            return
+        self._stuck = f"step {position.step + 1} ({position.doing}) is at {find_place(stack)}"
+        os.kill(os.getpid(), signal.SIGTERM)  # an exception in the main thread, which saves nothing but cleans up
+        if self._over.wait(patience.TO_ANSWER):
+            return
+        os.write(2, f"dsjob: stopped by SIGTERM, and nothing moved for {self._grace:g} s: {self._stuck}\n".encode())
+        os.write(2, b"dsjob: nothing newer was saved\n")
+        _exit(128 + signal.SIGTERM)
 
     def note_save(self, *, behind: bool = False) -> None:
         """A checkpoint is made: what asked for it has got it, and the minutes are counted anew.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -53,6 +54,12 @@ def run_rank(resolved: str, run_dir: str) -> int:
         return record_failure(folder, number, error).exit_code
     record_success(folder, number)
     return 0
+
+
+def show_crashes() -> None:
+    """Has a crash (abort, a segmentation fault) show the Python stack on standard error."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)
 
 
 def add_import_folders(folders: Sequence[str]) -> None:

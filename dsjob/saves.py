@@ -12,8 +12,6 @@ from dsjob.errors import CheckpointError, DsjobError, FencedError, Interrupted, 
 from dsjob.occasions import crosses
 from dsjob.training import Run
 
-SECONDS_TO_SETTLE = 60.0  # what a save in the background gets where a run ends with an error
-
 
 def ends_period(run: Run, seen: int) -> bool:
     """Whether this step, which began after `seen` samples, completes one more of checkpoint.every_epochs."""
@@ -120,5 +118,4 @@ def describe_end(run: Run, number: int, *, saved: bool) -> DsjobError:
         kept = f"the last checkpoint is {run.last_saved}" if run.last_saved else "there is no checkpoint"
         return Interrupted(number, f"stopped by {name} at {at}, which could not be saved; {kept}")
     message = f"stopped by {name} after {at}, which is saved: {run.last_saved}"
-    hint = "run the same command again to resume"
-    return Interrupted(number, message, hint=hint) if number == signal.SIGINT else Preempted(message, hint=hint)
+    return Interrupted(number, message) if number == signal.SIGINT else Preempted(message)

@@ -220,6 +220,7 @@ class Launch:
     device: Literal["auto", "cpu", "cuda"]
     backend: Literal["auto", "gloo", "nccl"]
     timeout: float
+    grace: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else sign
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SECTION = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _DEEPEST = 12  # frames of a stack that are shown
+_WHO_STOPS = "the run has ended it; SIGSTOP comes from a debugger, a scheduler that suspends jobs, or kill -STOP"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def describe_stall(
     where = f"in step {beat.step + 1} ({beat.doing})" if beat else ""
     if first in stopped:
         seen = f"; it was last seen {where}" if where else ""
-        return f"rank {first} was stopped by a signal: its process is in state T{seen}{more}", "SIGCONT continues it"
+        return f"rank {first} was stopped by a signal: its process is in state T{seen}{more}", _WHO_STOPS
     at = f", at {find_place(frames)}" if frames else ", and does not answer"
     told = f"rank {first} has stalled {where}".rstrip()
     return f"{told}{more}{at}; the others waited for it", show_stack(first, frames)

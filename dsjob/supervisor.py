@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from dsjob import patience
 from dsjob.errors import DsjobError, Interrupted, LostRankError, Preempted
 from dsjob.failures import SAVED_CODES, End, Scene, blame, find_saved_end, has_succeeded, read_failures
 from dsjob.stalls import FAILED_NAME, RECORD_PREFIX, STACK_SIGNAL, Beat, name_beat, name_stack, parse_stack
 
 _PERIOD = 0.05  # seconds between two looks at the processes
 _LOOKS = 1.0  # and at where they are
-_PATIENCE = 5.0  # seconds in which a rank that answers no more may still end by itself once another one has failed
-_LONGEST_END = 90.0  # the same, for one that does: it may bring a save in the background to its end
 _OUTPUT = 16 << 10  # bytes of a rank's last output that are looked at
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -53,13 +52,17 @@ class _Process:
 
 @dataclass
 class Supervisor:
-    """Ranks that meet in the folder `private`; their output goes to `logs`. `timeout`: seconds of a collective."""
+    """Ranks that meet in the folder `private`; their output goes to `logs`. `timeout`: seconds of a collective;
+    `grace`: seconds after SIGTERM in which ranks have to get on."""
 
     private: str
     logs: str
     timeout: float
+    grace: float
     _all: list[_Process] = field(default_factory=list)
     _asked: int = 0  # the signal that has asked this process to end
+    _asked_at: float = 0.0
+    _stuck: bool = False  # it came, and no rank has got anywhere since
     _at_once: bool = False
     _looked: float = 0.0
     _moved: float = 0.0  # when a rank has got anywhere
@@ -87,6 +90,7 @@ class Supervisor:
     def _take(self, number: int, _: Any) -> None:
         # A second SIGTERM is most likely the first, sent to the process and to its group: it ends no save.
         self._at_once = bool(self._asked) and number != signal.SIGTERM
+        self._asked_at = self._asked_at if self._asked else time.monotonic()
         self._asked = self._asked or number
         for process in self._running():
             # The process alone: workers that load data have to live on while it saves.
@@ -110,7 +114,8 @@ class Supervisor:
             self._poll()
             if self._at_once:
                 raise Interrupted(self._asked)
-            if any(process.end and _has_failed(process.end) for process in self._all) or self._is_late():
+            failed = any(process.end and _has_failed(process.end) for process in self._all)
+            if failed or self._is_late() or self._is_stuck():
                 error = self._end()
                 raise self._describe_stop(error) if self._asked else error
             self._look(running)
@@ -121,7 +126,14 @@ class Supervisor:
     def _is_late(self) -> bool:
         """Whether ranks have saved for a signal and ended, and another one does not."""
         saved = [each.end.time for each in self._all if each.end and each.end.code in SAVED_CODES]
-        return bool(saved) and time.time_ns() - min(saved) > _LONGEST_END * 1e9
+        return bool(saved) and time.time_ns() - min(saved) > patience.TO_END * 1e9
+
+    def _is_stuck(self) -> bool:
+        """Whether ranks that SIGTERM has asked to end after their step do not get to its end, nor anywhere else."""
+        since = max(self._asked_at, self._moved)
+        if self._asked == signal.SIGTERM and time.monotonic() - since > self.grace:
+            self._stuck = all(beat.doing != "saving" for beat in self._read_beats().values())
+        return self._stuck
 
     def _poll(self) -> None:
         """Notes which processes have ended."""
@@ -158,18 +170,22 @@ class Supervisor:
                 if process.rank in stopped or _is_overdue(beats_now.get(process.rank), began):
                     _kill(process)
                     with contextlib.suppress(subprocess.TimeoutExpired):  # in state D it ends once its device answers
-                        process.popen.wait(_PATIENCE)
+                        process.popen.wait(patience.TO_ANSWER)
                     process.end = End(process.rank, LostRankError.exit_code, time.time_ns(), finished=False)
             self._poll()
             time.sleep(_PERIOD)
         self._keep_stacks()
         ends = [process.end for process in self._all if process.end and process.end.code != LostRankError.exit_code]
         stacks = {process.rank: parse_stack(self._read_stacks(process)) for process in left}
-        return blame(Scene(read_failures(self.private), ends, beats, stacks, stopped, len(self._all), self.logs))
+        failures, size = read_failures(self.private), len(self._all)
+        return blame(Scene(failures, ends, beats, stacks, stopped, size, self.logs, self._stuck))
 
     def _describe_stop(self, error: DsjobError) -> DsjobError:
         """The end that a signal has asked for; `error`: what ranks have said of it."""
         failures = read_failures(self.private)
+        if self._stuck and not isinstance(error, Preempted):
+            message = f"stopped by SIGTERM, and nothing moved for {self.grace:g} s: {error.message}"
+            return Interrupted(self._asked, message, hint=error.hint)
         if isinstance(error, Preempted) or any(not each.follows and each.exit_code < 128 for each in failures):
             return error
         stops = [each for each in failures if each.exit_code > 128]
@@ -225,8 +241,8 @@ def list_heeded(numbers: Sequence[int]) -> list[int]:
 
 def _is_overdue(beat: Beat | None, began: float) -> bool:
     """Whether a rank is not to be waited for any longer; one whose watchdog lives ends by itself."""
-    answers = beat is not None and time.time() - beat.time < _PATIENCE
-    return time.monotonic() - began > (_LONGEST_END if answers else _PATIENCE)
+    answers = beat is not None and time.time() - beat.time < patience.TO_ANSWER
+    return time.monotonic() - began > (patience.TO_END if answers else patience.TO_ANSWER)
 
 
 def _send(process: _Process, number: int) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _world
 
+from dsjob import patience
 from dsjob.errors import LostRankError
 from dsjob.stalls import (
     FAILED_NAME,
@@ -37,10 +38,6 @@ from dsjob.stalls import (
 OBSERVERS = 4  # the first ranks, which look who is late: to read the beats of all costs each of them a message a rank
 _PERIOD = 0.5  # seconds between two looks
 _RATE = 128  # ranks that may look at the store in a second
-_PATIENCE = 3.0  # seconds in which a rank may find out by itself that another one has failed
-_LONGEST_SAVE = 10.0  # the same, while it saves
-_SECONDS_TO_END = 15.0  # in which a rank that ends with an error of its own may still tell it
-_SECONDS_TO_SETTLE = 60.0
 
 
 class Position:
@@ -55,6 +52,10 @@ class Position:
         self.doing = "starting"
         # Brings a save in the background to its end, in at most so many seconds.
         self.settle: Callable[[float], object] = lambda seconds: None
+
+    def count(self) -> tuple[int, int]:
+        """What grows while the run gets anywhere."""
+        return self.step, self.micro_steps
 
 
 position = Position()
@@ -112,7 +113,6 @@ class StoreBoard:
         self._store.set_timeout(timedelta(seconds=10))
         self.period = max(_PERIOD, world_size / _RATE)
         self.keeper: int | None = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-        self._main = threading.main_thread().ident
 
     def post(self, beat: Beat) -> None:
         self._store.set(f"watch/beat/{self._rank}", beat.to_text())
@@ -131,9 +131,7 @@ class StoreBoard:
 
     def answer(self) -> None:
         if self._store.check([f"watch/asked/{self._rank}"]) and not self._store.check([f"watch/stack/{self._rank}"]):
-            frames = traceback.extract_stack(sys._current_frames()[self._main or 0])
-            told = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
-            self._store.set(f"watch/stack/{self._rank}", "\n".join(told))
+            self._store.set(f"watch/stack/{self._rank}", "\n".join(list_main_frames()))
 
     def read_beats(self) -> dict[int, Beat]:
         """What each rank has told last."""
@@ -159,6 +157,26 @@ class StoreBoard:
         return str(self._store.get(f"watch/stack/{rank}").decode()).splitlines()
 
 
+def list_main_frames() -> list[str]:
+    """Where the main thread is, innermost first."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
+
+
+def wait_until_stuck(seconds: float, over: threading.Event) -> list[str]:
+    """Waits until this process, which is alone, has got nowhere for so many seconds; where its main thread is then.
+
+    Empty where the run is `over` before.
+    """
+    seen, moved = position.count(), time.monotonic()
+    while time.monotonic() - moved < seconds:
+        if over.wait(min(_PERIOD, seconds)):
+            return []
+        if position.count() != seen or position.doing in ("saving", "ending"):
+            seen, moved = position.count(), time.monotonic()
+    return list_main_frames()
+
+
 def explain_stall(board: StoreBoard) -> str:
     """Which rank the others wait for, and its stack, as far as the store tells; empty where all are equally far."""
     beats = board.read_beats()
@@ -167,7 +185,7 @@ def explain_stall(board: StoreBoard) -> str:
     stalled = find_stalled(beats, behind, (), {})
     if not stalled:
         return ""
-    stacks = {stalled[0]: board.ask_for_stack(stalled[0], 2 * _PATIENCE + 2 * board.period)}
+    stacks = {stalled[0]: board.ask_for_stack(stalled[0], 2 * patience.TO_NOTICE + 2 * board.period)}
     message, stack = describe_stall(stalled, beats, (), stacks)
     return f"{message}\n{stack}" if stack else message
 
@@ -229,14 +247,14 @@ class Watchdog:
         `lost`: the store is gone, as it also is once the rank that keeps it is done; so is this one then.
         """
         began = time.monotonic()
-        while position.doing == "saving" and time.monotonic() - began < _LONGEST_SAVE:
+        while position.doing == "saving" and time.monotonic() - began < patience.TO_SAVE:
             self._stopped.wait(_PERIOD)
-        self._stopped.wait(max(0.0, _PATIENCE - (time.monotonic() - began)))
+        self._stopped.wait(max(0.0, patience.TO_NOTICE - (time.monotonic() - began)))
         if position.doing == "ending":
-            self._stopped.wait(_SECONDS_TO_END)
+            self._stopped.wait(patience.TO_TELL)
         if self._stopped.is_set() or (lost and position.doing == "finishing"):
             return
-        position.settle(_SECONDS_TO_SETTLE)
+        position.settle(patience.TO_SETTLE)
         if isinstance(self._board, StoreBoard):
             os.write(2, f"dsjob: rank {self._rank} ends, since {why}\n".encode())
         _exit(LostRankError.exit_code)

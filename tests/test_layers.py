@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "dsjob"
 LAYERS: dict[int, set[str]] = {
     0: {
         "environment",
+        "patience",
         "errors",
         "paths",
         "redaction",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsjob import nodes
+from dsjob import patience
 from dsjob.errors import LaunchError
 from dsjob.mesh import World
 from dsjob.nodes import check_shared
@@ -16,7 +16,7 @@ WORLD = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 @pytest.fixture(autouse=True)
 def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)  # which says of a rank that it is all of the run
-    monkeypatch.setattr(nodes, "_PATIENCE", 0.0)
+    monkeypatch.setattr(patience, "TO_BE_SEEN", 0.0)
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "local://{}"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dsjob import supervisor
+from dsjob import patience, supervisor
 from dsjob.errors import DsjobError, LaunchError
 from dsjob.failures import SAVED_CODES
 from dsjob.supervisor import Supervisor, list_heeded
@@ -22,14 +22,14 @@ from dsjob.supervisor import Supervisor, list_heeded
 def run(folder: Path, code: str, nproc: int = 2) -> None:
     for name in ("private", "logs"):
         (folder / name).mkdir()
-    found = Supervisor(str(folder / "private"), str(folder / "logs"), 1800.0)
+    found = Supervisor(str(folder / "private"), str(folder / "logs"), 1800.0, 60.0)
     found.run([sys.executable, "-c", f"import os, sys, time; rank = os.environ['RANK']; {code}"], {}, nproc)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_PATIENCE", 0.2)
-    monkeypatch.setattr(supervisor, "_LONGEST_END", 0.2)
+    monkeypatch.setattr(patience, "TO_ANSWER", 0.2)
+    monkeypatch.setattr(patience, "TO_END", 0.2)
 
 
 @pytest.mark.usefixtures("quick")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsjob import storage
+from dsjob import patience, storage
 from dsjob.agreement import as_told
 from dsjob.checkpoint.prepared import PreparedSave
 from dsjob.checkpoint.shards import Part, read_record, write_record, write_shard
@@ -23,9 +23,6 @@ from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, Fe
 
 # On rank 0: makes a checkpoint of all ranks' records; its bytes, and notes.
 Commit = Callable[[Sequence[dict[str, Any]]], tuple[int, tuple[str, ...]]]
-
-
-_PATIENCE = 2.0  # seconds
 
 
 class ElsewhereError(CheckpointError):
@@ -90,7 +87,7 @@ class Background:
         began = time.monotonic()
         while not self.wait(0.05) and time.monotonic() - began < seconds:
             since = self._waiting
-            if since is not None and time.monotonic() - max(since, began) > max(_PATIENCE, self._took):
+            if since is not None and time.monotonic() - max(since, began) > max(patience.TO_CATCH_UP, self._took):
                 return
 
     def _run(self) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from dsjob import launch
 from dsjob.advice import count_too_few_cores
 from dsjob.cli.trusted import list_untrusted, place_origins
 from dsjob.environment import hide_values, parse_reference
-from dsjob.errors import DocumentError, Interrupted, Problem, TargetError
+from dsjob.errors import DocumentError, Problem, TargetError
 from dsjob.failed_starts import find_existing, taking_back
 from dsjob.origins import Composed
 from dsjob.redaction import list_texts
@@ -52,29 +51,16 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
 
         return join(document, trust=trust, run_dir=run_dir)
     if run_dir is not None:
-        with _saying_if_nothing_was_saved(run_dir, document):
+        with launch.telling_what_is_kept(run_dir, document):
             return _start(composed, document, run_dir, trust, debug)
     wanted = document["output"]["dir"], document["name"]
     existing, run_dir = find_existing(*wanted), make_run_dir(*wanted)
-    with _saying_if_nothing_was_saved(run_dir, document), taking_back(run_dir, existing):
+    with launch.telling_what_is_kept(run_dir, document), taking_back(run_dir, existing):
         return _start(composed, document, run_dir, trust, debug)
 
 
-@contextmanager
-def _saying_if_nothing_was_saved(run_dir: str, document: dict[str, Any]) -> Iterator[None]:
-    """Says so where a stopped run has no checkpoint; its folder may have been removed with it."""
-    try:
-        yield
-    except (Interrupted, KeyboardInterrupt):
-        if not list_commits(run_dir, document):
-            place = f" in {run_dir}" if os.path.isdir(run_dir) else ""
-            print(f"dsjob: nothing was saved{place}", file=sys.stderr)  # noqa: T201
-        raise
-
-
 def _start(composed: Composed, document: dict[str, Any], run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
-    before = list_commits(run_dir, document)
-    if before and (other := describe_other_job(run_dir, document)):
+    if list_commits(run_dir, document) and (other := describe_other_job(run_dir, document)):
         raise DocumentError([Problem(other, ("output", "dir"), "another-job", "choose another output.dir")])
     try:
         return launch.start(document, run_dir, trust=trust, debug=debug)
@@ -82,12 +68,6 @@ def _start(composed: Composed, document: dict[str, Any], run_dir: str, trust: Tr
         if not error.path:
             raise
         raise DocumentError(place_origins([error.to_problem()], composed)) from error
-    except (Exception, KeyboardInterrupt) as error:
-        stopped, commits = isinstance(error, (Interrupted, KeyboardInterrupt)), list_commits(run_dir, document)
-        if commits and (stopped or commits != before):
-            newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
-            print(f"dsjob: the newest checkpoint is {newest}; to resume: dsjob run {run_dir}", file=sys.stderr)  # noqa: T201
-        raise
 
 
 def _say_first(composed: Composed, world_size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_jobs import at_step, list_steps, read_digests, train
 
+from dsjob import patience
 from dsjob.checkpoint import background
 from dsjob.checkpoint.prepared import PreparedSave
 from dsjob.checkpoint.shards import write_record
@@ -54,7 +55,7 @@ def begin_save_of_two_ranks(folder: Path, commit: background.Commit) -> backgrou
 def test_a_run_that_fails_does_not_wait_for_a_rank_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_PATIENCE", 0.0)
+    monkeypatch.setattr(patience, "TO_CATCH_UP", 0.0)
     running = begin_save_of_two_ranks(tmp_path, lambda records: (0, ()))
     running.give_up(600)
     assert not running.ended
@@ -67,7 +68,7 @@ def test_a_run_that_fails_waits_while_what_all_ranks_have_written_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading the records, and the commit, may take longer than a rank's own part."""
-    monkeypatch.setattr(background, "_PATIENCE", 0.0)
+    monkeypatch.setattr(patience, "TO_CATCH_UP", 0.0)
     monkeypatch.setattr(background, "read_record", lambda *_: {"rank": 1, "slow": pause()})
     folder = tmp_path / "step-00000002-a0001"
     (folder / "done").mkdir(parents=True)

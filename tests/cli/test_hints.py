@@ -48,7 +48,7 @@ def test_epochs_that_were_passed_are_not_suggested(tmp_path: Path) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_epochs": 1, "log_every": 1})
     assert dsjob("cfg.json", "trainer.max_epochs=2", cwd=tmp_path).returncode == 0
     shorter = dsjob("cfg.json", cwd=tmp_path)
-    assert "already finished: step 16 of 8" in shorter.stdout, shorter.stderr
+    assert "already finished: 16 steps are done, and this run is to have 8. " in shorter.stdout, shorter.stderr
     assert "Train longer with trainer.max_epochs=4" in shorter.stdout
     assert "train on   dsjob run run trainer.max_epochs=4" in shorter.stdout
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from jobs import DSJOB, clean_env, dsjob, make_job
-from killed import Killable
+from killed import Killable, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +117,7 @@ def test_a_rank_that_the_others_wait_for_is_named_with_its_stack(
     code, errors = run(tmp_path, rank, end, "launch.nproc=3", "launch.timeout=10")
     assert code == 1, errors
     assert f"dsjob: error: {said.format(file=tmp_path / 'failing_net.py')}" in errors
+    assert "SIGCONT" not in errors
     if end == "sleep":
         assert f"stack of rank {rank}, innermost first:" in errors
         assert "in forward" in errors
@@ -169,3 +172,65 @@ def test_ranks_of_torchrun_tell_their_own_cause(tmp_path: Path, end: str, own: s
     assert f"dsjob: error: {own.format(file=tmp_path / 'failing_net.py')}" in done.stderr
     assert other in done.stderr
     assert done.stderr.count("dsjob: error: rank 1: ") == (end == "SystemExit")
+
+
+SLEEPING = """
+import pathlib, time
+from my_model import Net as Plain
+
+class Net(Plain):
+    calls = 0
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x, y):
+        import os
+        Net.calls += self.training
+        if Net.calls == 4 and os.environ.get("RANK", "0") == str(self.rank):
+            pathlib.Path("asleep").touch()
+            while True:
+                time.sleep(0.1)
+        return super().forward(x, y)
+"""
+
+
+@pytest.mark.parametrize(("nproc", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
+    tmp_path: Path, nproc: int, rank: int, saves: bool
+) -> None:
+    make_job(tmp_path, model={"_target_": "sleeping.Net", "rank": rank}, data={"train": {"_target_": "my_model.Data"}})
+    (tmp_path / "sleeping.py").write_text(SLEEPING)
+    options = [f"launch.nproc={nproc}", "launch.grace=2", *(["checkpoint.every=2"] if saves else [])]
+    with Killable("cfg.json", *options, cwd=tmp_path) as job:
+        wait_until((tmp_path / "asleep").exists, 60, "it never gets to sleep")
+        os.kill(job.pid, signal.SIGTERM)
+        code, errors = job.wait(), job.errors
+    assert code == 143, errors
+    place = f"at {tmp_path}/sleeping.py:"
+    who = f"rank {rank} has stalled in step 4 (training)," if nproc > 1 else "step 4 (training) is"
+    assert f"dsjob: error: stopped by SIGTERM, and nothing moved for 2 s: {who} {place}" in errors
+    kept = "the newest checkpoint is step-00000002; to resume: dsjob run run" if saves else "nothing was saved in run"
+    assert errors.count(f"dsjob: {kept}\n") == 1, errors
+    assert "Traceback" not in errors
+
+
+ABORTING = """
+import os
+from my_model import Net as Plain
+
+class Net(Plain):
+    def forward(self, x, y):
+        os.abort()
+"""
+
+
+def test_a_run_of_one_process_that_aborts_shows_where(tmp_path: Path) -> None:
+    make_job(tmp_path, model={"_target_": "aborting.Net"})
+    (tmp_path / "aborting.py").write_text(ABORTING)
+    done = dsjob("cfg.json", cwd=tmp_path, fresh=True)
+    assert done.returncode == -6
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert f'File "{tmp_path}/aborting.py", line 7 in forward' in done.stderr

@@ -122,6 +122,7 @@ def test_a_signal_saves_and_stops_everything(tmp_path: Path, arguments: list[str
     assert (told := re.search(rf"dsjob: stopped by {name} after step (\d+), which is saved: ", errors)), errors
     assert list_commits(started.run) == [f"step-{int(told[1]):08d}"]
     assert f"the newest checkpoint is step-{int(told[1]):08d}; to resume: dsjob run run" in errors
+    assert errors.count("resume") == 1
     assert errors.count("press it again to stop at once") == (number == signal.SIGINT)
     assert "Traceback" not in errors + output
     assert "error" not in errors
@@ -232,7 +233,8 @@ def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "rank 1: ValueError: rank 1 has had enough" in done.stderr
     assert "my_model.py:" in done.stderr
-    assert len(done.stderr.splitlines()) == 2
+    assert "dsjob: nothing was saved\n" in done.stderr
+    assert len(done.stderr.splitlines()) == 3
 
 
 def test_a_rank_whose_launcher_was_gone_before_it_could_ask_to_be_told_ends(tmp_path: Path) -> None:
