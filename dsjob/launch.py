@@ -110,12 +110,14 @@ def start(document: Mapping[str, Any], run_dir: str, *, trust: Trust, debug: boo
 def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     from dsjob.job import run_job
     from dsjob.mesh import join_world, leave_world
+    from dsjob.watchdog import position
 
     def stop(number: int, _: Any) -> None:
         raise Interrupted(number)
 
     rank.add_import_folders(trust.folders)
     rank.show_crashes()
+    position.begin()
     handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handlers[number]) for number in list_heeded(list(handlers))}
     try:

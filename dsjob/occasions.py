@@ -109,7 +109,7 @@ class Occasions:
             return
         self._stuck = f"step {position.step + 1} ({position.doing}) is at {find_place(stack)}"
         os.kill(os.getpid(), signal.SIGTERM)  # an exception in the main thread, which saves nothing but cleans up
-        if self._over.wait(patience.TO_ANSWER):
+        if self._over.wait(patience.TO_ANSWER) or position.doing == "ending":
             return
         os.write(2, f"dsjob: stopped by SIGTERM, and nothing moved for {self._grace:g} s: {self._stuck}\n".encode())
         os.write(2, b"dsjob: nothing newer was saved\n")
