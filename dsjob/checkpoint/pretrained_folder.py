@@ -89,6 +89,7 @@ def plan_folder(wanted: Pretrained, place: plain.Folder, checkpoint: plain.Check
     names = name_merged(adapter, shapes)
     new_shapes = {new: shapes[name] for name, new in names.items()}
     answer = ask(Question(config or {}, new_shapes, list_pairs([adapter]), list_modules(adapter, shapes)))
+    _require_own_bytes(checkpoint, {source for name, source in found.items() if name not in names})
     read = _make_reader(place, checkpoint, found)
     updates = find_updates(adapter, shapes, read, answer.transposed, answer.alphas)
     by_place = {found[name]: update for name, update in updates.items()}  # tied weights change together
@@ -100,6 +101,14 @@ def _plan_adapter(adapter: Adapter, answer: Answer | None, shapes: Shapes, to: s
     names = answer.names if answer and answer.names is not None else name_lora(adapter, shapes)
     files = {"adapter_config.json": adapter.to_json()}
     return PlannedFolder(names, Rounded(DTYPES[to]), files, _ADAPTER_FILE, answer.notes if answer else [])
+
+
+def _require_own_bytes(checkpoint: plain.Checkpoint, sources: Iterable[str]) -> None:
+    """Raises CorruptCheckpointError where tensors that are held in memory have more bytes than the shards."""
+    held = sum(chunk.length for source in sources for chunk in checkpoint.tensors[source].chunks)
+    if held > sum(checkpoint.files.values()):
+        what = f"the adapter's tensors have {held:,} bytes, more than all shards: they share their bytes"
+        raise CorruptCheckpointError(what, hint=plain.ELSEWHERE)
 
 
 def _require_short(names: Iterable[str]) -> None:

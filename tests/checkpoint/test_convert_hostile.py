@@ -132,6 +132,20 @@ def test_shapes_that_no_adapter_has(
     assert "cannot merge" in refuse(make(tmp_path / "c", kept, names), capsys, "--merge")
 
 
+def test_tensors_of_an_adapter_that_share_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them are held in memory while they are merged."""
+    kept = {"config.json": {"model_type": "own"}, "adapters": {"a": LORA}}
+    root = make(tmp_path / "c", kept, LORA_NAMES)
+    (path,) = root.glob("step-*/manifest.json")
+    manifest = json.loads(path.read_text())
+    entry = manifest["tensors"][f"model.{BASE}.lora_A.a.weight"]
+    manifest["tensors"] |= {f"model.{BASE}{number}.lora_A.a.weight": entry for number in range(50)}
+    path.write_text(json.dumps(manifest))
+    commit_manifest(root, path.parent, "step-00000120", 120)
+    assert main(["convert", "--to", "hf", "--merge", str(root), str(tmp_path / "out")]) not in (0, 2)
+    assert "more than all shards: they share their bytes" in capsys.readouterr().err
+
+
 def test_a_module_that_peft_would_import_is_not_written() -> None:
     def origin(library: str) -> Any:
         config = {**LORA, "auto_mapping": {"base_model_class": "x", "parent_library": library}}
