@@ -1,0 +1,51 @@
+"""The site builds without a warning: every link, every docstring, every command's help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from documentation import DOCS
+
+needs_sphinx = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")), reason="needs pip install '.[docs]'"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-P", "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@needs_sphinx
+@pytest.mark.slow
+def test_the_site_has_a_page_for_every_markdown_file(site: Path) -> None:
+    pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")}
+    assert len(pages) > 50
+    assert [str(page) for page in pages if not (site / page).exists()] == []
+
+
+@needs_sphinx
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "texts"),
+    [
+        ("reference/cli.html", ["usage: dsjob validate", "usage: dsjob ckpt verify", "--explain RULE"]),
+        ("reference/python.html", ["dsjob.initialize", "dsjob.errors.ConfigError", "FP16Config", "on_eval"]),
+        ("reference/index.html", ["zero_optimization.html"]),
+    ],
+)
+def test_the_reference_is_made_from_the_code(site: Path, page: str, texts: list[str]) -> None:
+    html = (site / page).read_text()
+    assert [text for text in texts if text not in html] == []
