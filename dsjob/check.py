@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from dsjob import dsconfig, foreign, legacy
 from dsjob import schema as contract
-from dsjob.document import check_values
+from dsjob.bounds import check_values
 from dsjob.errors import Problem
 from dsjob.models import is_trainable, take_model
 from dsjob.paths import Path

@@ -18,6 +18,7 @@ from dsjob.activation.recompute import recompute
 from dsjob.activation.rng import MODEL_PARALLEL, TRACKER, CudaRNGStatesTracker, seed_generator
 from dsjob.activation.stores import Store
 from dsjob.activation.timing import show_times
+from dsjob.bounds import check_values
 from dsjob.check import check_config
 from dsjob.errors import ConfigError
 from dsjob.mesh import ModelRanks, World
@@ -67,7 +68,7 @@ def configure(
     """
     if deepspeed_config is None or isinstance(deepspeed_config, Mapping):
         config = dict(deepspeed_config or {})
-        if problems := documents.check_values(config, "config"):
+        if problems := check_values(config, "config"):
             raise ConfigError(problems)
     else:
         source = os.fspath(deepspeed_config)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeVar
 from dsjob import legacy
 from dsjob import schema as contract
 from dsjob.batch import BatchConfig as Triad
+from dsjob.bounds import check_values
 from dsjob.check import check_config, suggest
-from dsjob.document import check_values
 from dsjob.dsconfig import BATCH_KEYS
 from dsjob.errors import ConfigError, DocumentError, Problem
 from dsjob.shown import shorten

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dsjob import checkpointing, locations, storage
 from dsjob import document as documents
 from dsjob.blocks import prepare_blocks
+from dsjob.bounds import check_values
 from dsjob.config import Config
 from dsjob.data import Epochs
 from dsjob.data.passes import require_same_length
@@ -232,7 +233,7 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
     if config is None:
         raise UsageError("dsjob.initialize needs a config", hint='config={"train_batch_size": 8, "optimizer": {...}}')
     if isinstance(config, Mapping):
-        if problems := documents.check_values(config, "config"):
+        if problems := check_values(config, "config"):
             raise ConfigError(problems)
         plain = _make_plain(config)
         _refuse_job(plain, "config")

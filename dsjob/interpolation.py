@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dsjob.document.positions import MAX_DEPTH, MAX_EXPANSION
+from dsjob.bounds import MAX_DEPTH
+from dsjob.document.positions import MAX_EXPANSION
 from dsjob.environment import CONFIG, HARMLESS, Reference, parse_reference
 from dsjob.errors import DocumentError, Problem
 from dsjob.paths import Path

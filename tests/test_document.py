@@ -14,8 +14,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsjob.bounds import MAX_DEPTH
 from dsjob.document import Document, Mark, parse
-from dsjob.document.positions import MAX_DEPTH, MAX_EXPANSION
+from dsjob.document.positions import MAX_EXPANSION
 from dsjob.errors import DocumentError, Problem
 
 both_yaml_loaders = pytest.mark.parametrize("loader", ["C", "Python"])

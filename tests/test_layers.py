@@ -34,6 +34,7 @@ LAYERS: dict[int, set[str]] = {
         "schema",
         "check",
         "batch",
+        "bounds",
         "dsconfig",
         "resolve",
         "origins",

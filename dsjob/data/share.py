@@ -56,7 +56,8 @@ class Share:
         if self.length == 0:
             raise DataError(f"{name} ({type(loader).__name__}) is empty", hint="check its dataset and drop_last")
         self.divided = divided or world.world_size == 1 or self._is_divided()
-        if not self.divided and dist.is_initialized():
+        # A plan describes ranks that are not there, maybe in a process that has a group of its own.
+        if not self.divided and dist.is_initialized() and dist.get_world_size(world.group) == world.world_size:
             self._compare()
 
     @property

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
+from dsjob.bounds import MAX_VALUES
 from dsjob.document.json_text import JSON_START, JsonReader
-from dsjob.document.positions import MAX_DEPTH
 from dsjob.document.positions import Document as Document
 from dsjob.document.positions import Mark as Mark
 from dsjob.document.yaml_text import YamlReader
 from dsjob.errors import DocumentError, Problem
-from dsjob.shown import shorten
 
 _FORMATS: Final = {".json": "json", ".jsonc": "json", ".hjson": "json", ".yaml": "yaml", ".yml": "yaml"}
 
@@ -44,35 +42,6 @@ def parse_open(text: str, source: str, *, format: Literal["json", "yaml"] | None
 
 
 MAX_KEYS: Final = 10_000  # of all objects of a document: each is compared with those that there are
-MAX_VALUES: Final = 100_000  # keys and items of lists
-
-
-def check_values(value: Any, source: str) -> list[Problem]:
-    """What is wrong with a value that is read like a document and was given as an object: keys that are no text,
-    numbers beyond JSON's, arrays, more values or a deeper tree than a document may have. What stands in several places
-    is counted in each."""
-    places: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
-    seen = 0
-    while places:
-        found, path = places.pop()
-        items: Any = ()
-        if isinstance(found, Mapping):
-            if wrong := [key for key in found if not isinstance(key, str)]:
-                return [Problem(f"keys must be strings, not {shorten(wrong[0])}", path, "type", "", source)]
-            items = found.items()
-        elif isinstance(found, (list, tuple)):
-            items = enumerate(found)
-        elif isinstance(found, int) and found.bit_length() > 1024:
-            return [Problem("is beyond every 64-bit float", path, "number", "", source)]
-        elif getattr(found, "ndim", 0):
-            return [Problem(f"must be a value of JSON, not {shorten(found)}", path, "type", "", source)]
-        if items and len(path) >= MAX_DEPTH:
-            return [Problem(f"nested deeper than {MAX_DEPTH} levels", path[:3], "too-deep", "", source)]
-        seen += len(found) if items else 0
-        if seen > MAX_VALUES:
-            return [Problem(f"more than {MAX_VALUES:,} keys and items of lists", path[:3], "too-large", "", source)]
-        places += [(part, (*path, key)) for key, part in items]
-    return []
 
 
 def require_few(document: Document) -> Document:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dsjob.bounds import MAX_DEPTH
 from dsjob.errors import MAX_PROBLEMS, DocumentError, Problem
 from dsjob.shown import shorten
 
 KeyPath = tuple[str | int, ...]
 
-MAX_DEPTH: Final = 100  # levels of nesting; the root object is the first
 MAX_NUMBER: Final = 250  # characters of a number: then every integer also fits a float
 MAX_EXPANSION: Final = 200_000  # values and characters that YAML aliases may add to a document
 

@@ -201,7 +201,7 @@ def test_the_config_file_names_variables_that_any_document_may_read(installed: P
     assert "name: seen\n" in shown.stdout, shown.stderr
     refused = dsjob("show", "cfg.json", "name=${oc.env:DSJOB_SEEN}", cwd=installed, DSJOB_SEEN="seen")
     assert refused.returncode == 2
-    assert "list DSJOB_SEEN under `environment:` in ~/.config/dsjob/config.yaml" in refused.stderr
+    assert "allow it with `environment: [DSJOB_SEEN]` in ~/.config/dsjob/config.yaml" in refused.stderr
 
 
 @pytest.mark.parametrize("text", ["trust: os", "trust: [1]", "trsut: [a]", "trust: {a: b}", "environment: X"])

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, cast
 import torch.distributed as dist
 
 from dsjob import schema as contract
+from dsjob.bounds import check_values
 from dsjob.check import check_shape
-from dsjob.document import check_values
 from dsjob.entry import read_config
 from dsjob.errors import ConfigError
 from dsjob.mpu import read_data_ranks
