@@ -49,7 +49,7 @@ finally:
     print("peak", next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), flush=True)
 """
 IMPORTS = {
-    "dsjob convert": "import dsjob.cli, dsjob.cli.convert, dsjob.checkpoint.convert, dsjob.checkpoint.elsewhere",
+    "dsjob convert": "import dsjob.cli.convert, dsjob.checkpoint.offline.convert, dsjob.checkpoint.other.elsewhere",
     "zero_to_fp32.py": "import argparse, concurrent.futures, hashlib, json, zipfile",
     "DeepSpeed": "import torch, numpy, deepspeed.utils, deepspeed.checkpoint.constants",
 }

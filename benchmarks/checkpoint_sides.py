@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 import dsjob
-from dsjob.checkpoint.checkpointer import Checkpointer
-from dsjob.deepspeed_engine import _import_deepspeed
-from dsjob.mesh import World, join_world, leave_world
+from dsjob.checkpoint.live.checkpointer import Checkpointer
+from dsjob.engine.driven import _import_deepspeed
+from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.recipes.gpt import GPT
 
 STATE = 12  # bytes a parameter: fp32 weights and AdamW's two moments

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--folder", default=".", help="where to write, on the disk that is meant")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    from dsjob.checkpoint.convert import convert
+    from dsjob.checkpoint.offline.convert import convert
 
     results = {}
     folder = Path(tempfile.mkdtemp(dir=args.folder))

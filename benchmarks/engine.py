@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine_sides import SHAPES, SIDES, Cell, Side, use_quiet_libraries
-from dsjob.mesh import World, join_world, leave_world
+from dsjob.ranks.mesh import World, join_world, leave_world
 
 ROUND_SECONDS = 0.6  # about what a round of one side takes
 KEY = ("size", "world", "stage", "precision", "accumulation", "against", "device")

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dsjob import deepspeed_engine
-from dsjob.entry import build_engine
-from dsjob.mesh import World
+from dsjob.contract.spec import JobSpec, view
+from dsjob.document.resolve import complete_config, resolve_job
+from dsjob.engine import driven
+from dsjob.engine.build import build_engine
+from dsjob.ranks.mesh import World
 from dsjob.recipes.gpt import GPT
-from dsjob.resolve import complete_config, resolve_job
-from dsjob.spec import JobSpec, view
-from dsjob.trust import Trust
+from dsjob.trust.grant import Trust
 
 Batch = dict[str, Tensor]
 RATE, CLIP, VOCAB = 1e-4, 1.0, 8192
@@ -153,7 +153,7 @@ class Ours(Side):
         if self.engine_name == "dsjob":
             self.engine = build_engine(make_model(cell), spec, world, config=config)
         else:
-            self.engine = deepspeed_engine.build_engine(
+            self.engine = driven.build_engine(
                 make_model(cell), spec, world, trust=Trust(), config=config, document=document
             )
 

@@ -31,14 +31,14 @@ from torch import nn
 
 from benchmarks.engine import measure
 from benchmarks.engine_sides import SHAPES, Cell, Ours, make_batches, make_model, synchronize, use_quiet_libraries
-from dsjob.mesh import World, join_world
+from dsjob.contract.spec import JobSpec, view
+from dsjob.document.resolve import resolve_job
 from dsjob.optim import build_optimizer
 from dsjob.parallel import masters
 from dsjob.plan.memory import predict_memory
 from dsjob.plan.model import Layout
-from dsjob.probe import measure_activations, probe_optimizer, size_model
-from dsjob.resolve import resolve_job
-from dsjob.spec import JobSpec, view
+from dsjob.ranks.mesh import World, join_world
+from dsjob.run.probe import measure_activations, probe_optimizer, size_model
 
 Row = dict[str, Any]
 OFFLOADS: dict[str, Mapping[str, Any]] = {

@@ -23,19 +23,20 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from dsjob import compose, loop
-from dsjob.callbacks import Callback
-from dsjob.checkpoint.checkpointer import Checkpointer
+from dsjob.checkpoint.live.checkpointer import Checkpointer
+from dsjob.contract.models import SOLE
+from dsjob.contract.spec import JobSpec, view
 from dsjob.data import TrainingLoader
-from dsjob.engines import Engines
-from dsjob.entry import build_engine
-from dsjob.mesh import World, join_world, leave_world
-from dsjob.models import SOLE
-from dsjob.resolve import resolve_job
-from dsjob.spec import JobSpec, view
-from dsjob.steps import make_micro_step
-from dsjob.targets import call_target
-from dsjob.training import Run
+from dsjob.document import compose
+from dsjob.document.resolve import resolve_job
+from dsjob.engine.build import build_engine
+from dsjob.engine.several import Engines
+from dsjob.ranks.mesh import World, join_world, leave_world
+from dsjob.run import loop
+from dsjob.run.callbacks import Callback
+from dsjob.run.run import Run
+from dsjob.run.steps import make_micro_step
+from dsjob.trust.targets import call_target
 
 WARM_UP = 5
 

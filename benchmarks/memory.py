@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import dsjob
-from dsjob.engine import Engine
-from dsjob.mesh import join_world, leave_world
+from dsjob.engine.engine import Engine
 from dsjob.optim.shards import local
+from dsjob.ranks.mesh import join_world, leave_world
 
 VOCAB, WIDTH, LAYERS = 8192, 256, 8
 WAYS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dsjob import schema as contract
+from dsjob.contract import schema as contract
 
 KEYS = 100
 BARE = "import jsonschema, yaml"

@@ -13,7 +13,7 @@ from typing import Any
 from dsjob.cli import main
 
 HERE = Path(__file__).parent
-FROM_SCHEMAS = "<!-- Made from schemas/"  # how the pages begin that `python -m dsjob.reference` writes
+FROM_SCHEMAS = "<!-- Made from schemas/"  # how the pages begin that `python -m dsjob.contract.reference` writes
 
 project = "dsjob"
 author = "the dsjob authors"

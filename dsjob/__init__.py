@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsjob import checkpointing as checkpointing
-    from dsjob.batch import BatchConfig as BatchConfig
-    from dsjob.engine import Engine as Engine
-    from dsjob.entry import add_config_arguments as add_config_arguments
-    from dsjob.entry import initialize as initialize
-    from dsjob.mpu import ModelParallelUnit as ModelParallelUnit
-    from dsjob.rendezvous import init_distributed as init_distributed
+    from dsjob.contract.batch import BatchConfig as BatchConfig
+    from dsjob.engine.build import add_config_arguments as add_config_arguments
+    from dsjob.engine.build import initialize as initialize
+    from dsjob.engine.engine import Engine as Engine
+    from dsjob.ranks.mpu import ModelParallelUnit as ModelParallelUnit
+    from dsjob.ranks.rendezvous import init_distributed as init_distributed
 
     __version__: str
 
 _MODULES = ("checkpointing",)
 _HOMES = {
-    "BatchConfig": "dsjob.batch",
-    "Engine": "dsjob.engine",
-    "ModelParallelUnit": "dsjob.mpu",
-    "add_config_arguments": "dsjob.entry",
-    "init_distributed": "dsjob.rendezvous",
-    "initialize": "dsjob.entry",
+    "BatchConfig": "dsjob.contract.batch",
+    "Engine": "dsjob.engine.engine",
+    "ModelParallelUnit": "dsjob.ranks.mpu",
+    "add_config_arguments": "dsjob.engine.build",
+    "init_distributed": "dsjob.ranks.rendezvous",
+    "initialize": "dsjob.engine.build",
 }
 __all__ = [
     "BatchConfig",

@@ -12,18 +12,18 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dsjob import document as documents
-from dsjob import schema as contract
 from dsjob import storage
-from dsjob.activation.recompute import recompute
-from dsjob.activation.rng import MODEL_PARALLEL, TRACKER, CudaRNGStatesTracker, seed_generator
-from dsjob.activation.stores import Store
-from dsjob.activation.timing import show_times
-from dsjob.bounds import check_values
-from dsjob.check import check_config
+from dsjob.compute.activation.recompute import recompute
+from dsjob.compute.activation.rng import MODEL_PARALLEL, TRACKER, CudaRNGStatesTracker, seed_generator
+from dsjob.compute.activation.stores import Store
+from dsjob.compute.activation.timing import show_times
+from dsjob.contract import schema as contract
+from dsjob.contract.bounds import check_values
+from dsjob.contract.check import check_config
+from dsjob.contract.spec import ActivationCheckpointing, view
 from dsjob.errors import ConfigError
-from dsjob.mesh import ModelRanks, World
-from dsjob.mpu import find_model_ranks
-from dsjob.spec import ActivationCheckpointing, view
+from dsjob.ranks.mesh import ModelRanks, World
+from dsjob.ranks.mpu import find_model_ranks
 
 _SECTION = "activation_checkpointing"
 

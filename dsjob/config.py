@@ -10,14 +10,14 @@ import inspect
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, TypeVar
 
-from dsjob import legacy
-from dsjob import schema as contract
-from dsjob.batch import BatchConfig as Triad
-from dsjob.bounds import check_values
-from dsjob.check import check_config, suggest
-from dsjob.dsconfig import BATCH_KEYS
+from dsjob.contract import legacy
+from dsjob.contract import schema as contract
+from dsjob.contract.batch import BatchConfig as Triad
+from dsjob.contract.bounds import check_values
+from dsjob.contract.check import check_config, suggest
+from dsjob.contract.deepspeed_keys import BATCH_KEYS
+from dsjob.contract.shown import shorten
 from dsjob.errors import ConfigError, DocumentError, Problem
-from dsjob.shown import shorten
 
 C = TypeVar("C", bound="Config")
 

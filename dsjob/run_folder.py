@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsjob import storage
-from dsjob.environment import mask_texts
+from dsjob.contract.environment import mask_texts
+from dsjob.contract.paths import Path, get_at
 from dsjob.errors import DsjobError, StorageError
-from dsjob.paths import Path, get_at
 
 RESOLVED_NAME = "resolved.json"
 RESULT_NAME = "result.json"

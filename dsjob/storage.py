@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
 
+from dsjob.contract.locations import explain_url, shorten
+from dsjob.contract.secrets import describe_secret, redact
 from dsjob.errors import DsjobError, StorageError
-from dsjob.locations import explain_url, shorten
-from dsjob.redaction import describe_secret, redact
 
 _FILE_MODE, _FOLDER_MODE = 0o640, 0o750
 _BEHIND = 32 << 20  # bytes that wait for the disk before it is told to begin

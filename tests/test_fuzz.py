@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from jobs import clean_env, dsjob
 from plain_checkpoint import commit_manifest, floats, save
 
-from dsjob import schema as contract
 from dsjob.cli import main
-from dsjob.schema import Schema
+from dsjob.contract import schema as contract
+from dsjob.contract.schema import Schema
 
 ENTRY = {"file", "line", "column", "severity", "rule", "path", "message", "hint"}
 SHAPE = {"unknown-key", "type", "enum", "range", "length", "pattern", "required", "type-and-target", "syntax", "number"}

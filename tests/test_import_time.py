@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from job_documents import make_job, write_json
-from test_layers import LAYERS, MODULES, home
+from test_layers import MODULES, WITHOUT_TORCH, lives_in
 
 SCRIPT = str(Path(sys.executable).with_name("dsjob"))
 SLOW = {"torch", "numpy", "transformers", "sklearn", "pandas"}
@@ -110,13 +110,13 @@ def test_the_help_of_convert_imports_no_torch(folder: Path) -> None:
 
 def test_reading_what_others_saved_imports_no_distributed_checkpoint() -> None:
     """A second, and 100 MB, of a conversion that needs nothing of it."""
-    probe = "import sys, dsjob.checkpoint.elsewhere; print('torch.distributed.checkpoint' in sys.modules)"
+    probe = "import sys, dsjob.checkpoint.other.elsewhere; print('torch.distributed.checkpoint' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
-def test_the_layers_below_torch_import_without_it() -> None:
-    below = sorted(f"dsjob.{name}" for name in MODULES if home(name) in LAYERS[0] | LAYERS[1] | {"launch"})
+def test_the_rooms_without_torch_import_without_it() -> None:
+    below = sorted(f"dsjob.{name}" for name in MODULES if lives_in(name, WITHOUT_TORCH - {"__main__"}))
     probe = f"import importlib, sys\nfor name in {below}: importlib.import_module(name)\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -16,8 +16,8 @@ from s3 import CREDENTIALS, forget_connections
 from s3_faults import KINDS, FaultyStore, faulty_store
 
 from dsjob import storage
-from dsjob.checkpoint.attempts import Attempt, creates_once
-from dsjob.checkpoint.garbage import clear
+from dsjob.checkpoint.root.attempts import Attempt, creates_once
+from dsjob.checkpoint.root.garbage import clear
 from dsjob.errors import StorageError
 
 WRITES = ("PUT", "POST")

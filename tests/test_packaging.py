@@ -130,5 +130,5 @@ def test_the_installed_command_shows_the_recipes(installed: Path, tmp_path: Path
 
 
 def test_the_models_of_the_recipes_can_be_imported_from_elsewhere(installed: Path, tmp_path: Path) -> None:
-    probe = "from dsjob.targets import find_target as f; print(f('dsjob.recipes.gpt.build').__code__.co_filename)"
+    probe = "from dsjob.trust.targets import find_target as f; print(f('dsjob.recipes.gpt.build').__code__.co_filename)"
     assert Path(run(installed, tmp_path, "python", "-c", probe).strip()).is_relative_to(installed)

@@ -127,7 +127,7 @@ def fit_torch() -> None:
 
     from dsjob.deepspeed import get_accelerator
     from dsjob.deepspeed.ops.op_builder import OpBuilder
-    from dsjob.engine import Engine
+    from dsjob.engine.engine import Engine
 
     before = DistributedDataParallel.__init__
 
@@ -173,7 +173,7 @@ class Scaler:
 
 def read_scaler(optimizer: Any) -> Scaler:
     """The loss scale of the engine that has this optimizer."""
-    from dsjob.parameters import _known
+    from dsjob.parallel.parameters import _known
 
     scalers = [getattr(engine, "_scaler", None) for engine in _known if engine.optimizer is optimizer]
     if not scalers or scalers[0] is None:

@@ -13,10 +13,10 @@ from keyword import iskeyword
 from os import _exit  # the real one, which `exits` replaces
 from typing import Any, NoReturn
 
-from dsjob import locations
-from dsjob.environment import watch_output
+from dsjob.contract import locations
+from dsjob.contract.environment import watch_output
 from dsjob.errors import DocumentError, DsjobError, Preempted, UsageError
-from dsjob.exits import keep_exit_code
+from dsjob.trust.exits import keep_exit_code
 
 USAGE = """\
 dsjob: train from a job document
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with watch_output():
         code = _run(argv)
         if argv is None and code and "torch" in sys.modules:
-            from dsjob.rank import end_joined
+            from dsjob.launch.rank import end_joined
 
             end_joined(code)  # the interpreter's end would wait for threads and workers, and the other ranks for it
     if argv is None and code:
@@ -85,7 +85,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except Exception as error:
         if debug:
             raise
-        from dsjob.frames import TRACEBACK_HINT, describe_failure
+        from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 
         _print_error(DsjobError(describe_failure(error), hint=TRACEBACK_HINT))
         return 1
@@ -149,7 +149,7 @@ def _require_runnable(first: str) -> None:
         raise refuse_missing(first)
     if first in _list_recipes():
         raise UsageError(f"{first} is a recipe, not a command", hint=f"dsjob +recipe={first}")
-    from dsjob.check import suggest
+    from dsjob.contract.check import suggest
 
     hint = suggest(first, _COMMANDS) or "dsjob --help lists them"
     if first.endswith((".py", ".sh")):

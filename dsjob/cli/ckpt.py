@@ -64,7 +64,7 @@ def _print(value: Any) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from dsjob.checkpoint.inventory import take_inventory
+    from dsjob.checkpoint.root.inventory import take_inventory
 
     inventory = take_inventory(args.ckpt)
     _print(inventory.as_json() if args.json else text.show_inventory(inventory))
@@ -72,7 +72,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _describe(args: argparse.Namespace) -> int:
-    from dsjob.checkpoint.inventory import describe
+    from dsjob.checkpoint.root.inventory import describe
 
     found = describe(args.ckpt, args.tag)
     _print(found if args.json else text.show_checkpoint(found, tensors=args.tensors))
@@ -80,7 +80,7 @@ def _describe(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from dsjob.checkpoint.verify import verify
+    from dsjob.checkpoint.offline.verify import verify
 
     if args.all and args.tag:
         raise UsageError("--all and --tag are given both", hint="leave one of them out")
@@ -91,7 +91,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from dsjob.checkpoint.compare import compare
+    from dsjob.checkpoint.offline.compare import compare
 
     tags = [*args.tag, None, None][:2]
     if len(args.tag) > 2 or (args.b is None and len(args.tag) < 2):
@@ -105,7 +105,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from dsjob.checkpoint.garbage import collect
+    from dsjob.checkpoint.root.garbage import collect
 
     given = re.fullmatch(r"([0-9]{1,9})([smhd])", args.older_than)
     if not given:
@@ -118,7 +118,7 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def _copy(args: argparse.Namespace) -> int:
-    from dsjob.checkpoint.transfer import copy
+    from dsjob.checkpoint.offline.transfer import copy
 
     with show_progress("copying") as progress:
         found = copy(args.src, args.dst, tag=args.tag, progress=progress)

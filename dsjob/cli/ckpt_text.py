@@ -10,11 +10,11 @@ from dsjob.errors import make_printable
 from dsjob.plan.report import show_bytes
 
 if TYPE_CHECKING:
-    from dsjob.checkpoint.compare import Difference
-    from dsjob.checkpoint.garbage import Garbage
-    from dsjob.checkpoint.inventory import Inventory
-    from dsjob.checkpoint.transfer import Copied
-    from dsjob.checkpoint.verify import Verified
+    from dsjob.checkpoint.offline.compare import Difference
+    from dsjob.checkpoint.offline.transfer import Copied
+    from dsjob.checkpoint.offline.verify import Verified
+    from dsjob.checkpoint.root.garbage import Garbage
+    from dsjob.checkpoint.root.inventory import Inventory
 
 SHOWN = 20  # lines of differences
 

@@ -8,16 +8,16 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dsjob import compose as composition
-from dsjob import launch
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
 from dsjob.cli.trusted import add_arguments, allow_protocols, grant, list_untrusted, read_environment
+from dsjob.document import compose as composition
+from dsjob.document.resolve import read_nproc, resolve_job
 from dsjob.errors import DocumentError, UsageError
-from dsjob.resolve import read_nproc, resolve_job
+from dsjob.launch import launcher
 
 if TYPE_CHECKING:
-    from dsjob.comparison import Side
+    from dsjob.launch.comparison import Side
 
 # Rounding adds up over steps: what two sound engines differ by in twenty of them.
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 2e-2
@@ -26,8 +26,8 @@ _TOLERANCE, _LOW_TOLERANCE = 1e-3, 2e-2
 def main(arguments: list[str], debug: bool) -> int:
     """Prints a table or JSON; 0 where the losses agree, 1 where they do not."""
     args = _parse(arguments)
-    if launch.read_world_size() is not None:
-        raise UsageError("compare-engines starts its own ranks", hint="run it once, with launch.nproc=N")
+    if launcher.read_world_size() is not None:
+        raise UsageError("compare-engines starts its own ranks", hint="run it once, with launcher.nproc=N")
     allow_protocols(args.trust)
     file, overrides = split_source(args.source)
     given, environment = [*overrides, "engine=deepspeed"], read_environment()
@@ -38,7 +38,7 @@ def main(arguments: list[str], debug: bool) -> int:
     problems = list_untrusted(composed, resolved.document, trust)
     if problems:
         raise DocumentError(problems)
-    from dsjob.comparison import compare, find_largest_difference
+    from dsjob.launch.comparison import compare, find_largest_difference
 
     sides = compare(resolved.document, steps=args.steps, trust=trust, debug=debug)
     largest, step = find_largest_difference(sides)

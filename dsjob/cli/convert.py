@@ -6,10 +6,10 @@ import argparse
 import logging
 from typing import Any
 
-from dsjob.checkpoint import convert as conversion
-from dsjob.checkpoint import zero_to_fp32 as plain
-from dsjob.checkpoint.pretrained_folder import Pretrained
-from dsjob.checkpoint.rounding import DTYPES
+from dsjob.checkpoint.format import zero_to_fp32 as plain
+from dsjob.checkpoint.format.rounding import DTYPES
+from dsjob.checkpoint.offline import convert as conversion
+from dsjob.checkpoint.pretrained.folder import Pretrained
 from dsjob.cli.bar import show_progress
 from dsjob.errors import UsageError
 

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsjob.contract.paths import Path
+from dsjob.contract.spec import METRIC_KEYS
 from dsjob.errors import DsjobError, Problem, TargetError
-from dsjob.paths import Path
-from dsjob.rank import add_import_folders
-from dsjob.signatures import find_misfits
-from dsjob.spec import METRIC_KEYS
-from dsjob.targets import MAKERS, find_target
-from dsjob.trust import Trust
+from dsjob.launch.rank import add_import_folders
+from dsjob.trust.grant import Trust
+from dsjob.trust.signatures import find_misfits
+from dsjob.trust.targets import MAKERS, find_target
 
 # A function is not called there, but kept with its arguments bound (see `targets.build_callable`), or, as data.loader,
 # called with more.

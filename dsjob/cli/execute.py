@@ -7,17 +7,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob import launch
-from dsjob.advice import count_too_few_cores
 from dsjob.cli.trusted import list_untrusted, place_origins
-from dsjob.environment import hide_values, parse_reference
+from dsjob.contract.environment import hide_values, parse_reference
+from dsjob.contract.secrets import list_texts
+from dsjob.document.origins import Composed
+from dsjob.document.resolve import place_problems, read_nproc, resolve_job
 from dsjob.errors import DocumentError, Problem, TargetError
-from dsjob.failed_starts import find_existing, taking_back
-from dsjob.origins import Composed
-from dsjob.redaction import list_texts
-from dsjob.resolve import place_problems, read_nproc, resolve_job
+from dsjob.launch import launcher
+from dsjob.run.advice import count_too_few_cores
+from dsjob.run.failed_starts import find_existing, taking_back
 from dsjob.run_folder import describe_other_job, list_commits, make_run_dir
-from dsjob.trust import Trust
+from dsjob.trust.grant import Trust
 
 
 def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
 
     Raises DocumentError for what the document names and `trust` does not grant, before anything of it is imported.
     """
-    joined = launch.read_world_size()
+    joined = launcher.read_world_size()
     world_size = joined or read_nproc(composed.document)
     resolved = resolve_job(
         composed.document,
@@ -40,22 +40,22 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
     problems = list_untrusted(composed, document, trust) + _find_unset(composed, document)
     if problems:
         raise DocumentError(problems)
-    if launch.is_first():
+    if launcher.is_first():
         for note in composed.notes:
             print(note, file=sys.stderr)  # noqa: T201
         _print_warnings([*warnings, *place_problems(_warn_of_cores(document), composed.locate)])
         if run_dir is None:
             _say_first(composed, world_size)
     if joined:
-        from dsjob.joined import join
+        from dsjob.launch.joined import join
 
         return join(document, trust=trust, run_dir=run_dir)
     if run_dir is not None:
-        with launch.telling_what_is_kept(run_dir, document):
+        with launcher.telling_what_is_kept(run_dir, document):
             return _start(composed, document, run_dir, trust, debug)
     wanted = document["output"]["dir"], document["name"]
     existing, run_dir = find_existing(*wanted), make_run_dir(*wanted)
-    with launch.telling_what_is_kept(run_dir, document), taking_back(run_dir, existing):
+    with launcher.telling_what_is_kept(run_dir, document), taking_back(run_dir, existing):
         return _start(composed, document, run_dir, trust, debug)
 
 
@@ -63,7 +63,7 @@ def _start(composed: Composed, document: dict[str, Any], run_dir: str, trust: Tr
     if list_commits(run_dir, document) and (other := describe_other_job(run_dir, document)):
         raise DocumentError([Problem(other, ("output", "dir"), "another-job", "choose another output.dir")])
     try:
-        return launch.start(document, run_dir, trust=trust, debug=debug)
+        return launcher.start(document, run_dir, trust=trust, debug=debug)
     except TargetError as error:
         if not error.path:
             raise

@@ -7,8 +7,8 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from dsjob.contract.paths import Path
 from dsjob.errors import UsageError
-from dsjob.paths import Path
 
 _FLAG = re.compile(r"--?([A-Za-z]\w*(?:\.\w+)*)(?:[= ](.*))?", re.DOTALL)
 _WORD = re.compile(r"([A-Za-z]\w*(?:\.\w+)+)[:=]?")
@@ -51,7 +51,7 @@ def _is_value(text: str) -> bool:
 
 def _find_key(dotted: str) -> Path | None:
     """The key of a job document that a word names: in full, or by its last part where only one key is called so."""
-    from dsjob import schema as contract
+    from dsjob.contract import schema as contract
 
     schema, parts = contract.job_schema(), dotted.split(".")
     if len(parts) > 1:

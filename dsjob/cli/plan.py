@@ -8,20 +8,20 @@ import os
 import sys
 from typing import Any
 
-from dsjob import compose as composition
-from dsjob import launch
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
 from dsjob.cli.trusted import add_arguments, allow_protocols, grant, list_untrusted, read_environment
 from dsjob.cli.unnamed import complete
+from dsjob.contract.spec import Dtype, JobSpec, view
+from dsjob.document import compose as composition
+from dsjob.document.resolve import choose_world_size, resolve_job
 from dsjob.errors import DataError, DocumentError, FitError, UsageError
+from dsjob.launch import launcher
 from dsjob.plan.communication import predict_checkpoint, predict_communication
 from dsjob.plan.fit import Job, find_remedies, sweep
 from dsjob.plan.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
 from dsjob.plan.report import Activations, Course, Plan, show_bytes, to_json
-from dsjob.resolve import choose_world_size, resolve_job
-from dsjob.spec import Dtype, JobSpec, view
-from dsjob.trust import Trust
+from dsjob.trust.grant import Trust
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "param")
@@ -38,7 +38,7 @@ def main(arguments: list[str], debug: bool) -> int:
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
     given = composed.document
     world_size, ranks_from = choose_world_size(
-        given, composed.locate, asked=args.world_size, started=launch.read_world_size()
+        given, composed.locate, asked=args.world_size, started=launcher.read_world_size()
     )
     if given.get("models") and args.params is None:
         raise UsageError(
@@ -76,9 +76,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--params", type=_parse_parameters, metavar="N", help="parameters (7e9, 7B, 350M) in place of the model"
     )
-    parser.add_argument("--world-size", type=parse_count, metavar="N", help="ranks to plan for (launch.nproc)")
+    parser.add_argument("--world-size", type=parse_count, metavar="N", help="ranks to plan for (launcher.nproc)")
     parser.add_argument("--device-memory", type=_parse_size, metavar="SIZE", help="memory of a device: 80GiB")
-    own = "memory of a machine, which launch.nproc ranks share (this one's)"
+    own = "memory of a machine, which launcher.nproc ranks share (this one's)"
     parser.add_argument("--host-memory", type=_parse_size, metavar="SIZE", help=own)
     parser.add_argument("--offload", choices=_OFFLOADS, help="offload, whatever the document says")
     parser.add_argument("--sweep-stages", action="store_true", help="a table of ZeRO stage x offload x micro batch")
@@ -103,7 +103,7 @@ def _parse_parameters(text: str) -> int:
 
 
 def _parse_size(text: str) -> int:
-    from dsjob.checkpoint.convert import parse_size
+    from dsjob.checkpoint.offline.convert import parse_size
 
     try:
         size = parse_size(text)
@@ -212,9 +212,9 @@ def _count(spec: JobSpec, parameters: int, notes: list[str]) -> _Looked:
 
 def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Looked:
     """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
-    from dsjob import probe
-    from dsjob.job import count_steps
-    from dsjob.parallel.wrap import mark_leaves
+    from dsjob.compute.find_blocks import mark_leaves
+    from dsjob.run import probe
+    from dsjob.run.job import count_steps
 
     assert spec.model is not None
     built = probe.build_on_meta(spec.model, trust)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dsjob import schema as contract
+from dsjob.contract import schema as contract
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
 
@@ -19,7 +19,7 @@ def refuse_missing(source: str) -> UsageError:
 
 def _suggest(source: str) -> str:
     """The path with its first part that does not exist replaced by the name there that comes closest."""
-    from dsjob.check import suggest
+    from dsjob.contract.check import suggest
 
     above, name = os.path.split(source.rstrip("/"))
     rest = ""

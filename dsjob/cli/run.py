@@ -7,18 +7,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob import compose as composition
-from dsjob import launch, storage
-from dsjob.advice import train_longer
+from dsjob import storage
 from dsjob.cli.execute import run_composed
 from dsjob.cli.overrides import is_override
 from dsjob.cli.refused import refuse_missing, require_own
 from dsjob.cli.trusted import add_arguments, allow_protocols, grant, read_environment
+from dsjob.contract.secrets import hide_secrets
 from dsjob.document import Document
+from dsjob.document import compose as composition
+from dsjob.document.origins import STDIN, Composed, is_deepspeed, read_document
 from dsjob.errors import UnsavedError, UsageError
-from dsjob.origins import STDIN, Composed, is_deepspeed, read_document
-from dsjob.rank import end_rank
-from dsjob.redaction import hide_secrets
+from dsjob.launch import launcher
+from dsjob.launch.rank import end_rank
+from dsjob.run.advice import train_longer
 from dsjob.run_folder import RESOLVED_NAME
 
 _SWEEP = "optimizer.params.lr=1e-3,3e-4"
@@ -57,7 +58,7 @@ def main(arguments: list[str], debug: bool) -> int:
         )
     if result.get("checkpoint"):
         _say_next(result, composed)
-    if launch.read_world_size() is not None:
+    if launcher.read_world_size() is not None:
         end_rank(0)
     return 0
 

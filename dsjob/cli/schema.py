@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 
-from dsjob.reference import find, to_text
-from dsjob.views import VIEWS, to_json_schema
+from dsjob.contract.reference import find, to_text
+from dsjob.contract.views import VIEWS, to_json_schema
 
 
 def main(arguments: list[str], debug: bool) -> int:

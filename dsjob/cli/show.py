@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from dsjob import compose as composition
-from dsjob import launch
-from dsjob import schema as contract
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
 from dsjob.cli.trusted import read_environment
 from dsjob.cli.unnamed import complete
+from dsjob.contract import schema as contract
+from dsjob.contract.paths import Path
+from dsjob.document import compose as composition
+from dsjob.document.origins import Composed
+from dsjob.document.resolve import Resolved, choose_world_size, resolve_job
 from dsjob.errors import UsageError
-from dsjob.origins import Composed
-from dsjob.paths import Path
-from dsjob.resolve import Resolved, choose_world_size, resolve_job
+from dsjob.launch import launcher
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -52,7 +52,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--diff", action="store_true", help="the difference between two documents or run folders")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
     parser.add_argument(
-        "--world-size", type=parse_count, metavar="N", help="ranks to resolve the batch sizes for (launch.nproc)"
+        "--world-size", type=parse_count, metavar="N", help="ranks to resolve the batch sizes for (launcher.nproc)"
     )
     return parser.parse_intermixed_args(arguments)
 
@@ -61,7 +61,7 @@ def _resolve(source: list[str], args: argparse.Namespace) -> tuple[Composed, Res
     file, overrides = split_source(source, bare=True)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
     world_size, ranks_from = choose_world_size(
-        composed.document, composed.locate, asked=args.world_size, started=launch.read_world_size()
+        composed.document, composed.locate, asked=args.world_size, started=launcher.read_world_size()
     )
     if "deepspeed" in composed.document and not {"model", "data"} & composed.document.keys():
         return composed, _resolve_bare(composed, world_size, ranks_from)

@@ -13,12 +13,14 @@ from typing import Any, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dsjob import compose as composition
-from dsjob import launch
 from dsjob.cli.execute import run_composed
 from dsjob.cli.trusted import allow_protocols, read_environment
+from dsjob.contract.environment import mask
+from dsjob.contract.rules import RULES
 from dsjob.document import Document
-from dsjob.environment import mask
+from dsjob.document import compose as composition
+from dsjob.document.origins import Composed, read_document
+from dsjob.document.resolve import place_problems
 from dsjob.errors import (
     ContractError,
     DocumentError,
@@ -29,12 +31,10 @@ from dsjob.errors import (
     Problem,
     UsageError,
 )
-from dsjob.frames import describe_failure
-from dsjob.origins import Composed, read_document
-from dsjob.resolve import place_problems
-from dsjob.rules import RULES
+from dsjob.launch import launcher
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
-from dsjob.trust import Trust
+from dsjob.trust.frames import describe_failure
+from dsjob.trust.grant import Trust
 
 # How the sweep reaches its runs, which a launcher may start in other processes.
 _ID_VARIABLE, _TRUST_VARIABLE = "DSJOB_SWEEP_ID", "DSJOB_SWEEP_TRUST"
@@ -51,7 +51,7 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
     each = composition.take_first(overrides)
     first = composition.compose(each, file=file, config_dir=config_dir, environment=read_environment())
     _refuse_secrets_composed(first)
-    aside = None if launch.is_first() else tempfile.TemporaryDirectory()
+    aside = None if launcher.is_first() else tempfile.TemporaryDirectory()
     folder = aside.name if aside else _choose_folder(overrides, first.document)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
     os.environ[_TRUST_VARIABLE] = trust.to_text()
@@ -153,7 +153,7 @@ def run_one(config: DictConfig) -> float:
     allow_protocols(trust.prefixes)
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
     told = [override for override in given if not override.startswith("+job_file=")]
-    if launch.is_first():
+    if launcher.is_first():
         print(f"\n== run {hydra.job.num}: {' '.join(told)}", flush=True)  # noqa: T201
     before = read_result(run_dir).get("overrides", told)
     if before != told:  # it would go on in that folder with the values of another run
@@ -164,7 +164,7 @@ def run_one(config: DictConfig) -> float:
         source = os.environ.get(_FILE_VARIABLE)
         composed = composition.finish(config, read_document(source) if source else None, read_environment())
         result = run_composed(composed, trust, bool(os.environ.get(_DEBUG_VARIABLE)), run_dir=run_dir)
-        objective = _read_objective(composed.document, result) if launch.is_first() else 0.0
+        objective = _read_objective(composed.document, result) if launcher.is_first() else 0.0
     except (Interrupted, Preempted) as error:
         print(f"dsjob: {error}", file=sys.stderr, flush=True)  # noqa: T201
         raise SystemExit(error.exit_code) from error  # no Exception: Hydra would go on with the next run

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dsjob import document as documents
-from dsjob import locations
+from dsjob.contract import locations
+from dsjob.contract.deepspeed_keys import find_origin
 from dsjob.document import Document
-from dsjob.dsconfig import find_origin
+from dsjob.document.origins import Composed
+from dsjob.document.resolve import place_problems
 from dsjob.errors import Problem, UsageError
-from dsjob.origins import Composed
-from dsjob.resolve import place_problems
 from dsjob.run_folder import RESOLVED_NAME
-from dsjob.trust import Trust, check_document
+from dsjob.trust.grant import Trust, check_document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsjob.dsconfig import BATCH_KEYS
+from dsjob.contract.deepspeed_keys import BATCH_KEYS
 
 _UNNAMED: dict[str, Any] = {
     "model": {"_target_": "not.named"},

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsjob import document as documents
-from dsjob import report, resolve, storage
+from dsjob import storage
 from dsjob.cli import parse_count
 from dsjob.cli.overrides import is_override
 from dsjob.cli.refused import require_own
@@ -23,13 +23,14 @@ from dsjob.cli.trusted import (
     read_config,
     read_environment,
 )
-from dsjob.document import Document
+from dsjob.contract import report
+from dsjob.contract.locations import NEVER_GRANTED
+from dsjob.contract.rules import EXPLANATIONS, RULES
+from dsjob.contract.secrets import list_texts
+from dsjob.document import Document, resolve
+from dsjob.document.job_file import require_job_file
+from dsjob.document.origins import STDIN, Composed, is_deepspeed, read_text, settle
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError, limit_problems
-from dsjob.job_file import require_job_file
-from dsjob.locations import NEVER_GRANTED
-from dsjob.origins import STDIN, Composed, is_deepspeed, read_text, settle
-from dsjob.redaction import list_texts
-from dsjob.rules import EXPLANATIONS, RULES
 from dsjob.run_folder import RESOLVED_NAME, describe_other_job, list_commits
 
 
@@ -83,7 +84,7 @@ def _explain(rule: str) -> None:
     names = sorted(EXPLANATIONS) if rule == "all" else [rule]
     for name in names:
         if name not in EXPLANATIONS:
-            from dsjob.check import suggest
+            from dsjob.contract.check import suggest
 
             raise UsageError(
                 f"there is no rule {name!r}", hint=suggest(name, list(EXPLANATIONS)) or "--explain all lists them"
@@ -216,7 +217,7 @@ def _compose(document: Document, overrides: Sequence[str]) -> tuple[Composed, li
 def _settle(document: Document, overrides: Sequence[str]) -> Composed:
     if not overrides and not any(isinstance(text, str) and "${" in text for _, text in list_texts(document.value)):
         return settle(document.value, file=document)
-    from dsjob.compose import compose  # interpolations and overrides are OmegaConf's and Hydra's
+    from dsjob.document.compose import compose  # interpolations and overrides are OmegaConf's and Hydra's
 
     try:
         return compose(overrides, file=document, environment=read_environment())

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from dsjob.agreement import all_gather
 from dsjob.data.batches import count_samples
 from dsjob.data.epochs import Epochs, RepeatingLoader
 from dsjob.data.passes import Passes
 from dsjob.data.share import Share
 from dsjob.errors import DataError
-from dsjob.mesh import World
+from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.mesh import World
 
 
 def is_loader(value: Any) -> bool:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from dsjob.contract.spec import Data
 from dsjob.data.batches import count_samples
 from dsjob.data.order import RankBatches, SampleOrder
 from dsjob.data.passes import Passes
 from dsjob.data.samples import Batches, Collate, Samples, Spoilt, StreamCollate, keep, require_sound, tell_stream
 from dsjob.data.workers import outlive_stop
 from dsjob.errors import DataError
-from dsjob.mesh import World
-from dsjob.spec import Data
+from dsjob.ranks.mesh import World
 
 _WORKERS = 2  # one makes a batch while the other's is waiting
 

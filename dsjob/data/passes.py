@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dsjob.agreement import all_gather
 from dsjob.errors import DataError
-from dsjob.mesh import World
+from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.mesh import World
 
 
 class Passes:

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 from dsjob.data.misfits import find_misfit
 from dsjob.data.order import mix_seed
 from dsjob.errors import DataError, DsjobError
-from dsjob.frames import TRACEBACK_HINT, describe_failure
-from dsjob.seeding import seed_rng
+from dsjob.ranks.seeding import seed_rng
+from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 
 Collate = Callable[[list[Any]], Any]
 _MOST, _SHOWN = 400, 8  # characters of an error that is told, samples of a batch that are listed

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from dsjob.agreement import all_gather
 from dsjob.data.order import mix_seed
 from dsjob.data.workers import make_outliving
 from dsjob.errors import DataError
-from dsjob.mesh import World
+from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.mesh import World
 
 # What a DataLoader keeps of its arguments, beside the dataset and what chooses the samples.
 _OPTIONS = (

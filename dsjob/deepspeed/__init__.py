@@ -19,10 +19,10 @@ from dsjob.deepspeed import zero as zero
 from dsjob.deepspeed.absent import explain as _explain
 from dsjob.deepspeed.absent import explain_imports as _explain_imports
 from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
-from dsjob.engine import Engine
-from dsjob.entry import add_config_arguments as add_config_arguments
-from dsjob.entry import init_distributed as init_distributed
-from dsjob.entry import initialize as initialize
+from dsjob.engine.build import add_config_arguments as add_config_arguments
+from dsjob.engine.build import init_distributed as init_distributed
+from dsjob.engine.build import initialize as initialize
+from dsjob.engine.engine import Engine
 from dsjob.errors import ConfigError
 
 DeepSpeedEngine = Engine

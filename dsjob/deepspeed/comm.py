@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as _dist
 from torch import Tensor
 
-from dsjob.entry import init_distributed as init_distributed
+from dsjob.engine.build import init_distributed as init_distributed
 
 
 def is_available() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsjob import schema as contract
+from dsjob.contract import schema as contract
 
 
 def fill_params(section: str, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:

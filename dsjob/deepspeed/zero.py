@@ -1,8 +1,8 @@
 """`deepspeed.zero`."""
 
-from dsjob.zero import GatheredParameters as GatheredParameters
-from dsjob.zero import Init as Init
-from dsjob.zero import register_external_parameter as register_external_parameter
-from dsjob.zero import unregister_external_parameter as unregister_external_parameter
+from dsjob.parallel.zero import GatheredParameters as GatheredParameters
+from dsjob.parallel.zero import Init as Init
+from dsjob.parallel.zero import register_external_parameter as register_external_parameter
+from dsjob.parallel.zero import unregister_external_parameter as unregister_external_parameter
 
 MiCS_Init = Init  # the shards of a group come with the strategy, from `mics_shard_size`

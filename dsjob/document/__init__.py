@@ -10,7 +10,7 @@ import posixpath
 import re
 from typing import Final, Literal
 
-from dsjob.bounds import MAX_VALUES
+from dsjob.contract.bounds import MAX_VALUES
 from dsjob.document.json_text import JSON_START, JsonReader
 from dsjob.document.positions import Document as Document
 from dsjob.document.positions import Mark as Mark

@@ -6,10 +6,10 @@ import json
 import re
 from typing import Any, Final
 
+from dsjob.contract.paths import is_comment
+from dsjob.contract.shown import shorten
 from dsjob.document.positions import Document, KeyPath, Reader, find_hint
 from dsjob.errors import DocumentError
-from dsjob.paths import is_comment
-from dsjob.shown import shorten
 
 _SPACE: Final = re.compile(r"(?:[ \t\n]++|//[^\n]*+|#[^\n]*+|/\*.*?\*/)*+", re.DOTALL)
 JSON_START: Final = re.compile(_SPACE.pattern + r"\{", re.DOTALL)

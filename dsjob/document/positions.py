@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsjob.bounds import MAX_DEPTH
+from dsjob.contract.bounds import MAX_DEPTH
+from dsjob.contract.shown import shorten
 from dsjob.errors import MAX_PROBLEMS, DocumentError, Problem
-from dsjob.shown import shorten
 
 KeyPath = tuple[str | int, ...]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dsjob.contract.paths import is_comment
 from dsjob.document.json_text import JSON_CONSTANTS
 from dsjob.document.positions import MAX_EXPANSION, Document, KeyPath, Reader, find_hint
 from dsjob.errors import DocumentError
-from dsjob.paths import is_comment
 
 _UNPRINTABLE: Final = "[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # compiling it takes 4 ms
 _YAML_CONSTANTS: Final = {"": None, "~": None} | {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dsjob import dsconfig
-from dsjob import schema as contract
+from dsjob.contract import deepspeed_keys
+from dsjob.contract import schema as contract
+from dsjob.contract.paths import Path
 from dsjob.importing.given import Draft, Given, Rank, leaves, nest
-from dsjob.paths import Path
 
 _ZERO = "zero_optimization"
 # Sizes that the Trainer derives from the model's hidden size where they are "auto", which was spelt 0 in 2021.
@@ -91,7 +91,7 @@ def _modernise_zero(key: str, given: Given, section: dict[str, Any], draft: Draf
 
 def _place(path: Path, value: Any) -> Path:
     """Where a job document has what a config has at `path`: in its `deepspeed` section where it has no other place."""
-    job = dsconfig.to_job(nest(path, value))
+    job = deepspeed_keys.to_job(nest(path, value))
     if job:
         return next(leaves(job))[0]
     ours = path[0] in contract.job_schema()["properties"] and path[0] != "checkpoint"  # dsjob's own has other keys

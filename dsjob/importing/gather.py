@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsjob import storage
+from dsjob.contract.paths import Path
+from dsjob.contract.trainer_arguments import SCRIPT_ARGUMENTS, TRAINER_ONLY
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
 from dsjob.importing import accelerate, sources
-from dsjob.importing.arguments_table import SCRIPT_ARGUMENTS, TRAINER_ONLY
 from dsjob.importing.command_line import Command, Word
 from dsjob.importing.deepspeed import draft_deepspeed
 from dsjob.importing.given import SHELL, Draft, Given, Rank, Settings, differs, is_off, join, show
@@ -19,7 +20,6 @@ from dsjob.importing.settle import Imported, settle
 from dsjob.importing.sources import Source
 from dsjob.importing.task import draft_task
 from dsjob.importing.training_arguments import draft_arguments, fill_settings, sort_arguments
-from dsjob.paths import Path
 
 
 @dataclass

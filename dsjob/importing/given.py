@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal, get_args
 
+from dsjob.contract.paths import Path
+from dsjob.contract.shown import cut, shorten
 from dsjob.errors import Problem
-from dsjob.paths import Path
-from dsjob.shown import cut, shorten
 
 Kind = Literal["fill in", "mend", "conflict", "not supported", "unknown", "left out", "changed", "auto"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

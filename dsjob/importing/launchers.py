@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsjob.check import suggest
+from dsjob.contract.check import suggest
 from dsjob.importing.command_line import Command
 from dsjob.importing.given import Draft, Given
 

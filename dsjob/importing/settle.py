@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsjob import schema as contract
+from dsjob.contract import schema as contract
+from dsjob.contract.paths import Path
 from dsjob.errors import DocumentError
 from dsjob.importing.given import KINDS, LATER, MODULE, Draft, Given, Note, Rank, is_off, pick, show
 from dsjob.importing.sound import assemble, find_wrong, note_gaps, note_refused, take_out
-from dsjob.paths import Path
 
 _BATCH = ("train_batch", "micro_batch", "grad_accum")
 _METHODS = ("optimizer", "scheduler")

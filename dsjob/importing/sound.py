@@ -6,12 +6,12 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dsjob import schema as contract
-from dsjob.check import check_shape
+from dsjob.contract import schema as contract
+from dsjob.contract.check import check_shape
+from dsjob.contract.paths import Path, get_at, has_at
+from dsjob.document.resolve import Place, read_nproc, resolve_job
 from dsjob.errors import DocumentError
 from dsjob.importing.given import MODULE, Draft, Given, Rank, nest, show
-from dsjob.paths import Path, get_at, has_at
-from dsjob.resolve import Place, read_nproc, resolve_job
 
 _OTHERWISE = ("unsupported", "unknown-key", "required")  # told in other ways than as wrong values
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from dsjob import document as documents
-from dsjob import schema as contract
 from dsjob import storage
+from dsjob.contract import schema as contract
+from dsjob.contract.paths import Path
+from dsjob.contract.trainer_arguments import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.document import Document
+from dsjob.document.origins import STDIN, read_text
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.importing import accelerate
-from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.importing.command_line import Command, find_commands
-from dsjob.origins import STDIN, read_text
-from dsjob.paths import Path
 
 SourceKind = Literal["deepspeed", "arguments", "command", "accelerate"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)

@@ -10,8 +10,8 @@ import math
 import re
 from typing import Any
 
-from dsjob.check import suggest
-from dsjob.importing.arguments_table import ARGUMENTS, FORMER_DEFAULTS, SCRIPT_ARGUMENTS
+from dsjob.contract.check import suggest
+from dsjob.contract.trainer_arguments import ARGUMENTS, FORMER_DEFAULTS, SCRIPT_ARGUMENTS
 from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off, join
 from dsjob.importing.methods import draft_optimizer
 from dsjob.importing.schedules import draft_schedule

@@ -8,9 +8,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dsjob.contract.spec import EngineSpec, Method
 from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.groups import list_overrides
-from dsjob.spec import EngineSpec, Method
 
 
 def apply_changes(

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dsjob.contract.spec import Method
 from dsjob.errors import TargetError
 from dsjob.optim.adam import DeepSpeedAdam
 from dsjob.optim.groups import check_overrides, split_groups
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
 from dsjob.optim.muon import MuonWithAuxAdam, split_matrices
-from dsjob.optim.onebit_adam import OneBitAdam
-from dsjob.optim.onebit_lamb import OneBitLamb
-from dsjob.optim.zero_one_adam import ZeroOneAdam
-from dsjob.signatures import find_misfits
-from dsjob.spec import Method
-from dsjob.targets import call_target
-from dsjob.trust import Trust
+from dsjob.optim.onebit.onebit_adam import OneBitAdam
+from dsjob.optim.onebit.onebit_lamb import OneBitLamb
+from dsjob.optim.onebit.zero_one_adam import ZeroOneAdam
+from dsjob.trust.grant import Trust
+from dsjob.trust.signatures import find_misfits
+from dsjob.trust.targets import call_target
 
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from dsjob.contract.spec import Method
 from dsjob.errors import TargetError
 from dsjob.optim import transformers_schedules as theirs
 from dsjob.optim.closed_form import ClosedForm, Rates, spread
-from dsjob.signatures import find_misfits
-from dsjob.spec import Method
-from dsjob.targets import call_target
-from dsjob.trust import Trust
+from dsjob.trust.grant import Trust
+from dsjob.trust.signatures import find_misfits
+from dsjob.trust.targets import call_target
 
 LENGTHS = {  # the argument that says where a schedule ends, of those that have an end
     **dict.fromkeys(("WarmupDecayLR", "WarmupCosineLR"), "total_num_steps"),

@@ -2,12 +2,12 @@
 
 from torch import nn
 
-from dsjob.mesh import World
-from dsjob.parallel.base import Strategy as Strategy
+from dsjob.compute.precision import Precision
+from dsjob.contract.spec import Zero
 from dsjob.parallel.replicated import Replicated
 from dsjob.parallel.sharded import Sharded
-from dsjob.precision import Precision
-from dsjob.spec import Zero
+from dsjob.parallel.strategy import Strategy as Strategy
+from dsjob.ranks.mesh import World
 
 
 def build_strategy(model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> Strategy:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsjob.contract.sharding import choose_share
 from dsjob.optim.parts import can_step_in_parts, step_in_parts
 from dsjob.optim.shards import local
 from dsjob.parallel.pairs import HOST, Pair, Pairs
-from dsjob.sharding import choose_share
 
 PART = 64 << 20  # bytes of masters on the host that are stepped before their new weights are sent
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from dsjob.compute.find_blocks import is_external, mark_external
 from dsjob.errors import UsageError
-from dsjob.mesh import World
-from dsjob.mpu import copy_marks
-from dsjob.parallel.wrap import is_external, mark_external
+from dsjob.ranks.mesh import World
+from dsjob.ranks.mpu import copy_marks
 
 
 class ShardStatus(Enum):

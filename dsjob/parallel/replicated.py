@@ -13,14 +13,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dsjob.autocast import marked_dtype
-from dsjob.mesh import World
-from dsjob.parallel.base import Strategy, align, mark_safe, widen
+from dsjob.compute.autocast import marked_dtype
+from dsjob.compute.precision import Precision, cast_floats
+from dsjob.contract.spec import Zero
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.presharded import make_whole, require_shards
 from dsjob.parallel.statistics import keep_statistics_wide
-from dsjob.precision import Precision, cast_floats
-from dsjob.spec import Zero
+from dsjob.parallel.strategy import Strategy, align, mark_safe, widen
+from dsjob.ranks.mesh import World
 
 
 class Replicated(Strategy):

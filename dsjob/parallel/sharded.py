@@ -21,22 +21,22 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from dsjob.autocast import DEFAULT_SAFE_MODULES, mark, marked_dtype
+from dsjob.compute.autocast import DEFAULT_SAFE_MODULES, mark, marked_dtype
+from dsjob.compute.find_blocks import find_blocks
+from dsjob.compute.precision import Precision
+from dsjob.contract.sharding import choose_ahead, stands_alone
+from dsjob.contract.spec import Zero
 from dsjob.errors import UsageError
-from dsjob.mesh import World
 from dsjob.optim.shards import local
-from dsjob.parallel.base import Strategy, align, mark_safe, widen
 from dsjob.parallel.gloo import exchange_directly
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.pairs import HOST
 from dsjob.parallel.presharded import announce, is_unshardable, lay_aside, make_whole, require_shards, write_back
 from dsjob.parallel.statistics import keep_statistics_wide
+from dsjob.parallel.strategy import Strategy, align, mark_safe, widen
 from dsjob.parallel.unsharded import Unsharded
 from dsjob.parallel.whole_state import show_whole_state
-from dsjob.parallel.wrap import find_blocks
-from dsjob.precision import Precision
-from dsjob.sharding import choose_ahead, stands_alone
-from dsjob.spec import Zero
+from dsjob.ranks.mesh import World
 
 
 class Sharded(Strategy):

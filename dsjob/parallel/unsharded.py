@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dsjob.mesh import World
 from dsjob.optim.shards import local
 from dsjob.parallel.pairs import HOST, Pair, Pairs
+from dsjob.ranks.mesh import World
 
 
 class Unsharded(Pairs):

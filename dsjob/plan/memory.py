@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dsjob.contract.sharding import choose_ahead, choose_share
 from dsjob.plan.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, count
-from dsjob.sharding import choose_ahead, choose_share
 
 Moment = Literal["forward", "backward", "step"]
 Place = Literal["device", "host"]

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from dsjob.sharding import stands_alone
-from dsjob.spec import Method
+from dsjob.contract.sharding import stands_alone
+from dsjob.contract.spec import Method
 
 Offload = Literal["none", "optimizer", "param"]
 MASTER_SIZE = 4  # bytes of an element of the fp32 masters

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from dsjob import storage
-from dsjob.checkpoint.attempts import Attempt, claim, claim_once
-from dsjob.checkpoint.catalog import Catalog
-from dsjob.checkpoint.garbage import clear
-from dsjob.checkpoint.retention import Retention
+from dsjob.checkpoint.root.attempts import Attempt, claim, claim_once
+from dsjob.checkpoint.root.catalog import Catalog
+from dsjob.checkpoint.root.garbage import clear
+from dsjob.checkpoint.root.retention import Retention
 from dsjob.errors import CheckpointError, FencedError, StorageError
 
 spawn = multiprocessing.get_context("spawn")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from small_jobs import at_step, list_steps, read_digests, train
 
-from dsjob import patience
-from dsjob.checkpoint import background
-from dsjob.checkpoint.prepared import PreparedSave
-from dsjob.checkpoint.shards import write_record
+from dsjob.checkpoint.live import background
+from dsjob.checkpoint.live.prepared import PreparedSave
+from dsjob.checkpoint.live.shards import write_record
 from dsjob.errors import CheckpointError
+from dsjob.ranks import patience
 
 pytestmark = pytest.mark.usefixtures("hooks")
 

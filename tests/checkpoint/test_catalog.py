@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from dsjob import storage
-from dsjob.checkpoint import garbage
-from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.attempts import Attempt, claim
-from dsjob.checkpoint.catalog import Catalog
-from dsjob.checkpoint.garbage import clear
-from dsjob.checkpoint.retention import Best, Retention
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.root import garbage
+from dsjob.checkpoint.root.attempts import Attempt, claim
+from dsjob.checkpoint.root.catalog import Catalog
+from dsjob.checkpoint.root.garbage import clear
+from dsjob.checkpoint.root.retention import Best, Retention
 from dsjob.errors import CheckpointError, NoCheckpointError, StorageError
 
 

@@ -22,9 +22,9 @@ from plain_checkpoint import Raw, commit_manifest, floats, random_raw, save
 from safetensors.torch import load_file, save_file
 
 from dsjob import storage
-from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.compare import Difference, compare
-from dsjob.checkpoint.convert import convert
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.offline.compare import Difference, compare
+from dsjob.checkpoint.offline.convert import convert
 from dsjob.cli import main
 from dsjob.plan.report import show_bytes
 
@@ -373,7 +373,7 @@ def test_gc_by_url(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_gc_of_what_was_superseded_and_of_temporary_files(root: Path) -> None:
-    from dsjob.checkpoint.catalog import Catalog
+    from dsjob.checkpoint.root.catalog import Catalog
 
     Catalog(str(root)).set_aside(100)
     (root / "superseded" / "step-00000999-a0001.json").write_text("{}")
@@ -399,7 +399,7 @@ def test_gc_of_what_was_superseded_and_of_temporary_files(root: Path) -> None:
 
 
 def test_gc_leaves_what_a_damaged_record_may_mean(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from dsjob.checkpoint.catalog import Catalog
+    from dsjob.checkpoint.root.catalog import Catalog
 
     (root / "commits" / "step-00000100.json").write_text("{")
     Catalog(str(root)).set_aside_damaged(["step-00000120"])
@@ -541,7 +541,7 @@ def test_copy_over_another_checkpoint(root: Path, tmp_path: Path, capsys: pytest
 
 
 def test_copy_killed_in_the_middle_can_be_repeated(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsjob.checkpoint.catalog import Catalog
+    from dsjob.checkpoint.root.catalog import Catalog
 
     with monkeypatch.context() as patch:
         patch.setattr(Catalog, "commit", lambda *args, **more: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -556,9 +556,10 @@ def test_copy_killed_in_the_middle_can_be_repeated(root: Path, tmp_path: Path, m
 
 
 def test_torch_is_not_imported() -> None:
-    modules = "inventory, verify, compare, garbage, transfer"
     code = (
-        f"import sys; from dsjob.checkpoint import {modules}; import dsjob.cli.ckpt; assert 'torch' not in sys.modules"
+        "import sys; from dsjob.checkpoint.root import garbage, inventory;"
+        "from dsjob.checkpoint.offline import compare, transfer, verify;"
+        "import dsjob.cli.ckpt; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -19,11 +19,11 @@ from plain_checkpoint import commit_manifest
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from dsjob.checkpoint import zero_to_fp32 as standalone
-from dsjob.checkpoint.convert import convert_to_deepspeed
-from dsjob.checkpoint.values import decode, encode
+from dsjob.checkpoint.format import zero_to_fp32 as standalone
+from dsjob.checkpoint.format.values import decode, encode
+from dsjob.checkpoint.offline.convert import convert_to_deepspeed
 from dsjob.errors import CheckpointError, CorruptCheckpointError
-from dsjob.mesh import World
+from dsjob.ranks.mesh import World
 
 
 def make_state(rank: int = 0) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from plain_checkpoint import STORED, Raw, floats, random_raw, read_safetensors, 
 from safetensors.torch import load_file
 
 from dsjob import storage
-from dsjob.checkpoint import zero_to_fp32 as plain
-from dsjob.checkpoint.convert import Written, convert, parse_size
+from dsjob.checkpoint.format import zero_to_fp32 as plain
+from dsjob.checkpoint.offline.convert import Written, convert, parse_size
 from dsjob.errors import CorruptCheckpointError, NoCheckpointError, StorageError, UsageError
 
 TENSORS = {
@@ -323,7 +323,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, dsjob.checkpoint.convert; assert 'torch' not in sys.modules, 'torch'"
+    code = "import sys, dsjob.checkpoint.offline.convert; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dsjob
-from dsjob.checkpoint.adapters import describe_adapters
+from dsjob.checkpoint.pretrained.adapters import describe_adapters
 from dsjob.cli import main
 
 LORA: dict[str, dict[str, Any]] = {
@@ -171,7 +171,9 @@ def test_an_adapter_over_a_model_of_ones_own(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_adapters_configuration_takes_it_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dsjob.checkpoint.pretrained.describe_adapters", lambda model: {})  # as it was saved before
+    monkeypatch.setattr(
+        "dsjob.checkpoint.pretrained.configuration.describe_adapters", lambda model: {}
+    )  # as it was saved before
     model = save("linear", tmp_path / "c")
     assert convert(tmp_path)[0] == 2
     assert "--adapter-config FILE" in capsys.readouterr().err
@@ -203,7 +205,7 @@ def test_names_that_the_architecture_does_not_have_are_refused(
 
 
 def test_a_configuration_names_an_architecture_of_transformers() -> None:
-    from dsjob.checkpoint.architecture import CannotBuildError, build_skeleton
+    from dsjob.checkpoint.pretrained.architecture import CannotBuildError, build_skeleton
 
     plain = build("linear").config.to_dict()  # type: ignore[union-attr, operator]
     for change in ({"architectures": ["RagModel"]}, {"architectures": ["pipeline"]}):

@@ -13,9 +13,9 @@ import pytest
 from hostile import HARMFUL, HARMLESS, LORA_CONFIG
 from plain_checkpoint import commit_manifest, floats, save
 
-from dsjob.checkpoint import apart, architecture
-from dsjob.checkpoint.adapter_config import require_known
-from dsjob.checkpoint.adapters import Adapter
+from dsjob.checkpoint.pretrained import apart, architecture
+from dsjob.checkpoint.pretrained.adapter_config import require_known
+from dsjob.checkpoint.pretrained.adapters import Adapter
 from dsjob.cli import main
 from dsjob.errors import UsageError
 
@@ -113,8 +113,8 @@ def test_every_key_that_the_installed_peft_writes_is_known() -> None:
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    from dsjob.checkpoint.adapter_config import _OF_KIND
-    from dsjob.checkpoint.adapters import _plain
+    from dsjob.checkpoint.pretrained.adapter_config import _OF_KIND
+    from dsjob.checkpoint.pretrained.adapters import _plain
 
     for kind in _OF_KIND:
         more = {"total_step": 10} if kind == "ADALORA" else {}

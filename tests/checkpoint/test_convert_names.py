@@ -13,7 +13,7 @@ from plain_checkpoint import floats, read_safetensors, save
 from torch import nn
 
 import dsjob
-from dsjob.checkpoint.convert import Names, convert
+from dsjob.checkpoint.offline.convert import Names, convert
 from dsjob.cli import main
 from dsjob.errors import UsageError
 

@@ -15,7 +15,7 @@ from plain_checkpoint import commit_manifest, floats, save
 from small_jobs import train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dsjob.checkpoint.tokenizer import MOST_BYTES, find_tokenizer, read_tokenizer
+from dsjob.checkpoint.pretrained.tokenizer import MOST_BYTES, find_tokenizer, read_tokenizer
 from dsjob.cli import main
 
 COMMIT = "0123456789" * 4

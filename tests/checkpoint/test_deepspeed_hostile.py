@@ -13,8 +13,8 @@ import hostile_deepspeed as hostile
 import pytest
 from deepspeed_data import RUNS
 
-from dsjob.checkpoint.deepspeed_layout import list_numbers
-from dsjob.checkpoint.torch_files import is_bounded
+from dsjob.checkpoint.other.deepspeed.layout import list_numbers
+from dsjob.checkpoint.other.torch_files import is_bounded
 
 TYPED = ("CheckpointError", "CorruptCheckpointError", "NoCheckpointError", "StorageError")
 SOURCES = ["z1_fp32_ws3_groups", "z3_fp32_ws3_frozen", "z0_bf16_ws2_plain"]

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from test_convert import upload
 from torch import Tensor
 
-from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.convert import convert
-from dsjob.checkpoint.dtypes import DTYPES
-from dsjob.checkpoint.elsewhere import find_elsewhere
-from dsjob.checkpoint.foreign import Foreign, split_range
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.format.dtypes import DTYPES
+from dsjob.checkpoint.offline.convert import convert
+from dsjob.checkpoint.other.elsewhere import find_elsewhere
+from dsjob.checkpoint.other.foreign import Foreign, split_range
 from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 
 GROUPS_OF_TWO = "z0_fp32_ws2_groups"
@@ -223,8 +223,8 @@ def test_converting_takes_64_mib_above_the_imports(tmp_path: Path) -> None:
         torch.save({"optimizer_state_dict": inner}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     del part, inner
     code = (
-        "import sys, torch, dsjob.checkpoint.elsewhere\n"
-        "from dsjob.checkpoint.convert import convert\n"
+        "import sys, torch, dsjob.checkpoint.other.elsewhere\n"
+        "from dsjob.checkpoint.offline.convert import convert\n"
         "def memory(name): return [int(line.split()[1]) for line in open('/proc/self/status') if name in line][0]\n"
         "before = memory('VmRSS')\n"
         "convert(sys.argv[1], sys.argv[2], to='fp32')\n"

@@ -16,10 +16,11 @@ import pytest
 import small_jobs
 from small_jobs import at_step, list_steps, read_digests, send, train
 
-from dsjob import occasions, storage
-from dsjob.checkpoint.catalog import Catalog
-from dsjob.checkpoint.checkpointer import Checkpointer
+from dsjob import storage
+from dsjob.checkpoint.live.checkpointer import Checkpointer
+from dsjob.checkpoint.root.catalog import Catalog
 from dsjob.errors import StorageError
+from dsjob.run import occasions
 
 pytestmark = pytest.mark.usefixtures("hooks")
 

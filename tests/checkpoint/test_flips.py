@@ -16,8 +16,8 @@ import pytest
 import torch
 from engines import make_engine, train_engine, whole_state
 
-from dsjob.checkpoint.verify import verify
-from dsjob.engine import Engine
+from dsjob.checkpoint.offline.verify import verify
+from dsjob.engine.engine import Engine
 from dsjob.errors import CheckpointError, NoCheckpointError
 
 UNREAD = ("latest", "zero_to_fp32.py", "done/")  # a hint, a program, notes of the save: nothing reads them

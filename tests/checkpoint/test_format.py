@@ -15,9 +15,9 @@ from engines import build_net, make_engine, train_engine, whole_state
 from plain_checkpoint import commit_manifest
 from ranks import run_ranks
 
-from dsjob.checkpoint.convert import convert
-from dsjob.checkpoint.verify import verify
-from dsjob.mesh import World
+from dsjob.checkpoint.offline.convert import convert
+from dsjob.checkpoint.offline.verify import verify
+from dsjob.ranks.mesh import World
 
 # --- the reader ---
 

@@ -15,9 +15,9 @@ from forks import get_forks
 from small_disks import mount_own, remount, run_ranks_here
 from small_jobs import at_step, list_steps, make_document, run
 
-from dsjob.checkpoint.verify import verify
+from dsjob.checkpoint.offline.verify import verify
 from dsjob.errors import DsjobError
-from dsjob.mesh import World
+from dsjob.ranks.mesh import World
 
 SIZE = 320 << 10
 MODEL = {"_target_": "small_jobs.Net", "width": 512}  # 5 k parameters: a checkpoint of 80 kB

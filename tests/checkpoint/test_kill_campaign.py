@@ -23,7 +23,7 @@ import pytest
 from killed import Killable, wait_until
 
 from dsjob import storage
-from dsjob.checkpoint.verify import verify
+from dsjob.checkpoint.offline.verify import verify
 
 STEPS = 24
 STAGES = {(1, False): 0, (1, True): 0, (2, False): 0, (2, True): 2, (4, False): 3, (4, True): 3}

@@ -16,11 +16,11 @@ from small_jobs import at_step, list_steps, make_document, read_digests, read_lo
 from stateful import Holds, Patience
 from torch import nn
 
-from dsjob.activation.rng import TRACKER
-from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.objects import Kept, capture_objects, restore_objects
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.live.objects import Kept, capture_objects, restore_objects
+from dsjob.compute.activation.rng import TRACKER
 from dsjob.errors import CheckpointError, Interrupted, Preempted
-from dsjob.mesh import World
+from dsjob.ranks.mesh import World
 
 ONE = World(0, 0, 1, torch.device("cpu"))
 

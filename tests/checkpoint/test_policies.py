@@ -13,7 +13,7 @@ import torch
 from small_jobs import at_step, list_steps, read_digests, send, train
 
 from dsjob import storage
-from dsjob.checkpoint.state import TrainingState
+from dsjob.checkpoint.live.state import TrainingState
 from dsjob.errors import CheckpointError, CorruptCheckpointError, FencedError, Interrupted, Preempted
 
 pytestmark = pytest.mark.usefixtures("hooks")

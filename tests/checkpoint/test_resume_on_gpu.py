@@ -14,8 +14,8 @@ import pytest
 import torch
 from small_jobs import make_document, read_digests, read_losses, run
 
-from dsjob.activation.rng import TRACKER
-from dsjob.mesh import join_world
+from dsjob.compute.activation.rng import TRACKER
+from dsjob.ranks.mesh import join_world
 
 STEPS, BROKEN = 8, 5
 

@@ -13,10 +13,10 @@ import pytest
 from plain_checkpoint import floats, save
 from safetensors.numpy import save_file
 
-from dsjob.checkpoint import zero_to_fp32 as layout
-from dsjob.checkpoint.compare import compare
-from dsjob.checkpoint.plain_weights import find_weights
-from dsjob.checkpoint.safetensors_header import MAX_HEADER, read_header
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.format.headers import MAX_HEADER, read_header
+from dsjob.checkpoint.offline.compare import compare
+from dsjob.checkpoint.other.plain_weights import find_weights
 from dsjob.errors import CorruptCheckpointError
 
 SPAN = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -30,7 +30,7 @@ from storage_points import (
     stop,
 )
 
-from dsjob.engine import Engine
+from dsjob.engine.engine import Engine
 
 MOST = 400  # more than there are operations
 

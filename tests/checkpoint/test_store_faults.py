@@ -19,13 +19,13 @@ from s3_faults import KINDS, FaultyStore, faulty_store
 from storage_points import go_on, load_newest, make_marked_engine, open_root, require_clean, save_step
 
 from dsjob import storage
-from dsjob.checkpoint.checkpointer import Checkpointer
-from dsjob.checkpoint.convert import convert
-from dsjob.checkpoint.transfer import copy
-from dsjob.checkpoint.verify import verify
-from dsjob.engine import Engine
+from dsjob.checkpoint.live.checkpointer import Checkpointer
+from dsjob.checkpoint.offline.convert import convert
+from dsjob.checkpoint.offline.transfer import copy
+from dsjob.checkpoint.offline.verify import verify
+from dsjob.engine.engine import Engine
 from dsjob.errors import CheckpointError, CorruptCheckpointError, FencedError, StorageError
-from dsjob.mesh import join_world
+from dsjob.ranks.mesh import join_world
 
 TRANSIENT = ["503", "drop", "hang", "lost"]  # what a store may do to any request, and a client has to bear
 MOST = 400

@@ -15,8 +15,8 @@ import torch
 from plain_checkpoint import STORED, floats, random_raw, save
 from torch import Tensor
 
-from dsjob.checkpoint import zero_to_fp32 as plain
-from dsjob.checkpoint.dtypes import DTYPES
+from dsjob.checkpoint.format import zero_to_fp32 as plain
+from dsjob.checkpoint.format.dtypes import DTYPES
 from dsjob.cli import main
 from dsjob.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_checkpoint import commit_manifest
 
-from dsjob.activation.rng import TRACKER
-from dsjob.checkpoint.convert import convert_to_deepspeed
-from dsjob.checkpoint.rng import capture_rng, restore_rng
-from dsjob.checkpoint.values import decode, encode
+from dsjob.checkpoint.format.values import decode, encode
+from dsjob.checkpoint.live.rng import capture_rng, restore_rng
+from dsjob.checkpoint.offline.convert import convert_to_deepspeed
+from dsjob.compute.activation.rng import TRACKER
 from dsjob.errors import CheckpointError, CorruptCheckpointError
-from dsjob.seeding import seed_rng
+from dsjob.ranks.seeding import seed_rng
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 KEYS = st.text() | st.integers() | st.booleans()

@@ -38,7 +38,7 @@ from plain_checkpoint import (
 from safetensors.torch import load_file
 from torch import nn
 
-from dsjob.checkpoint import zero_to_fp32 as plain
+from dsjob.checkpoint.format import zero_to_fp32 as plain
 
 SCRIPT = Path(plain.__file__)
 TAG = "step-00000120"

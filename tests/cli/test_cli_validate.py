@@ -12,7 +12,7 @@ from job_documents import make_job, write_json
 
 from dsjob import storage
 from dsjob.cli import main
-from dsjob.schema import job_schema
+from dsjob.contract.schema import job_schema
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from jobs import DSJOB, dsjob, make_job
 
 from dsjob.cli import main
 from dsjob.cli.compare_engines import to_json, to_text
-from dsjob.comparison import Side, _cut, find_largest_difference
+from dsjob.contract.spec import JobSpec, view
 from dsjob.errors import DocumentError, UsageError
-from dsjob.spec import JobSpec, view
+from dsjob.launch.comparison import Side, _cut, find_largest_difference
 
 SMALL = (
     "+recipe=quickstart",
@@ -107,7 +107,7 @@ def test_deepspeed_is_looked_for_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("dsjob.comparison._run_side", pytest.fail)
+    monkeypatch.setattr("dsjob.launch.comparison._run_side", pytest.fail)
     assert main(["compare-engines", *SMALL]) == UsageError.exit_code
     assert "the package deepspeed, which is not installed" in capsys.readouterr().err
 

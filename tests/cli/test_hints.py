@@ -10,10 +10,10 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from jobs import dsjob, make_job
 
-from dsjob.advice import count_too_few_cores, train_longer
 from dsjob.cli import main
 from dsjob.cli.overrides import require_overrides
 from dsjob.errors import UsageError
+from dsjob.run.advice import count_too_few_cores, train_longer
 
 PRETRAINED = """
 class Config:

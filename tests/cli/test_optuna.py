@@ -12,7 +12,7 @@ import yaml
 from jobs import dsjob, make_job
 
 from dsjob.cli.sweep import _read_objective, _settle_optuna
-from dsjob.compose import take_first
+from dsjob.document.compose import take_first
 from dsjob.errors import ContractError, UsageError
 
 needs_optuna = pytest.mark.skipif(

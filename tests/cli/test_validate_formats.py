@@ -14,8 +14,8 @@ from job_documents import make_job, write_json
 from jobs import DSJOB, clean_env
 
 from dsjob.cli import main
-from dsjob.origins import MAX_SIZE
-from dsjob.rules import EXPLANATIONS, RULES
+from dsjob.contract.rules import EXPLANATIONS, RULES
+from dsjob.document.origins import MAX_SIZE
 
 WARNED = make_job(zero_optimization={"stage": 1, "overlap_comm": True})
 KEYS = ["file", "line", "column", "severity", "rule", "path", "message", "hint"]

@@ -16,7 +16,7 @@ from dsjob.data import Epochs, LoaderEvaluation, TrainingLoader, is_loader, take
 from dsjob.data.given import StatefulLoader
 from dsjob.data.passes import Passes
 from dsjob.errors import DataError
-from dsjob.mesh import World
+from dsjob.ranks.mesh import World
 
 NUMBERS = list(range(10))
 

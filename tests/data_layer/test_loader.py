@@ -11,13 +11,13 @@ import torch
 from job_documents import make_job, resolve
 from torch.utils.data import IterableDataset, Subset
 
+from dsjob.contract.spec import JobSpec, view
 from dsjob.data import Epochs, EvaluationBatches, TrainingLoader, to_device
 from dsjob.data.batches import count_elements, count_samples, is_tokens
 from dsjob.data.loader import choose_loading
 from dsjob.data.samples import Samples
 from dsjob.errors import DataError
-from dsjob.mesh import World
-from dsjob.spec import JobSpec, view
+from dsjob.ranks.mesh import World
 
 CPU = torch.device("cpu")
 

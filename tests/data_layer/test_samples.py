@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 from dsjob.data import EvaluationBatches, TrainingLoader
 from dsjob.data.misfits import find_misfit
 from dsjob.errors import DataError
-from dsjob.mesh import World
+from dsjob.ranks.mesh import World
 
 WORLD = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 WORKERS = pytest.mark.parametrize("workers", [0, 1])

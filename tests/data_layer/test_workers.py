@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dsjob.data import EvaluationBatches, TrainingLoader, take_loader
-from dsjob.mesh import World
+from dsjob.ranks.mesh import World
 
 WORLD = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 BEGUN = "BEGUN_BY_ITS_OWN"

@@ -56,7 +56,7 @@ if deepspeed.comm.get_rank() == 0:
     print(first > 2 * last, client["epoch"], float(bias.abs().sum()), engine.global_steps)
     print(get_accelerator().device_name(), flush=True)
 import os
-os._exit(0)  # torch's threads may abort an interpreter that ends: see dsjob.rank.end_rank
+os._exit(0)  # torch's threads may abort an interpreter that ends: see dsjob.launch.rank.end_rank
 """
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from imports import get, import_command, import_texts, messages, resolve_imported
 
+from dsjob.contract.trainer_arguments import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.errors import DocumentError
-from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.importing.methods import OPTIMIZERS
 from dsjob.importing.schedules import SCHEDULES
 

@@ -13,13 +13,13 @@ import pytest
 from imports import fill_in, get, import_texts, list_unmentioned, messages, resolve_imported
 from job_documents import nowhere
 
-from dsjob import schema as contract
-from dsjob.check import check_config
+from dsjob.contract import schema as contract
+from dsjob.contract.check import check_config
+from dsjob.contract.schema import Schema
+from dsjob.contract.spec import EngineSpec, view
+from dsjob.document.resolve import resolve_config, resolve_job
 from dsjob.errors import ConfigError, DocumentError
 from dsjob.importing.given import nest
-from dsjob.resolve import resolve_config, resolve_job
-from dsjob.schema import Schema
-from dsjob.spec import EngineSpec, view
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}

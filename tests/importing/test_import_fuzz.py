@@ -9,12 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from imports import list_unmentioned
 
-from dsjob import schema as contract
-from dsjob.check import check_shape
+from dsjob.contract import schema as contract
+from dsjob.contract.check import check_shape
+from dsjob.contract.paths import get_at
+from dsjob.contract.trainer_arguments import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.document import parse
 from dsjob.errors import DsjobError
 from dsjob.importing import accelerate
-from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.importing.command_line import Command, find_commands
 from dsjob.importing.gather import import_sources
 from dsjob.importing.given import is_open
@@ -22,7 +23,6 @@ from dsjob.importing.methods import OPTIMIZERS
 from dsjob.importing.schedules import SCHEDULES
 from dsjob.importing.settle import Imported
 from dsjob.importing.sources import Source, SourceKind
-from dsjob.paths import get_at
 
 WORDS = [
     "auto", "no", "steps", "epoch", "full_shard auto_wrap", "zero_dp_3 offload", "true", "apex", "bf16", "fp16", "cpu",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dsjob.contract.trainer_arguments import ARGUMENTS, SCRIPT_ARGUMENTS, Argument
 from dsjob.importing import accelerate
-from dsjob.importing.arguments_table import ARGUMENTS, SCRIPT_ARGUMENTS, Argument
 from dsjob.importing.deepspeed import MOVED
 from dsjob.importing.methods import OPTIMIZERS
 from dsjob.importing.schedules import SCHEDULES

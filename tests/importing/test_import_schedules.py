@@ -12,11 +12,11 @@ import pytest
 import torch
 from imports import import_command, import_texts, messages, resolve_imported
 
-from dsjob.check import check_job
+from dsjob.contract.check import check_job
+from dsjob.contract.spec import EngineSpec, view
 from dsjob.errors import DocumentError
 from dsjob.importing.schedules import SCHEDULES
 from dsjob.optim.schedules import build_scheduler, settle_length
-from dsjob.spec import EngineSpec, view
 
 STEPS, RATE = 40, 0.02
 CASES: list[tuple[str, float, dict[str, Any]]] = [

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from imports import get, import_texts, messages, resolve_imported
 
-from dsjob import origins, storage
+from dsjob import storage
+from dsjob.document import origins
 from dsjob.errors import DocumentError, UsageError
 from dsjob.importing.command_line import Command, Word, read_command
 from dsjob.importing.gather import import_sources

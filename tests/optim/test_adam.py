@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dsjob
 from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from dsjob.mesh import World
+from dsjob.ranks.mesh import World
 
 
 def follow(weight: Tensor, gradients: list[Tensor], *, decoupled: bool, decay: float) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from job_documents import make_job, resolve
 from torch import nn
 
+from dsjob.contract.spec import JobSpec, view
 from dsjob.optim import build_optimizer
 from dsjob.optim.changes import apply_changes
-from dsjob.spec import JobSpec, view
 
 
 def change(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:

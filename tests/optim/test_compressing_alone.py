@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dsjob.contract.spec import Method
 from dsjob.errors import UsageError
 from dsjob.optim import build_optimizer
-from dsjob.optim.onebit_adam import OneBitAdam
-from dsjob.optim.onebit_lamb import OneBitLamb
-from dsjob.optim.zero_one_adam import ZeroOneAdam, local_interval, variance_interval
-from dsjob.spec import Method
+from dsjob.optim.onebit.onebit_adam import OneBitAdam
+from dsjob.optim.onebit.onebit_lamb import OneBitLamb
+from dsjob.optim.onebit.zero_one_adam import ZeroOneAdam, local_interval, variance_interval
 
 
 def step_through(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradients: list[Tensor]) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from dsjob.contract.spec import Method, Target
 from dsjob.errors import TargetError
 from dsjob.optim import build_optimizer
-from dsjob.spec import Method, Target
 
 SHAPES = {"emb.weight": (5, 3), "blocks.0.norm.weight": (3,), "blocks.0.fc.weight": (3, 3), "blocks.0.fc.bias": (3,)}
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dsjob.contract.spec import Method
 from dsjob.errors import TargetError
 from dsjob.optim import build_optimizer
 from dsjob.optim.muon import MuonWithAuxAdam, orthogonalize, split_matrices
-from dsjob.spec import Method
 
 
 def bring_near_one(matrix: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dsjob import schema
+from dsjob.contract import schema
+from dsjob.contract.spec import Method, Target
 from dsjob.errors import TargetError
 from dsjob.optim import build_optimizer
-from dsjob.spec import Method, Target
-from dsjob.trust import Trust
+from dsjob.trust.grant import Trust
 
 
 def make(kind: str, **params: Any) -> torch.optim.Optimizer:

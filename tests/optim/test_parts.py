@@ -12,7 +12,7 @@ from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
 from dsjob.optim.muon import MuonWithAuxAdam
-from dsjob.optim.onebit_adam import OneBitAdam
+from dsjob.optim.onebit.onebit_adam import OneBitAdam
 from dsjob.optim.parts import can_step_in_parts, step_in_parts
 
 SEPARATE: dict[Any, dict[str, Any]] = {

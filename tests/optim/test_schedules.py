@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from dsjob import schema
+from dsjob.contract import schema
+from dsjob.contract.spec import Method
 from dsjob.errors import TargetError
 from dsjob.optim import build_scheduler
-from dsjob.spec import Method
 
 GOLDEN: list[tuple[str, dict[str, Any], float, list[float]]] = [
     (

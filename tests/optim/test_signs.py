@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsjob.optim import signs
+from dsjob.optim.onebit import signs
 
 
 @pytest.mark.parametrize("shape", [(8,), (64,), (3, 40), (0,)])

@@ -6,9 +6,9 @@ import pytest
 from test_schedules import make_optimizer, make_schedule
 from transformers import get_scheduler
 
+from dsjob.contract.spec import Method
 from dsjob.errors import TargetError
 from dsjob.optim.schedules import settle_length
-from dsjob.spec import Method
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("constant", {}),

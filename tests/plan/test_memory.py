@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsjob.contract.spec import Method
 from dsjob.plan.memory import Memory, predict_memory
 from dsjob.plan.model import Layout, Model, OptimizerState, Weight, assume_state, count
-from dsjob.spec import Method
 
 ADAM = OptimizerState(2, 4)
 P, L = 2_851_000_000, 32_000_000  # t5-3b, the example of DeepSpeed's documentation

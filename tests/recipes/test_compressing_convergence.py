@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 
 import dsjob
-from dsjob.mesh import World
+from dsjob.ranks.mesh import World
 from dsjob.recipes.gpt import build
 from dsjob.recipes.text import ByteText
 

@@ -23,8 +23,10 @@ from malicious import CASES, TAG
 from torch import nn
 
 import dsjob
-from dsjob.checkpoint import compare, convert, garbage, inventory, transfer, verify, weights
-from dsjob.checkpoint import zero_to_fp32 as plain
+from dsjob.checkpoint.format import zero_to_fp32 as plain
+from dsjob.checkpoint.live import weights
+from dsjob.checkpoint.offline import compare, convert, transfer, verify
+from dsjob.checkpoint.root import garbage, inventory
 from dsjob.errors import DsjobError, NoCheckpointError
 
 MEMORY = 512 << 20  # bytes that all readers together may take on top of what is there before the first case

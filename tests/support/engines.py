@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dsjob
-from dsjob.engine import Engine
+from dsjob.engine.engine import Engine
 
 FIXTURES = Path(__file__).parent.parent / "data" / "deepspeed_losses"
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}}

@@ -59,7 +59,7 @@ def edit_pickle(path: Path, change: Callable[[Any], None]) -> None:
     from torch.serialization import safe_globals
 
     sys.path.insert(0, str(Path(__file__).parent))
-    from dsjob.checkpoint.torch_files import STANDS_FOR
+    from dsjob.checkpoint.other.torch_files import STANDS_FOR
 
     with safe_globals([(stub, name) for name, stub in STANDS_FOR.items()]):
         tree = torch.load(path, weights_only=True)
@@ -253,8 +253,8 @@ def main(folders: list[str]) -> None:
 
     import torch  # noqa: F401 (what it does at its own import is nobody's try)
 
-    import dsjob.checkpoint.elsewhere  # noqa: F401
-    from dsjob.checkpoint.convert import convert
+    import dsjob.checkpoint.other.elsewhere  # noqa: F401
+    from dsjob.checkpoint.offline.convert import convert
 
     events: list[str] = []
     out = tempfile.mkdtemp()

@@ -11,14 +11,14 @@ from typing import Any
 
 from job_documents import nowhere
 
+from dsjob.contract.paths import get_at
+from dsjob.document.resolve import read_nproc, resolve_job
 from dsjob.errors import DocumentError
 from dsjob.importing.command_line import Word, read_command
 from dsjob.importing.gather import import_sources
 from dsjob.importing.given import UNKNOWN, is_open
 from dsjob.importing.settle import Imported
 from dsjob.importing.sources import SourceKind, read_source
-from dsjob.paths import get_at
-from dsjob.resolve import read_nproc, resolve_job
 
 
 def import_texts(

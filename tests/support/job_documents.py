@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from dsjob.compose import compose
+from dsjob.document.compose import compose
+from dsjob.document.origins import Composed, read_document
+from dsjob.document.resolve import Locate, resolve_job
 from dsjob.errors import DocumentError, Problem
-from dsjob.origins import Composed, read_document
-from dsjob.resolve import Locate, resolve_job
 
 _JOB: dict[str, Any] = {
     "name": "job",

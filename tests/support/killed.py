@@ -102,7 +102,7 @@ def _kill(pid: int) -> None:
 
 def _launch(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
     enter(command, cwd, environment, folder)
-    from dsjob import supervisor
+    from dsjob.launch import supervisor
 
     def start(args: Sequence[str], env: Mapping[str, str], output: Any) -> _Rank:
         rank = _Rank(args, env, output, output)
@@ -120,7 +120,7 @@ class _Rank:
     """What the launcher asks of a subprocess.Popen, for a fork that goes on as the rank that `args` starts."""
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> None:
-        assert tuple(args[1:4]) == ("-P", "-m", "dsjob.rank"), args
+        assert tuple(args[1:4]) == ("-P", "-m", "dsjob.launch.rank"), args
         self.args = args
         self._code: int | None = None
         ready, begun = os.pipe()
@@ -158,6 +158,6 @@ def _become_rank(arguments: Sequence[str], env: Mapping[str, str], stdout: Any, 
         if file is not None:
             os.dup2(file.fileno(), descriptor)
     begin_anew(env)
-    from dsjob import rank
+    from dsjob.launch import rank
 
     rank.end_rank(rank.run_rank(*arguments))

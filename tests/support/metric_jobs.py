@@ -12,9 +12,10 @@ import torch
 from job_documents import make_job, resolve
 from torch import Tensor, nn
 
-from dsjob import job, storage
-from dsjob.mesh import World, join_world
-from dsjob.trust import Trust
+from dsjob import storage
+from dsjob.ranks.mesh import World, join_world
+from dsjob.run import job
+from dsjob.trust.grant import Trust
 
 TRUST = Trust(folders=(str(Path(__file__).parent),))
 DEVICES: list[torch.device] = []

@@ -53,11 +53,11 @@ def _run(
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     begin_anew({**environment, **place, "DSJOB_STORE": f"{folder}/store", "GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
-    from dsjob.mesh import join_world, leave_world
+    from dsjob.ranks.mesh import join_world, leave_world
 
     if library is not None:
         simulated_cuda.install(library, world_size)
     world = join_world(device="cpu" if library is None else "cuda", timeout=120)
     torch.save(function(world, *arguments), f"{folder}/result-{rank}")
     leave_world()
-    os._exit(0)  # see dsjob.rank.end_rank
+    os._exit(0)  # see dsjob.launch.rank.end_rank

@@ -48,7 +48,7 @@ def run_ranks_here(function: Callable[..., Any], world_size: int, store: str, *a
         place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         begin_anew({**os.environ, **place, "DSJOB_STORE": store, "GLOO_SOCKET_IFNAME": "lo"})
         torch.set_num_threads(1)
-        from dsjob.mesh import join_world, leave_world
+        from dsjob.ranks.mesh import join_world, leave_world
 
         found = function(join_world(device="cpu", timeout=120), *arguments)
         leave_world()

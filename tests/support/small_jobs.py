@@ -13,10 +13,11 @@ import torch
 from job_documents import make_job, resolve
 from torch import Tensor, nn
 
-from dsjob import job, storage
-from dsjob.callbacks import Callback, RunView
-from dsjob.mesh import World, join_world
-from dsjob.trust import Trust
+from dsjob import storage
+from dsjob.ranks.mesh import World, join_world
+from dsjob.run import job
+from dsjob.run.callbacks import Callback, RunView
+from dsjob.trust.grant import Trust
 
 TRUST = Trust(prefixes=("small_jobs",), folders=(str(Path(__file__).parent),))
 MORE: list[Callable[[RunView, int], None]] = []  # called with each log record, on this process

@@ -20,11 +20,11 @@ import torch
 from engines import make_engine, train_engine
 
 from dsjob import storage
-from dsjob.checkpoint.checkpointer import Checkpointer
-from dsjob.checkpoint.retention import Retention
-from dsjob.engine import Engine
+from dsjob.checkpoint.live.checkpointer import Checkpointer
+from dsjob.checkpoint.root.retention import Retention
+from dsjob.engine.engine import Engine
 from dsjob.errors import DsjobError
-from dsjob.mesh import join_world
+from dsjob.ranks.mesh import join_world
 
 EVENTS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link")
 

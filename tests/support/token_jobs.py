@@ -12,12 +12,13 @@ from job_documents import make_job, resolve
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dsjob import job, storage
-from dsjob.callbacks import Callback, RunView
+from dsjob import storage
 from dsjob.data.order import SampleOrder
-from dsjob.mesh import World, join_world
 from dsjob.parallel import Strategy
-from dsjob.trust import Trust
+from dsjob.ranks.mesh import World, join_world
+from dsjob.run import job
+from dsjob.run.callbacks import Callback, RunView
+from dsjob.trust.grant import Trust
 
 TRUST = Trust(folders=(str(Path(__file__).parent),))
 VOCAB, LENGTH, STEPS, BATCH = 13, 9, 3, 8
@@ -150,7 +151,7 @@ def run(document: dict[str, Any], world: World | None = None) -> tuple[list[dict
 
 def train_by_hand(loss: Any = None) -> tuple[list[float], list[float], float, dict[str, Tensor]]:
     """Plain PyTorch on whole batches: losses, norms of gradients, the loss of the evaluation, and the weights."""
-    from dsjob.seeding import seed_rng
+    from dsjob.ranks.seeding import seed_rng
 
     seed_rng(42)
     model, data, evaluation = Tagger(), Tagged(), Tagged(11, 1)

@@ -39,10 +39,10 @@ def find(path: str) -> None:
     import torch  # noqa: F401 (what it does at its own import is nobody's try)
     import transformers  # noqa: F401
 
+    from dsjob.contract.spec import make_target
     from dsjob.errors import TargetError
-    from dsjob.spec import make_target
-    from dsjob.targets import call_target
-    from dsjob.trust import Trust
+    from dsjob.trust.grant import Trust
+    from dsjob.trust.targets import call_target
 
     sys.path.append(os.getcwd())
     trust = Trust(folders=(os.getcwd(),))

@@ -8,16 +8,16 @@ from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
 
-from dsjob import schema as contract
-from dsjob.bounds import check_values
-from dsjob.check import check_shape
-from dsjob.entry import read_config
+from dsjob.contract import schema as contract
+from dsjob.contract.bounds import check_values
+from dsjob.contract.check import check_shape
+from dsjob.contract.paths import get_at
+from dsjob.contract.rules import RULES
+from dsjob.document.resolve import complete_config, resolve_config
+from dsjob.engine.build import read_config
+from dsjob.engine.settings import Settings
 from dsjob.errors import ConfigError
-from dsjob.mpu import read_data_ranks
-from dsjob.paths import get_at
-from dsjob.resolve import complete_config, resolve_config
-from dsjob.rules import RULES
-from dsjob.settings import Settings
+from dsjob.ranks.mpu import read_data_ranks
 
 DeepSpeedConfigError = ConfigError
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"

@@ -1,5 +1,5 @@
 """`deepspeed.runtime.engine`."""
 
-from dsjob.engine import Engine
+from dsjob.engine.engine import Engine
 
 DeepSpeedEngine = Engine

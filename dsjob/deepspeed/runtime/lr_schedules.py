@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from dsjob import schema as contract
-from dsjob.check import check_config
+from dsjob.contract import schema as contract
+from dsjob.contract.check import check_config
 from dsjob.deepspeed.defaults import fill_params
 from dsjob.errors import ConfigError
 from dsjob.optim import schedules

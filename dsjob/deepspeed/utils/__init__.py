@@ -9,26 +9,26 @@ import torch.distributed as _dist
 
 from dsjob.data.epochs import RepeatingLoader as RepeatingLoader
 from dsjob.deepspeed.utils import groups as groups
-from dsjob.parameters import safe_get_full_fp32_param as safe_get_full_fp32_param
-from dsjob.parameters import safe_get_full_grad as safe_get_full_grad
-from dsjob.parameters import safe_get_full_optimizer_state as safe_get_full_optimizer_state
-from dsjob.parameters import safe_get_local_fp32_param as safe_get_local_fp32_param
-from dsjob.parameters import safe_get_local_grad as safe_get_local_grad
-from dsjob.parameters import safe_get_local_optimizer_state as safe_get_local_optimizer_state
-from dsjob.parameters import safe_set_full_fp32_param as safe_set_full_fp32_param
-from dsjob.parameters import safe_set_full_grad as safe_set_full_grad
-from dsjob.parameters import safe_set_full_optimizer_state as safe_set_full_optimizer_state
-from dsjob.parameters import safe_set_local_fp32_param as safe_set_local_fp32_param
-from dsjob.parameters import safe_set_local_grad as safe_set_local_grad
-from dsjob.parameters import safe_set_local_optimizer_state as safe_set_local_optimizer_state
-from dsjob.parameters import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
-from dsjob.zero import get_z3_leaf_modules as get_z3_leaf_modules
-from dsjob.zero import set_z3_leaf_module as set_z3_leaf_module
-from dsjob.zero import set_z3_leaf_modules as set_z3_leaf_modules
-from dsjob.zero import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
-from dsjob.zero import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
-from dsjob.zero import unset_z3_leaf_modules as unset_z3_leaf_modules
-from dsjob.zero import z3_leaf_module as z3_leaf_module
+from dsjob.parallel.parameters import safe_get_full_fp32_param as safe_get_full_fp32_param
+from dsjob.parallel.parameters import safe_get_full_grad as safe_get_full_grad
+from dsjob.parallel.parameters import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+from dsjob.parallel.parameters import safe_get_local_fp32_param as safe_get_local_fp32_param
+from dsjob.parallel.parameters import safe_get_local_grad as safe_get_local_grad
+from dsjob.parallel.parameters import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+from dsjob.parallel.parameters import safe_set_full_fp32_param as safe_set_full_fp32_param
+from dsjob.parallel.parameters import safe_set_full_grad as safe_set_full_grad
+from dsjob.parallel.parameters import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+from dsjob.parallel.parameters import safe_set_local_fp32_param as safe_set_local_fp32_param
+from dsjob.parallel.parameters import safe_set_local_grad as safe_set_local_grad
+from dsjob.parallel.parameters import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+from dsjob.parallel.parameters import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
+from dsjob.parallel.zero import get_z3_leaf_modules as get_z3_leaf_modules
+from dsjob.parallel.zero import set_z3_leaf_module as set_z3_leaf_module
+from dsjob.parallel.zero import set_z3_leaf_modules as set_z3_leaf_modules
+from dsjob.parallel.zero import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+from dsjob.parallel.zero import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
+from dsjob.parallel.zero import unset_z3_leaf_modules as unset_z3_leaf_modules
+from dsjob.parallel.zero import z3_leaf_module as z3_leaf_module
 
 logger = logging.getLogger("dsjob")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.distributed as _dist
 
 from dsjob import checkpointing as _checkpointing
-from dsjob.mesh import ModelRanks as _ModelRanks
+from dsjob.ranks.mesh import ModelRanks as _ModelRanks
 
 
 def _model_ranks() -> _ModelRanks:

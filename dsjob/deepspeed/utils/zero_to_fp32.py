@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsjob.checkpoint.convert import Names, convert, parse_size
-from dsjob.checkpoint.weights import read_weights
+from dsjob.checkpoint.live.weights import read_weights
+from dsjob.checkpoint.offline.convert import Names, convert, parse_size
 from dsjob.optim.shards import local, own_part
 
 Place = str | os.PathLike[str]

@@ -1,0 +1,39 @@
+"""Writing the whole model from a live engine: the weights alone, for other programs."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+
+from dsjob import storage
+from dsjob.checkpoint.live.state import TrainingState
+from dsjob.optim.shards import whole
+
+
+def save_model(url: str, state: TrainingState, *, dtype: torch.dtype, writes: bool) -> None:
+    """Gathers every weight and writes one file from the rank that `writes`. A collective: every rank must call it.
+
+    `url` ending in `.safetensors`: safetensors; any other: torch.save's format. Floating-point weights become `dtype`.
+    """
+    gathered: dict[str, Tensor] = {}
+    for name, tensor in {**state.weights, **state.buffers}.items():
+        full = whole(tensor.detach())
+        if writes:
+            gathered[name] = full.to(dtype if full.is_floating_point() else full.dtype).cpu().contiguous()
+    if not writes:
+        return
+    for alias, name in state.aliases.items():
+        gathered[alias] = gathered[name]
+    folder = url.rpartition("/")[0]
+    if folder:
+        storage.make_folder(folder)
+    if url.endswith(".safetensors"):
+        untied = {name: tensor.clone() if name in state.aliases else tensor for name, tensor in gathered.items()}
+        storage.write_bytes(url, to_safetensors(untied, metadata={"format": "pt"}))
+        return
+    buffer = io.BytesIO()
+    torch.save(gathered, buffer)
+    storage.write_bytes(url, buffer.getvalue())

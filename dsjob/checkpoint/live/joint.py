@@ -1,0 +1,124 @@
+"""The state of several engines as one: what a checkpoint of them holds.
+
+A tensor `model.<parameter>` of the engine called `student` becomes `model.student.<parameter>`, as if its model were a
+module of that name in a larger one; so it is with the optimizer's, and with what is kept as plain values. The parts of
+a model that model-parallel ranks hold are called `mp_rank_00`, `mp_rank_01`, ...: a rank's joint state has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dsjob.checkpoint.live.state import Shapes, TrainingState
+from dsjob.ranks.mesh import ModelRanks
+
+
+def name_part(model_rank: int) -> str:
+    """What the part of a model that a model-parallel rank holds is called; DeepSpeed's files are called so."""
+    return f"mp_rank_{model_rank:02d}"
+
+
+class JointState:
+    """The same as TrainingState, over several of them, or of itself, by name."""
+
+    def __init__(self, states: Mapping[str, TrainingState | JointState]) -> None:
+        self._states = states
+        self.names = list(states)
+        self.device: torch.device = next(iter(states.values())).device
+        self.aliases: dict[str, str] = {
+            f"{name}.{alias}": f"{name}.{target}" for name, s in states.items() for alias, target in s.aliases.items()
+        }
+
+    @property
+    def pretrained(self) -> dict[str, Any]:
+        """See TrainingState; by model."""
+        return {name: state.pretrained for name, state in self._states.items() if state.pretrained}
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """See TrainingState."""
+        return self._join(lambda state: state.model_tensors())
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """See TrainingState."""
+        return self._join(lambda state: state.optimizer_tensors())
+
+    def without_frozen(self) -> JointState:
+        """See TrainingState."""
+        return JointState({name: state.without_frozen() for name, state in self._states.items()})
+
+    def role(self, name: str) -> str:
+        """See TrainingState."""
+        kind, owner, rest = name.split(".", 2)
+        return self._states[owner].role(f"{kind}.{rest}")
+
+    def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
+        """See TrainingState."""
+        return {
+            _name(full, name): tensor
+            for name, state in self._states.items()
+            for full, tensor in state.make_optimizer_tensors(_take(shapes, name)).items()
+        }
+
+    def load_optimizer(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """See TrainingState."""
+        for name, state in self._states.items():
+            state.load_optimizer(_take(tensors, name), values.get(name, {}))
+
+    def load_scheduler(self, values: Any, rates: bool = True) -> None:
+        """See TrainingState."""
+        for name, state in self._states.items():
+            state.load_scheduler((values or {}).get(name), rates)
+
+    def load_scaler(self, values: Mapping[str, Any] | None) -> None:
+        """See TrainingState."""
+        for name, state in self._states.items():
+            state.load_scaler((values or {}).get(name))
+
+    def optimizer_values(self) -> dict[str, Any]:
+        """See TrainingState."""
+        return {name: state.optimizer_values() for name, state in self._states.items()}
+
+    def scheduler_values(self) -> Any:
+        """See TrainingState."""
+        return {name: state.scheduler_values() for name, state in self._states.items()}
+
+    def scaler_values(self) -> dict[str, Any]:
+        """See TrainingState."""
+        return {name: state.scaler_values() for name, state in self._states.items()}
+
+    def _join(self, read: Callable[[TrainingState | JointState], dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {_name(full, name): t for name, state in self._states.items() for full, t in read(state).items()}
+
+
+class Savable(Protocol):
+    """What can be saved: an engine, or several."""
+
+    def state(self) -> TrainingState | JointState: ...
+    def counters(self) -> dict[str, int]: ...
+    def restore_counters(self, counters: Mapping[str, int]) -> None: ...
+    def zero_optimization_stage(self) -> int: ...
+
+
+def view_state(engine: Savable, model: ModelRanks) -> TrainingState | JointState:
+    """The state of an engine; on model-parallel ranks by the name of this one's part."""
+    state = engine.state()
+    return JointState({name_part(model.rank): state}) if model.size > 1 else state
+
+
+def _name(full: str, owner: str) -> str:
+    kind, _, rest = full.partition(".")
+    return f"{kind}.{owner}.{rest}"
+
+
+def _take(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Those of `values` that belong to one engine, under the names that they have there."""
+    return {
+        f"{kind}.{rest}": value
+        for full, value in values.items()
+        for kind, whose, rest in [full.split(".", 2)]
+        if whose == owner
+    }

@@ -1,0 +1,72 @@
+"""A save that is planned: what this rank writes, and on rank 0 what the manifest will say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dsjob import storage
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.format.values import encode_file
+from dsjob.checkpoint.live.joint import JointState
+from dsjob.checkpoint.live.shards import Part, list_tensors
+from dsjob.checkpoint.live.state import TrainingState
+from dsjob.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """One save on one rank. Nothing here changes while training goes on, once the parts are copies."""
+
+    url: str
+    folder: str
+    tag: str
+    rank: int
+    world_size: int
+    parts: list[Part]
+    described: dict[str, TensorStorageMetadata]
+    roles: dict[str, str]
+    values: dict[str, Any]
+    manifest: dict[str, Any]
+
+    def complete(self, records: Sequence[dict[str, Any]], job: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Makes sure that every rank's file is there, and writes what lies beside them; the manifest.
+
+        Raises CheckpointError for what is larger than readers take.
+        """
+        files = {}
+        for record in records:
+            if record["file"] is None:
+                continue
+            found = storage.size(storage.join(self.url, record["file"]))
+            if found != record["size"]:
+                raise CheckpointError(f"{self.url}/{record['file']} has {found} bytes, not {record['size']} as written")
+            files[record["file"]] = {"size": record["size"]}
+        plain = {"state": self.values, **({"job": job} if job is not None else {})}
+        places = {name: storage.join(self.url, f"{name}.json") for name in plain}
+        texts = {name: encode_file(value, places[name], layout.MAX_MANIFEST) for name, value in plain.items()}
+        for name, text in texts.items():
+            storage.write_bytes(places[name], text)
+        return {
+            **self.manifest,
+            "files": files,
+            "tensors": list_tensors(self.described, list(records), self.roles.__getitem__),
+            **{f"{name}_sha256": hashlib.sha256(text).hexdigest() for name, text in texts.items()},
+        }
+
+
+def describe_state(state: TrainingState | JointState, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint keeps of a state beside its tensors. Raises CheckpointError for what it cannot keep."""
+    return {
+        "optimizer": state.optimizer_values(),
+        "scheduler": state.scheduler_values(),
+        "loss_scaler": state.scaler_values(),
+        "aliases": dict(state.aliases),
+        "pretrained": state.pretrained,
+        "roles": {name: state.role(name) for name in tensors},
+        "models": state.names if isinstance(state, JointState) else [],
+    }

@@ -1,0 +1,49 @@
+"""The state of every random generator of a rank, and named states of model-parallel ranks, as JSON values."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsjob.checkpoint.format.values import decode, encode
+from dsjob.compute.activation.rng import TRACKER, read_state
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators; of the GPU's too where there is one."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state = {
+        "python": encode(random.getstate()),
+        "numpy": encode((str(kind), np.asarray(keys).tolist(), position, has_gauss, gauss)),
+        "torch": _to_text(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _to_text(torch.cuda.get_rng_state(device))
+    tracked = {name: _to_text(own) for name, own in TRACKER.get_states().items()}
+    return {**state, **({"tracked": tracked} if tracked else {})}
+
+
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    """Sets all generators to a captured state, without what is of a GPU where there is none, or the other way round."""
+    random.setstate(decode(state["python"]))
+    kind, keys, *rest = decode(state["numpy"])
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_from_text(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
+    size = read_state().numel()  # a state of another kind of device is none of this generator's
+    saved = {name: _from_text(own) for name, own in state.get("tracked", {}).items()}
+    TRACKER.set_states({**TRACKER.get_states(), **{n: own for n, own in saved.items() if own.numel() == size}})
+
+
+def _to_text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _from_text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

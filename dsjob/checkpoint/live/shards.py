@@ -1,0 +1,273 @@
+"""Where boxes of tensors meet bytes: safetensors shards, over any URL.
+
+DCP plans which rank writes and reads which box of which tensor. A rank writes one file, header first, each chunk hashed
+on its way. Reading verifies each chunk that it uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from dsjob import storage
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.format.dtypes import DTYPES, NAMES
+from dsjob.checkpoint.format.values import encode_json
+from dsjob.errors import CorruptCheckpointError
+from dsjob.ranks.agreement import all_gather, gather_on_rank_0, scatter
+from dsjob.ranks.mesh import World
+
+_SLICE, _SMALL = 8 << 20, 64 << 10  # bytes; what is small is not worth another thread's waking
+_READERS = 4  # threads of a rank that read, each a chunk at a time, and verify what they have read
+_Chunk = dict[str, Any]  # of a manifest: file, start, length, offsets, sizes, sha256
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """The file that a rank writes."""
+    return f"r{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A box of the tensor `name` that one rank writes; `offsets`: where it begins in global coordinates."""
+
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+class Planner:
+    """Says what each rank writes of a state. DCP plans it, which takes ranks longer than to copy what they hold, so a
+    plan is kept while no rank has other tensors than it was made for."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._key: list[Any] | None = None
+        self._places: list[tuple[str, tuple[int, ...]]] = []
+        self._described: dict[str, TensorStorageMetadata] = {}
+
+    def plan(self, tensors: dict[str, Tensor]) -> tuple[list[Part], dict[str, TensorStorageMetadata]]:
+        """What this rank is to write of `tensors`, and on rank 0 what all of them are. A collective.
+
+        Replicated tensors are rank 0's: where ranks differ (buffers of batch norm), it is rank 0's that are kept.
+        """
+        key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
+        if not all(all_gather(self._world, key == self._key)):
+            self._key = None  # it may fail on one rank alone, which has to be planned anew with the others
+            self._places, self._described = _plan_anew(tensors, self._world)
+            self._key = key
+        parts = [Part(name, offsets, _take_own(tensors[name])) for name, offsets in self._places]
+        return parts, self._described
+
+
+def _plan_anew(
+    tensors: dict[str, Tensor], world: World
+) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, TensorStorageMetadata]]:
+    """The names and offsets of this rank's boxes, and on rank 0 what all tensors are."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+    planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
+    plans = gather_on_rank_0(world, planner.create_local_plan)
+    described: dict[str, TensorStorageMetadata] = {}
+
+    def plan_all() -> list[SavePlan]:
+        final, metadata = planner.create_global_plan(plans)
+        described.update(cast("dict[str, TensorStorageMetadata]", metadata.state_dict_metadata))
+        return final
+
+    plan = planner.finish_plan(scatter(world, plan_all))
+    boxes = [
+        (item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items if item.tensor_data is not None
+    ]
+    return [(name, offsets) for name, offsets in boxes if _take_own(tensors[name]).numel()], described
+
+
+def _find_layout(tensor: Tensor) -> Any:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def _take_own(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: one box."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict[str, Any]:
+    """Writes a rank's parts into the folder `url`, then its completion record, which it returns."""
+    storage.make_folder(storage.join(url, "done"))
+    name = shard_name(rank, world_size)
+    chunks, size = _write_file(storage.join(url, name), parts) if parts else ([], 0)
+    record = {"rank": rank, "file": name if parts else None, "size": size, "chunks": chunks}
+    write_record(url, rank, record)
+    return record
+
+
+def write_record(url: str, rank: int, record: dict[str, Any]) -> None:
+    """Writes what a rank says of its part of a save: that it is whole, or why it is not."""
+    text = encode_json(record)
+    text = encode_json({**record, "record_sha256": hashlib.sha256(text).hexdigest()})
+    storage.write_bytes(storage.join(url, "done", f"r{rank:05d}.json"), text)
+
+
+def read_record(url: str, rank: int) -> dict[str, Any]:
+    """What `write_record` was given. Raises CorruptCheckpointError where it differs, and StorageError."""
+    place = storage.join(url, "done", f"r{rank:05d}.json")
+    try:
+        record: dict[str, Any] = json.loads(storage.read_bytes(place))
+        digest = record.pop("record_sha256")
+        if hashlib.sha256(encode_json(record)).hexdigest() == digest:
+            return record
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise CorruptCheckpointError(f"{place} is not what rank {rank} wrote")
+
+
+def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
+    """Writes a file of safetensors; its chunks for the manifest, and its size in bytes."""
+    header, spans, position = {}, [], 0
+    for part in parts:
+        end = position + part.tensor.numel() * part.tensor.dtype.itemsize
+        key = f"{part.name}@{','.join(map(str, part.offsets))}"
+        span = [position, end]
+        header[key] = {"dtype": NAMES[part.tensor.dtype], "shape": list(part.tensor.shape), "data_offsets": span}
+        spans.append(span)
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    chunks: list[_Chunk] = []
+    with storage.open_write(url) as file, ThreadPoolExecutor(1) as hasher:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part, (begin, end) in zip(parts, spans, strict=True):
+            digest = _write_tensor(file, part.tensor, hasher)
+            place = {"tensor": part.name, "start": start + begin, "length": end - begin, "sha256": digest}
+            chunks.append({**place, "offsets": list(part.offsets), "sizes": list(part.tensor.shape)})
+    return chunks, start + position
+
+
+def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) -> str:
+    """Writes a tensor's bytes in row-major order; their sha256."""
+    digest = hashlib.sha256()
+    flat = tensor.cpu().contiguous().reshape(-1)
+    data = memoryview(flat.view(torch.uint8).numpy().data)
+    for offset in range(0, len(data), _SLICE):
+        part = data[offset : offset + _SLICE]
+        if len(part) < _SMALL:
+            digest.update(part)
+            file.write(part)
+            continue
+        hashing = hasher.submit(digest.update, part)  # beside the writing: both let go of the interpreter's lock
+        file.write(part)
+        hashing.result()
+    return digest.hexdigest()
+
+
+def list_tensors(
+    described: dict[str, TensorStorageMetadata], records: list[dict[str, Any]], role: Callable[[str], str]
+) -> dict[str, Any]:
+    """The entries of a manifest: every tensor with the chunks that the ranks' records have of it."""
+    tensors: dict[str, Any] = {}
+    for name, entry in described.items():
+        dtype = NAMES[entry.properties.dtype]
+        tensors[name] = {"role": role(name), "dtype": dtype, "shape": list(entry.size), "chunks": []}
+    for record in records:
+        for chunk in record["chunks"]:
+            place = {key: value for key, value in chunk.items() if key != "tensor"}
+            tensors[chunk["tensor"]]["chunks"].append({"file": record["file"], **place})
+    return tensors
+
+
+class ShardReader(StorageReader):
+    """Reads the boxes that a load plan asks for from a committed checkpoint."""
+
+    def __init__(self, source: layout.Folder, checkpoint: layout.Checkpoint) -> None:
+        self._source, self._checkpoint = source, checkpoint
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        entries: dict[str, Any] = {}
+        for name, tensor in self._checkpoint.tensors.items():
+            boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(DTYPES[tensor.dtype]), torch.Size(tensor.shape), boxes
+            )
+        return Metadata(entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[tuple[str, int], list[tuple[ReadItem, Tensor]]] = {}
+        for item in plan.items:
+            tensor = self._checkpoint.tensors[item.storage_index.fqn]
+            place = item.storage_index.offset
+            number = next(i for i, c in enumerate(tensor.chunks) if torch.Size(c.offsets) == place and c.length)
+            wanted.setdefault((item.storage_index.fqn, number), []).append((item, planner.resolve_tensor(item)))
+        readers = [layout.Shards(self._source, self._checkpoint) for _ in range(_READERS)]
+        free: SimpleQueue[layout.Shards] = SimpleQueue()
+        for reader in readers:
+            free.put(reader)
+        pool = ThreadPoolExecutor(_READERS)
+        try:
+            jobs = {pool.submit(self._read_chunk, free, *key, pairs): pairs for key, pairs in wanted.items()}
+            for job, pairs in jobs.items():
+                job.result()
+                for item, target in pairs:
+                    planner.commit_tensor(item, target)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for reader in readers:
+                reader.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def _read_chunk(
+        self, free: SimpleQueue[layout.Shards], name: str, number: int, pairs: list[tuple[ReadItem, Tensor]]
+    ) -> None:
+        """Reads a chunk, verifies it, and gives each target its part of it; one thread's work."""
+        tensor = self._checkpoint.tensors[name]
+        chunk = tensor.chunks[number]
+        (item, target), *more = pairs
+        whole = tuple(item.lengths) == chunk.sizes and not more
+        direct = whole and target.is_cpu and target.is_contiguous() and target.dtype == DTYPES[tensor.dtype]
+        box = target.detach() if direct else torch.empty(chunk.sizes, dtype=DTYPES[tensor.dtype])
+        data = memoryview(box.reshape(-1).view(torch.uint8).numpy().data)
+        shards, digest = free.get(), hashlib.sha256()
+        try:
+            for start in range(0, max(chunk.length, 1), _SLICE):
+                shards.read(name, chunk, start, digest, data[start : start + _SLICE])
+        finally:
+            free.put(shards)
+        for item, target in [] if direct else pairs:
+            part = box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+            target.detach().copy_(part)

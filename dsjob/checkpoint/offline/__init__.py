@@ -1,0 +1,1 @@
+"""Work on checkpoints without a running job: convert, compare, verify, copy."""

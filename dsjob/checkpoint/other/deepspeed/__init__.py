@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints: reading them, and writing them."""

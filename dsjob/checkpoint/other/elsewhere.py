@@ -1,0 +1,35 @@
+"""Checkpoints that dsjob did not write, at any path or URL: the one place that knows which kinds there are."""
+
+from __future__ import annotations
+
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.other.deepspeed.reader import find_deepspeed
+from dsjob.checkpoint.other.deepspeed.state import Groups
+from dsjob.checkpoint.other.foreign import Foreign
+from dsjob.checkpoint.other.plain_weights import find_weights
+from dsjob.checkpoint.root.source import locate, open_root, renamed
+
+
+def find_elsewhere(url: str, tag: str | None = None, groups: Groups | None = None) -> Foreign | None:
+    """What another program saved there: a DeepSpeed folder, or plain weights; None for anything else, and in a root of
+    dsjob's own checkpoints, whatever was converted into it.
+
+    `groups`: see `find_deepspeed`. Raises CheckpointError, NoCheckpointError, Damaged (see `zero_to_fp32`).
+    """
+    if "commits" in open_root(url).names(""):
+        return None
+    found = find_deepspeed(url, tag, groups)
+    return found if found is not None or tag is not None else find_weights(url)
+
+
+def is_own(url: str, tag: str | None = None) -> bool:
+    """Whether a path or URL, or a tag in the root at `url`, means a checkpoint of dsjob's own; else it is another
+    program's. Raises NoCheckpointError where it is neither, and what `find_elsewhere` does."""
+    with renamed(f"read {url}"):
+        try:
+            layout.find_commit(open_root(url), tag) if tag else locate(url)
+            return True
+        except layout.NothingThere:
+            if find_elsewhere(url, tag) is None:
+                raise
+            return False

@@ -1,0 +1,1 @@
+"""Models of transformers and adapters of peft: the folders that `from_pretrained` loads."""

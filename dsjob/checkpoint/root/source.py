@@ -1,0 +1,131 @@
+"""A checkpoint root anywhere, for the readers of `zero_to_fp32`; and their errors in the project's own names."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dsjob import storage
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.errors import CorruptCheckpointError, NoCheckpointError, StorageError, UsageError
+
+BLOCK = 1 << 20  # bytes: what is smaller is cut out of a block that is kept, since each read by URL is a request
+
+
+def open_root(url: str) -> layout.Folder:
+    """The checkpoint root at a path or URL. At a URL it remembers what it has read: open it anew after writing."""
+    return layout.Folder(storage.local_path(url)) if storage.is_local(url) else UrlFolder(url)
+
+
+def find_own_root(url: str) -> layout.Folder | None:
+    """The root with checkpoints that is at a path or URL, or in the run's folder there; None where there is neither."""
+    places = (open_root(place) for place in (url, storage.join(url, "checkpoints")))
+    return next((place for place in places if place.names("commits")), None)
+
+
+def find_root(url: str) -> tuple[layout.Folder, str]:
+    """The checkpoint root that a path or URL means, and the name below it where it is one step's, else "".
+
+    `url`: a run's folder (with `checkpoints/` in it), a checkpoint root, or one step's tag or folder in a root.
+    """
+    if (own := find_own_root(url)) is not None:
+        return own, ""
+    place, below = open_root(url), open_root(storage.join(url, "checkpoints"))
+    head, _, name = place.root.rstrip("/").rpartition("/")
+    if name and not head.endswith((":", ":/")):  # not above the bucket of a URL
+        above = open_root(head or "/")
+        if above.names("commits"):
+            return above, name
+    return (below if below.names("") else place), ""
+
+
+def locate(url: str, tag: str | None = None) -> tuple[layout.Folder, dict[str, Any]]:
+    """The checkpoint root that a path or URL means (see find_root), and the commit record of a tag, or the newest."""
+    root, name = find_root(url)
+    if name and tag:
+        raise layout.Refused(f"{url} is one step's folder already", "leave --tag out, or name the folder above")
+    return root, layout.find_commit(root, name or tag)
+
+
+@contextmanager
+def renamed(action: str) -> Iterator[None]:
+    """Renames what reading, writing and the script raise into the project's errors."""
+    try:
+        yield
+    except layout.Damaged as error:
+        raise CorruptCheckpointError(error.message, hint=error.hint) from error
+    except layout.NothingThere as error:
+        raise NoCheckpointError(error.message, hint=error.hint) from error
+    except layout.Refused as error:
+        raise UsageError(error.message, hint=error.hint) from error
+    except RecursionError:
+        raise CorruptCheckpointError(f"cannot {action}: its JSON is nested too deeply", hint=layout.ELSEWHERE) from None
+    except OSError as error:
+        raise StorageError(f"cannot {action}: {error}") from error
+
+
+class UrlFolder(layout.Folder):
+    """A checkpoint root at a URL, read by ranges: large ones as they are asked for, small ones through kept blocks."""
+
+    def __init__(self, url: str) -> None:
+        self.root = url.rstrip("/")
+        self.size = functools.lru_cache(maxsize=4096)(self._size)
+        self.block = functools.lru_cache(maxsize=64)(self._block)
+
+    def names(self, folder: str) -> list[str]:
+        """See Folder."""
+        return storage.list_names(storage.join(self.root, folder))
+
+    def open_file(self, name: str) -> io.RawIOBase:
+        """See Folder."""
+        return _UrlFile(self, name, self.size(name))
+
+    def read(self, name: str, start: int, end: int) -> bytes:
+        """The bytes of a file from `start` up to `end`, or up to its end."""
+        return storage.read_bytes(storage.join(self.root, name), start, end)
+
+    def _size(self, name: str) -> int:
+        try:
+            return storage.size(storage.join(self.root, name))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise FileNotFoundError(error.message) from error
+            raise
+
+    def _block(self, name: str, index: int) -> bytes:
+        return self.read(name, index * BLOCK, min((index + 1) * BLOCK, self.size(name)))
+
+
+class _UrlFile(io.RawIOBase):
+    """A file of a UrlFolder, from any position."""
+
+    def __init__(self, folder: UrlFolder, name: str, size: int) -> None:
+        self.folder, self.name, self.length, self.position = folder, name, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        count = max(0, min(len(view), self.length - self.position))
+        if count >= BLOCK:
+            data = self.folder.read(self.name, self.position, self.position + count)[:count]
+        elif count:
+            index, start = divmod(self.position, BLOCK)
+            data = self.folder.block(self.name, index)[start : start + count]
+        else:
+            data = b""
+        view[: len(data)] = data
+        self.position += len(data)
+        return len(data)

@@ -1,0 +1,1 @@
+"""How numbers are computed: precision, loss scale, forward and backward passes, activations, repeated blocks."""

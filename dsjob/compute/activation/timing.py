@@ -1,0 +1,74 @@
+"""Times of what is computed again: `profile` and `synchronize_checkpoint_boundary` of the section."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dsjob.contract.spec import ActivationCheckpointing
+
+LOG = logging.getLogger("dsjob.checkpointing")
+
+
+def show_times() -> None:
+    """Lets the times be seen in a program that has not set up logging."""
+    LOG.setLevel(logging.INFO)
+    if not LOG.hasHandlers():
+        LOG.addHandler(logging.StreamHandler())
+
+
+def run_timed(
+    run: Callable[..., Any],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    section: ActivationCheckpointing,
+) -> Any:
+    """`run(function, args, kwargs)`, with the times of its forward and its backward pass logged if `profile` is on.
+
+    The backward pass begins with the first gradient of an output, and ends with the last one of an input: where no
+    input needs a gradient, it has no end, and is not told of.
+    """
+    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    # Other names for the inputs, whose gradients come from this function alone.
+    leaves = [leaf.view_as(leaf) if _has_gradient(leaf) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(leaves, tree)
+    clock = _Clock(getattr(function, "__qualname__", type(function).__name__), section)
+    clock.start()
+    outputs = run(function, args, kwargs)
+    clock.stop("forward")
+    begins = [leaf for leaf in tree_leaves(outputs) if _has_gradient(leaf)]
+    ends = [leaf for leaf in leaves if _has_gradient(leaf)]
+    if begins and ends:
+        register_multi_grad_hook(begins, lambda _: clock.start(), mode="any")
+        register_multi_grad_hook(ends, lambda _: clock.stop("backward"))
+    return outputs
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class _Clock:
+    def __init__(self, name: str, section: ActivationCheckpointing) -> None:
+        self._name, self._section, self._started = name, section, 0.0
+
+    def start(self) -> None:
+        self._synchronize()
+        self._started = time.perf_counter()
+
+    def stop(self, what: str) -> None:
+        self._synchronize()
+        if self._section.profile:
+            LOG.info("%s: %s took %.3f ms", self._name, what, 1000 * (time.perf_counter() - self._started))
+
+    def _synchronize(self) -> None:
+        if self._section.synchronize_checkpoint_boundary and torch.cuda.is_available():
+            torch.cuda.synchronize()

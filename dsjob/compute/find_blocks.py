@@ -1,0 +1,124 @@
+"""Finding the units to shard in a model that says nothing about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from dsjob.contract.spec import LeafModule
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LEAF = "_dsjob_leaf"
+_EXTERNAL = "_dsjob_external"
+
+
+def mark_leaf(module: nn.Module, flag: bool = True) -> None:
+    """Says of a module that nothing inside it is a unit of its own: ranks may use different parts of it."""
+    setattr(module, _LEAF, flag)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether `mark_leaf` was called of it."""
+    return bool(getattr(module, _LEAF, False))
+
+
+def mark_external(parameter: Tensor) -> None:
+    """Says of a parameter that modules other than its own use it too."""
+    setattr(parameter, _EXTERNAL, True)
+
+
+def is_external(parameter: Tensor) -> bool:
+    """Whether `mark_external` was called of it."""
+    return getattr(parameter, _EXTERNAL, False)
+
+
+Found = tuple[list[nn.Module], list[str]]  # modules, and what was asked for and is not there
+
+
+def mark_leaves(model: nn.Module, section: LeafModule | None) -> list[str]:
+    """Marks what the config's `leaf_module` names; what of that the model does not have.
+
+    Classes are missing only if nothing is found at all: a list of them may be meant for several models.
+    """
+    if section is None:
+        return []
+    classes, names, suffixes = (_as_list(given) for given in (section.classes, section.names, section.name_suffixes))
+    finds = [find_of_classes(model, classes), find_by_name(model, names), find_by_suffix(model, suffixes)]
+    modules = [module for found, _ in finds for module in found]
+    for module in modules:
+        mark_leaf(module)
+    return [name for _, missing in (finds[1:] if modules else finds) for name in missing]
+
+
+def _as_list(given: Sequence[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+def find_of_classes(model: nn.Module, classes: Sequence[type | str]) -> Found:
+    """Modules of these classes; a string is a class's name, dotted or not."""
+
+    def is_one(module: nn.Module, wanted: type | str) -> bool:
+        kind = type(module)
+        names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
+        return wanted in names if isinstance(wanted, str) else isinstance(module, wanted)
+
+    modules = list(model.modules())
+    missing = [str(wanted) for wanted in classes if not any(is_one(module, wanted) for module in modules)]
+    return [module for module in modules if any(is_one(module, wanted) for wanted in classes)], missing
+
+
+def find_by_name(model: nn.Module, names: Sequence[str]) -> Found:
+    """The modules that are called so in the model, in the order of the names."""
+    modules = dict(model.named_modules())
+    return [modules[name] for name in names if name in modules], [name for name in names if name not in modules]
+
+
+def find_by_suffix(model: nn.Module, suffixes: Sequence[str]) -> Found:
+    """The modules whose names end so."""
+    named = list(model.named_modules())
+    missing = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name, _ in named)]
+    return [module for name, module in named if name.endswith(tuple(suffixes))], missing
+
+
+def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:
+    """The repeated blocks of a model, outermost ones, in order: siblings of one class in a list, each made of parts.
+
+    A block that shares a parameter with anything outside it is left out, since one parameter can be sharded in one
+    unit alone: it then belongs to what remains of the model. So is one with a parameter that was said to be used
+    elsewhere. `sharing`: it is listed all the same.
+    """
+    found = [block for block in _search(model) if any(True for _ in block.parameters())]
+    if sharing:
+        return found
+    owners: Counter[int] = Counter()
+    for parameter_id in _owned_ids(model, found):
+        owners[parameter_id] += 1
+    return [block for block in found if all(owners[id(p)] == 1 and not is_external(p) for p in block.parameters())]
+
+
+def _search(module: nn.Module) -> Iterator[nn.Module]:
+    if is_leaf(module):
+        return
+    children = list(module.children())
+    if isinstance(module, _CONTAINERS):
+        counts = Counter(type(child) for child in children)
+        blocks = [c for c in children if counts[type(c)] > 1 and any(True for _ in c.children())]
+    else:
+        blocks = []
+    for child in children:
+        if any(child is block for block in blocks) and not isinstance(child, _CONTAINERS):
+            yield child
+        else:
+            yield from _search(child)
+
+
+def _owned_ids(model: nn.Module, blocks: list[nn.Module]) -> Iterator[int]:
+    """The ids of all parameters, once for each unit that uses them."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for block in blocks:
+        yield from (id(parameter) for parameter in block.parameters())
+    for module in model.modules():
+        if id(module) not in inside:
+            yield from (id(parameter) for parameter in module.parameters(recurse=False))

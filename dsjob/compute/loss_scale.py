@@ -1,0 +1,89 @@
+"""The loss scale of fp16: how large it is, and how it answers to overflows.
+
+Arithmetic alone: who finds overflows, and what becomes of the step, is the engine's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsjob.contract.spec import Fp16
+from dsjob.errors import LossScaleError
+
+
+class LossScaler:
+    """A static or dynamic loss scale, by DeepSpeed's rules (`runtime/fp16/loss_scaler.py` of 0.19.6).
+
+    A dynamic scale starts at 2^initial_scale_power. It doubles after each `loss_scale_window` good steps in a row (the
+    first step is not counted), and is halved by an overflow once `hysteresis` - 1 others have been borne. What they
+    have used up comes back when it doubles, or at each good step with `consecutive_hysteresis`.
+    """
+
+    def __init__(self, spec: Fp16) -> None:
+        self._spec = spec
+        self.dynamic = spec.loss_scale == 0
+        self.scale = float(2**spec.initial_scale_power if self.dynamic else spec.loss_scale)
+        self._step, self._last_overflow, self._borne = 0, -1, spec.hysteresis
+        self._skipped = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next overflow finds nothing left to lower."""
+        return self.dynamic and self._borne == 1 and self.scale <= self._spec.min_loss_scale
+
+    def update(self, overflow: bool, culprits: Sequence[str] = ()) -> None:
+        """Counts one step. Raises LossScaleError where a dynamic scale would have to fall below its minimum.
+
+        `culprits`: names of parameters whose gradients overflowed, for the message.
+        """
+        if overflow and self.exhausted:
+            raise LossScaleError(
+                f"gradients overflowed fp16 at the smallest loss scale, {self.scale:g}{_list(culprits)}",
+                hint="use bf16.enabled=true, which has the range of fp32 and needs no loss scale; or lower the rate",
+            )
+        if self.dynamic:
+            self._adapt(overflow)
+        self._skipped += overflow
+        self._step += 1
+
+    def _adapt(self, overflow: bool) -> None:
+        if overflow:
+            if self._borne == 1:
+                self.scale = max(self.scale / 2, float(self._spec.min_loss_scale))
+            else:
+                self._borne -= 1
+            self._last_overflow = self._step
+            return
+        good = self._step - self._last_overflow - 1
+        grows = good > 0 and good % self._spec.loss_scale_window == 0
+        if grows:
+            self.scale *= 2
+        if grows or self._spec.consecutive_hysteresis:
+            self._borne = self._spec.hysteresis
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: JSON values, exact (a scale is a float of few digits)."""
+        return {
+            "scale": self.scale,
+            "dynamic": self.dynamic,
+            "skipped": self._skipped,  # which earlier programs need; here the engine counts them
+            "step": self._step,
+            "last_overflow": self._last_overflow,
+            "borne": self._borne,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave; a static scale stays what the document says."""
+        self._skipped = state.get("skipped", self._skipped)
+        if self.dynamic and state["dynamic"]:
+            self.scale, self._step = state["scale"], state["step"]
+            self._last_overflow = state["last_overflow"]
+            self._borne = min(state["borne"], self._spec.hysteresis)
+
+
+def _list(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f", in {', '.join(names[:5])}{more}"

@@ -1,0 +1,406 @@
+"""Checking a document against the contract: the home of jsonschema. Finds all problems at once and raises nothing.
+
+Shape, types and bounds come from `schemas/`, what lies between keys from the table in `rules`. What depends on the
+world size (the batch triad) is in `batch`. No import of torch, and nothing that a document names is imported. Values
+that would take too long to look at, as only objects from Python can be, are refused first: jsonschema spells them out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from jsonschema import Draft202012Validator, ValidationError
+
+from dsjob.contract import deepspeed_keys, hints, legacy
+from dsjob.contract import schema as contract
+from dsjob.contract.bounds import check_values
+from dsjob.contract.models import is_trainable, take_model
+from dsjob.contract.paths import Path
+from dsjob.contract.rules import RULES
+from dsjob.contract.rules.methods import find_meant
+from dsjob.contract.schema import Schema
+from dsjob.contract.shown import shorten
+from dsjob.errors import Problem
+
+_PYTHON_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+_KINDS = {
+    "object": "an object",
+    "array": "a list",
+    "string": "a string",
+    "boolean": "true or false",
+    "integer": "an integer",
+    "number": "a number",
+    "null": "null",
+}
+
+
+_RULE_OF = {
+    "minimum": "range",
+    "maximum": "range",
+    "exclusiveMinimum": "range",
+    "exclusiveMaximum": "range",
+    "minLength": "length",
+    "minItems": "length",
+    "maxItems": "length",
+    "minProperties": "length",
+    "maxProperties": "length",
+    "const": "enum",
+    "not": "type-and-target",
+}
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+")
+_YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+MAX_UNKNOWN = 50  # unknown keys of one object that are told one by one
+
+
+def check_job(document: dict[str, Any]) -> list[Problem]:
+    """Everything wrong with a job document, places not yet filled in (`path` is).
+
+    `document`: the job built on its DeepSpeed config, whose other keys may still be there as `deepspeed`.
+    """
+    if endless := check_values(document, ""):
+        return endless
+    schema = contract.job_schema()
+    problems = _check_expanded(document, _check_shape(document, schema), schema)
+    if document.get("engine") == "deepspeed":
+        problems = [problem for problem in problems if not _has_effect_there(problem)]
+    config = document.get("deepspeed")
+    rest = {k: v for k, v in config.items() if k not in schema["properties"]} if isinstance(config, dict) else {}
+    whole = {**deepspeed_keys.drop_moved(rest), **document}
+    found = _check_rules(whole, problems, whole=True)
+    return _drop_follow_ups(problems + found + _check_models(whole, problems, found))
+
+
+def _has_effect_there(problem: Problem) -> bool:
+    """Whether a key without effect here has one in the installed DeepSpeed, which is given it."""
+    path = problem.path[1:] if problem.path[:1] == ("deepspeed",) else problem.path
+    return problem.rule == "no-effect" and path[0] in deepspeed_keys.ENGINE_SECTIONS
+
+
+def _check_models(document: dict[str, Any], problems: list[Problem], told: list[Problem]) -> list[Problem]:
+    """What the rules say of each of several models, where it is not said of the job."""
+    models = document.get("models")
+    if not (isinstance(models, dict) and all(isinstance(entry, dict) for entry in models.values())):
+        return []
+    known = {(problem.path, problem.rule) for problem in told}
+    found = []
+    for name, entry in models.items():
+        below = [replace(p, path=p.path[2:]) for p in problems if p.path[:2] == ("models", name)]
+        for problem in _check_rules(take_model(document, name), problems + below, whole=True):
+            own = problem.path[:1] and problem.path[0] in entry
+            if problem.rule == "no-optimizer" and is_trainable(document, name):
+                found.append(replace(problem, path=("models", name, *problem.path)))
+            elif problem.rule != "no-optimizer" and (own or (problem.path, problem.rule) not in known):
+                message = problem.message if own else f"{problem.dotted} {problem.message}"
+                path = problem.path if own else ()
+                found.append(replace(problem, path=("models", name, *path), message=message))
+    return found
+
+
+def check_config(config: dict[str, Any]) -> list[Problem]:
+    """Everything wrong with a bare DeepSpeed config."""
+    if endless := check_values(config, ""):
+        return endless
+    schema = contract.deepspeed_schema()
+    problems = _check_expanded(config, _check_shape(config, schema), schema)
+    sound = _blank_broken(config, problems)
+    document = {**deepspeed_keys.drop_moved(sound), **deepspeed_keys.to_job(sound)}
+    found = _check_rules(document, [replace(p, path=deepspeed_keys.to_job_path(p.path)) for p in problems], whole=False)
+    told = [deepspeed_keys.to_config_words(replace(p, path=deepspeed_keys.to_config_path(p.path))) for p in found]
+    return _drop_follow_ups(problems + told)
+
+
+def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:
+    """`problems` without those of a key that is missing because it is misspelt or misplaced, which is told already."""
+    meant: set[str] = set()
+    for problem in problems:
+        if problem.rule == "unknown-key":
+            meant |= {*map(str, problem.path[-1:]), *re.findall(r"\w+", problem.hint.partition("allowed here")[0])}
+    missing = ("required", "no-end", "no-optimizer", "no-total-steps")
+    return [p for p in problems if p.rule not in missing or not meant & {*re.findall(r"\w+", p.message), *p.path[-1:]}]
+
+
+def _check_expanded(document: dict[str, Any], problems: list[Problem], schema: Schema) -> list[Problem]:
+    """`problems`, and those of what old spellings stand for."""
+    sound = _blank_broken(document, problems)
+    expanded = legacy.expand(sound)
+    if expanded == sound:
+        return problems
+    known = {(problem.path, problem.rule) for problem in problems}
+    found = [p for p in _check_status(expanded, schema, ()) if (p.path, p.rule) not in known]
+    return problems + [_name_as_given(problem, document) for problem in found]
+
+
+def _name_as_given(problem: Problem, document: dict[str, Any]) -> Problem:
+    """A problem of the expanded document, at the old spelling that it comes from."""
+    given = legacy.find_spelling(problem.path, document)
+    if given == problem.path:
+        return problem
+    return replace(problem, path=given, message=f"stands for {problem.dotted}: {problem.message}")
+
+
+def _check_rules(document: dict[str, Any], problems: list[Problem], *, whole: bool) -> list[Problem]:
+    """What the rules say of the sound part of a document: not of what is near a mistake of shape, told already."""
+    broken = [problem.path for problem in problems if _is_shape(problem) and problem.rule != "unknown-key"]
+    broken += [path[1:] for path in broken if path[:1] == ("deepspeed",)]
+    sound = legacy.expand(_blank_broken(document, problems))
+    found = [problem for rule in RULES.values() if whole or not rule.whole for problem in rule.find(sound)]
+    return [_name_as_given(f, document) for f in found if not any(_is_near(f.path, path) for path in broken)]
+
+
+def _is_shape(problem: Problem) -> bool:
+    """Whether a value cannot be what its key takes; one that is not supported has a shape all the same."""
+    return problem.severity == "error" and problem.rule != "unsupported"
+
+
+def _is_near(path: Path, other: Path) -> bool:
+    length = min(len(path), len(other))
+    return length > 0 and path[:length] == other[:length]
+
+
+def _blank_broken(document: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """A document of the right shape: None where the problems are, which is neither a value nor missing."""
+    paths: set[Path] = {tuple(takewhile(lambda part: isinstance(part, str), p.path)) for p in problems if _is_shape(p)}
+    return {key: _blank(item, (key,), paths) for key, item in document.items()}
+
+
+def _blank(value: Any, path: Path, broken: set[Path]) -> Any:
+    if path in broken:
+        return None
+    if not isinstance(value, dict):
+        return value
+    return {key: _blank(item, (*path, key), broken) for key, item in value.items()}
+
+
+def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
+    """What the schema alone can tell: unknown keys, types, bounds, and keys that dsjob does not support.
+
+    Arguments of a mistyped optimizer or schedule are looked at as those of the one that is meant.
+    """
+    return check_values(document, "") or _check_shape(document, schema)
+
+
+def _check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
+    document = _as_meant(document)
+    validator = Draft202012Validator(schema)
+    problems: dict[tuple[Path, str, str], Problem] = {}
+    for error in _leaves(validator.iter_errors(document)):
+        for problem in _explain(error, document, schema):
+            problems.setdefault((problem.path, problem.rule, problem.message), problem)
+    mistyped = {path for path, rule, _ in problems if rule == "type"}
+    found = [p for p in problems.values() if p.rule != "enum" or p.path not in mistyped]
+    wrong = {p.path for p in found if p.rule in ("type", "enum")}
+    return found + [p for p in _check_status(document, schema, ()) if p.path not in wrong]
+
+
+def _as_meant(document: dict[str, Any]) -> dict[str, Any]:
+    changed = dict(document)
+    for section in ("optimizer", "scheduler"):
+        value = document.get(section)
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and (meant := find_meant(section, kind)):
+            changed[section] = {**document[section], "type": meant}
+    if isinstance(config := document.get("deepspeed"), dict):
+        changed["deepspeed"] = _as_meant(config)
+    if isinstance(models := document.get("models"), dict):
+        changed["models"] = {name: _as_meant(one) if isinstance(one, dict) else one for name, one in models.items()}
+    return changed
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """`did you mean "x"?` for the known word nearest to `word`, or nothing."""
+    spelled = {name.lower(): name for name in reversed(known)}
+    near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
+    return f'did you mean "{spelled[near[0]]}"?' if near else ""
+
+
+def _leaves(errors: Iterator[ValidationError]) -> Iterator[ValidationError]:
+    for error in errors:
+        if error.context:
+            yield from _leaves(iter(error.context))
+        else:
+            yield error
+
+
+def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[Problem]:
+    path: Path = tuple(error.absolute_path)
+    keyword, value = str(error.validator), error.instance
+    if keyword in ("additionalProperties", "unevaluatedProperties"):
+        node = contract.find_at(schema, path, document)
+        allowed: Schema = error.schema.get("properties", {}) if isinstance(error.schema, dict) else {}
+        named = node.get("properties") or allowed
+        known = [key for key, below in named.items() if not (isinstance(below, dict) and "x-alias-of" in below)]
+        unknown = [key for key in value if key not in allowed] if isinstance(value, dict) else []
+        for key in unknown[:MAX_UNKNOWN]:
+            yield _unknown_key(path, key, known, schema)
+        if len(unknown) > MAX_UNKNOWN:
+            yield Problem(f"{len(unknown) - MAX_UNKNOWN} more unknown keys", path, "unknown-key")
+        return
+    auto = contract.find_at(schema, path, document).get("x-auto")
+    if auto and value == "auto":
+        return
+    if keyword == "required":
+        missing = re.findall(r"'([^']+)' is a required property", error.message)
+        for name in missing:
+            yield Problem(f"needs {name}", path, "required", _required_hint(path, name))
+        return
+    message, hint = _say(keyword, error.validator_value, value)
+    if keyword == "type" and "object" in str(error.validator_value):
+        hint = hint or _wrap_hint(value, contract.find_at(schema, path, document))
+    rule = _RULE_OF.get(keyword, keyword)
+    if not hint and rule in ("enum", "range"):  # why only these: what the key means
+        hint = str(contract.find_at(schema, path, document).get("description", "")).partition(". ")[0].rstrip(".")
+    yield Problem(message or error.message, path, rule, hint)
+
+
+def explain_unknown(path: Path, key: str, known: list[str]) -> Problem:
+    """What is wrong with an unknown key of a job document, and where it may belong."""
+    return _unknown_key(path, key, known, contract.job_schema())
+
+
+def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Problem:
+    inside = path[:1] == ("deepspeed",)
+    homes = contract.list_homes(contract.deepspeed_schema() if inside else schema)
+    exact = [("deepspeed", *home) if inside else home for home in homes.get(key, ())]
+    exact = [home for home in exact if home != path]  # another type's arguments stand at the same place
+    below = [home for home in exact if home[: len(path)] == path]
+    hint = 'did you mean "type"?' if key == "name" and "type" in known else ""
+    if not hint and len(below or exact) in (1, 2):
+        hint = "it belongs " + " or ".join(
+            f"under {'.'.join(home)}" if home else "at the top" for home in below or exact
+        )
+    bare = schema is contract.deepspeed_schema()
+    elsewhere = {name: places for name, places in homes.items() if path not in places}
+    hint = hint or hints.explain_key(path, key, known, bare=bare) or suggest(key, known)
+    hint = hint or _suggest_elsewhere(key, elsewhere)
+    if not hint and known:
+        hint = "allowed here: " + ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    return Problem("unknown key", (*path, key), "unknown-key", hint)
+
+
+def _suggest_elsewhere(key: str, homes: dict[str, list[tuple[str, ...]]]) -> str:
+    """For a key that is mistyped and at the wrong level."""
+    once = [name for name, places in homes.items() if len(places) == 1]
+    near = difflib.get_close_matches(key, once, n=1, cutoff=0.8)
+    return f'did you mean "{".".join((*homes[near[0]][0], near[0]))}"?' if near else ""
+
+
+def _required_hint(path: Path, name: str) -> str:
+    if not path and name in ("model", "data"):
+        return "give it in the document, or start from a recipe: +recipe=quickstart"
+    if name == "_target_":
+        return "the dotted path of a callable, my_module.build for example"
+    return ""
+
+
+def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
+    shown = _show(value)
+    if keyword == "type":
+        names = [rule] if isinstance(rule, str) else rule
+        wanted = " or ".join(_KINDS[name] for name in names if name in _KINDS)
+        found = shown if isinstance(value, bool) else f"{_kind(value)} {shown}".rstrip()
+        return f"must be {wanted}, not {found}", _unquote_hint(value, names)
+    if keyword == "enum":
+        options = ", ".join(_show(option) for option in rule)
+        words = [option for option in rule if isinstance(option, str)]
+        if str(value).lower() == "gpu":  # nearer to "cpu" than to what is meant
+            words = [word for word in words if word in ("cuda", "none")]
+            return f"must be one of {options}, not {shown}", f'did you mean "{words[0]}"?' if words else ""
+        return f"must be one of {options}, not {shown}", suggest(str(value), words)
+    texts = {
+        "minimum": f"must be at least {rule}, not {shown}",
+        "maximum": f"must be at most {rule}, not {shown}",
+        "exclusiveMinimum": f"must be greater than {rule}, not {shown}",
+        "exclusiveMaximum": f"must be less than {rule}, not {shown}",
+        "minLength": "must not be empty",
+        "minItems": f"must have at least {rule} items",
+        "maxItems": f"must have at most {rule} items",
+        "pattern": f"{shown} is not a dotted path" if _is_dotted(rule) else f"{shown} is not of the form {rule}",
+        "not": "`type` and `_target_` exclude one another",
+    }
+    hint = "package.module.name" if keyword == "pattern" and _is_dotted(rule) else ""
+    if hint and _DOTTED.fullmatch(value.replace(":", ".")):
+        hint = f"write {value.replace(':', '.')}"
+    return texts.get(keyword, ""), hint
+
+
+def _is_dotted(rule: Any) -> bool:
+    return isinstance(rule, str) and rule.strip("^$") == _DOTTED.pattern
+
+
+def _unquote_hint(value: Any, names: Sequence[str]) -> str:
+    if not isinstance(value, str):
+        return f"write {str(bool(value)).lower()}" if "boolean" in names and value in (0, 1) else ""
+    if {"integer", "number"} & set(names):
+        if _NUMBER.fullmatch(value):
+            return f"write {value} without the quotes"
+        try:
+            return f"write {float(value):g}{'' if '_' in value else ' without the quotes'}"
+        except ValueError:
+            return ""
+    if "boolean" in names and value.lower() in ("true", "false"):
+        return f"write {value.lower()} without the quotes"
+    if "boolean" in names and value.lower() in _YES_AND_NO:
+        return f"write {_YES_AND_NO[value.lower()]}"
+    return ""
+
+
+def _wrap_hint(value: Any, node: Schema) -> str:
+    """For a value given in place of the section that it belongs into."""
+    properties = node.get("properties", {})
+    keys = ("enabled",) if isinstance(value, bool) else ("device", "type", "stage", "_target_")
+    for key in keys:
+        if key in properties and Draft202012Validator(properties[key]).is_valid(value):
+            return f"write {json.dumps({key: value})}"
+    if "train" in properties and isinstance(value, str) and _DOTTED.fullmatch(value):
+        return f"write {json.dumps({'train': {'_target_': value}})}"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    return _KINDS[_PYTHON_KINDS.get(type(value), "null")]
+
+
+def _show(value: Any) -> str:
+    return "" if value is None else shorten(value, as_json=True)
+
+
+def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
+    """Keys that are known but not supported (errors, unless they ask for nothing), or without effect (warnings)."""
+    if not isinstance(value, dict):
+        return []
+    problems: list[Problem] = []
+    for key, item in value.items():
+        below = contract.child(schema, key, value)
+        if below is None or item is None:
+            continue
+        status, note, here = below.get("x-status"), below.get("x-note", ""), (*path, key)
+        off = item == below.get("default") or (item == "auto" and below.get("x-auto"))
+        off = off or (isinstance(item, dict) and item.get("enabled") in (False, "auto"))
+        if status == "unsupported" and not off:
+            shown = "" if isinstance(item, dict) else f"{_show(item)} "
+            problems.append(Problem(f"{shown}is not supported by dsjob", here, "unsupported", note))
+        elif isinstance(item, str) and item in below.get("x-unsupported", {}):
+            note = below["x-unsupported"][item]
+            problems.append(Problem(f"{_show(item)} is not supported by dsjob", here, "unsupported", note))
+        elif status == "no-effect":
+            problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
+        if isinstance(item, bool) and "stage" in below.get("properties", {}):
+            stage = f"now {key}.stage: {int(item)}"
+            problems.append(Problem("is an old spelling", here, "deprecated", stage, severity="warning"))
+        original = below.get("x-alias-of")
+        if original in value:
+            problems.append(
+                Problem(f"is another spelling of {original}, which is given too", here, "given-twice", "keep one")
+            )
+        elif below.get("deprecated") and item != "auto" and status != "unsupported" and original != f"stage3_{key}":
+            now = below.get("x-replaced-by") or original
+            problems.append(Problem("is an old spelling", here, "deprecated", f"now {now}", severity="warning"))
+        problems += _check_status(item, below, here)
+    return problems

@@ -1,0 +1,64 @@
+"""Values from outside in messages: shortened before anything makes a text of them.
+
+`repr` and `json.dumps` take as long as their result, and a few kilobytes that repeat a shared list make it endless.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsjob.contract.environment import mask
+
+SHOWN = 60  # characters of a value in a message
+_MAX_DEPTH, _MAX_ITEMS = 3, 8
+_MASKED = 4096  # characters of a text that are looked through for values of the environment
+
+
+def shorten(value: object, limit: int = SHOWN, *, as_json: bool = False) -> str:
+    """A value for a message, in Python's words or JSON's: at most `limit` characters, whatever it is."""
+    return cut(_spell(value, limit, _MAX_DEPTH, as_json), limit)
+
+
+def cut(text: str, limit: int = SHOWN) -> str:
+    """At most `limit` characters of a text, what is left out told by dots."""
+    text = mask(text[: limit + _MASKED])
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _spell(value: Any, limit: int, depth: int, as_json: bool) -> str:
+    if value is None or isinstance(value, bool):
+        words = {None: "null", True: "true", False: "false"}
+        return words[value] if as_json else str(value)
+    if isinstance(value, int):
+        return f"{int(value)}" if value.bit_length() <= 1024 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return f"{float(value)}"
+    if isinstance(value, str):
+        text = mask(value[: limit + _MASKED])
+        return f'"{text}"' if as_json else repr(text)
+    if isinstance(value, (bytes, bytearray)):
+        return repr(bytes(value[: limit + 1]))
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return _spell_items(value, limit, depth, as_json)
+    return f"<{type(value).__name__}>"
+
+
+def _spell_items(value: Any, limit: int, depth: int, as_json: bool) -> str:
+    first, last = ("{", "}") if isinstance(value, (dict, set, frozenset)) else ("(", ")")
+    if isinstance(value, list) or (as_json and first == "("):
+        first, last = "[", "]"
+    if depth == 0 and value:
+        return f"{first}...{last}"
+    items: list[str] = []
+    length = 0
+    for item in value:
+        if len(items) == _MAX_ITEMS or length > limit:
+            items.append("...")
+            break
+        text = _spell(item, limit, depth - 1, as_json)
+        if isinstance(value, dict):
+            text += f": {_spell(value[item], limit, depth - 1, as_json)}"
+        items.append(text)
+        length += len(text)
+    lone = "," if first == "(" and len(items) == 1 else ""
+    return f"{first}{', '.join(items)}{lone}{last}"

@@ -1,0 +1,338 @@
+"""Composition: the home of Hydra and OmegaConf. Recipes, a job file and overrides in; one plain document out.
+
+Hydra composes on `base`, a tree of every key in the schemas with nothing in it, so that a mistyped override has no
+place to go. A job file is merged after the recipe and before the overrides. Nothing is checked here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn, cast
+
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, QuotedString
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from dsjob.contract import schema as contract
+from dsjob.contract.check import explain_unknown, suggest
+from dsjob.contract.paths import Path
+from dsjob.contract.secrets import describe_secret, find_secrets, hide_value, is_reference, list_texts
+from dsjob.document import Document, interpolation
+from dsjob.document.job_file import require_job_file
+from dsjob.document.origins import Composed, settle
+from dsjob.document.resolve import place_problems
+from dsjob.errors import DocumentError, Problem, UsageError
+
+CONFIG_NAME = "config"
+_FILE_GROUP = "job_file"
+_GROUPS: dict[str, Path] = {  # what a choice decides
+    "optimizer": ("optimizer",),
+    "scheduler": ("scheduler",),
+    "precision": ("bf16", "enabled"),
+    "zero": ("zero_optimization", "stage"),
+}
+
+
+@contextmanager
+def open_hydra(
+    overrides: Sequence[str], *, config_dir: str | None = None, file: Document | None = None
+) -> Iterator[Hydra]:
+    """Hydra over dsjob's own configs, those in `config_dir`, and a job file. Its errors come out as UsageError."""
+    search_path = create_config_search_path("pkg://dsjob.conf")
+    if config_dir is not None:
+        if not os.path.isdir(config_dir):
+            raise UsageError(f"--config-dir: no such folder: {config_dir}")
+        here = SearchPathQuery(provider="schema")
+        search_path.prepend(provider="command-line", path=f"file://{os.path.abspath(config_dir)}", anchor=here)
+    _store_base(overrides, file)
+    GlobalHydra.instance().clear()
+    try:
+        with _renamed():
+            yield Hydra.create_main_hydra2(task_name="dsjob", config_search_path=search_path)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _store_base(overrides: Sequence[str], file: Document | None) -> None:
+    tree = OmegaConf.create(contract.unset_tree(contract.job_schema()))
+    for section in ("optimizer", "scheduler"):
+        # Their arguments are checked against the type's own list, so that any may be given without a "+".
+        OmegaConf.set_struct(tree[section].params, False)
+    OmegaConf.set_struct(tree.optimizer.param_groups, False)
+    OmegaConf.set_struct(tree.models, False)  # what a model may say over the job, the check knows
+    store = ConfigStore.instance()
+    store.store(name="base", node=tree)
+    if file is not None:
+        require_job_file(file)
+        locate = Composed({}, file).locate
+        if problems := interpolation.check_texts(file.value):
+            raise DocumentError(place_problems(problems, locate))
+        # Hydra merges a group chosen on the command line before the file, whose section would then win.
+        node = copy.deepcopy(file.value)
+        if isinstance(switch := node.get("zero_optimization"), bool):  # nothing could be merged into a flag
+            node["zero_optimization"] = {"stage": int(switch)}
+        for name in {override.split("=")[0].lstrip("~") for override in overrides} & _GROUPS.keys():
+            _delete(node, _GROUPS[name])
+        try:
+            with _renamed():  # OmegaConf reads each ${...} here
+                store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
+        except DocumentError as error:
+            raise DocumentError(place_problems(list(error.problems), locate)) from error
+
+
+def _is_set_below(path: Path, overrides: Iterable[Path]) -> bool:
+    return any(other[: len(path)] == path and other != path for other in overrides)
+
+
+def _delete(value: Any, path: Path) -> None:
+    for part in path[:-1]:
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        value.pop(path[-1], None)
+
+
+def parse_arguments(
+    arguments: Sequence[str], add_arguments: Callable[[argparse.ArgumentParser], None]
+) -> argparse.Namespace:
+    """The command line as Hydra understands it: its flags, those that `add_arguments` adds, and `overrides` (with
+    the files). Raises UsageError."""
+    parser = get_args_parser()
+    add_arguments(parser)
+    parser.error = _refuse  # type: ignore[method-assign]
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(message, hint="dsjob --help lists the commands and flags")
+
+
+def answer(args: argparse.Namespace, overrides: Sequence[str], file: Document | None) -> None:
+    """Answers the questions that every Hydra program answers: --cfg, --info, --shell-completion, --hydra-help."""
+    config: dict[str, Any] = {"config_name": CONFIG_NAME, "overrides": list_overrides(overrides, file)}
+    with open_hydra(overrides, config_dir=args.config_dir, file=file) as hydra:
+        if args.shell_completion:
+            hydra.shell_completion(config_name=CONFIG_NAME, overrides=list(overrides))
+        elif args.info:
+            hydra.show_info(args.info, **config)
+        elif args.hydra_help:
+            hydra.hydra_help(config_name=CONFIG_NAME, args_parser=get_args_parser(), args=args)
+        else:
+            hydra.show_cfg(cfg_type=args.cfg, package=args.package, resolve=args.resolve, **config)
+
+
+def take_first(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a sweep's first run."""
+    first = []
+    with _renamed():
+        for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+            text = parsed.input_line or ""
+            if parsed.is_sweep_override() and parsed.is_discrete_sweep():
+                text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
+            elif isinstance(interval := parsed.value(), IntervalSweep):  # some sweepers choose from one
+                text = f"{parsed.get_key_element()}={interval.start}"
+            first.append(text)
+    return first
+
+
+def find_literal_secrets(overrides: Sequence[str]) -> list[Path]:
+    """The places of secrets that stand in overrides themselves, in any of the values of a sweep."""
+    found: list[Path] = []
+    with _renamed():
+        for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+            path = _split(parsed.get_key_element().lstrip("+~"))
+            sweeps = parsed.is_sweep_override() and parsed.is_discrete_sweep()
+            for value in parsed.sweep_iterator() if sweeps else [parsed.value()]:
+                tree = {path[-1]: _unquote(value)} if path else {}
+                below = [place for place, item in find_secrets(tree) if not is_reference(item)]
+                below += [place for place, item in list_texts(tree) if isinstance(item, str) and describe_secret(item)]
+                found += [(*path[:-1], *place) for place in below]
+    return list(dict.fromkeys(found))
+
+
+def _unquote(value: Any) -> Any:
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, dict):
+        return {str(_unquote(key)): _unquote(item) for key, item in value.items()}
+    return [_unquote(item) for item in value] if isinstance(value, list) else value
+
+
+def multirun(task: TaskFunction, overrides: Sequence[str], *, file: Document | None, config_dir: str | None) -> None:
+    """Hydra's own multirun of `task`, with the sweeper and launcher that the overrides choose.
+
+    Errors of composition come out renamed; what a run raises passes through.
+    """
+    with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
+        hydra.multirun(config_name=CONFIG_NAME, task_function=task, overrides=list_overrides(overrides, file))
+
+
+def list_overrides(overrides: Sequence[str], file: Document | None) -> list[str]:
+    """The overrides for Hydra: the user's, and the one that brings the job file in, last of the groups."""
+    return [*overrides, f"+{_FILE_GROUP}=given"] if file is not None else list(overrides)
+
+
+def compose(
+    overrides: Sequence[str],
+    *,
+    file: Document | None = None,
+    config_dir: str | None = None,
+    environment: Collection[str] = (),
+) -> Composed:
+    """Recipes, job file and overrides as one document. `environment`: variables that may be read anywhere in it,
+    besides `environment.HARMLESS`. Raises UsageError, DocumentError."""
+    with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
+        config = hydra.compose_config(
+            config_name=CONFIG_NAME,
+            overrides=list_overrides(overrides, file),
+            run_mode=RunMode.RUN,
+            with_log_configuration=False,
+        )
+        return finish(config, file, environment)
+
+
+def finish(config: DictConfig, file: Document | None, environment: Collection[str] = ()) -> Composed:
+    """A composed Hydra config as a plain document, with `environment` as in `compose`; `config` still has its `hydra`
+    node."""
+    choices = {str(key): value for key, value in config.hydra.runtime.choices.items() if value is not None}
+    recipes = tuple(str(choices[key]) for key in choices if key.split("@")[0] == "recipe")
+    # The texts as they are: read as values, those with an interpolation in them would be resolved.
+    overrides = _override_paths(cast("list[str]", OmegaConf.to_container(config.hydra.overrides.task, resolve=False)))
+    try:
+        with _renamed():
+            job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            plain = interpolation.resolve(job, _say, environment)
+    except DocumentError as error:
+        locate = Composed({}, file, recipes, overrides).locate
+        raise DocumentError(place_problems(list(error.problems), locate)) from error
+    for path, text in overrides.items():
+        # Hydra takes ~scheduler as the group alone: what a recipe or file adds to the section would stay.
+        if text.startswith("~") and path in _GROUPS.values() and not _is_set_below(path, overrides):
+            _delete(plain, path)
+    if recipes and isinstance(plain.get("recipe"), dict) and (file is None or ("recipe",) not in file.keys):
+        raise DocumentError(_explain_packages(config, recipes))
+    return settle(plain, file=file, recipes=recipes, overrides=overrides)
+
+
+def _explain_packages(config: DictConfig, recipes: Sequence[str]) -> list[Problem]:
+    """What is wrong where Hydra has put the keys of a recipe below `recipe`: it goes by the folder unless told."""
+    folders = [str(source.path) for source in config.hydra.runtime.config_sources if source.schema == "file"]
+    files = [os.path.join(folder, "recipe", f"{name}.yaml") for folder in folders for name in recipes]
+    own = []
+    for file in filter(os.path.isfile, files):
+        with open(file, encoding="utf-8") as text:
+            own += [] if re.search(r"^#\s*@package", text.read(), re.MULTILINE) else [file]
+    message = "has no package line, so Hydra puts its keys under `recipe`, not at the top of the job"
+    hint = "make this its first line: # @package _global_"
+    if not own:
+        return [Problem(f"a config of {', '.join(recipes)} {message}", (), "recipe-package", hint)]
+    return [Problem(f"this recipe {message}", (), "recipe-package", hint, file, 1, 1) for file in own]
+
+
+def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:
+    paths: dict[Path, str] = {}
+    for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+        key = parsed.get_key_element().lstrip("+~")
+        paths[_GROUPS.get(key, _split(key))] = parsed.input_line or key
+    return paths
+
+
+def _split(key: str) -> Path:
+    """The path that OmegaConf writes as `a.b[0]`."""
+    parts = re.sub(r"\[([^\]]+)\]", r".\1", key).split(".")
+    return tuple(int(part) if part.isdigit() else part for part in parts if part)
+
+
+@contextmanager
+def _renamed() -> Iterator[None]:
+    """Renames errors of Hydra and OmegaConf into the project's own."""
+    try:
+        yield
+    except MissingConfigException as error:
+        missing = str(error.missing_cfg_file or "")
+        group, _, name = missing.rpartition("/")
+        options = sorted(error.options or [])
+        hint = suggest(name, options) or ("there are: " + ", ".join(options) if options else "")
+        raise UsageError(f"no {group or 'config'} is called {name or missing}", hint=hint) from error
+    except OverrideParseException as error:
+        raise UsageError(
+            f"cannot read {hide_value(error.override or '')!r}",
+            hint="an override is key=value: trainer.max_steps=10, 'optimizer.params.betas=[0.9,0.99]'",
+        ) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error) from error
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = (mark.name, mark.line + 1, mark.column + 1) if mark else ("", 0, 0)
+        raise DocumentError([Problem(error.problem or str(error), (), "syntax", "", *place)]) from error
+    except RecursionError as error:
+        raise UsageError(
+            "the configs are nested too deeply to be composed", hint="write interpolations flat"
+        ) from error
+    except ValueError as error:  # what Hydra says of a defaults list that it cannot read
+        hint = "a group is chosen by name, optimizer=sgd, and left out with ~optimizer"
+        group = "Config group override must be a string"
+        text = "a group takes the name of a config, not a value" if str(error).startswith(group) else str(error)
+        raise UsageError(f"the configs cannot be composed: {text}", hint=hint) from error
+
+
+def _explain(error: Exception) -> UsageError | DocumentError:
+    text = _say(error)
+    if text.startswith("Ambiguous value for argument"):
+        hint = (
+            "to run once for each value add -m; a list is 'key=[1,2]', and text with commas needs quotes: 'key=\"1,2\"'"
+        )
+        return UsageError(f"{text.replace('Ambiguous value for argument', 'several values are given by')}", hint=hint)
+    found = re.search(r"Could not (?:override|append to config|delete from config)\W+'?([\w.\[\]@/$-]+)", text)
+    cause = error.__cause__
+    key = found.group(1).rstrip(".'") if found else ""
+    if text.startswith("Could not override") and key and not key.startswith("hydra."):
+        parent = getattr(cause, "parent_node", None)
+        siblings = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
+        return DocumentError([_unknown_override(key, suggest(str(getattr(cause, "key", "")), siblings))])
+    if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
+        return DocumentError([Problem(text, _split(str(error.full_key)), "interpolation")])
+    detail = str(cause).splitlines()[0] if isinstance(cause, OmegaConfBaseException) else ""
+    return UsageError(f"{text}: {detail}" if detail and detail not in text else text)
+
+
+def _say(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"\S+=\S+", lambda found: hide_value(found[0]), text)
+
+
+def _unknown_override(key: str, meant: str) -> Problem:
+    """What is wrong with `key=...` when the document has no such key: what was `meant`, or how to add an argument."""
+    schema: contract.Schema = contract.job_schema()
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        below = contract.child(schema, part)
+        if below is None or not below.get("properties"):
+            known = list(schema.get("properties", {}))
+            if below is None and not contract.is_target(schema):
+                if not index and part == "recipe":
+                    hint = "a recipe is chosen with a plus: +recipe=NAME"
+                    return Problem("is not a key of a job", (part,), "unknown-key", hint, "command line")
+                return replace(explain_unknown(tuple(parts[:index]), part, known), source="command line")
+            break
+        schema = below
+    known = list(schema.get("properties", {}))
+    elsewhere = "" if meant else explain_unknown(tuple(parts[:-1]), parts[-1], known).hint
+    if elsewhere.startswith(("it belongs ", 'did you mean "type"')):
+        return Problem("unknown key", tuple(parts), "unknown-key", elsewhere, "command line")
+    hint = "; ".join(part for part in (meant, f"to add it: +{key}=...") if part)
+    return Problem("is not in the document", tuple(parts), "not-there", hint, "command line")

@@ -1,0 +1,184 @@
+"""A composed job document and where its values come from: command line, job file, DeepSpeed file or recipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsjob import document as documents
+from dsjob import storage
+from dsjob.contract import legacy
+from dsjob.contract import schema as contract
+from dsjob.contract.deepspeed_keys import to_config_path
+from dsjob.contract.paths import Path, get_at, has_at
+from dsjob.contract.secrets import hide_value
+from dsjob.document import Document
+from dsjob.document.resolve import Place
+from dsjob.document.retyped import drop_old_arguments
+from dsjob.errors import DocumentError, Problem, StorageError, UsageError
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed document, "not set" left out, and the places that its values were given in."""
+
+    document: dict[str, Any]
+    file: Document | None = None
+    recipes: tuple[str, ...] = ()
+    overrides: Mapping[Path, str] = field(default_factory=dict)
+    deepspeed: Document | None = None
+    notes: tuple[str, ...] = ()  # what was done to the document beside merging, for the user to know
+
+    def is_name_made(self) -> bool:
+        """Whether the job has its name from its file, which gives none."""
+        given = self.file is None or ("name",) in self.file.keys or ("name",) in self.overrides
+        return not given and not self.recipes
+
+    def locate(self, path: Path) -> Place:
+        """Where the value at `path` was given."""
+        if self.deepspeed is not None and path[:1] == ("deepspeed",) and len(path) > 1:
+            mark = self.deepspeed.mark(path[1:])
+            return self.deepspeed.source, mark.line, mark.column
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overrides:
+                return f"command line: {hide_value(self.overrides[path[:length]])}", 0, 0
+        # What a file beside a recipe does not have at the very place is the recipe's.
+        if self.file is not None and (path in self.file.keys or not path or not self.recipes):
+            mark = self.file.mark(path)
+            return self.file.source, mark.line, mark.column
+        return (f"recipe {', '.join(self.recipes)}" if self.recipes else "command line"), 0, 0
+
+    def find_given(self, path: Path) -> Path | None:
+        """Where the document gives what the resolved one has at `path`, in whatever spelling; None for a default."""
+        bases: tuple[tuple[Path, Path, Any, contract.Schema], ...] = (
+            ((), path, self.document, contract.job_schema()),
+            (("deepspeed",), to_config_path(path), self.document.get("deepspeed"), contract.deepspeed_schema()),
+        )
+        for prefix, wanted, base, schema in bases:
+            if isinstance(base, dict) and (found := _find_spelling(wanted, base, schema)) is not None:
+                return (*prefix, *found)
+        return None
+
+
+def _find_spelling(path: Path, document: dict[str, Any], schema: contract.Schema) -> Path | None:
+    by_amp = path[0] in ("fp16", "torch_autocast") and path[1:] in (("enabled",), ("dtype",))
+    if by_amp and get_at(document, ("amp", "enabled")) is True:
+        return ("amp", "opt_level") if has_at(document, ("amp", "opt_level")) else ("amp", "enabled")
+    parent = path[:-1]
+    for key in _list_spellings(path, get_at(document, parent), contract.find_at(schema, parent, document)):
+        return (*parent, key)
+    old = legacy.find_spelling(path, document)
+    return old if old != path and has_at(document, old) else None
+
+
+def _list_spellings(path: Path, section: Any, schema: contract.Schema) -> list[str]:
+    """The keys of `section` that name what is at `path`: the key itself, and its aliases."""
+
+    def name(key: Any) -> Any:
+        return (contract.child(schema, key, section) or {}).get("x-alias-of", key) if isinstance(key, str) else key
+
+    return [key for key in section if name(key) == name(path[-1])] if isinstance(section, dict) else []
+
+
+def settle(
+    values: dict[str, Any],
+    *,
+    file: Document | None = None,
+    recipes: tuple[str, ...] = (),
+    overrides: Mapping[Path, str] | None = None,
+) -> Composed:
+    """Merged values as a composed document: nulls dropped, the name filled in, the DeepSpeed file read."""
+    document = contract.prune(values, contract.job_schema())
+    for path in overrides or {}:  # over another spelling of the same key too
+        section = get_at(document, path[:-1])
+        for key in _list_spellings(path, section, contract.find_at(contract.job_schema(), path[:-1], document)):
+            if (*path[:-1], key) not in (overrides or {}):
+                del section[key]
+    notes = drop_old_arguments(document, file.value, overrides or {}) if file is not None else []
+    document.setdefault("name", _make_name(file, recipes))
+    deepspeed = _read_deepspeed(document, file if ("deepspeed",) not in (overrides or {}) else None)
+    if deepspeed is not None:
+        document["deepspeed"] = contract.prune(deepspeed.value, contract.deepspeed_schema())
+    return Composed(document, file, recipes, overrides or {}, deepspeed, tuple(notes))
+
+
+STDIN = "<stdin>"  # the source of a document from standard input
+MAX_SIZE = 16 << 20  # bytes of a document: with all that refers to them, some 2 GB of memory
+
+
+def read_document(url: str) -> Document:
+    """A job file, or `-` for standard input, parsed with the places of its keys.
+
+    Raises UsageError where it cannot be read, DocumentError.
+    """
+    return documents.require_few(documents.parse(read_text(url), STDIN if url == "-" else url))
+
+
+def read_text(url: str) -> str:
+    """The text of a file, or of standard input for `-`, where it is no longer than a document may be.
+
+    Raises UsageError where it cannot be read, DocumentError where it is too long.
+    """
+    if url == "-":
+        return _require_small(sys.stdin.read(MAX_SIZE + 1), STDIN)
+    try:
+        return _require_small(storage.read_text(url, MAX_SIZE + 1), url)
+    except StorageError as error:
+        raise UsageError(error.message, hint=error.hint) from error
+
+
+def _require_small(text: str, source: str) -> str:
+    if len(text) > MAX_SIZE:
+        message = f"a document of more than {MAX_SIZE >> 20} MiB"
+        raise DocumentError(
+            [Problem(message, (), "too-large", "data belongs in files that the document names", source)]
+        )
+    return text
+
+
+def is_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Whether a document is a bare DeepSpeed config: it has keys of one, and none that only a job document has."""
+    ours, theirs = set(contract.job_schema()["properties"]), set(contract.deepspeed_schema()["properties"])
+    return bool(set(values) & theirs) and not set(values) & (ours - theirs)
+
+
+def _make_name(file: Document | None, recipes: tuple[str, ...]) -> str:
+    stem = recipes[0] if recipes else os.path.splitext(os.path.basename(file.source))[0] if file else ""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "job"
+
+
+def _require_plain(url: str) -> None:
+    """Raises UsageError for a pipe or a device, of which a read may never end. What is not there is for the reader."""
+    if not storage.is_local(url):
+        return
+    try:
+        mode = os.stat(storage.local_path(url)).st_mode
+    except (OSError, ValueError):
+        return
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"cannot read {url}: not a plain file", hint="give the path of a file")
+
+
+def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document | None:
+    """The DeepSpeed config that the document names by its path, which is relative to the job file."""
+    name = document.get("deepspeed")
+    if not isinstance(name, str):
+        return None
+    if name == "-":
+        raise UsageError("deepspeed: a document cannot name standard input", hint="give the path of a file")
+    relative = "://" not in name and not os.path.isabs(name)
+    if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
+        name = f"{file.source.rsplit('/', 1)[0]}/{name}"
+    try:
+        _require_plain(name)
+        return read_document(name)
+    except UsageError as error:
+        mark = file.mark(("deepspeed",)) if file is not None else None
+        place = (file.source, mark.line, mark.column) if file is not None and mark is not None else ("", 0, 0)
+        problem = Problem(error.message, ("deepspeed",), "unreadable", "paths are relative to the job file", *place)
+        raise DocumentError([problem]) from error

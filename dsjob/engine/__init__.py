@@ -1,0 +1,1 @@
+"""DeepSpeed's calls over a strategy, an optimizer and a schedule."""

@@ -1,0 +1,288 @@
+"""`dsjob.initialize` and what comes with it: an engine from a model and a DeepSpeed config, for any program."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dsjob import checkpointing, storage
+from dsjob import document as documents
+from dsjob.compute.find_blocks import mark_leaves
+from dsjob.compute.precision import Precision
+from dsjob.config import Config
+from dsjob.contract import locations
+from dsjob.contract.bounds import check_values
+from dsjob.contract.spec import EngineSpec
+from dsjob.data import Epochs
+from dsjob.data.passes import require_same_length
+from dsjob.document.resolve import Locate, complete_config, resolve_config
+from dsjob.engine.blocks import prepare_blocks
+from dsjob.engine.engine import Engine
+from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, TargetError, UsageError
+from dsjob.optim import build_optimizer, build_scheduler
+from dsjob.optim.schedules import settle_length
+from dsjob.parallel import build_strategy
+from dsjob.ranks.mesh import World, join_world
+from dsjob.ranks.mpu import divide
+from dsjob.ranks.rendezvous import init_distributed
+from dsjob.trust.grant import Trust
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+MakeOptimizer = Callable[[Any], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Any = None,
+    lr_scheduler: LRScheduler | MakeScheduler | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    mesh_param: Sequence[int] | None = None,
+    config_params: str | Mapping[str, Any] | None = None,
+    trust: Sequence[str] = (),
+) -> tuple[Engine, Optimizer | None, Epochs | None, LRScheduler | None]:
+    """An engine around `model`, as `deepspeed.initialize`; returns (engine, optimizer, dataloader, lr_scheduler).
+
+    `config`: a DeepSpeed config as a dict, a `dsjob.config.TrainingConfig` or the path of a JSON file;
+    `args.deepspeed_config` where absent. `optimizer` and `lr_scheduler`: objects, or callables of the parameters and
+    the optimizer; the config's where absent. `model_parameters`: what to optimize, parameters or groups of them; all
+    trainable ones where absent. The dataloader gives this rank's micro batches of one epoch each time it is iterated
+    over. `mpu`: divides the ranks into data-parallel and model-parallel ones (`dsjob.ranks.mpu`). `mesh_param`:
+    (number of ranks, 1).
+    `trust`: prefixes of what a `_target_` in the config may name beside `dsjob.trust.grant.LISTED` and modules in
+    the current folder and the config file's; `protocol:NAME` for URLs of checkpoints beyond those of
+    `dsjob.contract.locations`.
+
+    Raises ConfigError for a config that is wrong, with all its problems; rank 0 warns (ConfigWarning) of keys without
+    effect and of what "auto" has become.
+    """
+    if not isinstance(model, nn.Module):
+        found = "" if model is None else f", not {_name(model)}"
+        raise UsageError(f"dsjob.initialize needs a model: a torch.nn.Module{found}", hint="model=net")
+    granted = _read_trust(trust)
+    locations.allow(lambda: granted.protocols)
+    given, folders, locate = read_config(args, config if config is not None else config_params)
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    world = _find_world(mpu, mesh_param)
+    spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
+    for problem in told if world.everyone.rank == 0 else ():
+        warnings.warn(str(problem), ConfigWarning, stacklevel=2)
+    try:
+        engine = build_engine(
+            model,
+            spec,
+            world,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            trust=dataclasses.replace(granted, folders=folders),
+            config=complete_config(given, spec),
+            mpu=mpu,
+        )
+    except TargetError as error:
+        hint = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
+        raise TargetError(error.message, hint=hint) from error
+    engine.client_lr_scheduler = lr_scheduler
+    if training_data is not None and world.loads:
+        engine.training_dataloader = _build_loader(engine, training_data, collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _build_loader(engine: Engine, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Epochs:
+    loader = engine.deepspeed_io(data, collate_fn=collate_fn, pin_memory=False)
+    if engine.world.model.size == 1:
+        require_same_length(loader.samples_per_epoch, engine.world, "training_data")
+    return loader
+
+
+def build_engine(
+    model: nn.Module,
+    spec: EngineSpec,
+    world: World,
+    *,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    model_parameters: Parameters | None = None,
+    lr_scheduler: LRScheduler | MakeScheduler | None = None,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+    config: Mapping[str, Any] | None = None,
+    mpu: Any = None,
+) -> Engine:
+    """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule.
+
+    `config` and `mpu`: the whole DeepSpeed config, and what has divided the world, for the engine's getters.
+    """
+    precision = Precision.of(spec, world.device)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = _name_groups(model_parameters, names)
+    checkpointing.use_ranks(world)
+    missing = mark_leaves(model, spec.zero_optimization.leaf_module)
+    if missing and world.everyone.rank == 0:
+        told = f"zero_optimization.leaf_module names what the model does not have: {', '.join(missing)}"
+        warnings.warn(told, ConfigWarning, stacklevel=3)
+    prepare_blocks(model, spec)
+    strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision)
+    masters = strategy.masters
+    over = list(masters.values()) if groups is None else _find_groups(groups, masters)
+    built: Optimizer | None = None
+    if isinstance(optimizer, Optimizer):
+        built = _move_optimizer(optimizer, names, masters)
+    elif optimizer is not None:
+        built = optimizer(over)
+    elif spec.optimizer is not None:
+        called = {id(master): name for name, master in masters.items()}
+        built = build_optimizer(spec.optimizer, over, trust, called)
+    if world.model.size > 1 and hasattr(built, "communicates"):
+        raise UsageError(
+            f"{type(built).__name__} averages over all ranks, not over those that an mpu calls data-parallel",
+            hint="take an optimizer that does not communicate by itself",
+        )
+    scheduler: LRScheduler | None = None
+    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        if built is None:
+            raise UsageError("a scheduler needs an optimizer")
+        scheduler = lr_scheduler(built)
+    elif lr_scheduler is not None:
+        scheduler = lr_scheduler  # type: ignore[assignment]
+    elif spec.scheduler is not None and built is not None:
+        scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built, trust)
+    return Engine(
+        strategy,
+        spec=spec,
+        world=world,
+        precision=precision,
+        optimizer=built,
+        lr_scheduler=scheduler,
+        config=config,
+        mpu=mpu,
+    )
+
+
+def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> list[dict[str, Any]] | None:
+    """Parameter groups with names in place of tensors: sharding replaces the tensors."""
+    if parameters is None:
+        return None
+    groups: list[Any] = [parameters] if isinstance(parameters, dict) else list(parameters)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    named = []
+    for group in groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise UsageError("model_parameters holds a tensor that is no parameter of the model")
+        named.append({**group, "params": [names[id(p)] for p in group["params"] if p.requires_grad]})
+    return [group for group in named if group["params"]]
+
+
+def _find_groups(groups: list[dict[str, Any]], masters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    return [{**group, "params": [masters[name] for name in group["params"]]} for group in groups]
+
+
+def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """A user's optimizer, made over the model before it was sharded, put over the masters."""
+    if optimizer.state:
+        raise UsageError("the optimizer has taken steps already", hint="give a new one, or a callable that makes it")
+    for group in optimizer.param_groups:
+        if any(id(p) not in names for p in group["params"]):
+            raise UsageError("the optimizer holds a tensor that is no parameter of the model")
+        group["params"] = [masters[names[id(p)]] for p in group["params"] if names[id(p)] in masters]
+    return optimizer
+
+
+def _find_world(mpu: Any, mesh_param: Sequence[int] | None) -> World:
+    world = divide(join_world(), mpu)
+    if mesh_param and tuple(mesh_param) != (world.world_size, 1):
+        raise UsageError(
+            f"mesh_param={mesh_param!r}: all {world.world_size} ranks are data-parallel, and none sequence-parallel",
+            hint=f"leave it out, or give ({world.world_size}, 1)",
+        )
+    return world
+
+
+def _read_trust(prefixes: Sequence[str]) -> Trust:
+    """What `trust` grants. Raises UsageError in the words of a call, not of a command line."""
+    if isinstance(prefixes, str):
+        raise UsageError(f"trust={prefixes!r}: a list of prefixes is needed", hint=f'trust=["{prefixes}"]')
+    try:
+        return Trust(prefixes=tuple(prefixes))
+    except UsageError as error:
+        message = error.message.replace("--trust ", "trust=", 1)
+        raise UsageError(message, hint='trust=["my_package.models"], for example') from error
+
+
+def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
+    """The config, the folders whose modules it may name, and the places of its values."""
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and from_args is not None:
+        raise UsageError("the config is given twice: as an argument, and as args.deepspeed_config")
+    config = config if config is not None else from_args
+    if config is None:
+        raise UsageError("dsjob.initialize needs a config", hint='config={"train_batch_size": 8, "optimizer": {...}}')
+    if isinstance(config, Mapping):
+        if problems := check_values(config, "config"):
+            raise ConfigError(problems)
+        plain = _make_plain(config)
+        _refuse_job(plain, "config")
+        return plain, (os.getcwd(),), lambda path: ("config", 0, 0)
+    if not isinstance(config, (str, os.PathLike)):
+        raise UsageError(f"the config is {_name(config)}", hint="give a dict, or the path of a JSON file")
+    source = os.fspath(config)
+    try:
+        document = documents.require_few(documents.parse(storage.read_text(source), source))
+    except DocumentError as error:
+        raise ConfigError(error.problems, error.warnings) from error
+    _refuse_job(document.value, source)
+    beside = () if "://" in source else (os.path.dirname(os.path.abspath(source)),)
+    return (
+        document.value,
+        (os.getcwd(), *beside),
+        lambda path: (document.source, document.mark(path).line, document.mark(path).column),
+    )
+
+
+def _make_plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as a dict of its own, with a dict in the place of each struct of `dsjob.config`."""
+    plain = config.as_config() if isinstance(config, Config) else config
+    return {key: value.to_dict() if isinstance(value, Config) else value for key, value in plain.items()}
+
+
+def _refuse_job(config: Mapping[Any, Any], source: str) -> None:
+    """Raises ConfigError for a job document, which only `dsjob run` can make something of."""
+    sections = [key for key in ("model", "data", "trainer", "deepspeed") if key in config]
+    if sections:
+        message = f"this is a job document: it has {', '.join(sections)}. initialize takes a DeepSpeed config"
+        hint = "run it with the command dsjob, or give its sections for the engine with DeepSpeed's batch sizes"
+        raise ConfigError([Problem(message, (sections[0],), "job-document", hint, source)])
+
+
+def _name(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--deepspeed` and `--deepspeed_config`, as `deepspeed.add_config_arguments` does."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="use the engine (kept for programs that look at it)")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed config, a JSON file")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # its name before it was released
+    group.add_argument("--deepscale_config", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+__all__ = ["ConfigError", "Problem", "add_config_arguments", "build_engine", "init_distributed", "initialize"]

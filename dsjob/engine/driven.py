@@ -1,0 +1,357 @@
+"""The installed DeepSpeed behind the engine's face: `engine: deepspeed` in a job document.
+
+It is there to run one job on both and to compare. Model, optimizer, schedule, data and loop are dsjob's; forward,
+backward and step of a micro batch are DeepSpeed's, as its own config of the job says. `deepspeed_state` reads and
+writes what checkpoints hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dsjob.checkpoint.live.state import TrainingState, persistent_buffers
+from dsjob.checkpoint.pretrained.configuration import describe_pretrained
+from dsjob.compute.precision import Precision, cast_floats
+from dsjob.contract.deepspeed_keys import ENGINE_SECTIONS
+from dsjob.contract.spec import EngineSpec
+from dsjob.engine.blocks import prepare_blocks
+from dsjob.engine.driven_state import DeepSpeedState
+from dsjob.engine.engine import Engine
+from dsjob.errors import LossScaleError, UsageError
+from dsjob.optim import build_optimizer, build_scheduler
+from dsjob.optim.schedules import settle_length
+from dsjob.parallel import Strategy, parameters
+from dsjob.parallel.strategy import widen
+from dsjob.ranks.mesh import World
+from dsjob.trust.grant import Trust
+
+# DeepSpeed 0.19.8 has none of these and refuses their names; rules want them switched off.
+_REMOVED = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
+
+
+def build_engine(
+    model: nn.Module,
+    spec: EngineSpec,
+    world: World,
+    *,
+    trust: Trust,
+    config: Mapping[str, Any],
+    document: Mapping[str, Any],
+) -> DeepSpeedEngine:
+    """An engine as `dsjob.engine.build.build_engine` makes it, driven by DeepSpeed. `document`: the resolved job.
+
+    Raises UsageError where DeepSpeed is not installed, or refuses the job.
+    """
+    deepspeed = _import_deepspeed(world)
+    precision = Precision.of(spec, world.device)
+    if precision.compute == torch.float32:
+        widen(model)
+    model.to(world.device)
+    prepare_blocks(model, spec)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    method = spec.optimizer
+    assert method is not None  # a rule asks for one
+
+    def make_optimizer(masters: Mapping[str, nn.Parameter]) -> Optimizer:
+        return build_optimizer(method, list(masters.values()), trust, {id(p): name for name, p in masters.items()})
+
+    optimizer = make_optimizer(trainable)
+    names = {id(parameter): name for name, parameter in trainable.items()}
+    grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    scheduler = None
+    if spec.scheduler is not None:
+        scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), optimizer, trust)
+    world.ensure_group()
+    try:
+        driven = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=write_config(document, spec), dist_init_required=False
+        )[0]
+    except (deepspeed.DeepSpeedConfigError, AssertionError, NotImplementedError, ValueError, RuntimeError) as error:
+        raise UsageError(f"DeepSpeed refuses the job: {error}", hint="change it, or leave engine out") from error
+    state = DeepSpeedState(driven, optimizer, grouped, make_optimizer)
+    return DeepSpeedEngine(
+        driven,
+        state,
+        spec=spec,
+        world=world,
+        precision=precision,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config=config,
+    )
+
+
+def _import_deepspeed(world: World) -> Any:
+    if world.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UsageError(
+            f"engine: deepspeed needs the package deepspeed, which cannot be imported ({error})",
+            hint="pip install 'dsjob[deepspeed]', or leave engine out",
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It would compile it for minutes, and use it for inference alone.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Of the names by which it calls torch's collectives; nobody who runs a job can act on that.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    return deepspeed
+
+
+def write_config(document: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any]:
+    """The config that DeepSpeed is given: a job's sections of the engine, for an optimizer of dsjob's own."""
+    written = {key: _drop_unset(document[key]) for key in ENGINE_SECTIONS if document.get(key) is not None}
+    zero = written.get("zero_optimization", {})
+    for key in _REMOVED:
+        zero.pop(key, None)
+    if zero.get("stage", 0):
+        written["zero_allow_untested_optimizer"] = True
+        written["zero_force_ds_cpu_optimizer"] = False
+    return {
+        **written,
+        "train_micro_batch_size_per_gpu": spec.trainer.micro_batch,
+        "gradient_accumulation_steps": spec.trainer.grad_accum,
+        "steps_per_print": 2**62,
+    }
+
+
+def _drop_unset(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _drop_unset(item) for key, item in value.items() if item is not None}
+    return value
+
+
+class DeepSpeedEngine(Engine):
+    """An engine whose passes and steps are DeepSpeed's. `driven`: its DeepSpeedEngine.
+
+    What DeepSpeed has no counterpart for raises UsageError.
+    """
+
+    def __init__(
+        self,
+        driven: Any,
+        held: DeepSpeedState,
+        *,
+        spec: EngineSpec,
+        world: World,
+        precision: Precision,
+        optimizer: Optimizer,
+        lr_scheduler: LRScheduler | None,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.driven, self._held = driven, held
+        self._given: weakref.ref[TrainingState] | None = None  # the last that was given out, while somebody has it
+        self._last_norm: Any = None
+        self.holds_gradients = False  # a backward pass has begun a step
+        super().__init__(
+            _Driven(self),
+            spec=spec,
+            world=world,
+            precision=precision,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            config=config,
+        )
+        parameters.forget(self)  # deepspeed.utils reads single parameters of it
+        driven.clip_fp32_gradients = self._clip_in_fp32
+
+    def _clip_in_fp32(self) -> None:
+        """DeepSpeed's own, which does not keep the norm."""
+        from deepspeed.runtime.utils import clip_grad_norm_
+
+        trained = self.driven.module.parameters()
+        self._last_norm = clip_grad_norm_(parameters=trained, max_norm=self.driven.gradient_clipping(), mpu=None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        if self.precision.compute != torch.float32:
+            args, kwargs = cast_floats(args, self.precision.compute), cast_floats(kwargs, self.precision.compute)
+        return self.driven(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """See Engine."""
+        self.holds_gradients = True
+        part: Tensor = self.driven.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return part
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See Engine."""
+        scaled: Tensor = self.driven.scale(loss)
+        return scaled
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """See Engine. Raises LossScaleError where DeepSpeed gives up."""
+        boundary: bool = self.driven.is_gradient_accumulation_boundary()
+        if boundary:
+            self.last_lr = self.get_lr()
+        self._last_norm = None
+        try:
+            self.driven.step()
+        except Exception as error:  # DeepSpeed raises no narrower one
+            if "loss scale already at minimum" in str(error):
+                raise LossScaleError(f"DeepSpeed: {error}", hint="use bf16.enabled=true, or lower the rate") from error
+            raise
+        self._step_applied = self.driven.was_step_applied()
+        self.holds_gradients = not boundary
+        if boundary:
+            self._read_step()
+        schedule = self.lr_scheduler
+        if self._step_applied and schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
+            schedule.step(**(lr_kwargs or {}))
+        self.rhythm.end_micro_step(stepped=boundary, skipped=boundary and not self._step_applied)
+        if self._scaler is None:
+            self.rhythm.require_progress()
+
+    def _read_step(self) -> None:
+        norm = self._last_norm if self._last_norm is not None else self.driven.get_global_grad_norm()
+        if not self._step_applied:
+            norm = float("inf")
+        self._grad_norm = None if norm is None else torch.as_tensor(norm)
+        if self._scaler is not None:
+            self._held.read_scaler(self._scaler)
+
+    def get_global_grad_norm(self) -> float:
+        """See Engine; 0.0 too where DeepSpeed computes none: at stage 0 in fp32 without clipping."""
+        return super().get_global_grad_norm()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See Engine; DeepSpeed has it at stages 0 and 1 alone."""
+        if self.zero_optimization_stage() > 1:
+            raise UsageError("DeepSpeed has no_sync at stages 0 and 1 alone", hint="leave engine out")
+        with self.driven.no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """See Engine."""
+        with self.driven.coalesce_grad_reduction():
+            yield
+
+    def _backward_epilogue(self) -> None:
+        self.driven._backward_epilogue()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """See Engine."""
+        self.driven.allreduce_gradients()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """See Engine."""
+        super().set_gradient_accumulation_boundary(is_boundary)
+        self.driven.set_gradient_accumulation_boundary(is_boundary)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """See Engine."""
+        super().set_train_batch_size(train_batch_size)
+        self.driven.set_train_batch_size(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """See Engine."""
+        super().set_train_micro_batch_size(micro_batch_size)
+        self.driven.set_train_micro_batch_size(micro_batch_size)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See Engine. Raises UsageError at stages 1 and 2 between the backward passes of a step."""
+        self.strategy.drop_gradients()
+
+    def train(self, mode: bool = True) -> Engine:
+        """See Engine."""
+        self.driven.train(mode)
+        return self
+
+    def count_parameters(self) -> tuple[int, int]:
+        """See Engine."""
+        return self._held.count_parameters()
+
+    def empty_partition_cache(self) -> None:
+        """See Engine."""
+        if self.zero_optimization_stage() == 3:
+            self.driven.empty_partition_cache()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Not with this engine."""
+        raise UsageError("engine: deepspeed does not move states", hint="call offload_states of engine.driven")
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Not with this engine."""
+        raise UsageError("engine: deepspeed does not move states", hint="call reload_states of engine.driven")
+
+    def destroy(self) -> None:
+        """See Engine."""
+        self.driven.destroy()
+
+    def state(self) -> TrainingState:
+        """What a checkpoint holds: copies on the host, whole on each rank. A collective.
+
+        What is loaded into the last ones that were given out goes back to DeepSpeed with `restore_counters`.
+        """
+        weights, masters, optimizer = self._held.gather()
+        state = TrainingState(
+            weights=weights,
+            buffers=persistent_buffers(self.module),
+            aliases=self._aliases,
+            masters=masters,
+            optimizer=optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=self._scaler,
+            device=self.world.device,
+            pretrained=describe_pretrained(self.module),
+        )
+        self._given = weakref.ref(state)
+        return state
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """See Engine. Raises UsageError at stages 1 and 2 in the midst of a step, before anything is loaded."""
+        self.require_droppable()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def require_droppable(self) -> None:
+        """Raises UsageError where there are gradients that DeepSpeed cannot drop."""
+        if self.holds_gradients and self.zero_optimization_stage() in (1, 2):
+            raise UsageError(
+                "at stages 1 and 2 DeepSpeed cannot drop gradients in the midst of a step",
+                hint="finish the step before zero_grad() or load_checkpoint(), or leave engine out",
+            )
+
+    def take_back(self) -> None:
+        """Gives DeepSpeed what has been written into the state that was given out last."""
+        state = self._given() if self._given is not None else None
+        if state is not None:
+            self._held.scatter(state.weights, state.optimizer)
+        if self._scaler is not None:
+            self._held.write_scaler(self._scaler)
+
+
+class _Driven(Strategy):
+    """What the engine's other parts ask a strategy for; DeepSpeed does the work of one."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.module = engine.driven.module
+        self.masters = {}
+        self._engine = weakref.ref(engine)
+
+    def drop_gradients(self) -> None:
+        engine = self._engine()
+        assert engine is not None
+        engine.require_droppable()
+        drops = engine.driven.optimizer if hasattr(engine.driven.optimizer, "zero_grad") else engine.driven
+        drops.zero_grad()
+
+    def finish_step(self) -> None:
+        """Weights have been written into what `state` gave out."""
+        engine = self._engine()
+        assert engine is not None
+        engine.take_back()

@@ -1,0 +1,314 @@
+"""The engine: DeepSpeed's call names over a strategy, an optimizer and a schedule.
+
+It owns the rhythm of forward, backward and step. How the model is spread is the strategy's matter; what is counted
+that of `rhythm` and `readings`, what the config says of `settings`, saving of `saving`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dsjob.compute.autocast import cast_operators
+from dsjob.compute.backward import drive, watch_outputs
+from dsjob.compute.loss_scale import LossScaler
+from dsjob.compute.precision import Precision
+from dsjob.compute.verdict import Verdict, can_decide
+from dsjob.contract.spec import EngineSpec
+from dsjob.data import Epochs, TrainingLoader, is_loader, take_loader
+from dsjob.engine.readings import Readings
+from dsjob.engine.rhythm import Rhythm
+from dsjob.engine.saving import Saving, find_aliases
+from dsjob.errors import UsageError
+from dsjob.parallel import Strategy, parameters, residence
+from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.mesh import World
+
+
+class Engine(Readings, Saving):
+    """A model in training. Made by `dsjob.initialize`.
+
+    One optimizer step is `gradient_accumulation_steps()` rounds of `forward`, `backward`, `step`; the last of them is
+    the boundary, at which gradients are reduced and clipped and the optimizer and the schedule step. With
+    `managed_gradient_accumulation` off it is wherever the program calls `step`. In place of
+    `engine.backward(loss)` a program may call `loss.backward()`, with fp16 `engine.scale(loss).backward()`, at any
+    stage, also of a loss over the outputs of several engines. What an engine lacks is looked up in the model.
+    """
+
+    sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
+    client_lr_scheduler: Any = None  # the schedule, or the callable that made it, that a program gave to `initialize`
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        spec: EngineSpec,
+        world: World,
+        precision: Precision,
+        optimizer: Optimizer | None,
+        lr_scheduler: LRScheduler | None,
+        config: Mapping[str, Any] | None = None,
+        mpu: Any = None,
+    ) -> None:
+        self.strategy, self.spec, self.world, self.precision = strategy, spec, world, precision
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.config, self.mpu = config or {}, mpu
+        strategy.optimizer = optimizer
+        self.training_dataloader: Any = None
+        managed = bool(self.config.get("managed_gradient_accumulation", True))
+        self.rhythm = Rhythm.of(spec.trainer, world.world_size, managed)
+        self.last_lr: list[float] = []  # the rates that the last optimizer step used
+        self._grad_norm: Tensor | None = None
+        self._scaler = LossScaler(spec.fp16) if precision.needs_scale else None
+        self._skips = precision.needs_scale or (precision.compute == torch.bfloat16 and spec.bf16.check_grad_overflow)
+        self._divisor: Tensor | None = None  # of this step's gradients
+        self._step_applied: bool | None = False  # None: as the verdict says
+        self._verdict: Verdict | None = None  # on the last step, where the host has not asked for it yet
+        self._syncs = True  # False inside no_sync
+        self._scaled = False  # whether `scale` was called for a backward pass of the program's own
+        self._aliases = find_aliases(self.module)
+        parameters.register(self)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, sharded or cast in place."""
+        return self.strategy.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and its batches are."""
+        return self.world.device
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or its blocks, are compiled: by the config, or by `compile` of the model."""
+        return self.spec.compile.enabled or self.module._compiled_call_impl is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        if torch.is_grad_enabled():
+            self.strategy.start_micro_step(self.rhythm.boundary, self._syncs)
+        with cast_operators(self.device, self.precision.autocast):
+            outputs = self.strategy.forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return outputs
+        if not self.rhythm.managed:
+            return watch_outputs(outputs, self.rhythm.count_pass(self._enter_backward))
+        if self.rhythm.accumulation > 1 or self._scaler is not None:
+            return watch_outputs(outputs, self._enter_backward)
+        return outputs
+
+    def _enter_backward(self, gradient: Tensor) -> Tensor:
+        """What becomes of an output's gradient in a backward pass that the program started itself."""
+        if self._scaler is not None and not self._scaled:
+            raise UsageError(
+                "Loss scaling is required with fp16, but backward() was called of a loss that is not scaled",
+                hint="call engine.backward(loss), or engine.scale(loss).backward()",
+            )
+        return gradient / self.rhythm.accumulation if self.rhythm.accumulation > 1 else gradient
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Back-propagates `loss` (scalar, the mean over this rank's micro batch) over the accumulation steps.
+
+        With fp16 it is multiplied by the loss scale for that. Returns the loss divided by the number of accumulation
+        steps, not scaled; `scale_wrt_gas=False` leaves that division to the caller.
+        """
+        accumulation = self.rhythm.accumulation if scale_wrt_gas else 1
+        part = loss / accumulation if accumulation > 1 else loss
+        self.rhythm.passes += 1
+        with drive():
+            self.scale(part).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        if self.rhythm.boundary and self._syncs:
+            self.strategy.end_backward()
+        return part
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a backward pass of the caller's own; `loss` itself where there is none."""
+        if loss.numel() != 1:
+            raise UsageError(f"a loss is a scalar tensor, not one of shape {list(loss.shape)}", hint="loss.mean()")
+        self._scaled = True
+        return loss.float() * self._scaler.scale if self._scaler is not None else loss
+
+    def divide_gradients(self, by: Tensor) -> None:
+        """Has the next optimizer step divide its gradients by `by` (scalar, the same on all ranks), before clipping."""
+        self._divisor = by
+
+    def _backward_epilogue(self) -> None:
+        """DeepSpeed's call after a backward pass over several engines: reduces what is still this rank's alone."""
+        if self.rhythm.boundary and self._syncs:
+            self.strategy.reduce_gradients()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Reduces now what backward passes have not; buckets are the strategy's matter."""
+        self.strategy.reduce_gradients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave gradients on their rank, at any stage; those of a later one go with them.
+
+        `step` may not be called inside.
+        """
+        if not self._syncs:
+            raise UsageError("no_sync and coalesce_grad_reduction cannot be nested")
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backward passes inside, whose gradients are reduced once, at the end. `step` comes after it."""
+        self.rhythm.require_managed("coalesce_grad_reduction()")
+        with self.no_sync():
+            yield
+        self.strategy.reduce_gradients()
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Ends a micro step; at the boundary steps the optimizer and the schedule (`lr_kwargs`: for its `step`).
+
+        Where gradients of any rank are not finite, in fp16, or in bf16 with `check_grad_overflow`, all ranks drop them:
+        neither optimizer nor schedule step, but the counters do. Raises LossScaleError where the loss scale is at its
+        minimum already, and in bf16 NonFiniteLossError after `rhythm.MAX_SKIPPED` such steps in a row, or at the next
+        one where the device decides: see `verdict`.
+        """
+        if not self._syncs:
+            raise UsageError("step() may not be called inside no_sync or coalesce_grad_reduction")
+        self._step_applied, self._scaled = False, False
+        self.rhythm.stepping = True
+        try:
+            boundary = self.rhythm.boundary
+            if boundary:
+                self._take_step(lr_kwargs or {})
+            skipped = None if self._verdict is not None else not self._step_applied
+            self.rhythm.end_micro_step(stepped=boundary, skipped=skipped)
+            if self._scaler is None:
+                self.rhythm.require_progress()
+        finally:
+            self.rhythm.stepping = False
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
+        if self.optimizer is None:
+            raise UsageError("step() needs an optimizer: name one in the config, or give one to initialize()")
+        self.settle()
+        self.strategy.reduce_gradients()
+        self.strategy.finish_gradients()
+        self.last_lr = self.get_lr()
+        scale = self.loss_scale() / self.gradient_factor
+        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, scale, self._divisor)
+        self._divisor = None
+        if self._skips and self._scaler is None and can_decide(self.optimizer):
+            self._step_unread(self.optimizer, self._grad_norm.isfinite(), lr_kwargs)
+            return
+        overflow = self._skips and not bool(self._grad_norm.isfinite())
+        if not overflow:
+            self.strategy.step(self.optimizer)
+        if self._scaler is not None:
+            self._scaler.update(overflow, self._find_culprits() if overflow and self._scaler.exhausted else ())
+        self.strategy.finish_step()
+        if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
+            self.lr_scheduler.step(**lr_kwargs)
+        self._step_applied = not overflow
+
+    def _step_unread(self, optimizer: Optimizer, finite: Tensor, lr_kwargs: Mapping[str, Any]) -> None:
+        """A step that the device leaves out where gradients are not `finite`; the host learns of it at the next one."""
+        self._verdict, self._step_applied = Verdict(optimizer, finite), None
+        self.strategy.finish_step()
+        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            self._verdict.step_schedule(self.lr_scheduler, lr_kwargs)
+
+    def _find_culprits(self) -> list[str]:
+        """Names of parameters whose gradients are not finite on any rank."""
+        names = self.strategy.find_non_finite()
+        everyone = self.world.everyone
+        if everyone.world_size == 1:
+            return names
+        found = all_gather(everyone, names)
+        return [name for name in self.strategy.masters if any(name in names for names in found)]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, those that are still being accumulated too."""
+        self.strategy.drop_gradients()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Epochs:
+        """A loader of this rank's micro batches, an epoch each time it is iterated over; shuffled for `route` train.
+
+        A `dataset` that is a loader already, such as torch's DataLoader, is used as it is.
+        """
+        if data_sampler is not None:
+            raise UsageError("deepspeed_io takes no sampler", hint="make a torch DataLoader with it, on each rank")
+        size = batch_size or self.rhythm.micro_batch
+        if is_loader(dataset):
+            if collate_fn is not None:
+                raise UsageError("training_data is a loader, which makes its own batches", hint="leave collate_fn out")
+            key, seed = "train_micro_batch_size_per_gpu", self.spec.trainer.seed
+            given = take_loader(dataset, micro_batch=size, world=self.world, seed=seed, name="training_data", key=key)
+            return Epochs(given, size * self.world.world_size)
+        loader = TrainingLoader(
+            dataset,
+            micro_batch=size,
+            world=self.world,
+            seed=self.spec.trainer.seed,
+            shuffle=route == "train",
+            collate=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+            name="training_data",
+        )
+        return Epochs(loader, size * self.world.world_size)
+
+    def train(self, mode: bool = True) -> Engine:
+        """As nn.Module.train."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As nn.Module.eval."""
+        return self.train(False)
+
+    def empty_partition_cache(self) -> None:
+        """Frees what forward passes have gathered."""
+        self.strategy.free_gathered()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Moves state to the host to make room on the device, until `reload_states`: see `residence.offload`."""
+        residence.offload(self.strategy, self.optimizer, *args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what `offload_states` has moved."""
+        residence.reload(self.strategy, self.optimizer, self.device, non_blocking=non_blocking)
+
+    def destroy(self) -> None:
+        """Frees gradients and optimizer state; the engine cannot train afterwards."""
+        self.strategy.close()
+        parameters.forget(self)
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or "strategy" not in self.__dict__:
+                raise AttributeError(name)
+            try:
+                return getattr(self.strategy.module, name)
+            except AttributeError:
+                raise AttributeError(f"neither the engine nor its model has an attribute {name!r}") from None

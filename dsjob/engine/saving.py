@@ -1,0 +1,259 @@
+"""What an engine saves and loads, by DeepSpeed's calls. Files and formats are the matter of `checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dsjob.checkpoint.live import export
+from dsjob.checkpoint.live.checkpointer import Checkpointer
+from dsjob.checkpoint.live.state import TrainingState, persistent_buffers
+from dsjob.checkpoint.pretrained.configuration import describe_pretrained
+from dsjob.compute.loss_scale import LossScaler
+from dsjob.engine.rhythm import Rhythm
+from dsjob.engine.settings import Settings
+from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
+from dsjob.optim.shards import own_part, whole
+from dsjob.parallel import Strategy
+from dsjob.parallel.zero import GatheredParameters
+from dsjob.ranks.agreement import all_gather
+
+
+class Saving(Settings):
+    """The part of an engine that saves and loads. Every rank must call each of these methods."""
+
+    strategy: Strategy
+    rhythm: Rhythm
+    optimizer: Optimizer | None
+    lr_scheduler: LRScheduler | None
+    _scaler: LossScaler | None
+    _aliases: dict[str, str]
+
+    def settle(self) -> None:
+        """As `Readings.settle`, which an engine has."""
+        raise NotImplementedError
+
+    def state(self) -> TrainingState:
+        """What a checkpoint of this engine holds; loading writes into the same tensors."""
+        self.settle()
+        return TrainingState(
+            weights=self.strategy.weights(),
+            buffers=persistent_buffers(self.strategy.module),
+            aliases=self._aliases,
+            masters=self.strategy.masters,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=self._scaler,
+            device=self.world.device,
+            pretrained=describe_pretrained(self.strategy.module),
+        )
+
+    def counters(self) -> dict[str, int]:
+        """The counters that a checkpoint keeps."""
+        self.settle()
+        return self.rhythm.counts()
+
+    def restore_counters(self, counters: Mapping[str, int]) -> None:
+        """Continues counting where a checkpoint left off; accumulation starts at the beginning of a step."""
+        self.settle()
+        self.rhythm.restore(counters)
+        self.strategy.drop_gradients()
+        self.strategy.finish_step()
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves everything to `save_dir` (a path or URL).
+
+        `save_latest`: whether the file `latest`, which `load_checkpoint` follows, then names this one.
+        `tag`: `global_step<n>` where absent; a checkpoint of that tag is replaced once the new one is whole. Ranks that
+        give different ones are told, or refused, as `checkpoint.tag_validation` says; rank 0's counts.
+        `client_state`: given back by `load_checkpoint` as rank 0 has it. It may hold numbers, text, lists, tuples,
+        dicts, sets, bytes, dates, paths, namespaces, and arrays and tensors of any size, such as states of random
+        generators.
+        """
+        checkpointer = Checkpointer(_require_folder(save_dir), world=self.world)
+        saved = checkpointer.save(
+            self,
+            tag=self._agree_on_tag(str(tag) if tag is not None else f"global_step{self.rhythm.global_steps}"),
+            client_state=client_state,
+            latest=save_latest,
+            replace=True,
+            frozen=not exclude_frozen_parameters,
+        )
+        for note in saved.notes:
+            warnings.warn(f"{saved.url} is saved, but: {note}", stacklevel=2)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Loads the checkpoint `tag` from `load_dir`, whatever number of ranks saved it.
+
+        Without a tag, the one that the file `latest` names, as in DeepSpeed: the last one saved with `save_latest`.
+        Where that names no committed checkpoint, the newest one is loaded, that of the most steps, with a warning.
+        Without `load_optimizer_states` the next step takes the rates that the optimizer has, and the schedule, if it is
+        loaded, sets those of later ones, as in DeepSpeed.
+        `load_module_only`: the weights, with neither optimizer, schedule nor counters. `custom_load_fn(src=weights,
+        dst=module)` puts the weights into the model in place of dsjob: `src` has them by name, whole and in host memory
+        on every rank, and the parameters of `dst` are whole meanwhile; rank 0's count. Returns its folder and
+        client_state; (None, None) where there is no checkpoint, as DeepSpeed does.
+        """
+        checkpointer = Checkpointer(_require_folder(load_dir), world=self.world)
+        counters = self.counters()
+        chosen, told = (str(tag), "") if tag is not None else checkpointer.follow_latest()
+        if told and self.world.everyone.rank == 0:
+            warnings.warn(f"{load_dir}: {told}", stacklevel=2)
+        try:
+            loaded = checkpointer.load(
+                self,
+                tag=chosen,
+                strict=load_module_strict,
+                optimizer=load_optimizer_states and not load_module_only,
+                scheduler=load_lr_scheduler_states and not load_module_only,
+                take=self._call_with_whole_model(custom_load_fn) if custom_load_fn is not None else None,
+            )
+        except NoCheckpointError as error:
+            if tag is not None:
+                raise
+            if self.world.everyone.rank == 0:
+                warnings.warn(f"nothing was loaded: {error.message}", stacklevel=2)
+            return None, None
+        if load_module_only:
+            self.restore_counters(counters)
+        for note in loaded.notes:
+            warnings.warn(f"{loaded.url}: {note}", stacklevel=2)
+        return loaded.url, loaded.client_state
+
+    def _call_with_whole_model(self, custom_load_fn: Callable[..., None]) -> Callable[[dict[str, Tensor]], None]:
+        module = self.strategy.module
+
+        def take(weights: dict[str, Tensor]) -> None:
+            with GatheredParameters(module, modifier_rank=0):
+                custom_load_fn(src=weights, dst=module)
+
+        return take
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the whole model's weights in the compute dtype to one file.
+
+        A name ending in `.safetensors` gives safetensors, any other torch.save's format. At stage 3 it needs
+        stage3_gather_16bit_weights_on_model_save; returns False, having written nothing, where that is not set.
+        """
+        if self.world.model.size > 1:
+            raise UsageError(
+                "save_16bit_model writes one file, and each model-parallel rank has a part of the model of its own",
+                hint="call save_checkpoint, and `dsjob convert --model mp_rank_00` for each part",
+            )
+        zero = self.spec.zero_optimization
+        if zero.stage == 3 and self.world.world_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:
+            return False
+        state, url = self.state(), os.path.join(_require_folder(save_dir), save_filename)
+        if exclude_frozen_parameters:
+            state = state.without_frozen()
+        export.save_model(url, state, dtype=self.precision.compute, writes=self.world.rank == 0)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(
+        self,
+        destination: MutableMapping[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> MutableMapping[str, Tensor]:
+        """The model's weights and buffers by name, whole on every rank and in the compute dtype, whatever the stage.
+
+        At stage 3 that is a model's worth of memory on each rank: `save_16bit_model` writes it to a file instead.
+        `keep_vars` has no effect: what is returned are copies.
+        """
+        state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
+        found = {} if destination is None else destination
+        for name, tensor in state.weights.items():
+            value = whole(tensor).detach()
+            low = self.precision.compute if value.is_floating_point() else value.dtype
+            found[prefix + name] = value.to(low, copy=True)
+        found.update({prefix + name: buffer.detach().clone() for name, buffer in state.buffers.items()})
+        found.update(
+            {prefix + n: found[prefix + first] for n, first in state.aliases.items() if prefix + first in found}
+        )
+        return found
+
+    @torch.no_grad()
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Writes whole weights and buffers, given by name (or below `module`), into the model and its masters.
+
+        Raises CheckpointError for names that are missing or unknown, if `strict`, and for wrong shapes.
+        """
+        given = state_dict["module"] if isinstance(state_dict.get("module"), Mapping) else state_dict
+        state = self.state()
+        places = {**state.weights, **state.buffers}
+        missing = [name for name in places if name not in given]
+        unknown = [name for name in given if name not in places and name not in state.aliases]
+        if strict and (missing or unknown):
+            raise CheckpointError(f"the state dict is another model's: missing {missing[:3]}, unknown {unknown[:3]}")
+        for name, place in places.items():
+            if name not in given:
+                continue
+            if given[name].shape != place.shape:
+                raise CheckpointError(f"{name} is {list(place.shape)} in the model, {list(given[name].shape)} there")
+            value = given[name].to(device=self.world.device, dtype=place.dtype)
+            (place.to_local() if hasattr(place, "to_local") else place).copy_(own_part(value, place))
+        self.strategy.drop_gradients()
+        self.strategy.finish_step()
+
+    def _agree_on_tag(self, tag: str) -> str:
+        """Rank 0's tag. Raises CheckpointError where others differ and `checkpoint.tag_validation` is Fail."""
+        everyone = self.world.everyone
+        tags = all_gather(everyone, tag)
+        if len(set(tags)) > 1:
+            mode = str(self.checkpoint_tag_validation()).lower()
+            message = f"ranks save under different tags: {', '.join(sorted(set(tags)))}"
+            if mode == "fail":
+                raise CheckpointError(message, hint="give the same tag on every rank")
+            if mode == "warn" and everyone.rank == 0:
+                warnings.warn(f"{message}; rank 0's is taken", stacklevel=3)
+        return tags[0]
+
+
+def find_aliases(module: nn.Module) -> dict[str, str]:
+    """Other names of tied parameters: name -> the name under which it is saved."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            aliases[name] = first[id(parameter)]
+        else:
+            first[id(parameter)] = name
+    return aliases
+
+
+def _require_folder(url: str | os.PathLike[str]) -> str:
+    if not url:
+        raise UsageError(f"a folder or URL is needed, not {url!r}")
+    return os.fspath(url)

@@ -1,0 +1,58 @@
+"""Several engines that train together: by name, and as one thing to save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from dsjob.checkpoint.live.joint import JointState
+from dsjob.engine.engine import Engine
+
+
+class Engines(Mapping[str, Engine]):
+    """Engines by name; the first one counts the steps and samples of the run."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = dict(engines)
+
+    def __getitem__(self, name: str) -> Engine:
+        return self._engines[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engines)
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    @property
+    def first(self) -> Engine:
+        """The engine that counts."""
+        return next(iter(self._engines.values()))
+
+    def state(self) -> JointState:
+        """What a checkpoint of them holds."""
+        return JointState({name: engine.state() for name, engine in self._engines.items()})
+
+    def counters(self) -> dict[str, int]:
+        """The first one's counters, and those of all by name."""
+        own = {f"{name}.{key}": n for name, engine in self._engines.items() for key, n in engine.counters().items()}
+        return {**self.first.counters(), **own}
+
+    def restore_counters(self, counters: Mapping[str, int]) -> None:
+        """Continues counting where a checkpoint left off."""
+        for name, engine in self._engines.items():
+            kept = {key: counters.get(f"{name}.{key}") for key in engine.counters()}
+            engine.restore_counters({key: count for key, count in kept.items() if count is not None})
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage of the first."""
+        return self.first.zero_optimization_stage()
+
+    def train(self) -> None:
+        """Those with an optimizer in training mode, the others in evaluation mode."""
+        for engine in self._engines.values():
+            engine.train(engine.optimizer is not None)
+
+    def eval(self) -> None:
+        """All in evaluation mode."""
+        for engine in self._engines.values():
+            engine.eval()

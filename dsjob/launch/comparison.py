@@ -1,0 +1,194 @@
+"""One job on both engines: the same seeds and data, each engine in fresh processes, what came of each side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsjob.contract import schema as contract
+from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
+from dsjob.launch import launcher
+from dsjob.launch.rank import end_rank, end_with_parent
+from dsjob.ranks import patience
+from dsjob.run.callbacks import Callback, RunView
+from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
+from dsjob.trust.grant import Trust
+
+ENGINES = ("dsjob", "deepspeed")
+_NAME = "measured.json"
+_ERROR = "error.json"
+_UNSAVED = {"at_end": False, "on_signal": False, "resume": "never"}
+_ALONE = {"log_every": 1, "eval_every": 0, "eval_at_start": False, "loss_average": "batches"}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine's run: the loss of each step, seconds of each, and bytes at the peak of the largest rank.
+
+    On a GPU the bytes are those that torch has allocated there, elsewhere the process's own.
+    """
+
+    losses: list[float]
+    seconds: list[float]
+    peak_bytes: int
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median; the first step is left out where there are more."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
+
+def compare(document: Mapping[str, Any], *, steps: int, trust: Trust, debug: bool = False) -> dict[str, Side]:
+    """Trains `steps` steps of a resolved job by each engine; nothing is evaluated, saved or kept.
+
+    Raises UsageError where DeepSpeed is not installed, LaunchError where a side fails, Interrupted at SIGTERM.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "compare-engines needs the package deepspeed, which is not installed", hint="pip install 'dsjob[deepspeed]'"
+        )
+
+    def stop(number: int, _: Any) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return _compare(document, steps, trust, debug)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _compare(document: Mapping[str, Any], steps: int, trust: Trust, debug: bool) -> dict[str, Side]:
+    sides = {}
+    with tempfile.TemporaryDirectory(prefix="dsjob-") as folder:
+        for engine in ENGINES:
+            run_dir = os.path.join(folder, engine)
+            os.mkdir(run_dir)
+            _run_side(engine, _cut(document, engine, steps, run_dir), run_dir, trust, debug)
+            with open(os.path.join(run_dir, _NAME), encoding="utf-8") as file:
+                sides[engine] = Side(**json.load(file))
+    return sides
+
+
+def find_largest_difference(sides: Mapping[str, Side]) -> tuple[float, int]:
+    """The largest relative difference between the losses of a step, by dsjob's; and the step. inf where one is nan."""
+    ours, theirs = (sides[engine].losses for engine in ENGINES)
+    found = [abs(b - a) / max(abs(a), 1e-12) for a, b in zip(ours, theirs, strict=True)]
+    found = [math.inf if math.isnan(each) else each for each in found]
+    largest = max(found)
+    return largest, found.index(largest) + 1
+
+
+def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> dict[str, Any]:
+    """The job for one side: a few steps, each logged, with nothing beside training."""
+    trainer = {key: value for key, value in document["trainer"].items() if key not in ("max_epochs", "eval_step")}
+    gauge = {"_target_": f"{__name__}.Gauge", "folder": run_dir}
+    return {
+        **document,
+        "engine": engine,
+        "data": {key: value for key, value in document["data"].items() if key != "eval"},
+        "metrics": {},
+        "trainer": {**trainer, **_ALONE, "max_steps": steps},
+        "checkpoint": contract.fill_defaults(_UNSAVED, contract.job_schema()["properties"]["checkpoint"]),
+        "callbacks": {"gauge": gauge},
+        "output": {**document["output"], "dir": run_dir},
+    }
+
+
+def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
+    granted = replace(trust, prefixes=(*trust.prefixes, __name__))
+    arguments = (document, run_dir, granted.to_text(), debug, os.getpid())
+    process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
+    process.start()
+    try:
+        process.join()
+    finally:
+        if process.is_alive():
+            process.terminate()
+            process.join(patience.TO_LEAVE)
+            process.kill()
+            process.join()
+    if process.exitcode == 0:
+        return
+    told: dict[str, Any] = {"message": f"its process ended with exit code {process.exitcode}", "hint": ""}
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(run_dir, _ERROR), encoding="utf-8") as file:
+        told = json.load(file)
+    raise LaunchError(f"engine {engine}: {told['message']}", hint=told["hint"], exit_code=told.get("exit_code", 1))
+
+
+def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, parent: int) -> None:
+    """The main function of a side's process; what it prints is not shown."""
+    end_with_parent(parent)
+    sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    try:
+        launcher.start(document, run_dir, trust=Trust.from_text(trust), debug=debug)
+    except KeyboardInterrupt:
+        end_rank(130)
+    except Exception as error:
+        known = isinstance(error, DsjobError)
+        record = {
+            "message": error.message if isinstance(error, DsjobError) else describe_failure(error),
+            "hint": error.hint if isinstance(error, DsjobError) else TRACEBACK_HINT,
+            "exit_code": error.exit_code if isinstance(error, DsjobError) else 1,
+        }
+        with open(os.path.join(run_dir, _ERROR), "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        if debug and not known:
+            raise
+        end_rank(1)
+    end_rank(0)
+
+
+class Gauge(Callback):
+    """Measures a run that logs each step; rank 0 leaves what was found in `folder`."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._losses: list[float] = []
+        self._times: list[float] = []
+
+    def on_start(self, run: RunView) -> None:
+        self._times = [time.perf_counter()]
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        self._losses.append(record["loss"])
+        self._times.append(time.perf_counter())
+
+    def on_end(self, run: RunView) -> None:
+        peak = _read_peak(run)
+        if run.engine.world.rank == 0:
+            seconds = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+            with open(os.path.join(self._folder, _NAME), "w", encoding="utf-8") as file:
+                json.dump({"losses": self._losses, "seconds": seconds, "peak_bytes": peak}, file)
+
+
+def _read_peak(run: RunView) -> int:
+    """Bytes at the peak of the largest rank. A collective."""
+    import resource
+
+    import torch
+    import torch.distributed as dist
+
+    world = run.engine.world
+    if world.device.type == "cuda":
+        own = torch.cuda.max_memory_allocated(world.device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = torch.tensor(own, device=world.device)
+    if world.world_size > 1:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak)

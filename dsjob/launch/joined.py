@@ -1,0 +1,116 @@
+"""A rank that torchrun, srun or another launcher has started: it joins the others, trains, and tells its own cause."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from itertools import count
+from typing import Any
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, LostRankError, Preempted
+from dsjob.launch.launcher import telling_what_is_kept
+from dsjob.launch.rank import add_import_folders, show_crashes
+from dsjob.ranks import meeting
+from dsjob.ranks.agreement import on_rank_0
+from dsjob.ranks.failures import follows_from_another, has_waited
+from dsjob.ranks.mesh import World, abandon_world, join_world, leave_world
+from dsjob.ranks.nodes import check_shared
+from dsjob.ranks.watchdog import (
+    OBSERVERS,
+    StoreBoard,
+    Watchdog,
+    explain_stall,
+    place_records,
+    position,
+    record_collectives,
+)
+from dsjob.run.job import run_job
+from dsjob.run_folder import make_run_dir, read_result
+from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
+from dsjob.trust.grant import Trust
+
+_runs = count()  # of this process: a sweep under torchrun has several
+
+
+def join(document: Mapping[str, Any], *, trust: Trust, run_dir: str | None = None) -> dict[str, Any]:
+    """Runs a resolved job as one of the ranks that somebody else has started; rank 0's document and `run_dir` count.
+
+    `run_dir`: the run's folder, where it is made already. Returns what `result.json` says on rank 0, nothing on the
+    others. Raises LostRankError where another rank has the cause, LaunchError with this rank's number for what it
+    failed with itself.
+    """
+    add_import_folders(trust.folders)
+    show_crashes()
+    options = document["launch"]
+    record_collectives()
+    abandon_world()  # a sweep's run before this one has failed
+    world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
+    if world.world_size == 1:
+        return _run(document, world, trust, run_dir)
+    position.begin()
+    board = StoreBoard(_get_default_store(), world.rank, world.world_size)
+    watchdog = Watchdog(board, rank=world.rank, timeout=options["timeout"])
+    try:
+        return _run(document, world, trust, run_dir)
+    except (DocumentError, Preempted, Interrupted):  # all ranks alike
+        position.doing = "ending"
+        raise
+    except (Exception, SystemExit) as error:
+        position.doing = "ending"
+        described = _describe(error, world.rank, board, watchdog)
+        with suppress(RuntimeError):  # the store is gone, and with it whoever would read that
+            board.tell_failed(described.message)
+        raise described from error
+    finally:
+        watchdog.stop()
+
+
+def _run(document: Mapping[str, Any], world: World, trust: Trust, run_dir: str | None) -> dict[str, Any]:
+    settled, run_dir = on_rank_0(world, lambda: _settle_folder(document, run_dir))
+    check_shared(settled["checkpoint"].get("dir") or os.path.join(run_dir, "checkpoints"), world)
+    if os.path.isdir(run_dir):  # another node may lack it, where checkpoints go to a store
+        place_records(run_dir)
+    with telling_what_is_kept(run_dir, settled) if world.rank == 0 else nullcontext():
+        run_job(settled, run_dir, world, trust)
+    leave_world()  # not after a failure: it would wait for ranks that are in a collective
+    return {**read_result(run_dir), "run_dir": run_dir} if world.rank == 0 else {}
+
+
+def _settle_folder(document: Mapping[str, Any], run_dir: str | None) -> tuple[dict[str, Any], str]:
+    """The document and the run's folder; both go on where an earlier start of torchrun's ranks has left a folder."""
+    settled: dict[str, Any] = json.loads(json.dumps(document))
+    key = f"run_dir/{next(_runs)}"
+    earlier = meeting.recall(key)
+    if earlier is not None:
+        os.makedirs(earlier, exist_ok=True)
+        if settled["checkpoint"]["resume"] not in ("auto", "required") and "/" not in settled["checkpoint"]["resume"]:
+            settled["checkpoint"]["resume"] = "auto"  # what `never` or a tag asked for, the first start has done
+        return settled, earlier
+    run_dir = run_dir or make_run_dir(settled["output"]["dir"], settled["name"])
+    meeting.keep(key, os.path.abspath(run_dir))
+    return settled, run_dir
+
+
+def _describe(error: BaseException, rank: int, board: StoreBoard, watchdog: Watchdog) -> LaunchError:
+    """What this rank has failed with, told apart from what another one has done to it."""
+    known = error if isinstance(error, DsjobError) else None
+    message = known.message if known else describe_failure(error)
+    if not follows_from_another(error):
+        hint = known.hint if known else TRACEBACK_HINT
+        return LaunchError(f"rank {rank}: {message}", hint=hint, exit_code=known.exit_code if known else 1)
+    if not has_waited(error):
+        hint = "the cause is in the output of the rank that failed first"
+        with suppress(RuntimeError):
+            message = board.read_failure() or message
+        return LostRankError(f"rank {rank} has lost another rank: {message}", hint=hint)
+    try:
+        late = explain_stall(board) if rank < OBSERVERS else ""
+    except RuntimeError:
+        late = ""
+    told, _, stack = late.partition("\n")
+    hint = "its stack is above" if watchdog.told else stack or "another rank has the cause"
+    return LostRankError(f"rank {rank} timed out waiting for another rank: {told or message}", hint=hint)

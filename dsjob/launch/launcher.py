@@ -1,0 +1,165 @@
+"""Starting ranks: finding out that somebody else has, running one in this process, or starting several.
+
+Several ranks meet at a file in a private folder. They read resolved.json and never compose again. What they leave in
+that folder tells which of them failed first, and the launcher shows that one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from dsjob import storage
+from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, TargetError
+from dsjob.launch import rank
+from dsjob.launch.supervisor import Supervisor, list_heeded
+from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
+from dsjob.trust.grant import Trust
+
+
+def read_world_size() -> int | None:
+    """The number of ranks where this process is one of several that somebody else has started; None where it is not."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _read_number("WORLD_SIZE")
+    if (
+        int(os.environ.get("SLURM_NTASKS", "1") or 1) > 1
+        and "SLURM_PROCID" in os.environ
+        and "SLURM_STEP_ID" in os.environ
+    ):
+        _adopt_slurm()
+        return _read_number("WORLD_SIZE")
+    return None
+
+
+def is_first() -> bool:
+    """Whether this process is the one of several ranks that speaks for all; true of one that is alone."""
+    return read_world_size() is None or os.environ["RANK"] == "0"
+
+
+def _read_number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise LaunchError(f"environment variable {name}={os.environ[name]!r} is not a number") from None
+
+
+def _adopt_slurm() -> None:
+    """Gives srun's tasks the variables that torch looks for."""
+    env = os.environ
+    first = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
+    host = first.split(",")[0]
+    if "[" in host:  # node[01-04] begins with node01
+        prefix, _, rest = first.partition("[")
+        host = prefix + rest.split(",")[0].split("-")[0].rstrip("]")
+    env.setdefault("RANK", env["SLURM_PROCID"])
+    env.setdefault("WORLD_SIZE", env["SLURM_NTASKS"])
+    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+    # "2" or "2(x3),1": tasks on each node, in the order of the nodes
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", env["SLURM_NTASKS"])).split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    env.setdefault("LOCAL_WORLD_SIZE", str(counts[min(int(env.get("SLURM_NODEID", "0")), len(counts) - 1)]))
+    env.setdefault("MASTER_ADDR", host)
+    env.setdefault("MASTER_PORT", str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
+
+
+@contextmanager
+def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[None]:
+    """Says of a run that fails in the block from where it can be resumed, or that nothing was saved.
+
+    Silent where it has not begun: the document was wrong.
+    """
+    before = list_commits(run_dir, document)
+    try:
+        yield
+    except (DocumentError, TargetError):
+        raise
+    except (Exception, KeyboardInterrupt):
+        with suppress(DsjobError):  # the storage may be what has failed
+            print(f"dsjob: {_describe_kept(run_dir, list_commits(run_dir, document), before)}", file=sys.stderr)  # noqa: T201
+        raise
+
+
+def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) -> str:
+    if not commits:  # the folder may have been removed with the failed start
+        return f"nothing was saved{f' in {run_dir}' if os.path.isdir(run_dir) else ''}"
+    newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
+    news = "nothing newer was saved; " if commits == before else ""
+    return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"
+
+
+def start(document: Mapping[str, Any], run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:
+    """Runs a resolved job to its end, in this process or in ranks of its own; what `result.json` says of it."""
+    if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
+        write_resolved(run_dir, document)  # where an earlier run has left one, it stays until this one gets going
+    if document["launch"]["nproc"] == 1:
+        _run_here(document, run_dir, trust)
+    else:
+        _start_ranks(document, run_dir, trust, debug)
+    return {**read_result(run_dir), "run_dir": run_dir}
+
+
+def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
+    from dsjob.ranks.mesh import join_world, leave_world
+    from dsjob.ranks.watchdog import position
+    from dsjob.run.job import run_job
+
+    def stop(number: int, _: Any) -> None:
+        raise Interrupted(number)
+
+    rank.add_import_folders(trust.folders)
+    rank.show_crashes()
+    position.begin()
+    handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handlers[number]) for number in list_heeded(list(handlers))}
+    try:
+        run_job(document, run_dir, join_world(device=document["launch"]["device"]), trust)
+        leave_world()  # one rank has a group where its parameters come from the host
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
+    options = document["launch"]
+    private = tempfile.mkdtemp(prefix="dsjob-")
+    resolved = os.path.join(private, RESOLVED_NAME)
+    storage.write_bytes(resolved, json.dumps(document).encode())
+    logs = os.path.join(run_dir, "logs")
+    os.makedirs(logs, exist_ok=True)
+    request = os.path.join(run_dir, SAVE_REQUEST)
+    usual = signal.signal(signal.SIGUSR1, lambda *_: open(request, "a").close())  # rank 0 looks there
+    # -P keeps the current folder off sys.path: a source tree of dsjob there would hide the installed one.
+    command = [sys.executable, "-P", "-m", rank.__name__, resolved, run_dir]
+    variables = _list_variables(private, options["nproc"], trust, debug)
+    try:
+        Supervisor(private, logs, options["timeout"], options["grace"]).run(command, variables, options["nproc"])
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def _list_variables(private: str, nproc: int, trust: Trust, debug: bool) -> dict[str, str]:
+    """What ranks find in their environment."""
+    found = {
+        "DSJOB_STORE": os.path.join(private, "store"),
+        # DDP and gloo print warnings that nobody who runs a job can act on.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        rank.FOLDER_VARIABLE: private,
+        rank.DEBUG_VARIABLE: "1" if debug else "",
+        rank.TRUST_VARIABLE: trust.to_text(),
+        rank.LAUNCHER_VARIABLE: str(os.getpid()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
+    }
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return found

@@ -1,0 +1,100 @@
+"""The process of one rank that `launch` has started: it reads the resolved document, trains, and tells of its end."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from os import _exit  # the real one, which `exits` replaces
+from typing import NoReturn
+
+from dsjob import storage
+from dsjob.contract.environment import hide_values, watch_output
+from dsjob.ranks.failures import record_failure, record_success
+from dsjob.trust.grant import Trust
+
+# For ranks alone, never read by a command.
+TRUST_VARIABLE = "DSJOB_TRUST"  # what the launcher was granted
+FOLDER_VARIABLE = "DSJOB_ERRORS"  # the launcher's private folder
+DEBUG_VARIABLE = "DSJOB_DEBUG"
+LAUNCHER_VARIABLE = "DSJOB_LAUNCHER"  # its process
+
+
+def run_rank(resolved: str, run_dir: str) -> int:
+    """Trains, and leaves a record of what went wrong; the exit code."""
+    # Before training and after it: a rank may sit in a collective that no Python handler can interrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
+    from dsjob.ranks.mesh import join_world, leave_world
+    from dsjob.ranks.watchdog import FolderBoard, Watchdog, place_records, position, record_collectives
+    from dsjob.run.job import run_job
+
+    trust = Trust.from_text(os.environ[TRUST_VARIABLE])
+    add_import_folders(trust.folders)
+    number, folder = int(os.environ["RANK"]), os.environ[FOLDER_VARIABLE]
+    try:
+        document = json.loads(storage.read_text(resolved))
+        hide_values(document)
+        options = document["launch"]
+        Watchdog(FolderBoard(folder, number), rank=number, timeout=options["timeout"])
+        record_collectives()
+        place_records(run_dir)
+        world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
+        run_job(document, run_dir, world, trust)
+        leave_world()
+    except BaseException as error:  # SystemExit too: nothing but the last step ends a rank well
+        position.doing = "ending"
+        if os.environ.get(DEBUG_VARIABLE):
+            traceback.print_exc()
+        return record_failure(folder, number, error).exit_code
+    record_success(folder, number)
+    return 0
+
+
+def show_crashes() -> None:
+    """Has a crash (abort, a segmentation fault) show the Python stack on standard error."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)
+
+
+def add_import_folders(folders: Sequence[str]) -> None:
+    """Makes the user's own modules importable, after everything that is installed."""
+    for folder in folders:
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def end_with_parent(parent: int) -> None:
+    """Lets this process never outlive the one that started it, process `parent`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was gone before this asked to be told
+            end_rank(1)
+
+
+def end_rank(code: int) -> NoReturn:
+    """Ends this process, one of several ranks, at once.
+
+    The interpreter's own end may wait for a process group that never answers, and torch's threads are sometimes still
+    there when their destructors run, which aborts the process after its work is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _exit(code)
+
+
+def end_joined(code: int) -> None:
+    """Ends this process at once if it has joined other ranks; see `end_rank`."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        end_rank(code)
+
+
+if __name__ == "__main__":
+    with watch_output():
+        end_rank(run_rank(sys.argv[1], sys.argv[2]))

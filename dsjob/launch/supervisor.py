@@ -1,0 +1,260 @@
+"""The processes of a job's ranks on this machine: starting them, watching them, ending all once one has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from dsjob.errors import DsjobError, Interrupted, LostRankError, Preempted
+from dsjob.ranks import patience
+from dsjob.ranks.failures import SAVED_CODES, End, Scene, blame, find_saved_end, has_succeeded, read_failures
+from dsjob.ranks.stalls import FAILED_NAME, RECORD_PREFIX, STACK_SIGNAL, Beat, name_beat, name_stack, parse_stack
+
+_PERIOD = 0.05  # seconds between two looks at the processes
+_LOOKS = 1.0  # and at where they are
+_OUTPUT = 16 << 10  # bytes of a rank's last output that are looked at
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass
+class _Process:
+    """One rank's process. `log`: the file with its output, from `begin` on; rank 0 writes to the launcher's own."""
+
+    rank: int
+    popen: Any  # of a subprocess.Popen: pid, poll, wait
+    log: str = ""
+    begin: int = 0
+    end: End | None = None
+
+    def read_output(self) -> str:
+        if not self.log:
+            return ""
+        with open(self.log, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self.begin, size - _OUTPUT))
+            return file.read().decode(errors="replace")
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, which then answers nothing."""
+        try:
+            with open(f"/proc/{self.popen.pid}/stat", encoding="utf-8", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0] in "Tt"
+        except (OSError, IndexError):
+            return False
+
+
+@dataclass
+class Supervisor:
+    """Ranks that meet in the folder `private`; their output goes to `logs`. `timeout`: seconds of a collective;
+    `grace`: seconds after SIGTERM in which ranks have to get on."""
+
+    private: str
+    logs: str
+    timeout: float
+    grace: float
+    _all: list[_Process] = field(default_factory=list)
+    _asked: int = 0  # the signal that has asked this process to end
+    _asked_at: float = 0.0
+    _stuck: bool = False  # it came, and no rank has got anywhere since
+    _at_once: bool = False
+    _looked: float = 0.0
+    _moved: float = 0.0  # when a rank has got anywhere
+    _progress: Sequence[tuple[int, int, int]] = ()
+    _dumped: bool = False
+
+    def run(self, command: Sequence[str], variables: Mapping[str, str], nproc: int) -> None:
+        """Runs `command` as `nproc` ranks to their ends. Raises the failure that came first, Preempted, Interrupted."""
+        for name in os.listdir(self.logs):
+            if name.startswith((RECORD_PREFIX, "stacks-")):  # of an earlier run in the same folder
+                os.unlink(os.path.join(self.logs, name))
+        before = {number: signal.signal(number, self._take) for number in list_heeded(_SIGNALS)}
+        try:
+            for rank in range(nproc):
+                self._start(rank, command, {**os.environ, **variables, **_describe_rank(rank, nproc)})
+            self._wait()
+        except BaseException:
+            for process in self._all:
+                _kill(process)  # and what it has started
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, _: Any) -> None:
+        # A second SIGTERM is most likely the first, sent to the process and to its group: it ends no save.
+        self._at_once = bool(self._asked) and number != signal.SIGTERM
+        self._asked_at = self._asked_at if self._asked else time.monotonic()
+        self._asked = self._asked or number
+        for process in self._running():
+            # The process alone: workers that load data have to live on while it saves.
+            _send(process, signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
+
+    def _start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+        if rank == 0:
+            self._all.append(_Process(rank, start_process(command, env, None)))
+            return
+        path = os.path.join(self.logs, f"rank-{rank:05d}.log")
+        with open(path, "ab") as file:
+            begin = file.tell()
+            self._all.append(_Process(rank, start_process(command, env, file), path, begin))
+
+    def _running(self) -> list[_Process]:
+        return [process for process in self._all if process.end is None]
+
+    def _wait(self) -> None:
+        self._moved = time.monotonic()
+        while running := self._running():
+            self._poll()
+            if self._at_once:
+                raise Interrupted(self._asked)
+            failed = any(process.end and _has_failed(process.end) for process in self._all)
+            if failed or self._is_late() or self._is_stuck():
+                error = self._end()
+                raise self._describe_stop(error) if self._asked else error
+            self._look(running)
+            time.sleep(_PERIOD)
+        if saved := find_saved_end(read_failures(self.private)):
+            raise saved
+
+    def _is_late(self) -> bool:
+        """Whether ranks have saved for a signal and ended, and another one does not."""
+        saved = [each.end.time for each in self._all if each.end and each.end.code in SAVED_CODES]
+        return bool(saved) and time.time_ns() - min(saved) > patience.TO_END * 1e9
+
+    def _is_stuck(self) -> bool:
+        """Whether ranks that SIGTERM has asked to end after their step do not get to its end, nor anywhere else."""
+        since = max(self._asked_at, self._moved)
+        if self._asked == signal.SIGTERM and time.monotonic() - since > self.grace:
+            self._stuck = all(beat.doing != "saving" for beat in self._read_beats().values())
+        return self._stuck
+
+    def _poll(self) -> None:
+        """Notes which processes have ended."""
+        for process in self._running():
+            code = process.popen.poll()
+            if code is not None:
+                finished = has_succeeded(self.private, process.rank)
+                timed_out = os.path.exists(os.path.join(self.logs, f"{RECORD_PREFIX}{process.rank}"))
+                words = ("", "") if finished else (process.read_output(), self._read_stacks(process))
+                process.end = End(process.rank, code, time.time_ns(), finished, *words, timed_out)
+
+    def _look(self, running: Sequence[_Process]) -> None:
+        """Has stacks written where no rank gets anywhere, before NCCL ends those that wait: then it is too late."""
+        now = time.monotonic()
+        if now - self._looked < _LOOKS:
+            return
+        self._looked, progress = now, [beat.progress for beat in self._read_beats().values()]
+        if progress != self._progress:
+            self._progress, self._moved, self._dumped = progress, now, False
+        elif now - self._moved > 0.8 * self.timeout and not self._dumped:
+            self._dumped = True
+            self._ask_for_stacks(running)
+
+    def _end(self) -> DsjobError:
+        """Ends the ranks that are left, now that one has failed; the failure that came first."""
+        began, beats, left = time.monotonic(), self._read_beats(), self._running()
+        stopped = frozenset(process.rank for process in left if process.is_stopped())
+        self._ask_for_stacks(left)
+        with open(os.path.join(self.private, FAILED_NAME), "w", encoding="utf-8"):
+            pass
+        while (running := self._running()) and not self._at_once:
+            beats_now = self._read_beats()
+            for process in running:
+                if process.rank in stopped or _is_overdue(beats_now.get(process.rank), began):
+                    _kill(process)
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # in state D it ends once its device answers
+                        process.popen.wait(patience.TO_ANSWER)
+                    process.end = End(process.rank, LostRankError.exit_code, time.time_ns(), finished=False)
+            self._poll()
+            time.sleep(_PERIOD)
+        self._keep_stacks()
+        ends = [process.end for process in self._all if process.end and process.end.code != LostRankError.exit_code]
+        stacks = {process.rank: parse_stack(self._read_stacks(process)) for process in left}
+        failures, size = read_failures(self.private), len(self._all)
+        return blame(Scene(failures, ends, beats, stacks, stopped, size, self.logs, self._stuck))
+
+    def _describe_stop(self, error: DsjobError) -> DsjobError:
+        """The end that a signal has asked for; `error`: what ranks have said of it."""
+        failures = read_failures(self.private)
+        if self._stuck and not isinstance(error, Preempted):
+            message = f"stopped by SIGTERM, and nothing moved for {self.grace:g} s: {error.message}"
+            return Interrupted(self._asked, message, hint=error.hint)
+        if isinstance(error, Preempted) or any(not each.follows and each.exit_code < 128 for each in failures):
+            return error
+        stops = [each for each in failures if each.exit_code > 128]
+        return Interrupted(self._asked, stops[0].message, hint=stops[0].hint) if stops else Interrupted(self._asked)
+
+    def _ask_for_stacks(self, running: Sequence[_Process]) -> None:
+        for process in running:
+            if os.path.exists(os.path.join(self.private, name_beat(process.rank))):  # it knows the signal by now
+                _send(process, STACK_SIGNAL)
+
+    def _read_beats(self) -> dict[int, Beat]:
+        beats = {}
+        for process in self._all:
+            path = os.path.join(self.private, name_beat(process.rank))
+            if os.path.exists(path):
+                with open(path, encoding="utf-8") as file:
+                    beats[process.rank] = Beat.from_text(file.read())
+        return beats
+
+    def _read_stacks(self, process: _Process) -> str:
+        path = os.path.join(self.private, name_stack(process.rank))
+        if not os.path.exists(path):
+            return ""
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+
+    def _keep_stacks(self) -> None:
+        for process in self._all:
+            if self._read_stacks(process):
+                kept = os.path.join(self.logs, f"stacks-{process.rank:05d}.txt")
+                shutil.copyfile(os.path.join(self.private, name_stack(process.rank)), kept)
+
+
+def start_process(command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | None) -> Any:
+    """A process in a session of its own, whose output goes to a file, or to this process's own."""
+    return subprocess.Popen(command, env=dict(env), stdout=output, stderr=output, start_new_session=True)
+
+
+def _describe_rank(rank: int, nproc: int) -> dict[str, str]:
+    size = str(nproc)
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+
+
+def _has_failed(end: End) -> bool:
+    """Whether a rank neither is done nor has saved for a signal."""
+    return end.code not in (0, *SAVED_CODES) or (end.code == 0 and not end.finished)
+
+
+def list_heeded(numbers: Sequence[int]) -> list[int]:
+    """Those signals that are not ignored: nohup, and a shell that starts a job in the background, ask for that."""
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def _is_overdue(beat: Beat | None, began: float) -> bool:
+    """Whether a rank is not to be waited for any longer; one whose watchdog lives ends by itself."""
+    answers = beat is not None and time.time() - beat.time < patience.TO_ANSWER
+    return time.monotonic() - began > (patience.TO_END if answers else patience.TO_ANSWER)
+
+
+def _send(process: _Process, number: int) -> None:
+    try:
+        os.kill(process.popen.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _kill(process: _Process) -> None:
+    """Ends a rank's process and all that it has started."""
+    try:
+        os.killpg(process.popen.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass

@@ -1,0 +1,1 @@
+"""Optimizers whose momentum travels as signs: one bit an element."""

@@ -1,0 +1,156 @@
+"""ZeroOneAdam: Adam that updates its average of squares ever more rarely, then skips rounds of communication too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsjob.optim.onebit.compressing import ERRORS, CompressingOptimizer
+from dsjob.optim.onebit.signs import count_ranks
+from dsjob.optim.partwise import move_averages
+
+
+class ZeroOneAdam(CompressingOptimizer):
+    """Lu et al. 2022 (arXiv 2202.06009), with the policies of DeepSpeed (runtime/fp16/onebit/zoadam.py, version 0.19).
+
+    In the first `var_freeze_step` steps the average of squares moves every `variance_interval` steps, by gradients
+    reduced as always; in the others the gradients travel as signs. Then it stays, and each rank takes steps of its
+    own from where all ranks were: every `local_interval` steps the sum of lr m travels as signs, all go to where its
+    mean leads, and the momentum m becomes that mean over the sum of rates.
+
+    Between two exchanges, weights and momenta differ by rank; a checkpoint has rank 0's weights. State of a parameter:
+    `exp_avg`, `exp_avg_sq`, `step`, fp32 [], `variance_step`, on several ranks the errors of `optim.signs`, and
+    from `var_freeze_step` on `anchor` (where all ranks were), `momentum_accumulator`, `rates` and `decay` (sums since).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        var_freeze_step: int = 100000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 16,
+    ) -> None:
+        freeze = ("var_freeze_step", var_freeze_step)
+        super().__init__(params, freeze, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay)
+        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
+        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
+
+    @property
+    def _frozen(self) -> bool:
+        return self._steps >= self.var_freeze_step
+
+    @property
+    def communicates(self) -> bool:
+        step = self._steps + 1
+        return self._frozen or step % variance_interval(step, self.var_update_scaler) != 0
+
+    @property
+    def own_state(self) -> Sequence[str]:
+        local = self._steps > self.var_freeze_step and count_ranks() > 1
+        return (*ERRORS, "momentum_accumulator", "exp_avg") if local else ERRORS
+
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if self._frozen and count_ranks() > 1:
+            self._step_locally(parameters, group)
+            return
+        if self._frozen:
+            for parameter in parameters:
+                self.move_average(parameter, group)
+        elif self.communicates:
+            self._average_gradients(parameters, group)
+        else:
+            states = [self.state[parameter] for parameter in parameters]
+            counts = [state.pop("variance_step", 0) for state in states]
+            move_averages(states, parameters, group["betas"])
+            for state, count in zip(states, counts, strict=True):
+                state["variance_step"] = count + 1
+        for parameter in parameters:
+            self.move(parameter, group)
+
+    def _average_gradients(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        for parameter, mean in zip(parameters, self.average(own, parameters, group), strict=True):
+            self.state[parameter]["step"] += 1
+            self.state[parameter]["exp_avg"].lerp_(mean, 1 - group["betas"][0])
+
+    def _step_locally(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "anchor" not in state:
+                for key in ERRORS:  # those that there are belong to gradients
+                    state.pop(key, None)
+                state.update(anchor=parameter.clone(), momentum_accumulator=torch.zeros_like(parameter))
+                state.update(rates=0.0, decay=0.0)
+            average = self.move_average(parameter, group)
+            rate = group["lr"] / self.correct(parameter, group)[0]
+            state["momentum_accumulator"].add_(average, alpha=rate)
+            state["rates"] += rate
+            state["decay"] += group["lr"] * group["weight_decay"]
+        interval = local_interval(self._steps - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper)
+        meets = (self._steps + 1) % interval == 0
+        if meets:
+            sums = [self.state[parameter]["momentum_accumulator"] for parameter in parameters]
+            for own, mean in zip(sums, self.average(sums, parameters, group), strict=True):
+                own.copy_(mean)
+        for parameter in parameters:
+            self._go_from_anchor(parameter, group)
+            if meets:
+                self._start_interval(parameter, group)
+
+    def _go_from_anchor(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Puts the parameter where the sums since the last exchange lead, without the rounding of steps one by one."""
+        state = self.state[parameter]
+        parameter.copy_(state["anchor"] * (1 - state["decay"]))
+        parameter.addcdiv_(state["momentum_accumulator"], self.find_root(parameter, group), value=-1)
+
+    def _start_interval(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if state["rates"]:  # a rate of 0 leaves nothing to tell the momentum from
+            scale = self.correct(parameter, group)[0] / state["rates"]
+            state["exp_avg"].copy_(state["momentum_accumulator"] * scale)
+        state["anchor"].copy_(parameter)
+        state["momentum_accumulator"].zero_()
+        state.update(rates=0.0, decay=0.0)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`, with the weights of this rank; without its own state, from the weights there are.
+
+        The weights are to be loaded before.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter)
+                if state and "momentum_accumulator" in state:
+                    self._go_from_anchor(parameter, group)
+                elif state:
+                    state.pop("anchor", None)
+                    state.setdefault("exp_avg", torch.zeros_like(parameter))
+
+
+def variance_interval(step: int, updates: int) -> int:
+    """The distance, in the policy's phase that `step` is in, of two updates of the average of squares.
+
+    It begins at 1 and doubles after each `updates` of them; they are taken at the multiples of it.
+    """
+    interval, last = 1, updates
+    while step > last:
+        interval *= 2
+        last = (last // interval + updates) * interval
+    return interval
+
+
+def local_interval(frozen_steps: int, doubling: int, most: int) -> int:
+    """The steps between two exchanges, after `frozen_steps`: from 1 on twice as many every `doubling`, up to `most`."""
+    return int(min(most, 2 ** min(frozen_steps // doubling, 62)))

@@ -1,0 +1,231 @@
+"""The protocol between the engine and the ways to spread a model over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from dsjob.compute.autocast import find_safe_modules, mark
+from dsjob.compute.precision import Precision
+from dsjob.optim.shards import local
+from dsjob.parallel.masters import Masters
+from dsjob.parallel.norms import average_norms, total_norm
+from dsjob.ranks.mesh import World
+from dsjob.ranks.mpu import find_counted_elsewhere
+
+_SENT_AT_ONCE = 64 << 20  # bytes
+
+
+class Strategy:
+    """One model on the ranks of a job. The engine calls, in this order:
+
+    1. the constructor, which shards, wraps or casts `module` in place
+    2. `masters`, to build the optimizer over: fp32 weights by name, tied ones once, frozen ones left out
+    for each micro step
+    3. `start_micro_step(boundary, sync)` before a forward pass that will be differentiated
+    4. `forward(...)`, then the loss's own backward; several times perhaps
+    at the boundary
+    5. `reduce_gradients()`: what backward passes have left on their rank is reduced; then `finish_gradients()`: the
+       masters' `.grad` is the mean over all ranks (each rank's own if `communicates`)
+    6. `clip(...)`, `step(optimizer)` (left out where the norm is not finite and gradients are dropped)
+    7. `finish_step()`
+    and around checkpoints
+    8. `weights()` to save from and load into in place, then `drop_gradients()` and `finish_step()` after loading
+    """
+
+    module: nn.Module
+    masters: dict[str, nn.Parameter]
+    copies: Masters | None = None  # where masters are no parameters of the model
+    optimizer: Optimizer | None = None  # the engine's, once it is made
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.world = world
+        self._counted_elsewhere = find_counted_elsewhere(model, world)  # sharding makes other parameters of these
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the optimizer communicates by itself in this step, and is to be given each rank's own gradients."""
+        return bool(getattr(self.optimizer, "communicates", False))
+
+    def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
+        """A forward and backward pass follows; `boundary`: the optimizer steps after it.
+
+        Without `sync` its gradients stay on their rank, to be reduced with later ones or by `reduce_gradients`.
+        """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        return self.module(*args, **kwargs)
+
+    def reduce_gradients(self) -> None:
+        """Reduces what backward passes have left on their rank; nothing where they reduce all. A collective."""
+
+    def end_backward(self) -> None:
+        """The engine has run a backward pass at the boundary: reduces what that pass could not. A collective."""
+
+    def own_gradient(self, name: str) -> Tensor | None:
+        """What backward passes have left on their rank of a parameter's gradient, where its `.grad` has none of it."""
+        return None
+
+    def finish_gradients(self) -> None:
+        """All backward passes of this step are done."""
+        if self.copies is not None:
+            self.copies.take_gradients()
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, scale: float = 1.0, divisor: Tensor | None = None) -> Tensor:
+        """Divides all gradients by `scale`, and by `divisor` (scalar), then clips them to `max_norm` if that is > 0.
+
+        Returns their L2 norm over all ranks (0-dim, between the two), the parts of model-parallel ranks among them: the
+        same on every rank, and not finite where a gradient of any rank is not. If the optimizer communicates, each rank
+        clips its own gradients by their own norm, and the root mean square of these norms is returned.
+        """
+        named = {name: p for name, p in self.masters.items() if p.grad is not None}
+        parameters = list(named.values())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = self._measure(named)
+        norm = norm / scale if scale != 1.0 else norm
+        if gradients and scale != 1.0:
+            torch._foreach_div_(gradients, scale)
+        if divisor is not None:
+            norm = norm / divisor.to(norm)
+            _divide(gradients, divisor)
+        if gradients and max_norm > 0:
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return average_norms(norm, self.world.device) if self.communicates else norm
+
+    def _measure(self, named: Mapping[str, nn.Parameter]) -> Tensor:
+        """The L2 norm of the gradients of parameters."""
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        device = self.world.device
+        norm = total_norm([g for name, g in gradients.items() if name not in self._counted_elsewhere], device)
+        if self.world.model.size > 1:
+            square = norm.to(device, torch.float64).square()
+            others = total_norm([g for name, g in gradients.items() if name in self._counted_elsewhere], device)
+            # What is counted elsewhere adds nothing, but all ranks have to hear where it is not finite: 0 * inf is nan.
+            square += 0 * others.to(square)
+            dist.all_reduce(square, group=self.world.model.group)
+            norm = square.sqrt().float().to(norm.device)
+        return norm
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Has the optimizer step; new weights may be on their way to the model when this returns."""
+        if self.copies is not None:
+            self.copies.step(optimizer)
+        else:
+            optimizer.step()
+
+    def find_non_finite(self) -> list[str]:
+        """Names of masters whose gradients are not finite; under sharding, in this rank's share of them."""
+        return [
+            name
+            for name, master in self.masters.items()
+            if master.grad is not None and not bool(torch.isfinite(local(master.grad)).all())
+        ]
+
+    def finish_step(self) -> None:
+        """The masters have new values, or the step is left out; gradients are done with."""
+        for master in self.masters.values():
+            master.grad = None  # also of those that the optimizer was not given
+        if self.copies is not None:
+            self.copies.give_weights()
+
+    def drop_gradients(self) -> None:
+        """Forgets what the backward passes of a step that will not be finished have added up."""
+        self.module.zero_grad(set_to_none=True)
+        for master in self.masters.values():
+            master.grad = None
+        if self.copies is not None:
+            self.copies.drop_gradients()
+
+    def free_gathered(self) -> None:
+        """Frees what forward passes have gathered."""
+
+    def close(self) -> None:
+        """There will be no more passes."""
+        self.drop_gradients()
+
+    def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Puts `move(tensor)` in the place of every parameter, its gradient, every buffer and every master."""
+        self.module._apply(move)  # type: ignore[no-untyped-call]
+        if self.copies is not None:
+            self.copies.move(move)
+
+    def shown(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by which a program may know a parameter, with its name: the model's, and the optimizer's."""
+        yield from self.module.named_parameters()
+        yield from self.masters.items()
+
+    def weights_changed(self) -> None:
+        """A program has written into `weights()`: what has been made of them is made anew."""
+        self.free_gathered()
+        if self.copies is not None:
+            self.copies.give_weights()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
+        frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
+        return {**{name: master.data for name, master in self.masters.items()}, **frozen}
+
+
+def _divide(gradients: list[Tensor], divisor: Tensor) -> None:
+    """Divides gradients in place by a scalar tensor, which may be on another device."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for own in map(local, gradients):
+        by_kind.setdefault((own.device, own.dtype), []).append(own)
+    for (device, dtype), owns in by_kind.items():
+        torch._foreach_div_(owns, divisor.to(device, dtype))
+
+
+@torch.no_grad()
+def align(model: nn.Module, world: World) -> None:
+    """Gives all data-parallel ranks the first one's parameters and buffers: else each would train another model."""
+    there = [
+        tensor.data for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta
+    ]  # see presharded
+    waiting: list[Tensor] = []
+    size = 0
+    for tensor in filter(Tensor.numel, there):
+        waiting.append(tensor)
+        size += tensor.nbytes
+        if size >= _SENT_AT_ONCE:
+            _send(waiting, world)
+            waiting, size = [], 0
+    _send(waiting, world)
+
+
+def _send(tensors: list[Tensor], world: World) -> None:
+    """Gives tensors, which may be on the host and of any layout, the first rank's values."""
+    sent = [tensor.to(world.device).contiguous() for tensor in tensors]
+    if sent:
+        _broadcast_coalesced(world.group or _get_default_group(), sent, _SENT_AT_ONCE, 0)
+    for tensor, values in zip(tensors, sent, strict=True):
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
+
+
+def mark_safe(model: nn.Module, precision: Precision) -> list[nn.Module]:
+    """Under autocast: marks the parameters whose gradients travel low; the modules in `model` that they belong to."""
+    if precision.autocast is None:
+        return []
+    modules = [module for module in find_safe_modules(model, precision.safe) if module is not model]
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            mark(parameter, precision.autocast)
+    return modules
+
+
+def widen(model: nn.Module) -> None:
+    """Makes half-precision parameters fp32, in place: as masters they would lose what optimizer steps add."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()

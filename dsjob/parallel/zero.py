@@ -1,0 +1,356 @@
+"""Models that are sharded while they are built, and parameters made whole for a while: DeepSpeed's `zero`.
+
+What it leaves to others: how a model in training is sharded (`parallel`), and reading one value (`parameters`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._pytree import tree_map
+
+from dsjob.compute.find_blocks import find_by_name, find_by_suffix, find_of_classes, is_leaf, mark_external, mark_leaf
+from dsjob.errors import UsageError
+from dsjob.optim.shards import local, own_part
+from dsjob.optim.shards import whole as gather
+from dsjob.parallel.parameters import find_owned
+from dsjob.parallel.presharded import ShardStatus, announce, shard_parameters
+from dsjob.ranks.mesh import World, join_world
+from dsjob.ranks.mpu import divide
+from dsjob.ranks.rendezvous import init_distributed
+
+
+class Init:
+    """While it is entered, each module's parameters are sharded over all ranks as soon as it is part of another.
+
+    So a model is never whole anywhere: at most one module's own parameters are, for the moment of their making; those
+    of the outermost one until the end. All ranks build the same model, and rank 0's values count. `Module.apply` (for
+    initialisation) sees whole parameters, module by module. `module`: one that is there already, to be sharded at
+    once. `dtype`: what parameters become; they stay as they are made where it is absent, since they are masters too.
+    `mpu`, `data_parallel_group`: what says, in place of all ranks, which ones share. On one rank parameters stay whole,
+    and have the attributes of sharded ones; without `enabled` nothing happens. A process that is in no group joins it.
+    The other arguments are DeepSpeed's, and have no counterpart.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        if remote_device not in (None, "none", "cpu"):
+            raise UsageError(f"zero.Init: remote_device is {remote_device!r}", hint='allowed are "cpu" and None')
+        self._dtype, self._enabled, self._mesh = dtype, enabled, None
+        self._group: dist.ProcessGroup | None = None
+        self._stack = contextlib.ExitStack()
+        if enabled:
+            init_distributed()
+            world = _find_world(mpu, data_parallel_group)
+            self._mesh = world.make_mesh() if world.world_size > 1 else None
+            self._group = world.group
+        if module is not None and enabled:
+            self._place(module)
+
+    def _place(self, module: nn.Module) -> None:
+        if self._mesh is not None:
+            shard_parameters(module, self._mesh, self._dtype)
+            return
+        for parameter in module.parameters():
+            if not hasattr(parameter, "ds_id"):
+                announce(parameter)
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+
+        def place(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+            if child is not None:
+                self._place(child)
+
+        built: WeakSet[nn.Module] = WeakSet()
+
+        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            built.add(module)
+
+        def place_rest() -> None:
+            for module in list(built):  # what is part of no other module
+                self._place(module)
+
+        for handle in (
+            register_module_module_registration_hook(place),
+            register_module_parameter_registration_hook(note),
+        ):
+            self._stack.callback(handle.remove)
+        self._stack.callback(place_rest)
+        if self._mesh is not None:
+            self._stack.enter_context(_apply_to_whole(self._group))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def _find_world(mpu: Any, group: dist.ProcessGroup | None) -> World:
+    """This process among those that parameters are to be sharded over."""
+    world = join_world()
+    if group is None or group is dist.group.WORLD:
+        return divide(world, mpu)
+    return replace(world, rank=dist.get_rank(group), world_size=dist.get_world_size(group), group=group)
+
+
+@contextmanager
+def _apply_to_whole(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """`Module.apply` gathers the parameters of each module that it is called for; what rank 0 makes of them counts.
+
+    `group`: the ranks that have the same parameters; None for all.
+    """
+    original = nn.Module.apply
+
+    def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+        for child in self.children():
+            child.apply(fn)
+        gathered = GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0)
+        gathered.group = group
+        with gathered:
+            fn(self)
+        return self
+
+    nn.Module.apply = apply  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.apply = original  # type: ignore[method-assign]
+
+
+class _Gathered(DTensor):
+    """A sharded parameter for as long as it is whole: all that is done with it is done with `_whole`."""
+
+    __slots__ = ()
+    _whole: nn.Parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def whole(value: Any) -> Any:
+            return value._whole if isinstance(value, _Gathered) else value
+
+        return func(*tree_map(whole, args), **tree_map(whole, kwargs or {}))
+
+
+class GatheredParameters:
+    """While it is entered, `params` are whole on every rank: the very objects, on their modules and elsewhere.
+
+    `modifier_rank`: what this rank has made of them by the end becomes their value on all ranks (under an mpu it is
+    one of the data-parallel ranks), and that of their masters; without it changes are lost. Every rank has to enter
+    and leave. May be nested; `fwd_module` has no counterpart, since forward passes gather by themselves.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | nn.Module | Iterable[Tensor] | Mapping[str, Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, Mapping):
+            params = params.values()
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        self._params = list({id(p): p for p in listed}.values()) if enabled else []
+        self._modifier_rank = modifier_rank
+        self.group: dist.ProcessGroup | None = None  # who has the same parameters that nobody has sharded; None: all
+        self._gathered: list[Tensor] = []
+        self._announced: list[Tensor] = []
+
+    def __enter__(self) -> GatheredParameters:
+        for parameter in self._params:
+            # One that is whole on the only rank there is may look like a shard.
+            if (
+                not isinstance(parameter, DTensor)
+                and getattr(parameter, "ds_status", None) == ShardStatus.NOT_AVAILABLE
+            ):
+                announce(parameter, ShardStatus.AVAILABLE)
+                self._announced.append(parameter)
+            if isinstance(parameter, DTensor) and not isinstance(parameter, _Gathered):
+                whole = nn.Parameter(gather(parameter.detach()), requires_grad=parameter.requires_grad)
+                parameter._whole = whole  # type: ignore[attr-defined]
+                parameter.__class__ = _Gathered
+                announce(parameter, ShardStatus.AVAILABLE)
+                self._gathered.append(parameter)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._announced:
+            announce(self._announced.pop())
+        keeps = self._modifier_rank is not None and kind is None
+        values = [self._agree(parameter) for parameter in self._params] if keeps else []
+        wholes = {id(parameter): parameter for parameter in self._gathered}
+        for parameter in self._gathered:
+            trained = _whole_of(parameter).requires_grad  # the program may have frozen it
+            parameter.__class__ = DTensor
+            del parameter._whole  # type: ignore[attr-defined]
+            parameter.requires_grad_(trained)
+            announce(parameter)
+        self._gathered = []
+        changed = set()
+        for parameter, value in zip(self._params, values, strict=False):
+            _write(parameter, value, inside=isinstance(parameter, _Gathered) and id(parameter) not in wholes)
+            owned = find_owned(parameter)
+            if owned is not None:
+                changed.add(owned.owner)
+        for owner in changed:
+            owner.strategy.weights_changed()
+
+    @torch.no_grad()
+    def _agree(self, parameter: Tensor) -> Tensor:
+        """The value of `parameter` as the modifying rank has it."""
+        value, group = _whole_of(parameter).data, _find_group(parameter) or self.group or _find_everyone()
+        if group is not None and dist.get_world_size(group) > 1:
+            value = value.contiguous()
+            dist.broadcast(value, group=group, group_src=self._modifier_rank)
+        return value
+
+
+def _find_group(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that have the same parameter, or a part of it; None where neither an engine nor shards tell."""
+    owned = find_owned(parameter)
+    if owned is not None and owned.owner.strategy.world.group is not None:
+        return owned.owner.strategy.world.group
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
+        return parameter.device_mesh.get_group()
+    return None
+
+
+def _find_everyone() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _whole_of(parameter: Tensor) -> Tensor:
+    return parameter._whole if isinstance(parameter, _Gathered) else parameter
+
+
+@torch.no_grad()
+def _write(parameter: Tensor, value: Tensor, *, inside: bool) -> None:
+    """Puts a whole value into a parameter, its shares and its master; `inside`: it stays gathered for now."""
+    if inside:
+        _whole_of(parameter).data.copy_(value)
+        parameter.__class__, whole = DTensor, _whole_of(parameter)
+        local(parameter).copy_(own_part(value.to(parameter.dtype), parameter))
+        parameter.__class__ = _Gathered
+        parameter._whole = whole  # type: ignore[attr-defined]
+    else:
+        local(parameter).copy_(own_part(value.to(parameter.dtype), parameter))
+    owned = find_owned(parameter)
+    if owned is not None and local(owned.weight).data_ptr() != local(parameter).data_ptr():
+        master = owned.weight
+        local(master).copy_(own_part(value.to(master.dtype), master))
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Says that `module` uses a parameter of another module: it is then gathered for the whole forward pass.
+
+    Called in a model's constructor, before the model has an engine: raises UsageError afterwards.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(f"an external parameter is an nn.Parameter, not {type(parameter).__name__}")
+    if find_owned(parameter) is not None:
+        raise UsageError(
+            "register_external_parameter comes too late: the model is sharded already",
+            hint="call it in the constructor of the module that uses the parameter",
+        )
+    mark_external(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Takes back what `register_external_parameter` has said."""
+    parameter.__dict__.pop("_dsjob_external", None)
+
+
+def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
+    """Says, before `initialize`, whether the parameters inside a module are sharded and gathered together."""
+    mark_leaf(module, flag)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The same of all modules in `model` of these classes (or their names, dotted or not): experts, for example, of
+    which ranks use different ones. Returns them; raises UsageError where there is none."""
+    found, _ = find_of_classes(model, leaf_module_classes)
+    if not found and raise_if_not_found:
+        raise UsageError(f"no module of the model is one of {list(leaf_module_classes)}")
+    for module in found:
+        mark_leaf(module)
+    return found
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Says it, or with `flag` False takes it back, of the modules with these names in the model; they, and the names
+    that it does not have. Raises UsageError for such names."""
+    return _mark_all(find_by_name(model, module_names), flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The same of the modules whose names end so."""
+    return _mark_all(find_by_suffix(model, module_name_suffixes), flag, raise_if_not_found)
+
+
+def _mark_all(
+    found: tuple[list[nn.Module], list[str]], flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    modules, missing = found
+    if missing and raise_if_not_found:
+        raise UsageError(f"no module of the model is named {' or '.join(missing)}")
+    for module in modules:
+        mark_leaf(module, flag)
+    return found
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Takes that back."""
+    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
+    for module in found:
+        mark_leaf(module, False)
+    return found
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of which it was said."""
+    return [module for module in model.modules() if is_leaf(module)]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Whether it was said of a module."""
+    return is_leaf(module)

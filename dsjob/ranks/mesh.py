@@ -1,0 +1,182 @@
+"""The processes of a job and their devices: joining the process group, and the data-parallel mesh.
+
+Who divides the ranks into data-parallel and model-parallel ones is the matter of `mpu`.
+
+Ranks that dsjob started itself meet through a file in a private folder, so that nothing listens beyond loopback;
+ranks that torchrun or srun started meet as those say.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _world
+
+from dsjob.errors import LaunchError
+from dsjob.ranks.meeting import STORE_VARIABLE, open_store
+
+
+class ModelRanks(NamedTuple):
+    """This process among those that hold one model together, each a part of it."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among those that train on other data: all of the job's, unless a model-parallel unit divides them.
+
+    `group`: these ranks, where they are not all of the job's. `loads`, `reports`: whether this one reads data, and
+    whether its metrics count.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    model: ModelRanks = ModelRanks()  # noqa: RUF009 (a tuple)
+    loads: bool = True
+    reports: bool = True
+    timeout: float = 1800.0  # seconds that a collective may take
+
+    @property
+    def everyone(self) -> World:
+        """This process among all of the job's."""
+        if self.group is None:
+            return self
+        return World(dist.get_rank(), self.local_rank, dist.get_world_size(), self.device, timeout=self.timeout)
+
+    def ensure_group(self) -> None:
+        """Makes the process group of a rank that is alone, where there is none yet."""
+        if not dist.is_initialized():
+            backend = _choose_backend("auto", self.device)
+            dist.init_process_group(backend, store=HashStore(), rank=self.rank, world_size=self.world_size)
+
+    def make_mesh(self, group: int = 0) -> DeviceMesh:
+        """A mesh of one axis, `data`, over these ranks; of groups of `group` successive ones: `replica` and `data`."""
+        self.ensure_group()
+        if self.group is not None:
+            assert not group  # the groups would have to be made by all ranks of the job together
+            return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("data",))
+        if not group:
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
+        shape = (self.world_size // group, group)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "data"))
+
+
+def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 1800.0) -> World:
+    """Joins the process group that the environment describes, once; alone where it describes none.
+
+    `timeout`: seconds that a collective may take. Raises LaunchError where the group cannot be joined.
+    """
+    rank, world_size = _read_int("RANK", 0), _read_int("WORLD_SIZE", 1)
+    local_rank = _read_int("LOCAL_RANK", 0)
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    # LOCAL_SIZE is the deepspeed launcher's. Where neither is set (a PyTorchJob's pods), nobody says how many are here.
+    chosen = _choose_device(device, local_rank, _read_int("LOCAL_WORLD_SIZE", _read_int("LOCAL_SIZE", 0)))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world_size > 1 and not dist.is_initialized():
+        _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen)
+    return World(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen, timeout=timeout)
+
+
+def leave_world() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abandon_world() -> None:
+    """Drops the process group of a run that has failed, if there is one: other ranks that wait in it get an error."""
+    if dist.is_initialized():
+        for group in list(_world.pg_map):
+            group.abort()
+        dist.destroy_process_group()
+        gc.collect()  # an engine, which refers to itself, may hold connections
+
+
+def _read_int(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"environment variable {name}={text!r} is not a number") from None
+
+
+def _choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of this rank. `local_world_size`: ranks on this machine; 0 where nobody says.
+
+    Each rank decides alone. Where two decide for one GPU, NCCL refuses to start (see `_join_group`).
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and not count):
+        return torch.device("cpu")
+    if count and torch.cuda.is_initialized() and torch.cuda.current_device():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())  # the program has called torch.cuda.set_device
+    if count == 1 and _sees_its_own_gpu(local_rank):
+        return torch.device("cuda", 0)
+    ranks = max(local_rank + 1, local_world_size)
+    if ranks > count:
+        raise LaunchError(
+            f"found {count} GPU{'s' * (count != 1)} for {ranks} rank{'s' * (ranks > 1)} on this machine; "
+            "each rank needs a GPU of its own",
+            hint="lower launch.nproc, or launch.device=cpu",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _sees_its_own_gpu(local_rank: int) -> bool:
+    """Whether the one GPU that this rank sees is its own, not one that all ranks of the machine see.
+
+    srun shows each task its GPU alone (--gpus-per-task, --gpu-bind=single:1), without always saying so; it may as well
+    show all tasks the same one. torchrun --virtual-local-rank gives every rank the local rank 0 and one GPU.
+    """
+    by_srun = "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    virtual = "TORCHELASTIC_RUN_ID" in os.environ and local_rank == 0 and bool(listed) and "," not in listed
+    return by_srun or virtual
+
+
+def _choose_backend(wanted: str, device: torch.device) -> str:
+    if wanted != "auto":
+        return wanted
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _join_group(rank: int, world_size: int, backend: str, timeout: float, device: torch.device) -> None:
+    if STORE_VARIABLE not in os.environ and "MASTER_ADDR" not in os.environ:
+        raise LaunchError(
+            f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set",
+            hint="start the ranks with launch.nproc, torchrun or srun",
+        )
+    try:
+        dist.init_process_group(
+            backend,
+            store=open_store(rank, world_size, timeout),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        if "Duplicate GPU" in str(error):
+            raise LaunchError(
+                f"rank {rank} has no GPU of its own: two ranks of this machine see the same one alone",
+                hint="give each rank one (srun --gpus-per-task=1), or show all ranks all GPUs",
+            ) from error
+        raise LaunchError(f"rank {rank} could not join the {backend} process group: {error}") from error

@@ -1,0 +1,70 @@
+"""What several nodes must have in common before they train together: the storage that checkpoints go to."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+
+from dsjob import storage
+from dsjob.errors import LaunchError
+from dsjob.ranks import patience
+from dsjob.ranks.agreement import all_gather, on_rank_0
+from dsjob.ranks.mesh import World
+
+_ADVICE = "set checkpoint.dir to a folder on storage that all nodes mount, or to a URL such as s3://bucket/run"
+
+
+def check_shared(folder: str, world: World) -> None:
+    """Makes sure that each node sees `folder` as rank 0 does: rank 0 writes a file there, which the others look for.
+
+    URLs of stores are shared by nature, and a single node shares all it has. Raises LaunchError on all ranks.
+    """
+    if world.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0):
+        return
+    if folder.startswith("memory:"):
+        raise LaunchError(
+            f"the place for checkpoints is {folder}, which is the memory of one process: the nodes do not share it",
+            hint=_ADVICE,
+        )
+    if not storage.is_local(folder):
+        return
+    folder = storage.local_path(folder)
+    written = on_rank_0(world, lambda: _write(folder))
+    try:
+        unseen = all_gather(world, _find_unseen(folder, written) if world.local_rank == 0 else None)
+    finally:
+        if world.rank == 0:
+            storage.delete(_locate(folder, written))
+    nodes = [node for node in unseen if node is not None]
+    if nodes:
+        raise LaunchError(
+            f"{nodes[0]} does not see what rank 0 writes to {os.path.dirname(_locate(folder, written))}, the place for"
+            " checkpoints: the nodes do not share that folder",
+            hint=_ADVICE,
+        )
+
+
+def _write(folder: str) -> str:
+    """Makes a file in `folder`, or above it as far as there is no folder yet; its path from there."""
+    up = ""
+    while not os.path.isdir(_locate(folder, up)) and _locate(folder, up) != os.sep:
+        up = os.path.join(os.pardir, up)
+    written = os.path.join(up, f".seen-by-all-{uuid.uuid4().hex}")
+    storage.write_bytes(_locate(folder, written), b"")
+    return written
+
+
+def _locate(folder: str, inside: str) -> str:
+    return os.path.normpath(os.path.join(os.path.abspath(folder), inside))
+
+
+def _find_unseen(folder: str, written: str) -> str | None:
+    """This node's name where it does not see the file."""
+    end = time.monotonic() + patience.TO_BE_SEEN
+    while not os.path.exists(_locate(folder, written)):
+        if time.monotonic() > end:
+            return f"{socket.gethostname()} (rank {os.environ.get('RANK', '?')})"
+        time.sleep(0.1)
+    return None

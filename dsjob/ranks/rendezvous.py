@@ -1,0 +1,78 @@
+"""How a program that nobody launched through dsjob finds its other ranks: DeepSpeed's `init_distributed`."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from dsjob.errors import LaunchError
+from dsjob.ranks.mesh import join_world
+
+# What MPI launchers tell each process: rank, size, local rank, local size.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Joins torch.distributed's process group, if nobody has yet. With nothing set, or one rank, a group of one.
+
+    In this order: the rendezvous that `init_method`, `rank` and `world_size` give; RANK, WORLD_SIZE and MASTER_ADDR of
+    the environment; what an MPI launcher tells its processes (`auto_mpi_discovery`). `timeout` of a collective: 30
+    minutes, or DEEPSPEED_TIMEOUT minutes. `verbose` and `config` have no effect. Raises LaunchError.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if init_method is not None:
+        try:
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(f"could not join the process group at {init_method}: {error}") from error
+        return
+    if auto_mpi_discovery and "RANK" not in os.environ:
+        discover_mpi()
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    join_world(backend=dist_backend or "auto", timeout=timeout.total_seconds())
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def discover_mpi() -> None:
+    """Sets RANK, WORLD_SIZE and LOCAL_RANK to what an MPI launcher says of this process, if one does.
+
+    MASTER_ADDR is this machine where all ranks are on it. Raises LaunchError where nobody names it for several.
+    """
+    names = next((names for names in _MPI if names[0] in os.environ and names[1] in os.environ), None)
+    if names is None:
+        return
+    rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
+    local_rank, local_size = local_rank or rank, local_size or size
+    if "MASTER_ADDR" not in os.environ and size != "1":
+        if local_size != size:
+            raise LaunchError(
+                f"MPI has started {size} ranks, {local_size} of them here, but MASTER_ADDR is not set",
+                hint="mpirun -x MASTER_ADDR=<the host of rank 0> ...",
+            )
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(local_size))

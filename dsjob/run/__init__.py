@@ -1,0 +1,1 @@
+"""A job as it runs: built from its spec, trained, evaluated, saved, and told of."""

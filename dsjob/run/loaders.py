@@ -1,0 +1,118 @@
+"""A job's `data` section as loaders: datasets in batches, loaders of the user's own as they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from dsjob.contract.spec import JobSpec, Target
+from dsjob.data import LoaderEvaluation, NoLoader, TrainingLoader, is_loader, take_loader
+from dsjob.data.given import GivenLoader
+from dsjob.data.loader import choose_loading, count_dataset
+from dsjob.data.passes import require_same_length
+from dsjob.errors import DataError, DsjobError
+from dsjob.ranks.failures import follows_from_another
+from dsjob.ranks.mesh import World
+from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
+from dsjob.trust.grant import Trust
+from dsjob.trust.targets import call_target, find_target
+
+Collate = Callable[..., Any] | None
+_DIVIDING = {"rank", "world_size", "num_replicas"}
+
+
+def build_training(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> TrainingLoader | GivenLoader:
+    """The training data of this rank. Raises DataError; what the user's own code raises passes through."""
+    data = _call_data(spec.data.train, "train", trust)
+    given = [key for key in ("loader", "collate") if getattr(spec.data, key) is not None]
+    if is_loader(data) and given:
+        raise DataError(
+            f"data.train ({type(data).__name__}) is already a loader, so data.{given[0]} has no effect",
+            hint=f"remove data.{given[0]}, or let data.train give a dataset",
+        )
+    common: dict[str, Any] = {"micro_batch": spec.trainer.micro_batch, "world": world, "seed": spec.trainer.seed}
+    if spec.data.loader:
+        loader, divided = _call_loader(spec, data, world, collate, trust, train=True)
+        return take_loader(loader, divided=divided, name="data.loader", **common)
+    if is_loader(data):
+        return take_loader(data, **common)
+    return TrainingLoader(
+        data,
+        shuffle=spec.data.shuffle,
+        collate=collate,
+        **choose_loading(spec.data, data, world),
+        **common,
+    )
+
+
+def build_evaluation(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> Any:
+    """The evaluation data: a dataset, or a LoaderEvaluation. Raises as `build_training` does."""
+    assert spec.data.eval is not None
+    data, seed = _call_data(spec.data.eval, "eval", trust), spec.trainer.seed
+    if is_loader(data):  # beside a dataset as data.train, for which data.loader and data.collate are
+        return LoaderEvaluation(data, world=world, seed=seed)
+    if spec.data.loader:
+        loader, divided = _call_loader(spec, data, world, collate, trust, train=False)
+        return LoaderEvaluation(loader, world=world, seed=seed, divided=divided)
+    if world.model.size == 1:
+        require_same_length(count_dataset(data, "data.eval"), world, "data.eval")
+    return data
+
+
+def _call_data(target: Target, role: str, trust: Trust) -> Any:
+    """What a target of the data section makes. Raises DataError, naming it, for what the user's own code raises."""
+    try:
+        return call_target(target, trust=trust, where=("data", role))
+    except DsjobError:
+        raise
+    except Exception as error:
+        if follows_from_another(error):
+            raise
+        raise DataError(f"data.{role}: {describe_failure(error)}", hint=TRACEBACK_HINT) from error
+
+
+def share_samples(loader: TrainingLoader | GivenLoader | NoLoader, world: World) -> None:
+    """Makes sure that all ranks read equally many samples, and tells those that read none. Raises DataError."""
+    if isinstance(loader, NoLoader):
+        loader.samples_per_epoch = require_same_length(None, world, "data.train")
+    else:
+        require_same_length(loader.samples_per_epoch, world, "data.train")
+
+
+def _call_loader(
+    spec: JobSpec, dataset: Any, world: World, collate: Collate, trust: Trust, *, train: bool
+) -> tuple[Any, bool]:
+    """What data.loader makes of a dataset, and whether it divides the batches among ranks by itself.
+
+    It gets those of the arguments that its signature names and the document does not give.
+    """
+    target = spec.data.loader
+    assert target is not None
+    shuffles = {} if isinstance(dataset, IterableDataset) else {"shuffle": spec.data.shuffle and train}
+    offered = {
+        "batch_size": spec.trainer.micro_batch,
+        "collate_fn": collate,
+        **choose_loading(spec.data, dataset, world),
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "num_replicas": world.world_size,
+        "seed": spec.trainer.seed,
+        "train": train,
+        **shuffles,
+    }
+    names = inspect.signature(find_target(target.path, trust)).parameters
+    free = {name: value for name, value in offered.items() if name in names and name not in target.arguments}
+    if {"sampler", "batch_sampler"} & target.arguments.keys():
+        free.pop("shuffle", None)
+    if "batch_sampler" in target.arguments:
+        free.pop("batch_size", None)
+    loader = call_target(Target(target.path, {**target.arguments, **free}), dataset, trust=trust)
+    if not hasattr(loader, "__iter__"):
+        raise DataError(
+            f"data.loader: {target.path} gave {type(loader).__name__}, which cannot be iterated over",
+            hint="return an iterable of batches, such as torch.utils.data.DataLoader",
+        )
+    return loader, bool(_DIVIDING & free.keys())

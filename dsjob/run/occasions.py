@@ -1,0 +1,180 @@
+"""When a checkpoint is due other than by the step: signals, a touched file, minutes; and what ranks agree on for that.
+
+A handler sets a flag and little else. At the end of a step all ranks add up what they know in one collective: at
+most every half second, so that it costs nothing where steps are short.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import _exit  # the real one, which `exits` replaces
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsjob.contract.spec import Checkpoint
+from dsjob.errors import Interrupted
+from dsjob.ranks import patience
+from dsjob.ranks.mesh import World
+from dsjob.ranks.watchdog import position, wait_until_stuck
+from dsjob.trust.frames import find_place
+
+_SECONDS = 0.5  # between two agreements of several ranks
+_MOST_STEPS = 1000
+_LONGEST_PAUSE = 300.0  # seconds between two tries of a save that was asked for and fails again and again
+_INTERRUPTED = b"\ndsjob: Ctrl-C: saving after the current step; press it again to stop at once\n"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What holds on every rank: `saves`: a checkpoint is due; `stops`: the number of the signal that ends the run after
+    it, or 0; `news`: of a save in the background."""
+
+    saves: bool = False
+    stops: int = 0
+    news: bool = False
+
+
+class Occasions:
+    """Watches over signals, the file `request` and the clock (in seconds) for one run."""
+
+    def __init__(
+        self,
+        spec: Checkpoint,
+        world: World,
+        request: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        grace: float = math.inf,
+    ) -> None:
+        self._spec, self._world, self._request, self._clock = spec, world.everyone, request, clock
+        self._grace = grace
+        self._asked, self._stopped = False, 0
+        self._stuck, self._over = "", threading.Event()
+        self._saved_at = self._agreed_at = self._clock()
+        self._agreed_step = self._next = 0
+        self._granted = False  # the save under way was asked for
+        self._pause, self._try_at = 0.0, -math.inf
+
+    @contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """Takes SIGTERM, SIGINT and SIGUSR1 for requests while the block runs; `step`: the one that training begins at.
+
+        SIGINT stays ignored where it is. A second one ends the process at once.
+        """
+        self._saved_at = self._agreed_at = self._clock()
+        self._agreed_step = self._next = step
+        if not self._spec.on_signal or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = [signal.SIGTERM, signal.SIGUSR1]
+        numbers += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
+        before = {number: signal.signal(number, self._take) for number in numbers}
+        self._over.clear()
+        try:
+            yield
+        finally:
+            self._over.set()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self._stopped:
+            raise KeyboardInterrupt
+        if self._stuck:
+            raise Interrupted(number, f"stopped by SIGTERM, and nothing moved for {self._grace:g} s: {self._stuck}")
+        if number == signal.SIGTERM and not self._stopped and self._world.world_size == 1 and self._grace < math.inf:
+            threading.Thread(target=self._end_stuck, name="dsjob-grace", daemon=True).start()
+        self._asked, self._try_at = True, -math.inf
+        self._stopped = self._stopped or (number if number != signal.SIGUSR1 else 0)
+        if number != signal.SIGINT:
+            return
+        if self._world.rank == 0:
+            os.write(2, _INTERRUPTED)
+        if self._world.world_size > 1:  # a rank may sit in a collective that no handler can interrupt
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def _end_stuck(self) -> None:
+        """Ends a run that is alone, and does not get to the end of its step; several ranks have a launcher for that."""
+        stack = wait_until_stuck(self._grace, self._over)
+        if not stack:
+            return
+        self._stuck = f"step {position.step + 1} ({position.doing}) is at {find_place(stack)}"
+        os.kill(os.getpid(), signal.SIGTERM)  # an exception in the main thread, which saves nothing but cleans up
+        if self._over.wait(patience.TO_ANSWER) or position.doing == "ending":
+            return
+        os.write(2, f"dsjob: stopped by SIGTERM, and nothing moved for {self._grace:g} s: {self._stuck}\n".encode())
+        os.write(2, b"dsjob: nothing newer was saved\n")
+        _exit(128 + signal.SIGTERM)
+
+    def note_save(self, *, behind: bool = False) -> None:
+        """A checkpoint is made: what asked for it has got it, and the minutes are counted anew.
+
+        `behind`: it is under way, and `note_settled` will tell.
+        """
+        self._granted = behind and self._is_wanted()
+        self._asked, self._saved_at = False, self._clock()
+        if self._request is not None and self._is_touched():
+            os.unlink(self._request)
+        if not behind:
+            self._end_trouble()
+
+    def note_settled(self, saved: bool | None) -> None:
+        """The save under way has ended: what had asked for it asks again where it has failed. None: there was none."""
+        if saved is None:
+            return
+        if saved:
+            self._end_trouble()
+        else:
+            self._asked = self._asked or self._granted
+            self.note_failure()
+        self._granted = False
+
+    def note_failure(self) -> None:
+        """A save has failed: what asks for it is heard at once the first time, then after pauses that double, until one
+        is made."""
+        self._try_at = self._clock() + self._pause
+        self._pause = min(_LONGEST_PAUSE, max(1.0, 2 * self._pause))
+
+    def _end_trouble(self) -> None:
+        self._pause, self._try_at = 0.0, -math.inf
+
+    def agree(self, step: int, *, news: bool) -> Agreed:
+        """What is due after `step`, on all ranks alike; `news`: of a save in the background, as this rank knows it."""
+        if self._world.world_size == 1:
+            return Agreed(self._is_due(), self._stopped, news)
+        if step < self._next:
+            return Agreed()
+        now = self._clock()
+        pace = (now - self._agreed_at) / max(step - self._agreed_step, 1)
+        flags = [float(self._is_due()), float(self._stopped), float(news), pace]
+        told = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        saves, stops, any_news, seconds = told.tolist()
+        self._agreed_at, self._agreed_step = now, step
+        self._next = step + min(_MOST_STEPS, max(1, int(_SECONDS / max(seconds, 1e-9))))
+        return Agreed(bool(saves), int(stops), bool(any_news))
+
+    def _is_due(self) -> bool:
+        return self._is_wanted() and self._clock() >= self._try_at
+
+    def _is_wanted(self) -> bool:
+        minutes = self._spec.every_minutes
+        waited = minutes is not None and self._clock() - self._saved_at >= 60 * minutes
+        return self._asked or waited or self._is_touched()
+
+    def _is_touched(self) -> bool:
+        return self._world.rank == 0 and self._request is not None and os.path.exists(self._request)
+
+
+def crosses(every: float, before: float, after: float) -> bool:
+    """Whether a multiple of `every` lies after `before` and not after `after`."""
+    return math.floor(after / every + 1e-9) > math.floor(before / every + 1e-9)

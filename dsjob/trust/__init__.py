@@ -1,0 +1,1 @@
+"""What a document may import, and the one place that imports it."""

@@ -1,0 +1,58 @@
+"""Ends of the process that the user's own code asks for: inside a job they are errors, with the place in that code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from dsjob.errors import ExitError
+from dsjob.trust.frames import describe_failure
+
+
+class _Exit(SystemExit):
+    """What a call of os._exit becomes."""
+
+    called = "os._exit"
+
+
+@contextmanager
+def refuse_exits() -> Iterator[None]:
+    """Turns SystemExit, and a call of `os._exit` on the main thread, into ExitError.
+
+    On another thread `os._exit` ends the process, as it must where the main one hangs, but never with exit code 0.
+    Child processes are left alone. What leaves Python (`exit` of a C library) cannot be caught here.
+    """
+    leave, owner = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != owner:
+            leave(status)
+        if threading.current_thread() is threading.main_thread():
+            raise _Exit(status)
+        os.write(2, f"dsjob: error: a thread called os._exit({status}) before the last step\n".encode())
+        leave(status or 1)
+
+    refuse.refuses = True  # type: ignore[attr-defined]
+    if not hasattr(leave, "refuses"):
+        os._exit = refuse
+    try:
+        yield
+    except SystemExit as error:
+        raise ExitError(describe_failure(error), hint="raise an exception where something is wrong") from error
+    finally:
+        os._exit = leave
+
+
+def keep_exit_code(code: int) -> None:
+    """Lets no exit handler of this process, which has failed, change its exit code by `os._exit`."""
+    leave, owner = os._exit, os.getpid()
+
+    def end(status: int) -> NoReturn:
+        sys.stdout.flush()
+        leave(code if os.getpid() == owner else status)
+
+    os._exit = end

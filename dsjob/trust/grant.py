@@ -1,0 +1,380 @@
+"""Trust: which code a document may name. Decides by names and by where Python would find a module, before any import.
+
+Trusted are `LISTED` (constructors of dsjob, torch, torchmetrics, transformers and datasets), modules that lie in the
+job's own folders, and what the user has named with --trust. Nothing in a document adds to that. `targets` is the one
+that imports, and asks here first; where the grants come from is the business of the commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import inspect
+import json
+import os
+import re
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from importlib.machinery import ModuleSpec, PathFinder
+from operator import attrgetter
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from dsjob.contract.locations import GRANT, GRANT_FOLDER, check_folders, check_keys, check_texts
+from dsjob.contract.paths import Path
+from dsjob.contract.secrets import check_references
+from dsjob.errors import Problem, UsageError
+from dsjob.trust.hub import check_arguments
+from dsjob.trust.literals import LOADERS, check_literals, check_options, is_reader
+
+
+@dataclasses.dataclass(frozen=True)
+class Trust:
+    """What the user has granted. Without arguments: `LISTED` alone."""
+
+    prefixes: tuple[
+        str, ...
+    ] = ()  # --trust: dotted names of modules, packages or single callables; protocol:NAME, folder:PATH
+    folders: tuple[str, ...] = ()  # searched for modules after everything that is installed
+    rejected: tuple[tuple[str, str], ...] = ()  # folders that are not searched, with the reason, to be told of
+    local: bool = True  # whether what is found in `folders` is trusted; not for documents from elsewhere
+    remote_code: bool = False  # --trust-remote-code
+    unpinned: bool = False  # --unpinned
+
+    def __post_init__(self) -> None:
+        for prefix in self.prefixes:
+            if not re.fullmatch(
+                rf"[^\W\d]\w*(\.[^\W\d]\w*)*|{GRANT}[A-Za-z0-9][A-Za-z0-9+.-]*|{GRANT_FOLDER}[/~].*", prefix
+            ):
+                hint = f"--trust my_package.models, --trust {GRANT}sftp or --trust {GRANT_FOLDER}/data, for example"
+                raise UsageError(f"--trust {prefix}: not a dotted name", hint=hint)
+
+    def to_text(self) -> str:
+        """The same for another process, as JSON; `from_text` reads it."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Trust:
+        """What `to_text` wrote."""
+        given: dict[str, Any] = json.loads(text)
+        rejected = tuple((folder, why) for folder, why in given.pop("rejected"))
+        return cls(tuple(given.pop("prefixes")), tuple(given.pop("folders")), rejected, **given)
+
+    @property
+    def protocols(self) -> frozenset[str]:
+        """The protocols of URLs that the user has granted beyond those of `locations`."""
+        return frozenset(prefix.removeprefix(GRANT) for prefix in self.prefixes if prefix.startswith(GRANT))
+
+    @property
+    def writable(self) -> tuple[str, ...]:
+        """The folders that the user lets listed constructors write to."""
+        found = (prefix.removeprefix(GRANT_FOLDER) for prefix in self.prefixes if prefix.startswith(GRANT_FOLDER))
+        return tuple(os.path.expanduser(folder) for folder in found)
+
+    def names(self, path: str) -> bool:
+        """Whether the user has granted `path` by a prefix of it."""
+        return any(path == prefix or path.startswith(prefix + ".") for prefix in self.prefixes)
+
+
+class Listed(NamedTuple):
+    """Callables of one module: their names, and where they must be defined (regular expressions, matched in full)."""
+
+    module: str
+    names: str
+    home: str
+
+
+LISTED: tuple[Listed, ...] = (
+    Listed("dsjob.recipes", r"[a-z]\w*\.[A-Za-z]\w*", r"dsjob\.recipes\.\w+"),
+    Listed("dsjob.optim.schedules", r"[A-Z]\w*", r"dsjob\.optim\.schedules"),
+    Listed("torch", r"tensor|zeros|ones|full|arange|rand|randn|randint|Generator|device", r"torch(\._C)?"),
+    Listed("torch.nn", r"[A-Z]\w*", r"torch\.nn\..+"),
+    Listed("torch.optim", r"[A-Z]\w*", r"torch\.optim\..+"),
+    Listed("torch.optim.lr_scheduler", r"[A-Z]\w*", r"torch\.optim\.lr_scheduler"),
+    Listed(
+        "torch.utils.data",
+        r"(Tensor|Concat|Chain|Stack)Dataset|Subset|random_split|[A-Z]\w*Sampler|DataLoader|default_collate",
+        r"torch\.utils\.data\..+",
+    ),
+    # Not of text and image: several of those fetch weights, and unpickle them.
+    Listed("torchmetrics", r"[A-Z]\w*", r"torchmetrics\.(aggregation|classification|collections|regression)(\..+)?"),
+    Listed("torchmetrics.classification", r"[A-Z]\w*", r"torchmetrics\.classification\..+"),
+    Listed("torchmetrics.regression", r"[A-Z]\w*", r"torchmetrics\.regression\..+"),
+    Listed(
+        "transformers",
+        # Rag's retrievers read pickled indexes, Timm's models come from a hub of their own.
+        r"(?!Rag|Timm)[A-Z]\w*(Config|Model|For[A-Z]\w*)(\.from_pretrained|\.from_config)?"
+        r"|Auto(Tokenizer|Processor|ImageProcessor|FeatureExtractor)\.from_pretrained",
+        r"transformers\.(models|data)\..+",
+    ),
+    Listed("transformers", r"(Default)?DataCollator\w*|default_data_collator", r"transformers\.data\.data_collator"),
+    Listed("transformers", r"get_\w+_schedule\w*|Adafactor", r"transformers\.optimization"),
+    Listed("datasets", r"load_dataset|load_from_disk", r"datasets\.load"),
+    Listed("datasets", r"Dataset\.from_(dict|list|csv|json|parquet|text)", r"datasets\.arrow_dataset"),
+)
+_BUILDERS = ("from_pretrained", "from_config")  # a class's own ways to make one of itself, which it may inherit
+
+
+# ---- names and places: before anything is imported
+
+
+def is_listed(path: str) -> bool:
+    """Whether a dotted path is one of `LISTED`, as a string."""
+    return any(_matches(row, path) for row in LISTED)
+
+
+def _matches(row: Listed, path: str) -> bool:
+    return path.startswith(row.module + ".") and bool(re.fullmatch(row.names, path[len(row.module) + 1 :]))
+
+
+def explain_distrust(path: str, trust: Trust) -> str:
+    """Why `path` may not be imported; empty where it may, or where there is no such module.
+
+    Nothing is imported: the top module decides, by where Python would find it.
+    """
+    top = path.split(".")[0]
+    if trust.names(path):
+        return ""
+    spec = find_top(top, trust.folders)
+    if spec is None:
+        return explain_rejected(path, trust)
+    place = locate_local(spec, trust.folders)
+    if place:
+        elsewhere = "the document comes from elsewhere (a URL, a checkpoint, another user's run)"
+        return "" if trust.local else f"{elsewhere}, and {top} lies in {place}"
+    if is_listed(path):
+        return ""
+    if top in sys.stdlib_module_names:
+        return f"{top} belongs to Python's standard library"
+    known = {row.module.split(".")[0] for row in LISTED}
+    if top in known:
+        return f"it is not among the constructors of {top} that dsjob knows to be harmless"
+    found = _real_file(spec)
+    linked = _is_link(spec, trust.folders)
+    if linked:
+        return f"{linked} is a link to {found}"
+    return f"{top} is an installed package{f' ({found})' if found else ''}, not a module of this job's folder"
+
+
+def explain_rejected(path: str, trust: Trust) -> str:
+    """Where a module would be found if that folder was searched, and why it is not; empty where there is none."""
+    top = path.split(".")[0]
+    found = (entry for entry in trust.rejected if PathFinder.find_spec(top, [entry[0]]) is not None)
+    return next((f"{top} lies in {folder}, which is not searched: {why}" for folder, why in found), "")
+
+
+def is_own(path: str, trust: Trust) -> bool:
+    """Whether `path` is the user's own code, or named by a --trust."""
+    spec = None if trust.names(path) else find_top(path.split(".")[0], trust.folders)
+    return trust.names(path) or (spec is not None and trust.local and bool(locate_local(spec, trust.folders)))
+
+
+def find_top(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+    """What `import name` would load with `folders` at the end of sys.path."""
+    if name in sys.modules:
+        return sys.modules[name].__spec__ or ModuleSpec(name, None)
+    for finder in sys.meta_path:
+        if getattr(finder, "__module__", "") == "_distutils_hack":
+            continue  # it imports setuptools to answer
+        if finder is PathFinder:
+            spec = PathFinder.find_spec(name, [*sys.path, *(folder for folder in folders if folder not in sys.path)])
+        else:
+            spec = finder.find_spec(name, None)
+        if spec is not None:
+            return spec
+    return None
+
+
+def locate_local(spec: ModuleSpec, folders: Sequence[str]) -> str:
+    """The folder of `folders` that a module comes from, "" where it comes from none of them.
+
+    It must lie where its dotted name says, and be no link to another place. A folder of installed packages is nobody's
+    own, and one inside a job's folder (.venv) does not make its modules local.
+    """
+    if spec.name.split(".")[0] == "dsjob":
+        return ""  # dsjob itself, where one stands in a clone of it: its list says what may be named
+    if spec.origin is None and spec.submodule_search_locations is not None:  # a folder without __init__.py
+        places = [os.path.realpath(place) for place in spec.submodule_search_locations]
+        return next((f for f in folders if _is_own(f) and _expect(f, spec.name) in places), "")
+    if not spec.has_location or spec.origin is None:  # built in, frozen
+        return ""
+    file = os.path.realpath(spec.origin)
+    stem = os.path.dirname(file) if spec.submodule_search_locations is not None else _strip_suffix(file)
+    return next((f for f in folders if _is_own(f) and _expect(f, spec.name) == stem), "")
+
+
+def _expect(folder: str, name: str) -> str:
+    return os.path.join(os.path.realpath(folder), *name.split("."))
+
+
+def _strip_suffix(file: str) -> str:
+    suffixes = sorted(importlib.machinery.all_suffixes(), key=len, reverse=True)
+    return next((file[: -len(suffix)] for suffix in suffixes if file.endswith(suffix)), file)
+
+
+@cache
+def _installations() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [sysconfig.get_path(name) for name in names] + site.getsitepackages() + [site.getusersitepackages()]
+    return tuple({os.path.realpath(folder) for folder in folders if folder})
+
+
+def _is_own(folder: str) -> bool:
+    real = os.path.realpath(folder)
+    if {"site-packages", "dist-packages"} & set(real.split(os.sep)):
+        return False
+    return not any(real == place or real.startswith(place + os.sep) for place in _installations())
+
+
+def _real_file(spec: ModuleSpec) -> str:
+    return os.path.realpath(spec.origin) if spec.has_location and spec.origin else ""
+
+
+def _is_link(spec: ModuleSpec, folders: Sequence[str]) -> str:
+    """The file in `folders` that a module seems to come from, where it is a link to another place."""
+    if not spec.has_location or spec.origin is None:
+        return ""
+    inside = any(os.path.abspath(spec.origin).startswith(os.path.abspath(f) + os.sep) for f in folders if _is_own(f))
+    return spec.origin if inside and os.path.realpath(spec.origin) != os.path.abspath(spec.origin) else ""
+
+
+# ---- what an import has found
+
+
+def explain_module(spec: ModuleSpec, path: str, trust: Trust) -> str:
+    """Why a module on the way to `path` may not be imported, its parent having been; empty where it may."""
+    if trust.names(path) or locate_local(spec, trust.folders) or is_listed(path):
+        return ""
+    file = _real_file(spec)
+    return f"{spec.name} is not in the job's folder{f', but in {file}' if file else ''}"
+
+
+def explain_found(path: str, owner: Any, found: Any, trust: Trust) -> str:
+    """Why the callable `found`, an attribute of `owner` at `path`, may not be called; empty where it may.
+
+    It must be defined in a module that is trusted, or be one of `LISTED` itself, by whichever way it was found.
+    """
+    *_, name = path.split(".")
+    if any((path + ".").startswith(prefix + ".") and prefix not in sys.modules for prefix in trust.prefixes):
+        return ""  # the prefix names this very callable, or its class
+    if trust.names(path) and name in getattr(owner, "__all__", ()):  # os.system is defined in posix
+        return ""
+    judged = owner if name in _BUILDERS and inspect.isclass(owner) else found
+    home = find_home(judged)
+    if is_trusted_module(home, trust) or _is_listed_object(judged) or _is_listed_object(found):
+        return ""
+    return f"it is defined in {home or 'no module'}"
+
+
+def find_home(found: Any) -> str:
+    """The name of the module that defines a callable."""
+    if isinstance(found, partial):
+        return find_home(found.func)
+    if isinstance(found, ModuleType):
+        return found.__name__
+    has_own = inspect.isclass(found) or inspect.isroutine(found) or hasattr(found, "__wrapped__")
+    home = getattr(found, "__module__", None) if has_own else type(found).__module__
+    return home if isinstance(home, str) else ""
+
+
+def is_trusted_module(name: str, trust: Trust) -> bool:
+    """Whether a loaded module is granted by name, or lies in a folder that is trusted."""
+    if trust.names(name):
+        return True
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return trust.local and spec is not None and spec.name == name and bool(locate_local(spec, trust.folders))
+
+
+def _is_listed_object(found: Any) -> bool:
+    home, name = find_home(found), getattr(found, "__qualname__", getattr(found, "__name__", ""))
+    for row in LISTED:
+        if not re.fullmatch(row.home, home):
+            continue
+        if _matches(row, f"{home}.{name}"):
+            return True
+        for spelling in {name, name.rpartition(".")[2]}:  # built-in functions of torch have an owner of their own
+            if re.fullmatch(row.names, spelling) and _equals(row.module, spelling, found):
+                return True
+    return False
+
+
+def loads_models(path: str, found: Any) -> bool:
+    """Whether a callable has transformers load a model by its name."""
+    owner = getattr(found, "__self__", None)
+    classes = inspect.getmro(owner) if inspect.isclass(owner) else ()
+    ours = path.startswith("dsjob.recipes.")
+    return ours or (
+        getattr(found, "__name__", "") in _BUILDERS and any(c.__module__.startswith("transformers.") for c in classes)
+    )
+
+
+def refuse_remote_code(found: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by which transformers' Auto classes refuse a model's own code, which they would ask about otherwise."""
+    owner = getattr(found, "__self__", None)
+    auto = inspect.isclass(owner) and owner.__name__.startswith("Auto") and owner.__module__.startswith("transformers.")
+    return {"trust_remote_code": False} if auto and "trust_remote_code" not in arguments else {}
+
+
+def _equals(module: str, name: str, found: Any) -> bool:
+    try:
+        there = attrgetter(name)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return False
+    return there is found or (inspect.ismethod(there) and bool(there == found))
+
+
+# ---- documents
+
+
+def check_document(document: Mapping[str, Any], trust: Trust) -> list[Problem]:
+    """Everything in a document that is not trusted, as strings tell it: targets, remote code, unpinned names, URLs."""
+    return [*check_keys(document, trust.protocols), *_check(document, (), trust)]
+
+
+def check_target(value: Mapping[str, Any], trust: Trust, found: Any = None) -> list[Problem]:
+    """What is not trusted of one target and its arguments. `found`: the callable, which may be a listed one of another
+    name."""
+    return list(_check(value, (), trust, found))
+
+
+def takes_literals(target: str, trust: Trust, found: Any = None) -> bool:
+    """Whether a target, or the callable `found`, reads files or a hub and is nobody's grant: see `literals`."""
+    listed = (
+        is_listed(target) or target.rpartition(".")[2] in LOADERS or (found is not None and _is_listed_object(found))
+    )
+    return listed and not trust.names(target) and is_reader(target, found)
+
+
+def _check(value: Any, path: Path, trust: Trust, found: Any = None) -> Iterator[Problem]:
+    listed = found is not None and _is_listed_object(found)
+    if isinstance(value, Mapping):
+        target = value.get("_target_")
+        if isinstance(target, str):
+            why = explain_distrust(target, trust)
+            if why:
+                yield Problem(
+                    f"{target} is not trusted: {why}", (*path, "_target_"), "untrusted-target", hint(target, trust)
+                )
+            if not is_own(target, trust) or (listed and not trust.names(target)):
+                yield from check_references(value, path)
+            listed = listed or is_listed(target) or target.rpartition(".")[2] in LOADERS
+            yield from check_literals(value, path) if takes_literals(target, trust, found) else ()
+            yield from check_options(value, path) if listed and not trust.names(target) else ()
+            yield from check_texts(value, path, trust.protocols, listed=listed)
+            yield from check_folders(value, path, trust.writable) if listed else ()
+        yield from check_arguments(value, path, remote_code=trust.remote_code, unpinned=trust.unpinned)
+        for key, item in value.items():
+            yield from _check(item, (*path, key), trust)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _check(item, (*path, index), trust)
+
+
+def hint(target: str, trust: Trust) -> str:
+    """How to grant a target: the exact flag."""
+    if trust.rejected and find_top(target.split(".")[0], trust.folders) is None:
+        return "if you know what is in it, run dsjob in that folder, or copy the folder and run the copy"
+    return f"if you know what it does, run with --trust {target}"

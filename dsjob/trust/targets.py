@@ -1,0 +1,209 @@
+"""Targets: from `_target_` and arguments to the object. The one place that imports what a document names.
+
+What may be imported and called is for `trust` to say; it is asked before the import, and again about what was found.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from dsjob.contract.check import suggest
+from dsjob.contract.environment import parse_reference
+from dsjob.contract.paths import Path
+from dsjob.contract.spec import Target, make_target
+from dsjob.errors import DsjobError, Problem, TargetError
+from dsjob.trust import grant as trusting
+from dsjob.trust.exits import refuse_exits
+from dsjob.trust.frames import describe_failure
+from dsjob.trust.grant import Trust
+from dsjob.trust.hub import check_models
+from dsjob.trust.signatures import find_misfits, takes_keyword
+
+MAKERS = ("evaluate.load",)  # functions that are called to make what the loop calls
+
+
+def call_target(
+    target: Target,
+    *positional: Any,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+    where: Path = (),
+) -> Any:
+    """Calls a target with `positional` and then its own arguments; targets among the arguments are called first.
+
+    `${oc.env:NAME}` is read from the environment, where it need not be set if a default follows the name.
+    `_partial_: true` binds the arguments instead. Raises TargetError where the target is not trusted, cannot be
+    imported or does not take the arguments; an error inside the target passes through. `where`: the target's place in
+    the document, for errors.
+    """
+    with _placing((*where, "_target_") if where else ()):
+        return _call(target, positional, trust, where)
+
+
+def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) -> Any:
+    given = {"_target_": target.path, **target.arguments}
+    _require_trusted(target.path, trusting.check_target(given, trust))
+    arguments = dict(target.arguments)
+    partial = bool(arguments.pop("_partial_", False))
+    listed = [*positional, *_build(arguments.pop("_args_", []), trust, where and (*where, "_args_"))]
+    keywords = {key: _build(value, trust, where and (*where, key)) for key, value in arguments.items()}
+    function = find_target(target.path, trust)
+    _require_trusted(target.path, trusting.check_target(_read_references(given), trust, function))
+    if positional and trusting.takes_literals(target.path, trust, function):
+        raise TargetError(f"{target.path} reads files, and takes literals only: it has no place here")
+    if not trust.remote_code and trusting.loads_models(target.path, function):
+        passed = {"_target_": target.path, **keywords, "_args_": listed}
+        problems, commit = check_models(passed)
+        _require_trusted(target.path, problems)
+        keywords |= trusting.refuse_remote_code(function, keywords)
+        if commit is not None and takes_keyword(function, "revision"):
+            keywords["revision"] = commit
+    for misfit in find_misfits(target.path, function, len(listed), keywords, partial=partial):
+        error = TargetError(misfit.message, hint=misfit.hint)
+        error.put_at((*where, misfit.argument or "_target_") if where else ())
+        raise error
+    if partial:
+        return functools.partial(function, *listed, **keywords)
+    with refuse_exits():
+        return function(*listed, **keywords)
+
+
+def _read_references(value: Any) -> Any:
+    """Arguments with what their references to the environment stand for, a default in the document among it."""
+    if isinstance(value, Mapping):
+        return {key: _read_references(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_read_references(item) for item in value]
+    reference = parse_reference(value)
+    return reference.read() if reference is not None and not reference.find_missing() else value
+
+
+def _require_trusted(target: str, problems: list[Problem]) -> None:
+    if problems:
+        where = problems[0].path[:-1] if problems[0].rule == "untrusted-target" else problems[0].path
+        place = "" if not where else f"{target}: {'.'.join(map(str, where))}: "
+        raise TargetError(place + problems[0].message, hint=problems[0].hint)
+
+
+def build_callable(
+    target: Target,
+    role: str,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+    where: Path = (),
+) -> Callable[..., Any]:
+    """What the loop calls as `role`: an object made by a class, or a function with the target's arguments bound.
+
+    `_partial_` says otherwise where it is given: false calls a function that makes the callable, true binds a class.
+    Raises TargetError where what was made cannot be called.
+    """
+    made: Any = build_object(target, trust, where or tuple(role.split(".", 1)))
+    if not callable(made):
+        raise TargetError(f"{role}: {target.path} made {type(made).__name__}, which cannot be called")
+    built: Callable[..., Any] = made
+    return built
+
+
+def build_object(target: Target, trust: Trust = Trust(), where: Path = ()) -> Any:  # noqa: B008 (frozen)
+    """As `build_callable`, for what need not be called. `where`: its place in the document."""
+    with _placing((*where, "_target_")):
+        binds = inspect.isroutine(find_target(target.path, trust)) and target.path not in MAKERS
+    return call_target(Target(target.path, {"_partial_": binds, **target.arguments}), trust=trust, where=where)
+
+
+@contextmanager
+def _placing(path: Path) -> Iterator[None]:
+    """Says of a TargetError where in the document it comes from."""
+    try:
+        yield
+    except TargetError as error:
+        error.put_at(path)
+        raise
+
+
+def _build(value: Any, trust: Trust, where: Path) -> Any:
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            return call_target(make_target(value), trust=trust, where=where)
+        return {key: _build(item, trust, where and (*where, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_build(item, trust, where and (*where, index)) for index, item in enumerate(value)]
+    if reference := parse_reference(value):
+        if missing := reference.find_missing():
+            raise TargetError(f"{value}: environment variable {missing} is not set", hint=f"export {missing}=...")
+        return reference.read()
+    return value
+
+
+def find_target(path: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noqa: B008 (frozen)
+    """The callable at a dotted path. Raises TargetError where it is not trusted, or saying which part is not there."""
+    parts = path.split(".")
+    if not all(re.fullmatch(r"[^\W\d]\w*", part) for part in parts):
+        raise TargetError(f"{path!r} is not a dotted path", hint="package.module.name")
+    _require(path, trusting.explain_distrust(path, trust), trust)
+    if len(parts) == 1 or trusting.find_top(parts[0], trust.folders) is None:
+        if rejected := trusting.explain_rejected(path, trust):
+            raise TargetError(f"cannot import {path}: {rejected}", hint=trusting.hint(path, trust))
+        raise TargetError(
+            f"cannot import {path}: there is no module {parts[0]!r}",
+            hint="modules in the current folder or beside the job file can be named; an installed package with --trust",
+        )
+    module, length = _import(path, parts[0]), 1
+    while length < len(parts) - 1 and hasattr(module, "__path__"):
+        name = ".".join(parts[: length + 1])
+        spec = importlib.util.find_spec(name)  # imports nothing: the package above has been
+        if spec is None:
+            break  # this part of the path is no module: it may be a class in the one above
+        _require(path, trusting.explain_module(spec, path, trust), trust)
+        module, length = _import(path, name), length + 1
+    return _descend(module, parts, length, trust)
+
+
+def _require(path: str, distrust: str, trust: Trust) -> None:
+    if distrust:
+        raise TargetError(f"{path} is not trusted: {distrust}", hint=trusting.hint(path, trust))
+
+
+def _import(path: str, name: str) -> ModuleType:
+    try:
+        with refuse_exits():
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or name == error.name:
+            raise TargetError(f"cannot import {path}: there is no module {name!r}") from error
+        raise TargetError(f"cannot import {path}: {name} needs {error.name}, which is not installed") from error
+    except DsjobError:
+        raise
+    except SyntaxError as error:
+        place, text = f"{error.filename}:{error.lineno}:{error.offset or 1}", (error.text or "").strip()
+        message = f"cannot import {path}: {place}: {type(error).__name__}: {error.msg}"
+        raise TargetError(message, hint=f"the line is: {text}" if text else "") from error
+    except Exception as error:
+        raise TargetError(f"cannot import {path}: importing {name} failed: {describe_failure(error)}") from error
+
+
+def _descend(found: Any, parts: list[str], length: int, trust: Trust) -> Callable[..., Any]:
+    path, above = ".".join(parts), found
+    for index in range(length, len(parts)):
+        owner, part = ".".join(parts[:index]), parts[index]
+        if part.startswith("__") and not trust.names(path):
+            _require(path, f"{part} is Python's own way into {owner}", trust)
+        if not hasattr(found, part):
+            names = [name for name in dir(found) if not name.startswith("_")]
+            raise TargetError(f"cannot import {path}: {owner} has no {part!r}", hint=suggest(part, names))
+        above, found = found, getattr(found, part)
+        if isinstance(found, ModuleType) and not (
+            trusting.is_trusted_module(found.__name__, trust) or trusting.is_listed(path)
+        ):
+            _require(path, f"{owner}.{part} is the module {found.__name__}, which {owner} has imported", trust)
+    if not callable(found):
+        raise TargetError(f"{path} is {type(found).__name__}, which cannot be called")
+    _require(path, trusting.explain_found(path, above, found, trust), trust)
+    result: Callable[..., Any] = found
+    return result

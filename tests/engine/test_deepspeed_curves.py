@@ -1,0 +1,46 @@
+"""The engine against DeepSpeed's own loss curves, at every stage."""
+
+from typing import Any
+
+import pytest
+import torch
+from engines import build_net, read_fixture
+from ranks import run_ranks
+
+import dsjob
+from dsjob.ranks.mesh import World
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 4e-3}
+
+
+def follow(world: World, dtype: str) -> list[tuple[str, float, float]]:
+    """For each run of the fixtures and each stage: the largest differences of losses and of rates."""
+    batches = read_fixture("batches.json")[str(world.rank)]
+    found = []
+    for run in read_fixture("losses.json"):
+        if run["dtype"] != dtype:
+            continue
+        for stage in range(4):
+            config: dict[str, Any] = {**run["config"], "zero_optimization": {"stage": stage}}
+            engine = dsjob.initialize(model=build_net(), config=config)[0]
+            losses, rates = [], []
+            for x, y in batches[: len(run["rank0_micro_losses"])]:
+                loss = engine(torch.tensor(x), torch.tensor(y))
+                losses.append(float(loss.detach()))
+                engine.backward(loss)
+                rates.append(engine.get_lr()[0])
+                engine.step()
+            name = f"stage {stage} against DeepSpeed's stage {run['stage']}, {run['scheduler']}, gas {run['gas']}"
+            worst = max(abs(a - b) for a, b in zip(losses, run["rank0_micro_losses"], strict=True))
+            found.append((name, worst, max(abs(a - b) for a, b in zip(rates, run["lr_before_step"], strict=True))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_losses_follow_deepspeed_at_every_stage(dtype: str) -> None:
+    found = run_ranks(follow, 2, dtype)[0]
+    assert len(found) == (6 if dtype == "fp32" else 4) * 4
+    for name, loss_difference, rate_difference in found:
+        assert loss_difference <= TOLERANCE[dtype], name
+        assert rate_difference <= 1e-12, name

@@ -1,0 +1,78 @@
+"""torch_autocast on real ranks: stages against each other, and which gradients travel low."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engines import build_net, make_engine, make_tokens, train_engine, whole_state
+from ranks import run_ranks
+from test_stages import TiedNet
+from torch import nn
+
+from dsjob.parallel.strategy import local
+from dsjob.ranks.mesh import World
+
+Curves = list[tuple[list[float], float]]
+
+
+def train_stages(world: World, dtype: str, accumulation: int, kind: str) -> dict[int, dict[str, Any]]:
+    """Of fp32 (-1) and of autocast at each stage."""
+    found = {}
+    for stage in (-1, 0, 1, 2, 3):
+        net: nn.Module = TiedNet() if kind == "tied and frozen" else build_net()
+        autocast = {"enabled": stage >= 0, "dtype": dtype}
+        fp16 = {"initial_scale_power": 10}
+        engine = make_engine(max(stage, 0), net=net, accumulation=accumulation, torch_autocast=autocast, fp16=fp16)
+        found[stage] = {
+            "losses": train_engine(engine, 0, 5),
+            "norm": engine.get_global_grad_norm(),
+            "scale": engine.loss_scale(),
+            "skipped": engine.skipped_steps,
+            "dtypes": {t.dtype for t in whole_state(engine).values()},
+        }
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "tied and frozen"])
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "world_size"), [("bfloat16", 1, 2), ("bfloat16", 3, 2), ("float16", 3, 2)]
+)
+def test_stages_agree_with_each_other_and_with_fp32(dtype: str, accumulation: int, world_size: int, kind: str) -> None:
+    close = 4e-3 if dtype == "bfloat16" else 5e-4
+    for found in run_ranks(train_stages, world_size, dtype, accumulation, kind):
+        exact = found.pop(-1)
+        for result in found.values():
+            assert result["losses"] == pytest.approx(exact["losses"], abs=close, rel=close / 2)
+            assert result["losses"] == pytest.approx(found[0]["losses"], abs=close, rel=close / 2)
+            assert result["losses"] != exact["losses"]
+            assert result["norm"] == pytest.approx(exact["norm"], rel=10 * close)
+            assert (result["scale"], result["skipped"]) == (1024.0 if dtype == "float16" else 1.0, 0)
+            assert result["dtypes"] == {torch.float32}
+
+
+def find_rounded(world: World, classes: list[str] | None) -> list[set[str]]:
+    """For each stage: the parameters whose reduced gradients have no more digits than bf16."""
+    found = []
+    for stage in range(4):
+        safe = {} if classes is None else {"lower_precision_safe_modules": classes}
+        engine = make_engine(stage, torch_autocast={"enabled": True, "dtype": "bf16", **safe})
+        x, y = make_tokens(world.rank, 4)
+        engine.backward(engine(x, y))
+        engine.strategy.finish_gradients()
+        shares = {n: local(m.grad) for n, m in engine.strategy.masters.items() if m.grad is not None}
+        found.append({n for n, share in shares.items() if torch.equal(share, share.bfloat16().float())})
+    return found
+
+
+@pytest.mark.slow
+def test_the_gradients_of_safe_modules_alone_travel_low() -> None:
+    names = [name for name, _ in build_net().named_parameters()]
+    linear = {n for n in names if n.split(".")[-2] in ("fc", "proj", "head")}
+    norms = {n for n in names if n.split(".")[-2] in ("ln", "ln_f")}
+    for classes, low in ((None, linear), (["torch.nn.LayerNorm"], norms), ([], set())):
+        for found in run_ranks(find_rounded, 2, classes):
+            for rounded in found:
+                assert rounded == low

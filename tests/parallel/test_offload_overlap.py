@@ -1,0 +1,104 @@
+"""An offloaded optimizer on a simulated device: copies run beside the host's steps, and nothing is used too early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engines import make_engine, make_tokens
+from ranks import run_ranks
+from simulated_cuda import find_device
+from simulated_cuda.build import build, find_obstacle
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsjob.engine.engine import Engine
+from dsjob.parallel import masters
+from dsjob.parallel.pairs import Pairs
+from dsjob.ranks.mesh import World
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or "")]
+
+
+class Log(TorchDispatchMode):
+    """What happens on the host, in order: `step`, `copy` to the device, and what the host waits for."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.told: list[str] = []
+        device, optimizer = find_device(), engine.optimizer
+        assert device is not None
+        assert optimizer is not None
+        device.extension.listen(self.told.append)
+        step = optimizer.step
+
+        def tell(*args: Any) -> Any:
+            self.told.append("step")
+            return step(*args)
+
+        optimizer.step = tell  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_cuda and args[1].is_cpu:
+            beside = torch.cuda.current_stream().stream_id != torch.cuda.default_stream().stream_id
+            self.told.append("copy beside" if beside else "copy")
+        return func(*args, **(kwargs or {}))
+
+
+def offloaded(stage: int, ratio: float) -> Engine:
+    masters.PART = 1 << 10
+    torch.manual_seed(0)
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    return make_engine(0, bf16=True, zero_optimization=zero, gradient_clipping=1.0)
+
+
+def train(engine: Engine, step: int) -> None:
+    x, y = (part[engine.world.rank * 2 :][:2].to(engine.device) for part in make_tokens(step, 4))
+    engine.backward(engine(x, y))
+
+
+def list_events(world: World, stage: int, ratio: float) -> list[str]:
+    """Those of the second step."""
+    engine = offloaded(stage, ratio)
+    train(engine, 0)
+    engine.step()
+    train(engine, 1)
+    with Log(engine) as log:
+        engine.step()
+    return log.told
+
+
+@pytest.mark.parametrize(("world_size", "stage", "ratio"), [(1, 2, 1.0), (2, 1, 1.0), (2, 3, 1.0), (2, 3, 0.5)])
+def test_copies_run_while_the_next_part_steps(world_size: int, stage: int, ratio: float) -> None:
+    for told in run_ranks(list_events, world_size, stage, ratio, library=build()):
+        first = told.index("step")
+        assert told[:first].count("stream") == 1  # for all gradients at once, of which the norm is taken
+        assert set(told[first:]) == {"step", "copy beside"}  # the host waits for nothing from there on
+        steps = "".join("s" if event == "step" else "c" for event in told[first:]).split("s")[1:]
+        assert len(steps) > 2
+        assert all(steps)  # the weights of each part are on their way before the next one steps
+
+
+def find_hazards(world: World, stage: int, broken: str) -> list[str]:
+    """What three steps use in no order; `broken`: without what keeps the order."""
+    device = find_device()
+    assert device is not None
+    if broken == "weights are not waited for":
+        Pairs._join = lambda self: None  # type: ignore[method-assign]
+    elif broken == "gradients are let go of":
+        torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+    engine = offloaded(stage, 1.0)
+    for step in range(3):
+        train(engine, step)
+        engine.step()
+    return device.take_hazards()
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 3)])
+def test_nothing_is_used_before_it_is_there(world_size: int, stage: int) -> None:
+    def find(broken: str) -> list[str]:
+        return run_ranks(find_hazards, world_size, stage, broken, library=build())[0]
+
+    assert not find("")
+    assert any(hazard.startswith("read by stream") for hazard in find("weights are not waited for"))
+    assert any("that was freed" in hazard for hazard in find("gradients are let go of"))

@@ -1,0 +1,67 @@
+"""What ranks tell one another, as objects: whatever carries their tensors, these stay on the hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from simulated_cuda import find_device
+from simulated_cuda.build import build, find_obstacle
+
+from dsjob.errors import DataError
+from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_all_ranks, on_rank_0, scatter
+from dsjob.ranks.mesh import World
+
+pytestmark = pytest.mark.slow
+
+
+def fail_on_rank_1(world: World) -> str:
+    if world.rank == 1:
+        raise DataError("rank 1 has no data")
+    return "fine"
+
+
+def talk(world: World) -> dict[str, Any]:
+    """All ways to tell objects, among all ranks and in pairs, and how often the host has waited for the device."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = dataclasses.replace(world, rank=world.rank % 2, world_size=2, group=groups[world.rank // 2])
+    device = find_device()
+    if device is not None:
+        device.take_waits()
+    told: dict[str, Any] = {}
+    for name, ranks in (("all", world), ("pair", pair)):
+        told[name] = {
+            "all_gather": all_gather(ranks, {"rank": world.rank}),
+            "on_rank_0": on_rank_0(ranks, lambda: world.rank),
+            "gather_on_rank_0": gather_on_rank_0(ranks, lambda: world.rank),
+            "scatter": scatter(ranks, lambda: [10 + world.rank + i for i in range(ranks.world_size)]),  # noqa: B023
+        }
+        with pytest.raises(DataError, match="rank 1 has no data"):
+            on_all_ranks(ranks, lambda: fail_on_rank_1(ranks))  # noqa: B023
+    return {**told, "waits": device.take_waits() if device is not None else {}}
+
+
+@pytest.mark.parametrize(
+    "simulated",
+    [False, pytest.param(True, marks=pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or ""))],
+)
+def test_objects_never_travel_through_the_memory_of_a_device(simulated: bool) -> None:
+    found = run_ranks(talk, 4, library=build() if simulated else None)
+    for rank, told in enumerate(found):
+        first = rank // 2 * 2
+        assert told["all"] == {
+            "all_gather": [{"rank": each} for each in range(4)],
+            "on_rank_0": 0,
+            "gather_on_rank_0": [0, 1, 2, 3] if rank == 0 else [],
+            "scatter": 10 + rank,
+        }
+        assert told["pair"] == {
+            "all_gather": [{"rank": first}, {"rank": first + 1}],
+            "on_rank_0": first,
+            "gather_on_rank_0": [first, first + 1] if rank == first else [],
+            "scatter": 10 + rank,
+        }
+        assert told["waits"] == {}

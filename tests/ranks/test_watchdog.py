@@ -1,0 +1,157 @@
+"""Ranks without a launcher of dsjob's: what one has to say of its end reaches the others, who end with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import DSJOB, clean_env, list_commits, make_job
+from torch.distributed import HashStore
+
+from dsjob.ranks.stalls import Beat
+from dsjob.ranks.watchdog import StoreBoard
+
+pytestmark = pytest.mark.slow
+
+MODULE = """
+import ctypes, os, signal, time
+from my_model import Net as Plain
+
+def fail(how):
+    if how == "exception":
+        raise ValueError("the data are wrong")
+    if how == "os._exit":
+        os._exit(3)
+    if how == "library":
+        ctypes.CDLL(None)._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Net(Plain):
+    calls = 0
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x, y):
+        Net.calls += 1
+        if Net.calls == 3 and os.environ["RANK"] == "0":
+            time.sleep(2)  # the others have looked at the store by then
+            fail(self.how)
+        while Net.calls == 3:  # as in a wait of NCCL's, which nothing but the watchdog ends
+            time.sleep(0.1)
+        return super().forward(x, y)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exception", "dsjob: rank 1 ends, since another rank has failed: rank 0: ValueError: the data are wrong"),
+        ("os._exit", "dsjob: rank 1 ends, since another rank has failed: rank 0: user code called os._exit(3)"),
+        ("library", "dsjob: rank 1 ends, since rank 0, which keeps the ranks' store, is gone"),
+        ("SIGKILL", "dsjob: rank 1 ends, since rank 0, which keeps the ranks' store, is gone"),
+    ],
+)
+def test_a_rank_0_that_takes_the_store_with_it_ends_the_others(
+    tmp_path: Path, unused_port: int, how: str, said: str
+) -> None:
+    """As in a PyTorchJob, or under srun."""
+    make_job(tmp_path, model={"_target_": "lone.Net", "how": how}, data={"train": {"_target_": "my_model.Data"}})
+    (tmp_path / "lone.py").write_text(MODULE)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
+    ranks = [
+        subprocess.Popen(
+            [DSJOB, "cfg.json"],
+            cwd=tmp_path,
+            env=clean_env(**common, RANK=str(rank), GLOO_SOCKET_IFNAME="lo"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ranks[0].communicate(timeout=90)
+        began = time.monotonic()
+        _, errors = ranks[1].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert time.monotonic() - began < 15
+    assert ranks[1].returncode == 76, errors
+    assert said in errors
+
+
+@pytest.mark.parametrize("failing", ["CrashOnRank1", "Nan"])
+def test_a_sweep_under_torchrun_goes_on_after_a_run_that_fails(tmp_path: Path, unused_port: int, failing: str) -> None:
+    make_job(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={unused_port}"]
+    done = subprocess.run(
+        [*command, "--no-python", DSJOB, "-m", "cfg.json", f"model._target_=my_model.{failing},my_model.Net"],
+        cwd=tmp_path,
+        env=clean_env(GLOO_SOCKET_IFNAME="lo"),
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    results = [json.loads((tmp_path / "run" / str(number) / "result.json").read_text()) for number in range(2)]
+    assert [result["status"] for result in results] == ["failed", "done"], (done.stdout, done.stderr)
+    told = "rank 1: ValueError: rank 1 has had enough" if failing == "CrashOnRank1" else "the loss became nan in step 1"
+    assert told in results[0]["error"]
+    assert results[1]["step"] == 6
+    assert list_commits(tmp_path / "run" / "1") == ["step-00000006"]
+    assert done.stdout.count("== run 1: ") == 1
+    assert done.stdout.count("sweep run") == 1
+    assert "run 0 failed: " in done.stdout
+
+
+def test_the_runs_of_a_sweep_under_torchrun_do_not_continue_one_another(tmp_path: Path, unused_port: int) -> None:
+    make_job(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={unused_port}"]
+    done = subprocess.run(
+        [*command, "--no-python", DSJOB, "-m", "cfg.json", "optimizer.params.lr=0.01,0.001"],
+        cwd=tmp_path,
+        env=clean_env(GLOO_SOCKET_IFNAME="lo"),
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads((tmp_path / "run" / str(number) / "result.json").read_text()) for number in range(2)]
+    assert [result["status"] for result in results] == ["done", "done"]
+    assert results[0]["metrics"]["loss"] != results[1]["metrics"]["loss"]
+    assert "already finished" not in done.stdout
+
+
+class Counting(HashStore):
+    """A store that counts how often it is asked."""
+
+    calls = 0
+
+    def clone(self) -> Counting:
+        return self
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("check", "get", "multi_get", "set"):
+            Counting.calls += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("silent", [[], [7, 300]])
+def test_the_beats_of_many_ranks_cost_few_questions(silent: list[int]) -> None:
+    size, store = 512, Counting()
+    for rank in set(range(size)) - set(silent):
+        store.set(f"watch/beat/{rank}", Beat(rank, 0, 0, "training").to_text())
+    board = StoreBoard(store, 0, size)
+    Counting.calls = 0
+    beats = board.read_beats()
+    assert Counting.calls <= (2 if not silent else 50)
+    assert {rank: beat.step for rank, beat in beats.items()} == {n: n for n in range(size) if n not in silent}
