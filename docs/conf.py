@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from importlib.metadata import version as read_version
 from io import StringIO
@@ -13,6 +14,7 @@ from typing import Any
 from dsjob.cli import main
 
 HERE = Path(__file__).parent
+KEY_TABLE = re.compile(r"^\| Key \|.*\n(?:\|.*\n)+", re.MULTILINE)
 FROM_SCHEMAS = "<!-- Made from schemas/"  # how the pages begin that `python -m dsjob.contract.reference` writes
 
 project = "dsjob"
@@ -24,7 +26,8 @@ html_theme = "furo"
 html_title = "dsjob"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_copy_source = html_show_sourcelink = False
+html_copy_source = html_show_sourcelink = html_show_copyright = False
+python_maximum_signature_line_length = 88
 pygments_style, pygments_dark_style = "friendly", "monokai"
 nitpicky = False  # docstrings name types of torch, which are documented elsewhere
 
@@ -44,20 +47,42 @@ def setup(app: Any) -> None:
 
 
 def complete_page(_: Any, name: str, source: list[str]) -> None:
-    """Adds to a page what is generated or belongs to the site alone, so that GitHub shows a clean page."""
+    """Adds what is generated or belongs to the site alone, so that GitHub shows a clean page."""
+    if source[0].startswith(FROM_SCHEMAS):
+        source[0] = KEY_TABLE.sub(list_keys, source[0])
     if name == "reference/index":
-        source[0] += list_pages(lambda page: page != "index" and not page.startswith("deepspeed."))
+        source[0] += list_pages(lambda page: page != "index" and not page.startswith("deepspeed"))
     elif name == "reference/deepspeed":
         source[0] += list_pages(lambda page: page.startswith("deepspeed."))
     elif name == "reference/cli":
         source[0] = source[0].replace("<!-- help of every command -->", show_help())
 
 
-def list_pages(is_wanted: Any) -> str:
+def list_pages(is_wanted: Callable[[str], bool]) -> str:
     """A hidden table of contents with the pages that are made from the schemas."""
     made = sorted(page for page in (HERE / "reference").glob("*.md") if page.read_text().startswith(FROM_SCHEMAS))
     names = [page.stem for page in made if is_wanted(page.stem)]
     return "\n".join(["\n```{toctree}", ":hidden:", "", *names, "```\n"])
+
+
+def list_keys(table: re.Match[str]) -> str:
+    """A table of keys as a definition list: six columns, one of them prose, fit on no screen."""
+    head, _, *rows = [
+        [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in table[0].splitlines()
+    ]
+    items = []
+    for row in rows:
+        cells = {title: cell for title, cell in zip(head, row, strict=True) if cell}
+        facts = [cells.get("Type", "")]
+        if default := cells.get("Default"):
+            facts.append(default if default == "required" else f"default {default}")
+        facts += [cells["Status"]] if cells.get("Status") != "implemented" else []
+        facts += [
+            f"{title}: {cells[title]}" for title in ("DeepSpeed", "In a job", "Other spellings") if title in cells
+        ]
+        items.append(f"{cells['Key']}\n: {' · '.join(filter(None, facts))}\n\n  {cells.get('Description', '')}\n")
+    return "\n".join(items)
 
 
 def show_help() -> str:
