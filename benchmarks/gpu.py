@@ -35,10 +35,10 @@ from dsjob.contract.spec import JobSpec, view
 from dsjob.document.resolve import resolve_job
 from dsjob.optim import build_optimizer
 from dsjob.parallel import masters
-from dsjob.plan.memory import predict_memory
-from dsjob.plan.model import Layout
+from dsjob.planning.memory import predict_memory
+from dsjob.planning.model import Layout
 from dsjob.ranks.mesh import World, join_world
-from dsjob.run.probe import measure_activations, probe_optimizer, size_model
+from dsjob.training.probe import measure_activations, probe_optimizer, size_model
 
 Row = dict[str, Any]
 OFFLOADS: dict[str, Mapping[str, Any]] = {

@@ -32,10 +32,10 @@ from dsjob.document.resolve import resolve_job
 from dsjob.engine.build import build_engine
 from dsjob.engine.several import Engines
 from dsjob.ranks.mesh import World, join_world, leave_world
-from dsjob.run import loop
-from dsjob.run.callbacks import Callback
-from dsjob.run.run import Run
-from dsjob.run.steps import make_micro_step
+from dsjob.training import loop
+from dsjob.training.callbacks import Callback
+from dsjob.training.run import Run
+from dsjob.training.steps import make_micro_step
 from dsjob.trust.targets import call_target
 
 WARM_UP = 5

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dsjob import Callback, RunView
 from dsjob.errors import DataError
-from dsjob.run.callbacks import Callback, RunView
 
 SPLITS = ("train", "validation", "all")
 VALIDATION_SHARE = 10  # one in ten

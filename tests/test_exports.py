@@ -12,9 +12,19 @@ import pytest
 
 import dsjob
 
-NAMES = ["BatchConfig", "Engine", "ModelParallelUnit", "add_config_arguments", "init_distributed", "initialize"]
+NAMES = [
+    "BatchConfig",
+    "Callback",
+    "Engine",
+    "ModelParallelUnit",
+    "Problem",
+    "RunView",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+]
 
-MODULES = ["checkpointing"]
+MODULES = ["checkpointing", "errors"]
 
 
 def test_the_names_are_those_that_are_promised() -> None:

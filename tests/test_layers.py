@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "dsjob"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("contract",),
-    ("storage", "plan"),
+    ("storage", "planning"),
     ("run_folder", "document"),
     ("config", "importing", "trust"),
     ("ranks",),
@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("optim", "checkpointing"),
     ("parallel", "checkpoint"),
     ("engine",),
-    ("deepspeed", "run"),
+    ("deepspeed", "training"),
     ("launch",),
     ("cli",),
     ("__main__",),
@@ -45,8 +45,8 @@ WITHOUT_TORCH = {room for room, floor in FLOOR_OF.items() if floor < FLOOR_OF["r
     "ranks.failures",
     "ranks.patience",
     "ranks.stalls",
-    "run.advice",
-    "run.failed_starts",
+    "training.advice",
+    "training.failed_starts",
 }
 
 # Who may import a third party, at whatever level.
@@ -57,7 +57,7 @@ HOMES: dict[str, set[str]] = {
     "fsspec": {"storage"},
     "safetensors": {"checkpoint"},
     "torch.distributed.checkpoint": {"checkpoint"},
-    "rich": {"run.display", "cli.sweep", "cli.plan_text", "cli.bar"},
+    "rich": {"training.display", "cli.sweep", "cli.plan_text", "cli.bar"},
     "yaml": {"document", "document.compose", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
     "numpy": {"checkpoint", "ranks.seeding"},

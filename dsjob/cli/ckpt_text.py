@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsjob.errors import make_printable
-from dsjob.plan.report import show_bytes
+from dsjob.planning.report import show_bytes
 
 if TYPE_CHECKING:
     from dsjob.checkpoint.offline.compare import Difference

@@ -14,9 +14,9 @@ from dsjob.document.origins import Composed
 from dsjob.document.resolve import place_problems, read_nproc, resolve_job
 from dsjob.errors import DocumentError, Problem, TargetError
 from dsjob.launch import launcher
-from dsjob.run.advice import count_too_few_cores
-from dsjob.run.failed_starts import find_existing, taking_back
 from dsjob.run_folder import describe_other_job, list_commits, make_run_dir
+from dsjob.training.advice import count_too_few_cores
+from dsjob.training.failed_starts import find_existing, taking_back
 from dsjob.trust.grant import Trust
 
 

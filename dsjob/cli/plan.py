@@ -17,10 +17,10 @@ from dsjob.document import compose as composition
 from dsjob.document.resolve import choose_world_size, resolve_job
 from dsjob.errors import DataError, DocumentError, FitError, UsageError
 from dsjob.launch import launcher
-from dsjob.plan.communication import predict_checkpoint, predict_communication
-from dsjob.plan.fit import Job, find_remedies, sweep
-from dsjob.plan.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
-from dsjob.plan.report import Activations, Course, Plan, show_bytes, to_json
+from dsjob.planning.communication import predict_checkpoint, predict_communication
+from dsjob.planning.fit import Job, find_remedies, sweep
+from dsjob.planning.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
+from dsjob.planning.report import Activations, Course, Plan, show_bytes, to_json
 from dsjob.trust.grant import Trust
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -213,8 +213,8 @@ def _count(spec: JobSpec, parameters: int, notes: list[str]) -> _Looked:
 def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Looked:
     """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
     from dsjob.compute.find_blocks import mark_leaves
-    from dsjob.run import probe
-    from dsjob.run.job import count_steps
+    from dsjob.training import probe
+    from dsjob.training.job import count_steps
 
     assert spec.model is not None
     built = probe.build_on_meta(spec.model, trust)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dsjob.plan.fit import Row
-from dsjob.plan.memory import MOMENTS
-from dsjob.plan.model import count
-from dsjob.plan.plot import draw
-from dsjob.plan.report import Activations, Plan, show_bytes
+from dsjob.planning.fit import Row
+from dsjob.planning.memory import MOMENTS
+from dsjob.planning.model import count
+from dsjob.planning.plot import draw
+from dsjob.planning.report import Activations, Plan, show_bytes
 
 
 def print_plan(plan: Plan, rows: Sequence[Row]) -> None:

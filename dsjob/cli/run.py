@@ -19,8 +19,8 @@ from dsjob.document.origins import STDIN, Composed, is_deepspeed, read_document
 from dsjob.errors import UnsavedError, UsageError
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
-from dsjob.run.advice import train_longer
 from dsjob.run_folder import RESOLVED_NAME
+from dsjob.training.advice import train_longer
 
 _SWEEP = "optimizer.params.lr=1e-3,3e-4"
 

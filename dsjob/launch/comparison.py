@@ -22,7 +22,7 @@ from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank, end_with_parent
 from dsjob.ranks import patience
-from dsjob.run.callbacks import Callback, RunView
+from dsjob.training.callbacks import Callback, RunView
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 from dsjob.trust.grant import Trust
 

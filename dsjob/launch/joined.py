@@ -28,8 +28,8 @@ from dsjob.ranks.watchdog import (
     position,
     record_collectives,
 )
-from dsjob.run.job import run_job
 from dsjob.run_folder import make_run_dir, read_result
+from dsjob.training.job import run_job
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 from dsjob.trust.grant import Trust
 

@@ -111,7 +111,7 @@ def start(document: Mapping[str, Any], run_dir: str, *, trust: Trust, debug: boo
 def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     from dsjob.ranks.mesh import join_world, leave_world
     from dsjob.ranks.watchdog import position
-    from dsjob.run.job import run_job
+    from dsjob.training.job import run_job
 
     def stop(number: int, _: Any) -> None:
         raise Interrupted(number)

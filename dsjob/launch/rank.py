@@ -32,7 +32,7 @@ def run_rank(resolved: str, run_dir: str) -> int:
     end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
     from dsjob.ranks.mesh import join_world, leave_world
     from dsjob.ranks.watchdog import FolderBoard, Watchdog, place_records, position, record_collectives
-    from dsjob.run.job import run_job
+    from dsjob.training.job import run_job
 
     trust = Trust.from_text(os.environ[TRUST_VARIABLE])
     add_import_folders(trust.folders)

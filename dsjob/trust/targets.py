@@ -28,6 +28,7 @@ from dsjob.trust.hub import check_models
 from dsjob.trust.signatures import find_misfits, takes_keyword
 
 MAKERS = ("evaluate.load",)  # functions that are called to make what the loop calls
+_MOVED = {"dsjob.callbacks": "Callback"}  # modules of earlier versions, and what users import from dsjob instead
 
 
 def call_target(
@@ -177,6 +178,9 @@ def _import(path: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or name == error.name:
             raise TargetError(f"cannot import {path}: there is no module {name!r}") from error
+        if error.name.startswith("dsjob."):
+            message = f"cannot import {path}: {name} imports {error.name}, which is not a module of dsjob"
+            raise TargetError(message, hint=f"write: from dsjob import {_MOVED.get(error.name, 'NAME')}") from error
         raise TargetError(f"cannot import {path}: {name} needs {error.name}, which is not installed") from error
     except DsjobError:
         raise

@@ -26,7 +26,7 @@ from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.offline.compare import Difference, compare
 from dsjob.checkpoint.offline.convert import convert
 from dsjob.cli import main
-from dsjob.plan.report import show_bytes
+from dsjob.planning.report import show_bytes
 
 TENSORS = {
     "model.w": floats(40, 30),

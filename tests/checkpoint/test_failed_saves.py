@@ -20,7 +20,7 @@ from dsjob import storage
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.root.catalog import Catalog
 from dsjob.errors import StorageError
-from dsjob.run import occasions
+from dsjob.training import occasions
 
 pytestmark = pytest.mark.usefixtures("hooks")
 

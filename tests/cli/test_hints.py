@@ -13,7 +13,7 @@ from jobs import dsjob, make_job
 from dsjob.cli import main
 from dsjob.cli.overrides import require_overrides
 from dsjob.errors import UsageError
-from dsjob.run.advice import count_too_few_cores, train_longer
+from dsjob.training.advice import count_too_few_cores, train_longer
 
 PRETRAINED = """
 class Config:

@@ -262,7 +262,7 @@ def test_what_a_program_says_of_a_secret_is_masked(job: Path, nproc: int) -> Non
         file.write("""
 import logging, sys, warnings
 from urllib.parse import quote
-from dsjob.run.callbacks import Callback
+from dsjob.training.callbacks import Callback
 
 class Tell(Callback):
     def __init__(self, url):
@@ -483,7 +483,7 @@ def test_a_sweep_does_not_mix_with_an_earlier_one(job: Path) -> None:
 
 STOP = """
 import os, signal
-from dsjob.run.callbacks import Callback
+from dsjob.training.callbacks import Callback
 
 class Stop(Callback):
     def on_log(self, run, record):

@@ -17,7 +17,7 @@ from small_jobs import at_step, list_steps, make_document, read_digests, run, se
 from dsjob import storage
 from dsjob.errors import DsjobError, StorageError
 from dsjob.ranks.mesh import World
-from dsjob.run import occasions
+from dsjob.training import occasions
 
 STAGE_3 = {"zero_optimization": {"stage": 3}}
 

@@ -13,12 +13,11 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from dsjob import storage
+from dsjob import Callback, RunView, storage
 from dsjob.checkpoint.offline.convert import convert
 from dsjob.errors import ContractError, UsageError
 from dsjob.ranks.mesh import World, join_world
-from dsjob.run import job
-from dsjob.run.callbacks import Callback, RunView
+from dsjob.training import job
 from dsjob.trust.grant import Trust
 
 TRUST = Trust(prefixes=("test_several_models",), folders=(str(Path(pairs.__file__).parent), str(Path(__file__).parent)))

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsjob.contract.spec import Method
-from dsjob.plan.communication import predict_checkpoint
-from dsjob.plan.memory import predict_memory
-from dsjob.plan.model import Layout
+from dsjob.planning.communication import predict_checkpoint
+from dsjob.planning.memory import predict_memory
+from dsjob.planning.model import Layout
 from dsjob.ranks.mesh import World
-from dsjob.run.probe import probe_optimizer, size_model
+from dsjob.training.probe import probe_optimizer, size_model
 
 COMMON: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 EARLY: list[dict[str, Any]] = [  # all of them compress from step 3 on

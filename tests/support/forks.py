@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerContext
 
 # None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use.
 PRELOADED = [
-    "dsjob.engine.build", "dsjob.run.job", "dsjob.cli.run", "dsjob.document.compose", "torch.distributed.fsdp",
+    "dsjob.engine.build", "dsjob.training.job", "dsjob.cli.run", "dsjob.document.compose", "torch.distributed.fsdp",
     "torch.distributed.checkpoint", "torch._dynamo", "s3fs", "pytest",
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dsjob import storage
 from dsjob.ranks.mesh import World, join_world
-from dsjob.run import job
+from dsjob.training import job
 from dsjob.trust.grant import Trust
 
 TRUST = Trust(folders=(str(Path(__file__).parent),))

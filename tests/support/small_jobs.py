@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dsjob import storage
 from dsjob.ranks.mesh import World, join_world
-from dsjob.run import job
-from dsjob.run.callbacks import Callback, RunView
+from dsjob.training import job
+from dsjob.training.callbacks import Callback, RunView
 from dsjob.trust.grant import Trust
 
 TRUST = Trust(prefixes=("small_jobs",), folders=(str(Path(__file__).parent),))

@@ -12,7 +12,7 @@ from small_jobs import Net
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from dsjob.run.callbacks import Callback, RunView
+from dsjob.training.callbacks import Callback, RunView
 
 SEEN: list[bytes] = []  # the inputs of each micro batch, on this process
 

@@ -16,8 +16,8 @@ from dsjob import storage
 from dsjob.data.order import SampleOrder
 from dsjob.parallel import Strategy
 from dsjob.ranks.mesh import World, join_world
-from dsjob.run import job
-from dsjob.run.callbacks import Callback, RunView
+from dsjob.training import job
+from dsjob.training.callbacks import Callback, RunView
 from dsjob.trust.grant import Trust
 
 TRUST = Trust(folders=(str(Path(__file__).parent),))

@@ -146,6 +146,15 @@ def test_a_module_that_needs_a_missing_one_names_it(modules: Path, needed: str) 
     assert message.endswith("which is not installed")
 
 
+@pytest.mark.parametrize(("old", "hint"), [("dsjob.callbacks", "Callback"), ("dsjob.engines", "NAME")])
+def test_a_module_that_dsjob_no_longer_has_is_told_with_what_to_write(modules: Path, old: str, hint: str) -> None:
+    (modules / "targets_older.py").write_text(f"from {old} import Callback\n")
+    error = refuse("targets_older.Mine")
+    place = "cannot import targets_older.Mine: targets_older"
+    assert error.message == f"{place} imports {old}, which is not a module of dsjob"
+    assert error.hint == f"write: from dsjob import {hint}"
+
+
 def test_an_import_name_that_is_missing_is_told(modules: Path) -> None:
     (modules / "targets_name.py").write_text("from targets_pkg.parts import nope")
     assert "ImportError: cannot import name 'nope'" in refuse("targets_name.build").message

@@ -1,0 +1,123 @@
+"""Whether a job fits, what would make it fit, and the table of what does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dsjob.planning.memory import Memory, predict_memory
+from dsjob.planning.model import Layout, Model, Offload, OptimizerState
+
+_MOST_RANKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that the memory of a rank depends on.
+
+    `activations`, `largest_activation` and `moved_activations` (those on the host): bytes of the layout's micro batch;
+    None and 0 if unknown.
+    """
+
+    model: Model
+    layout: Layout
+    state: OptimizerState
+    activations: int | None = None
+    largest_activation: int = 0
+    moved_activations: int = 0
+
+    def memory(self) -> Memory:
+        """The memory of rank 0."""
+        return predict_memory(
+            self.model,
+            self.layout,
+            self.state,
+            activations=self.activations,
+            largest_activation=self.largest_activation,
+            moved_activations=self.moved_activations,
+        )
+
+    def change(self, **changes: int | str) -> Job:
+        """The same job in another layout: as many samples a step, and activations in proportion to the micro batch."""
+        old = self.layout
+        new = replace(old, **changes)  # type: ignore[arg-type]
+        samples = old.micro_batch * old.grad_accum * old.world_size
+        new = replace(new, grad_accum=max(1, math.ceil(samples / (new.micro_batch * new.world_size))))
+        scaled = None if self.activations is None else self.activations * new.micro_batch // old.micro_batch
+        largest = self.largest_activation * new.micro_batch // old.micro_batch
+        moved = self.moved_activations * new.micro_batch // old.micro_batch
+        return replace(self, layout=new, activations=scaled, largest_activation=largest, moved_activations=moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the sweep: the peaks on the device, by micro batch, and the host's bytes of a rank."""
+
+    stage: int
+    offload: Offload
+    peaks: dict[int, int]
+    host: int
+
+
+def sweep(job: Job) -> list[Row]:
+    """The memory at every ZeRO stage and offload, for micro batches around the job's own."""
+    own = job.layout.micro_batch
+    batches = sorted({1, max(own // 2, 1), own, 2 * own, 4 * own}) if job.activations is not None else [own]
+    rows = []
+    for stage in range(4):
+        # Of offloaded parameters a device holds the largest block, and a number of parameters has no blocks.
+        offloads: tuple[Offload, ...] = ("none", "optimizer", *(("param",) if job.activations is not None else ()))
+        for offload in offloads:
+            jobs = {batch: job.change(stage=stage, offload=offload, micro_batch=batch) for batch in batches}
+            if not jobs[own].layout.offload_problem:
+                peaks = {batch: changed.memory().peak for batch, changed in jobs.items()}
+                rows.append(Row(stage, offload, peaks, jobs[own].memory().host))
+    return rows
+
+
+def find_remedies(job: Job, limit: int, checkpointed: int | None = None) -> list[str]:
+    """The smallest change of each kind that makes the job fit into `limit` bytes a device, as words of the document.
+
+    `checkpointed`: activations of the micro batch with checkpointing, None where the job has it. Empty where no
+    single change, and no sharding over up to 4,096 ranks, is enough.
+    """
+    return [text for text, changed in _list_remedies(job, checkpointed, limit) if changed.memory().peak <= limit]
+
+
+def _list_remedies(job: Job, checkpointed: int | None, limit: int) -> Iterator[tuple[str, Job]]:
+    layout = job.layout
+    batch = layout.micro_batch // 2
+    while job.activations is not None and batch >= 1:
+        smaller = job.change(micro_batch=batch)
+        if smaller.memory().peak <= limit or batch == 1:
+            yield f"trainer.micro_batch={batch}", smaller
+            break
+        batch //= 2
+    for stage in range(layout.stage + 1, 4):
+        higher = job.change(stage=stage)
+        if layout.world_size > 1 and higher.memory().peak <= limit:
+            yield f"zero_optimization.stage={stage}", higher
+            break
+    for offload, least in (("optimizer", max(layout.stage, 1)), ("param", 3)):
+        off = job.change(offload=offload, stage=least)
+        if (
+            layout.offload == "none"
+            and off.memory().peak <= limit
+            and (offload != "param" or job.activations is not None)
+        ):
+            at = "" if least == layout.stage else f" at zero_optimization.stage={least}"
+            yield f"zero_optimization.offload_{offload}.device=cpu{at}", off
+            break
+    ranks = 2 * layout.world_size
+    while ranks <= _MOST_RANKS:
+        stage = layout.stage or 3
+        more = job.change(world_size=ranks, stage=stage)
+        if more.memory().peak > limit:
+            more = job.change(world_size=ranks, stage=3)
+        if more.memory().peak <= limit:
+            yield f"{ranks} ranks at zero_optimization.stage={more.layout.stage}", more
+            break
+        ranks *= 2
+    if checkpointed is not None:
+        yield "activation_checkpointing.mode=full", replace(job, activations=checkpointed)

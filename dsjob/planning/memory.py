@@ -1,0 +1,274 @@
+"""Memory of one rank, item by item, at the three moments at which it is highest.
+
+`forward`: the last forward pass of a step has ended (of a step that is not the first, so that there is optimizer
+state). `backward`: its backward pass is about to reduce the gradients of the last unit. `step`: all gradients are
+reduced, and the optimizer is about to step. Between the first two, gradients come as activations go.
+
+What exists when is that of `parallel.replicated`, `parallel.sharded`, `parallel.masters` and FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dsjob.contract.sharding import choose_ahead, choose_share
+from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, count
+
+Moment = Literal["forward", "backward", "step"]
+Place = Literal["device", "host"]
+MOMENTS: tuple[Moment, ...] = ("forward", "backward", "step")
+STATES = ("parameters", "gradients", "fp32 masters", "optimizer state")
+BUCKET = 25 << 20  # bytes of a bucket of DDP
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Bytes of one kind on a rank, at each moment."""
+
+    name: str
+    forward: int
+    backward: int
+    step: int
+    place: Place = "device"
+    note: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """The largest of the moments."""
+        return max(self.forward, self.backward, self.step)
+
+
+def _always(name: str, size: int, *, place: Place = "device", note: str = "") -> Item:
+    return Item(name, size, size, size, place, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank holds."""
+
+    items: tuple[Item, ...]
+
+    def total(self, moment: Moment, place: Place = "device") -> int:
+        """Bytes of all items at a moment."""
+        return sum(getattr(item, moment) for item in self.items if item.place == place)
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device at the highest moment."""
+        return max(self.total(moment) for moment in MOMENTS)
+
+    @property
+    def peak_moment(self) -> Moment:
+        """The highest moment on the device."""
+        return max(MOMENTS, key=self.total)
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host at the highest moment."""
+        return max(self.total(moment, "host") for moment in MOMENTS)
+
+    @property
+    def states(self) -> int:
+        """Bytes of model state on the device as the optimizer steps: parameters, gradients, masters, its own state."""
+        return sum(item.step for item in self.items if item.name in STATES and item.place == "device")
+
+
+def predict_memory(
+    model: Model,
+    layout: Layout,
+    state: OptimizerState,
+    *,
+    activations: int | None = None,
+    largest_activation: int = 0,
+    moved_activations: int = 0,
+    rank: int = 0,
+) -> Memory:
+    """The memory of `rank`; among those that share the model, the first has the most.
+
+    `activations`: bytes that a forward pass over a micro batch leaves for the backward pass, or the most that there is
+    while blocks are computed again; left out where None. `moved_activations`: bytes that wait on the host meanwhile.
+    `largest_activation`: bytes of one of them; the backward pass holds its gradient while most are still there.
+    """
+    items = _replicated(model, layout, state) if layout.replicated else _sharded(model, layout, state, rank)
+    if model.buffers:
+        items.append(_always("model buffers", model.buffers))
+    if activations is not None:
+        items.append(Item("activations", activations, 0, 0, note=f"micro batch of {layout.micro_batch}"))
+        items.append(Item("activation gradient", largest_activation, 0, 0, note="of the largest activation"))
+        moved = moved_activations
+        items.append(Item("block inputs", moved, 0, 0, place="host", note="activation_checkpointing.cpu_checkpointing"))
+    return Memory(tuple(item for item in items if item.bytes))
+
+
+def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Item]:
+    """Stage 0 or one rank: below fp32 the model is a copy of fp32 masters; DDP's buckets hold the gradients."""
+    cast, ddp = layout.compute < MASTER_SIZE, layout.world_size > 1
+    near, far = _split(model, layout)
+    if far:
+        return [
+            _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
+            *_streamed_items(model, layout, near),
+            *_master_items(near, [w.elements for w in near], state, cast),
+            *_host_items(far, [w.elements for w in far], state),
+        ]
+    own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
+    masters = MASTER_SIZE * count(model.trainable) if cast else 0
+    several = layout.grad_accum > 1
+    sums = masters if several and layout.sums_in_masters else 0
+    accumulated = own if several and not sums else 0  # under DDP beside the buckets: without a reduction no views
+    before = accumulated + sums + (own if ddp else 0)
+    kept = own if ddp or not cast else 0  # a lone model's gradients are dropped as the masters' are made
+    note = "DDP keeps its buckets" + (", and the masters have fp32 ones" if cast else "") if ddp else ""
+    return [
+        _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
+        Item("gradients", before, own + sums, kept + masters, note=note),
+        *_master_items(model.trainable, [w.elements for w in model.trainable], state, cast, layout.world_size),
+        *(_bucket_items(model, layout) if ddp and layout.reduce != layout.compute else []),
+    ]
+
+
+def _held(model: Model, layout: Layout) -> int:
+    cast = layout.compute < MASTER_SIZE
+    return sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.weights)
+
+
+def _split(model: Model, layout: Layout) -> tuple[list[Weight], list[Weight]]:
+    """The trained parameters whose masters are on the device, and those whose are on the host."""
+    trainable = model.trainable
+    if layout.offload == "none":
+        return list(trainable), []
+    ratio = layout.ratio if layout.offload == "optimizer" else 1.0
+    chosen = choose_share([w.elements for w in trainable], ratio)
+    return (
+        [w for number, w in enumerate(trainable) if number not in chosen],
+        [w for number, w in enumerate(trainable) if number in chosen],
+    )
+
+
+def _streamed_items(model: Model, layout: Layout, near: list[Weight]) -> list[Item]:
+    """Gradients of a rank that holds the whole model: each goes to its master as soon as it is there."""
+    cast = layout.compute < MASTER_SIZE
+    own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
+    kept = count(near) * MASTER_SIZE if cast else sum(w.elements * w.itemsize for w in near)
+    waiting = (kept if layout.sums_in_masters else own) if layout.grad_accum > 1 else 0
+    largest = max((w.elements for w in model.trainable), default=0) * layout.compute
+    return [
+        Item("gradients", waiting, kept, kept, note="whole while accumulating" if waiting > kept else ""),
+        Item("gradients on their way", 0, largest, 0, note="to the host"),
+    ]
+
+
+def _master_items(
+    weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool, replicas: int = 1
+) -> list[Item]:
+    """Masters beside the model, if it is `cast`, and the optimizer's state, on the device."""
+    masters = MASTER_SIZE * sum(elements) if cast else 0
+    return [_always("fp32 masters", masters), _state_item(weights, elements, state, cast, replicas)]
+
+
+def _host_items(weights: list[Weight], elements: list[int], state: OptimizerState) -> list[Item]:
+    """Masters, their gradients and the optimizer's state on the host, where all of them stay from step to step."""
+    fp32 = MASTER_SIZE * sum(elements)
+    kept = round(state.copies * fp32) + state.per_parameter * len(weights)
+    return [
+        _always("fp32 masters", fp32, place="host"),
+        _always("gradients", fp32, place="host", note="kept from step to step"),
+        _always("optimizer state", kept, place="host"),
+    ]
+
+
+def _bucket_items(model: Model, layout: Layout) -> list[Item]:
+    """Buckets that travel in a dtype of their own: two at a time, and none is smaller than its largest parameter."""
+    largest = max((w.elements for w in model.trainable), default=0) * layout.reduce
+    sent = min(2 * max(largest, BUCKET), count(model.trainable) * layout.reduce)
+    return [Item("reduce buffers", 0, sent, 0, note="two DDP buckets in communication_data_type")]
+
+
+def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> list[Item]:
+    """FSDP2: the parameters are shards of the fp32 masters; compute copies are gathered for the pass."""
+    if layout.offload == "optimizer":
+        return _sharded_beside(model, layout, state, rank)
+    size = layout.shards
+    place: Place = "host" if layout.offload == "param" else "device"
+    held = sum(w.padded(size) * w.itemsize for w in model.weights)
+    reduced = sum(w.padded(size) * w.itemsize for w in model.trainable)
+    waiting, note = (reduced, "") if layout.grad_accum > 1 and not layout.defers else (0, "")
+    if layout.grad_accum > 1 and layout.defers:
+        waiting, note = count(model.trainable) * layout.reduce, "whole while accumulating"
+    shards = [w.shard(size, rank % size) for w in model.trainable]
+    kept = _state_item(model.trainable, shards, state, False)
+    return [
+        _always("parameters", held, place=place, note="shards, which are the masters"),
+        Item("gradients", waiting, reduced, reduced, place=place, note=note),
+        replace(kept, place=place),
+        *_pass_items(model, layout),
+    ]
+
+
+def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: int) -> list[Item]:
+    """FSDP2 with masters beside its shards, which are in the compute dtype where gradients travel in it too."""
+    size, cast = layout.shards, layout.compute == layout.reduce < MASTER_SIZE
+    near, far = _split(model, layout)
+    held = sum(w.padded(size) * (layout.compute if cast and w.trainable else w.itemsize) for w in model.weights)
+    shards = [w.shard(size, rank % size) for w in near]
+    # Without a copy a gradient is a part of what its unit has reduced, and keeps all of that.
+    near_blocks = {w.unit for w in near}
+    units = [unit for unit in model.units(layout.stage).values() if near_blocks & {w.unit for w in unit}]
+    whole = sum(w.padded(size) * w.itemsize for unit in units for w in unit if w.trainable)
+    reduced = MASTER_SIZE * sum(shards) if cast else whole
+    waiting, note = (reduced, "") if layout.grad_accum > 1 else (0, "")
+    if layout.grad_accum > 1 and layout.defers:
+        waiting, note = count(model.trainable) * layout.reduce, "whole while accumulating"
+    return [
+        _always("parameters", held, note="shards in the compute dtype" if cast else "shards"),
+        Item("gradients", waiting, reduced, reduced, note=note),
+        *_master_items(near, shards, state, cast),
+        *_host_items(far, [w.shard(size, rank % size) for w in far], state),
+        *_pass_items(model, layout),
+    ]
+
+
+def _pass_items(model: Model, layout: Layout) -> list[Item]:
+    """What FSDP2 holds during a pass: gathered parameters, hpZ's second copies, and buffers of collectives.
+
+    Collectives overlap with computing, so that buffers of two blocks may be there at once. A model given as a number
+    of parameters has no blocks to tell their sizes.
+    """
+    size, compute = layout.shards, layout.compute
+    units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units(layout.stage).items()}
+    if not model.blocks_known:
+        gathered = sum(units.values()) * compute if layout.stage < 3 else 0
+        return [Item("gathered parameters", gathered, gathered, 0, note="until the last backward pass of the step")]
+    rest, blocks = units.pop(0, 0), list(units.values())
+    largest = max(blocks, default=0)
+    kept, held = (rest + sum(blocks), "until the last backward pass of the step")
+    if layout.stage == 3:
+        kept, held = rest + _reach(blocks, layout), "the blocks in use, and what is outside the blocks"
+    ahead = 2 * (largest or rest) * compute
+    copies = sum(blocks) * compute // layout.second if layout.second else 0
+    sent = layout.compute + 2 * layout.reduce
+    note = "gradients of one unit, and two on their way"
+    return [
+        Item("gathered parameters", kept * compute, (rest if layout.stage == 3 else kept) * compute, 0, note=held),
+        Item("second copies", copies, 0, 0, note=f"of the blocks, over {layout.second} ranks"),
+        Item("all-gather buffers", ahead, 0, 0, note="two blocks" if blocks else "the whole model"),
+        Item("reduce-scatter buffers", largest * sent, (rest or largest) * sent, 0, note=note),
+    ]
+
+
+def _reach(blocks: list[int], layout: Layout) -> int:
+    """Elements of the blocks that stage 3 has gathered at a time."""
+    if not layout.ahead:
+        return sum(sorted(blocks)[-2:])
+    numbers = choose_ahead(blocks, layout.ahead, layout.live)
+    return max((sum(blocks[i : i + 1 + ahead]) for i, ahead in enumerate(numbers)), default=0)
+
+
+def _state_item(
+    weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool, replicas: int = 1
+) -> Item:
+    sizes = (MASTER_SIZE if cast else weight.itemsize for weight in weights)
+    kept = round(state.copies_on(replicas) * sum(n * size for n, size in zip(elements, sizes, strict=True)))
+    return _always("optimizer state", kept + state.per_parameter * len(elements))

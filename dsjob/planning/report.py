@@ -1,0 +1,137 @@
+"""A whole plan as data, and as what `--format json` prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsjob.planning.communication import CheckpointSize, Transfer
+from dsjob.planning.fit import Job, Row
+from dsjob.planning.memory import MOMENTS, Memory
+from dsjob.planning.model import count
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of a micro batch: `whole`, or `checkpointed` with `recomputed` on top; None where that is not known.
+
+    `largest`: those of the largest one, which has a gradient of its size when the backward pass comes to it. `moved`:
+    those that wait on the host when blocks are computed again. `on`: the document asks for that.
+    """
+
+    whole: int | None = None
+    checkpointed: int | None = None
+    recomputed: int | None = None
+    largest: int = 0
+    reason: str = ""
+    moved: int = 0
+    on: bool = False
+
+    @property
+    def with_checkpointing(self) -> int | None:
+        """The most that is there if blocks are computed again."""
+        return None if self.checkpointed is None else self.checkpointed + (self.recomputed or 0)
+
+    @property
+    def asked(self) -> int | None:
+        """The most that is there as the document has it."""
+        return self.with_checkpointing if self.on and self.checkpointed is not None else self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How long a run is: samples of the dataset, steps an epoch and in all; and rates by step. None: not known."""
+
+    samples: int | None = None
+    steps_per_epoch: int | None = None
+    steps: int | None = None
+    rates: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a job needs. `limit`, `host_limit`: bytes of memory of a device and of a machine, None where they are not
+    known; `ranks_here`: ranks on one machine, as far as the document says."""
+
+    name: str
+    source: str
+    precision: str
+    job: Job
+    activations: Activations
+    communication: tuple[Transfer, ...]
+    checkpoint: CheckpointSize
+    keep: int
+    course: Course
+    limit: int | None = None
+    notes: tuple[str, ...] = ()
+    host_limit: int | None = None
+    ranks_here: int = 1
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of the largest rank."""
+        return self.job.memory()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None where the memory of a device was not given."""
+        return None if self.limit is None else self.memory.peak <= self.limit
+
+    @property
+    def building(self) -> int:
+        """Bytes that a rank needs on the host at its start: it builds the whole model there."""
+        return sum(w.elements * w.itemsize for w in self.job.model.weights) + self.job.model.buffers
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What will go wrong beside the devices."""
+        kept = self.memory.host
+        needed = self.ranks_here * max(self.building, kept)
+        if self.host_limit is None or needed <= self.host_limit:
+            return ()
+        ranks = f"{self.ranks_here} ranks on a machine need" if self.ranks_here > 1 else "a rank needs"
+        why = "each builds the whole model at its start" if self.building >= kept else "for what is offloaded"
+        return (f"{ranks} {show_bytes(needed)} of host memory ({why}), and there are {show_bytes(self.host_limit)}",)
+
+
+def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
+    """The plan as JSON values: bytes are integers."""
+    memory, layout, model = plan.memory, plan.job.layout, plan.job.model
+    return {
+        "name": plan.name,
+        "model": {
+            "source": plan.source,
+            "parameters": count(model.weights),
+            "trainable": count(model.trainable),
+            "blocks": model.blocks if model.blocks_known else None,
+        },
+        "layout": {**asdict(layout), "precision": plan.precision},
+        "memory": {
+            "items": [asdict(item) for item in memory.items],
+            "total": {moment: memory.total(moment) for moment in MOMENTS},
+            "model_states": memory.states,
+            "peak": memory.peak,
+            "peak_moment": memory.peak_moment,
+            "host": memory.host,
+            "host_at_start": plan.building,
+        },
+        "activations": {**asdict(plan.activations), "with_checkpointing": plan.activations.with_checkpointing},
+        "communication": [asdict(transfer) for transfer in plan.communication],
+        "checkpoint": {**asdict(plan.checkpoint), "keep": plan.keep},
+        "course": asdict(plan.course),
+        "device_memory": plan.limit,
+        "host_memory": plan.host_limit,
+        "fits": plan.fits,
+        "notes": list(plan.notes),
+        "warnings": list(plan.warnings),
+        "sweep": [asdict(row) for row in rows],
+    }
+
+
+def show_bytes(size: float) -> str:
+    """1610612736 as 1.50 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}" if abs(size) < 1000 else f"{size:,.0f} {unit}"

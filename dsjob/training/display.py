@@ -1,0 +1,122 @@
+"""What the user sees of a run: the home of rich. A bar on a terminal, one line a record elsewhere; rank 0 alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from dsjob.training.callbacks import Callback, RunView
+
+
+def make_console() -> Console:
+    """Standard output; where it is no terminal, lines are as long as they are."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=10_000)
+
+
+class Display(Callback):
+    """Shows the course of training on a console."""
+
+    def __init__(self, console: Console, *, shown: bool) -> None:
+        self.console, self._shown = console, shown
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """A compact table of two columns."""
+        if not self._shown:
+            return
+        table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left", pad_edge=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(name, value)
+        if self.console.is_terminal:
+            self.console.print(table)
+        else:
+            self.console.print(title)
+            width = max(10, *(len(name) for name, _ in rows))
+            for name, value in rows:
+                self.console.print(f"  {name:<{width}} {value}", markup=False)
+
+    def say(self, title: str, text: str) -> None:
+        """`text` under a `title`, or on one line with it."""
+        if self._shown:
+            separator = "\n" if "\n" in text else "  "
+            self.console.print(Text.assemble((title, "bold"), separator, text), soft_wrap=True)
+
+    def on_start(self, run: RunView) -> None:
+        if not (self._shown and self.console.is_terminal):
+            return
+        columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+        self._bar = Progress(*columns, console=self.console, expand=True)
+        self._bar.start()
+        self._task = self._bar.add_task("train", total=run.max_steps, completed=run.step, text="")
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        if not self._shown:
+            return
+        text = describe_record(record)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=run.step, text=text.replace("  ", " "))
+        else:
+            width = len(str(run.max_steps))
+            share = 100 * run.step // run.max_steps
+            self.console.print(
+                f"step {run.step:>{width}}/{run.max_steps} {share:>3}%  {text}", highlight=False, soft_wrap=True
+            )
+
+    def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        self.say("eval", f"step {run.step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+    def on_save(self, run: RunView, url: str) -> None:
+        self.say("saved", url)
+
+    def on_end(self, run: RunView) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+# What every log record has; scalars of a step of the user's own stand beside them.
+RECORD_KEYS = frozenset(
+    ["step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "samples_per_second", "tokens_per_second", "eta_seconds"]
+)
+
+
+def describe_record(record: Mapping[str, float]) -> str:
+    """A log record as one short line."""
+    parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
+    if "loss_scale" in record:
+        parts.append(f"scale {record['loss_scale']:g}")
+    parts += [f"{name} {value:.4f}" for name, value in record.items() if name not in RECORD_KEYS and "/" not in name]
+    parts.append(f"{shorten(record['samples_per_second'])} samples/s")
+    if record.get("tokens_per_second"):
+        parts.append(f"{shorten(record['tokens_per_second'])} tok/s")
+    parts.append(f"eta {show_seconds(record['eta_seconds'])}")
+    return "  ".join(parts)
+
+
+def shorten(number: float) -> str:
+    """12345 as 12.3k."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000:
+            return f"{number:.3g}{unit}" if unit or number < 100 else f"{number:.0f}"
+        number /= 1000
+    return f"{number:.3g}P"
+
+
+def show_seconds(seconds: float) -> str:
+    """3725 as 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,121 @@
+"""Saving a run: whether a checkpoint is due, making it, and what a failure of that means."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+
+from dsjob.checkpoint.live.committed import Saved
+from dsjob.checkpoint.root.retention import Best
+from dsjob.errors import CheckpointError, DsjobError, FencedError, Interrupted, Preempted, StorageError
+from dsjob.training.occasions import crosses
+from dsjob.training.run import Run
+
+
+def ends_period(run: Run, seen: int) -> bool:
+    """Whether this step, which began after `seen` samples, completes one more of checkpoint.every_epochs."""
+    every, length = run.spec.checkpoint.every_epochs, run.loader.samples_per_epoch
+    return bool(every and length) and crosses(every * length, seen, run.engine.global_samples)  # type: ignore[operator]
+
+
+def is_among_best(run: Run) -> bool:
+    best = run.spec.checkpoint.best
+    return best is not None and Best(best.metric, best.mode, best.keep).improves(run.last_evaluation, run.rated)
+
+
+def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
+    """Saves, behind training where that is asked for and there is no need to `wait`; whether it has not failed.
+
+    `replace`: also where this step is saved already.
+    """
+    tag, metrics = _name_tag(run), _list_metrics(run)
+
+    def begin() -> None:
+        if run.spec.checkpoint.async_ and not wait:
+            run.checkpointer.save_behind(run.savable, tag=tag, metrics=metrics, replace=replace)
+            run.behind = tag
+        else:
+            _tell_saved(run, run.checkpointer.save(run.savable, tag=tag, metrics=metrics, replace=replace))
+        run.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
+
+    settled = settle(run)
+    if run.occasions is not None:
+        run.occasions.note_settled(settled)
+    return _try_saving(run, tag, begin)
+
+
+def rate(run: Run) -> bool:
+    """Keeps the metrics of this step's evaluation with the checkpoint that was saved before it.
+
+    False where it has to be saved again: the evaluation has changed what a checkpoint holds beside tensors (a schedule
+    that follows the loss, the state of a metric or callback), or the metrics could not be written.
+    """
+    tag, metrics = _name_tag(run), _list_metrics(run)
+    try:
+        if not run.checkpointer.rate(run.savable, tag=tag, metrics=metrics):
+            return False
+    except (CheckpointError, StorageError) as error:
+        if isinstance(error, FencedError) or run.spec.checkpoint.save_on_error == "stop":
+            raise
+        return False
+    run.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
+    return True
+
+
+def lacks_metrics(run: Run) -> bool:
+    """Whether this step is saved without those of its evaluation."""
+    tag = _name_tag(run)
+    return tag in run.checkpointer.tags() and all(record["tag"] != tag for record in run.checkpointer.rated())
+
+
+def _name_tag(run: Run) -> str:
+    return f"step-{run.step:08d}"
+
+
+def _list_metrics(run: Run) -> dict[str, float]:
+    """What retention may judge this step's checkpoint by."""
+    return {n: v for n, v in run.last_evaluation.items() if run.evaluated_at == run.step and math.isfinite(v)}
+
+
+def settle(run: Run) -> bool | None:
+    """Waits for a save in the background and tells how it ended: whether it has not failed; None without one."""
+    tag, run.behind = run.behind, ""
+
+    def wait() -> None:
+        saved = run.checkpointer.settle()
+        if saved is not None:
+            _tell_saved(run, saved)
+
+    return _try_saving(run, tag, wait) if tag else None
+
+
+def _tell_saved(run: Run, saved: Saved) -> None:
+    run.last_saved = saved.url
+    for note in saved.notes:
+        run.say("saved", f"{saved.tag}, but: {note}")
+    run.tell("on_save", saved.url)
+
+
+def _try_saving(run: Run, tag: str, action: Callable[[], None]) -> bool:
+    """Whether `action` saved; where it failed, the run ends, or is told of it, as checkpoint.save_on_error says."""
+    try:
+        action()
+    except (CheckpointError, StorageError) as error:
+        if isinstance(error, FencedError) or run.spec.checkpoint.save_on_error == "stop":
+            raise
+        run.unsaved = f"{tag}: {error.message}"
+        run.say("not saved", run.unsaved + ("; training goes on" if run.step < run.max_steps else ""))
+        return False
+    run.unsaved = ""
+    return True
+
+
+def describe_end(run: Run, number: int, *, saved: bool) -> DsjobError:
+    """What the run that signal `number` has stopped after this step ends with."""
+    name, at = ("Ctrl-C" if number == signal.SIGINT else "SIGTERM"), f"step {run.step}"
+    if not saved:
+        kept = f"the last checkpoint is {run.last_saved}" if run.last_saved else "there is no checkpoint"
+        return Interrupted(number, f"stopped by {name} at {at}, which could not be saved; {kept}")
+    message = f"stopped by {name} after {at}, which is saved: {run.last_saved}"
+    return Interrupted(number, message) if number == signal.SIGINT else Preempted(message)

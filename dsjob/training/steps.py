@@ -1,0 +1,119 @@
+"""What one micro batch does: forward, backward and step of one engine, or a function of the user's over several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsjob.compute.calls import LossFunction, call_model, find_loss, to_scalar
+from dsjob.data.batches import count_samples
+from dsjob.engine.several import Engines
+from dsjob.errors import ContractError
+from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.mesh import World
+from dsjob.training.averaging import Part
+from dsjob.training.display import RECORD_KEYS
+from dsjob.training.metrics import Measures
+
+UserStep = Callable[[Engines, Any], Any]
+MicroStep = Callable[[Engines, Any, Part], dict[str, Tensor]]
+
+
+def make_micro_step(
+    own: UserStep | None, loss: LossFunction | None, measures: Measures | None = None, taken: Collection[str] = ()
+) -> MicroStep:
+    """A function that trains on a batch and gives detached scalars by name, `loss` first, the others sorted.
+
+    `measures`: metrics of training, which see each batch; `taken`: names that `own` returns for these alone.
+    """
+    if own is None:
+        return lambda engines, batch, part: _train_one(engines, batch, part, loss, measures)
+    return lambda engines, batch, part: _call_own(own, engines, batch, measures, taken)
+
+
+def _train_one(
+    engines: Engines, batch: Any, part: Part, loss: LossFunction | None, measures: Measures | None
+) -> dict[str, Tensor]:
+    engine = engines.first
+    outputs = call_model(engine, batch)
+    found = find_loss(outputs, batch, loss)
+    weighed = part.weigh(found)
+    engine.backward(weighed)
+    if measures:
+        measures.feed(outputs, batch, found.mean, count_samples(batch))
+    if engine.is_gradient_accumulation_boundary():
+        part.step.settle(engine)
+    engine.step()
+    return {"loss": part.tell(weighed)}
+
+
+def _call_own(
+    step: UserStep, engines: Engines, batch: Any, measures: Measures | None, taken: Collection[str]
+) -> dict[str, Tensor]:
+    given = step(engines, batch)
+    if not engines.first.world.reports:
+        return {}
+    scalars = read_scalars(given, "trainer.step", taken)
+    if measures:
+        measures.feed(given, batch, None, count_samples(batch))
+    reserved = scalars.keys() & (RECORD_KEYS - {"loss"})
+    if reserved:
+        raise ContractError(
+            f"trainer.step returned {min(reserved)!r}, a reserved log name", hint="give it another name"
+        )
+    first = "loss" if "loss" in scalars else next(iter(scalars))
+    return {"loss": scalars.pop(first), **{name: scalars[name] for name in sorted(scalars)}}
+
+
+def read_scalars(values: Any, what: str, taken: Collection[str] = ()) -> dict[str, Tensor]:
+    """What a step function returned, as detached scalars by name. Raises ContractError where it is something else.
+
+    `taken`: names that metrics take, whatever it is.
+    """
+    named = values if isinstance(values, Mapping) else {"loss": values}
+    named = {name: value for name, value in named.items() if name not in taken}
+    scalars = {str(name): scalar for name, value in named.items() if (scalar := to_scalar(value)) is not None}
+    if not named or len(scalars) < len(named):
+        kinds = {n: f"{type(v).__name__}{list(v.shape) if isinstance(v, Tensor) else ''}" for n, v in named.items()}
+        raise ContractError(
+            f"{what} returned {', '.join(f'{name}: {kind}' for name, kind in kinds.items()) or 'nothing'}",
+            hint="return the loss, a tensor of one element, or a dict of such tensors by name",
+        )
+    return scalars
+
+
+class Names:
+    """The names of the scalars that a step function gives: the same in every call, on every rank that reports."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._known: list[str] | None = None
+
+    def require(self, scalars: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+        """`scalars`, whose names are those of before; zeros where this rank reports nothing.
+
+        Raises ContractError for other names. The first call is a collective.
+        """
+        if self._known is None:
+            self._known = self._agree(all_gather(world.everyone, list(scalars) if world.reports else None))
+        if not world.reports:
+            return dict.fromkeys(self._known, torch.zeros(()))
+        if self._known != list(scalars):
+            raise ContractError(
+                f"{self._what} returned {', '.join(scalars)}, and {', '.join(self._known)} before",
+                hint="return the same names in every call",
+            )
+        return scalars
+
+    def _agree(self, ranks: list[list[str] | None]) -> list[str]:
+        (first, known), *others = ((rank, found) for rank, found in enumerate(ranks) if found is not None)
+        for rank, found in others:
+            if found != known:
+                raise ContractError(
+                    f"{self._what} returned {', '.join(known)} on rank {first}, and {', '.join(found)} on rank {rank}",
+                    hint="return the same names everywhere",
+                )
+        return list(known)

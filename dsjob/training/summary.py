@@ -1,0 +1,89 @@
+"""What a run is, in a few rows: models, data, batch, precision, ZeRO, optimizer, where the output goes."""
+
+from __future__ import annotations
+
+from dsjob.checkpoint.live.committed import Loaded
+from dsjob.compute.precision import name_dtype
+from dsjob.contract.spec import EngineSpec, JobSpec
+from dsjob.engine.engine import Engine
+from dsjob.ranks.mesh import World
+from dsjob.training.display import shorten
+from dsjob.training.run import Run
+
+Rows = list[tuple[str, str]]
+_ON_HOST = {"none": "", "optimizer": ", optimizer on the host", "param": ", parameters and optimizer on the host"}
+
+
+def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
+    """A title and a text for each thing that a user may want to make sure of before waiting for the run."""
+    spec, world, trainer = run.spec, run.engine.world, run.spec.trainer
+    size = run.loader.samples_per_epoch
+    epochs = f", {run.max_steps * trainer.train_batch / size:.3g} epochs" if size else ""
+    ranks = _count_ranks(world)
+    batch = f"{trainer.train_batch} = {trainer.micro_batch} micro x {trainer.grad_accum} accumulated x {ranks}"
+    models: Rows = []
+    for name, engine in run.engines.items():
+        described = _describe_engine(engine)
+        models += [(name, "; ".join(text for _, text in described))] if spec.models else described
+    rows: Rows = [
+        *(models if spec.models else models[:1]),
+        ("data", f"{spec.data.train.path}, {f'{size:,} samples' if size else 'a stream'}"),
+        ("batch", batch),
+        ("steps", f"{run.max_steps:,}{epochs}"),
+        *([] if spec.models else models[1:]),
+        ("device", f"{world.device.type}, {_count_ranks(world.everyone)}{_describe_parts(world)}"),
+        ("output", run_dir),
+    ]
+    if loaded is not None:
+        exact = "" if loaded.exact else "; random numbers begin anew"
+        rows.append(("resumed", "; ".join([f"{loaded.url} at step {loaded.step:,}{exact}", *loaded.notes])))
+    return rows
+
+
+def _count_ranks(world: World) -> str:
+    return f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+
+
+def _describe_parts(world: World) -> str:
+    return f", {world.model.size} of which hold one model" if world.model.size > 1 else ""
+
+
+def _describe_engine(engine: Engine) -> Rows:
+    spec = engine.spec
+    total, trainable = engine.count_parameters()
+    share = "" if trainable == total else f", {shorten(trainable)} trainable" if trainable else ", none trainable"
+    path = spec.model.path if isinstance(spec, JobSpec) and spec.model else ""
+    stage = spec.zero_optimization.stage
+    alone = " (one rank: nothing to shard)" if stage and engine.world.world_size == 1 else ""
+    rows = [
+        ("model", f"{path}, {shorten(total)} parameters{share}"),
+        ("precision", _describe_precision(engine)),
+        ("ZeRO", f"stage {stage}{alone}{_ON_HOST[spec.zero_optimization.offload]}"),
+        *([("engine", "DeepSpeed's")] if isinstance(spec, JobSpec) and spec.engine == "deepspeed" else []),
+        *_describe_blocks(spec),
+    ]
+    if engine.optimizer is not None:
+        given = spec.optimizer.params if spec.optimizer else {}
+        rate = f", lr {given['lr']:g}" if isinstance(given.get("lr"), (int, float)) else ""
+        schedule = f", {spec.scheduler.label}" if spec.scheduler else ""
+        clipping = f", clipping {spec.gradient_clipping:g}"
+        rows.append(("optimizer", f"{type(engine.optimizer).__name__}{rate}{schedule}{clipping}"))
+    return rows
+
+
+def _describe_blocks(spec: EngineSpec) -> Rows:
+    section, rows = spec.activation_checkpointing, []
+    if section.mode != "none":
+        which = "all blocks" if section.interval == 1 else f"1 block of {section.interval}"
+        rows.append(("recomputed", f"{which}, {section.mode}{', inputs on the host' * section.cpu_checkpointing}"))
+    if spec.compile.enabled:
+        rows.append(("compiled", f"each block, by {spec.compile.backend}"))
+    return rows
+
+
+def _describe_precision(engine: Engine) -> str:
+    scale = f", {'dynamic' if engine.dynamic_loss_scale() else 'static'} loss scale {engine.loss_scale():g}"
+    if engine.precision.autocast is not None:
+        return f"fp32, autocast to {name_dtype(engine.precision.autocast)}" + scale * engine.precision.needs_scale
+    low = engine.precision.name != "fp32"
+    return engine.precision.name + ", fp32 masters" * low + scale * engine.precision.needs_scale

@@ -1,0 +1,36 @@
+"""What the loop measures of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import small_jobs
+from torch import Tensor
+
+from dsjob.training import loop
+
+
+def test_the_time_that_is_left_counts_in_what_happens_beside_training(
+    tmp_path: Path, hooks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    forward = small_jobs.Net.forward
+
+    def take_a_second(net: small_jobs.Net, x: Tensor, y: Tensor) -> Tensor:
+        now[0] += 1
+        return forward(net, x, y)
+
+    def dawdle(run: Any, step: int) -> None:
+        now[0] += 10
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(small_jobs.Net, "forward", take_a_second)
+    hooks.append(dawdle)
+    small_jobs.train(tmp_path, trainer={"log_every": 2})
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["samples_per_second"] for line in found] == [8, 8, 8, 8]
+    assert [line["eta_seconds"] for line in found] == [6, (1 + 10 / 4) * 4, (1 + 20 / 6) * 2, 0]
