@@ -28,6 +28,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 python_maximum_signature_line_length = 88
+smartquotes_action = "q"  # no dashes: `--option` stands in prose, too
 pygments_style, pygments_dark_style = "friendly", "monokai"
 nitpicky = False  # docstrings name types of torch, which are documented elsewhere
 
@@ -78,9 +79,10 @@ def list_keys(table: re.Match[str]) -> str:
         if default := cells.get("Default"):
             facts.append(default if default == "required" else f"default {default}")
         facts += [cells["Status"]] if cells.get("Status") != "implemented" else []
-        facts += [
-            f"{title}: {cells[title]}" for title in ("DeepSpeed", "In a job", "Other spellings") if title in cells
-        ]
+        names = {"DeepSpeed": "same key in DeepSpeed", "In a job": "same key in a job", "Other spellings": ""}
+        for title, same in names.items():
+            if given := cells.get(title):
+                facts.append(same if given == "the same" else f"{title}: {given}")
         items.append(f"{cells['Key']}\n: {' · '.join(filter(None, facts))}\n\n  {cells.get('Description', '')}\n")
     return "\n".join(items)
 
