@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from documentation import DOCS
 
+import dsjob
+
 needs_sphinx = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")), reason="needs pip install '.[docs]'"
 )
@@ -49,3 +51,11 @@ def test_the_site_has_a_page_for_every_markdown_file(site: Path) -> None:
 def test_the_reference_is_made_from_the_code(site: Path, page: str, texts: list[str]) -> None:
     html = (site / page).read_text()
     assert [text for text in texts if text not in html] == []
+
+
+@needs_sphinx
+@pytest.mark.slow
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    html = (site / "reference/python.html").read_text()
+    names = {f"dsjob.{name}" for name in dsjob.__all__} - {"dsjob.__version__"}
+    assert [name for name in names if f'id="{name}"' not in html and f'id="module-{name}"' not in html] == []
