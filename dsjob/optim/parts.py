@@ -27,7 +27,10 @@ _SEPARATE = (
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Whether several steps over some parameters each are what one step over all is, to the program too."""
-    own = type(optimizer).__module__.split(".")[0] in ("torch", "dsjob")  # a program's subclass may do more in `step`
+    kind = type(optimizer)
+    own = kind.__module__.split(".")[0] in ("torch", "dsjob")  # a program's subclass may do more in `step`
+    step = vars(optimizer).get("step")  # so may what it has put in its place; a schedule's wrapper only notes the call
+    own = own and (step is None or getattr(step, "__wrapped__", None) is kind.step)
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -89,3 +90,19 @@ def test_others_step_at_once() -> None:
     assert not can_step_in_parts(hooked)
     handle.remove()
     assert can_step_in_parts(hooked)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_a_program_has_wrapped_is_called_once(scheduled: bool) -> None:
+    optimizer = torch.optim.SGD(make(), lr=0.1)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps `step` too, to know whether it was called
+    assert can_step_in_parts(optimizer)
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def step() -> None:
+        original()
+
+    optimizer.step = step  # type: ignore[assignment,method-assign]
+    assert not can_step_in_parts(optimizer)

@@ -30,13 +30,14 @@ class Log(TorchDispatchMode):
         assert device is not None
         assert optimizer is not None
         device.extension.listen(self.told.append)
-        step = optimizer.step
+        kind = type(optimizer)
+        step = kind.step
 
         def tell(*args: Any) -> Any:
             self.told.append("step")
             return step(*args)
 
-        optimizer.step = tell  # type: ignore[method-assign]
+        kind.step = tell  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].is_cuda and args[1].is_cpu:
