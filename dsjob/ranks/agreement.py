@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
 
 from dsjob.errors import CheckpointError, DsjobError
 from dsjob.ranks.mesh import World
@@ -87,9 +88,23 @@ def _find_group(world: World) -> dist.ProcessGroup:
     if "cpu:" in dist.get_backend_config(group):
         return group
     if group not in _of_hosts:
-        ranks, allowed = dist.get_process_group_ranks(group), timedelta(seconds=world.timeout)
-        _of_hosts[group] = dist.new_group(ranks, backend="gloo", timeout=allowed, use_local_synchronization=True)
+        _of_hosts[group] = _make_group_of_hosts(group, timedelta(seconds=world.timeout))
     return _of_hosts[group]
+
+
+def _make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, whose name follows from that of `group`.
+
+    Only these ranks make it. `dist.new_group` would name it by how many groups each of them is in, which may differ:
+    ranks with other names wait for one another in vain.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    name: Any = f"{group.group_name}/hosts"
+    made, _ = _new_process_group_helper(
+        len(ranks), group.rank(), ranks, "gloo", _get_default_store(), name, timeout=timeout
+    )
+    _world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, made)
 
 
 def _try(rank: int, action: Callable[[], T]) -> tuple[T | None, DsjobError | None]:

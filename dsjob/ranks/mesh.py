@@ -88,9 +88,24 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
     chosen = _choose_device(device, local_rank, _read_int("LOCAL_WORLD_SIZE", _read_int("LOCAL_SIZE", 0)))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    if world_size > 1:
+        _allow_connections(world_size)
     if world_size > 1 and not dist.is_initialized():
         _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen)
     return World(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen, timeout=timeout)
+
+
+def _allow_connections(world_size: int) -> None:
+    """Raises how many files this process may open, often 1,024: gloo keeps a connection to each other rank."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 + 4 * world_size
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def leave_world() -> None:

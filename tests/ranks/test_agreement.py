@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import resource
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from simulated_cuda.build import build, find_obstacle
 
 from dsjob.errors import DataError
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_all_ranks, on_rank_0, scatter
-from dsjob.ranks.mesh import World
+from dsjob.ranks.mesh import World, join_world
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +28,7 @@ def fail_on_rank_1(world: World) -> str:
 
 def talk(world: World) -> dict[str, Any]:
     """All ways to tell objects, among all ranks and in pairs, and how often the host has waited for the device."""
+    dist.new_group([0, 1, 2])  # ranks need not be in equally many groups
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = dataclasses.replace(world, rank=world.rank % 2, world_size=2, group=groups[world.rank // 2])
     device = find_device()
@@ -65,3 +68,15 @@ def test_objects_never_travel_through_the_memory_of_a_device(simulated: bool) ->
             "scatter": 10 + rank,
         }
         assert told["waits"] == {}
+
+
+def talk_with_few_files(world: World) -> list[int]:
+    """As on a thousand ranks, where a group needs more connections than a process may usually have open."""
+    dist.get_backend_config = lambda group=None: "cuda:nccl"  # type: ignore[assignment]
+    limit = len(os.listdir("/proc/self/fd")) + 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return all_gather(join_world(device="cpu"), world.rank)
+
+
+def test_the_limit_of_open_files_does_not_bound_the_ranks() -> None:
+    assert run_ranks(talk_with_few_files, 4) == [[0, 1, 2, 3]] * 4
