@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import Enum
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsjob.errors import UsageError
+from dsjob.optim.shards import local
 from dsjob.parallel import Strategy
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names
@@ -45,7 +46,7 @@ def offload(
         return moved.pin_memory() if pins and not isinstance(moved, DTensor) and not moved.is_pinned() else moved
 
     if "optim_states" in names and optimizer is not None:
-        _move_optimizer(optimizer, to_host)
+        _move_optimizer(optimizer, lambda tensor, _: to_host(tensor))
     if names & {"hp_params", "lp_params"}:
         strategy.move_weights(to_host)
     if non_blocking and torch.cuda.is_available():
@@ -55,17 +56,18 @@ def offload(
 def reload(
     strategy: Strategy, optimizer: Optimizer | None, device: torch.device, *, non_blocking: bool = False
 ) -> None:
-    """Brings everything to `device`."""
+    """Brings back to `device` what belongs there: what is offloaded by the config stays on the host."""
 
     def to_device(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=non_blocking)
 
     strategy.move_weights(to_device)
     if optimizer is not None:
-        _move_optimizer(optimizer, to_device)
+        _move_optimizer(optimizer, lambda tensor, of: tensor.to(local(of).device, non_blocking=non_blocking))
 
 
-def _move_optimizer(optimizer: Optimizer, move: Any) -> None:
-    for entry in optimizer.state.values():
+def _move_optimizer(optimizer: Optimizer, move: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Puts `move(tensor, the parameter that it belongs to)` in the place of each tensor of the state."""
+    for parameter, entry in optimizer.state.items():
         # `step` stays where the optimizer put it: most of torch's keep it on the host.
-        entry.update({k: move(v) for k, v in entry.items() if isinstance(v, Tensor) and k != "step"})
+        entry.update({k: move(v, parameter) for k, v in entry.items() if isinstance(v, Tensor) and k != "step"})

@@ -113,6 +113,7 @@ class Sharded(Strategy):
         whole = {name: p for name, p in trainable.items() if name in left}
         self._unsharded = Unsharded(whole, host, self._mesh, self.world, precision.compute)
         self.masters = {**trainable, **self._unsharded.masters}
+        self._stays_on_host = zero.offload == "param"
         if offload is None:
             return
         # Gradients take the dtype of the shards: with another one on their way they would lose what they have.
@@ -209,7 +210,8 @@ class Sharded(Strategy):
         super().drop_gradients()
 
     def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
-        super().move_weights(move)
+        stays = self._stays_on_host
+        super().move_weights(lambda tensor: tensor if stays and isinstance(tensor, DTensor) else move(tensor))
         self._unsharded.move(move)
 
     def weights_changed(self) -> None:

@@ -103,3 +103,25 @@ def test_nothing_is_used_before_it_is_there(world_size: int, stage: int) -> None
     assert not find("")
     assert any(hazard.startswith("read by stream") for hazard in find("weights are not waited for"))
     assert any("that was freed" in hazard for hazard in find("gradients are let go of"))
+
+
+def lend_the_device(world: World, zero: dict[str, Any], lends: bool) -> list[float]:
+    torch.manual_seed(0)
+    engine, losses = make_engine(0, bf16=True, zero_optimization=zero), []
+    for step in range(4):
+        x, y = (part[:2].to(engine.device) for part in make_tokens(step, 4))
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        if lends:
+            engine.offload_states()
+            engine.reload_states()
+    return losses
+
+
+@pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
+def test_reloaded_states_leave_on_the_host_what_belongs_there(what: str) -> None:
+    zero = {"stage": 3, what: {"device": "cpu"}}
+    expected, found = (run_ranks(lend_the_device, 2, zero, lends, library=build()) for lends in (False, True))
+    assert found == expected
