@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -212,6 +214,27 @@ def test_nothing_is_requested(
     assert main(["convert", "--to", "hf", str(root), str(tmp_path / "again")]) == 0
     assert "socket.getaddrinfo is refused" in caplog.text
     assert requests == []
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "socket.create_connection(('127.0.0.1', 9))",
+        "socket.socket().connect(('127.0.0.1', 9))",
+        "socket.socket().bind(('127.0.0.1', 0))",
+        "socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('127.0.0.1', 9))",
+        "socket.gethostbyname('localhost')",
+        "os.fork() or os._exit(0)",
+        "os.posix_spawn(sys.executable, [sys.executable], {})",
+        "multiprocessing.get_context('fork').Process().start()",
+    ],
+)
+def test_the_process_reaches_no_network_and_starts_no_other(act: str) -> None:
+    program = "import multiprocessing.popen_fork, os, socket, sys; from dsjob.checkpoint.pretrained import apart"
+    program += f"; sys.addaudithook(apart._refuse); {act}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "is refused while a model is built of a configuration" in done.stderr
 
 
 SWIN = {"architectures": ["SwinModel"], "model_type": "swin"}

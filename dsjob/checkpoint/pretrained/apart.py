@@ -22,7 +22,9 @@ from dsjob.errors import UsageError
 _SECONDS = 60  # of CPU time, after the imports: the largest models that are published take less than ten
 _PATIENCE = 600  # seconds in all, with imports from a slow disk
 _MEMORY = 4 << 30  # bytes beyond those that the libraries take
-_REFUSED = ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn")
+_ACTS = ("connect", "bind", "sendto", "sendmsg", "getaddrinfo", "gethostbyname", "gethostbyaddr")  # of sockets
+_REFUSED = {f"socket.{act}" for act in _ACTS}
+_REFUSED |= {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 _HINT = "--to fp32 writes the weights alone"
 
