@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import os
 from typing import Any
 
 from dsjob.checkpoint.format import zero_to_fp32 as plain
@@ -107,6 +109,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
+def _name_class(folder: str) -> str:
+    """The class that loads a converted model whole; AutoModel would leave out its head."""
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        names = json.load(file).get("architectures")
+    named = isinstance(names, list) and len(names) == 1 and str(names[0]).isidentifier()
+    return str(names[0]) if named else "transformers.AutoModel"
+
+
 def _show(written: list[plain.Written], hf: bool) -> None:
     for file in written:
         what = f"  {file.tensors} tensors" if file.tensors else ""
@@ -117,7 +127,7 @@ def _show(written: list[plain.Written], hf: bool) -> None:
         if name.startswith("adapter_model"):
             print(f"\nload with:  peft.PeftModel.from_pretrained(base_model, {folder!r})")  # noqa: T201
             return
-        print(f"\nload with:  transformers.AutoModel.from_pretrained({folder!r}), or the model's own class")  # noqa: T201
+        print(f"\nload with:  {_name_class(folder)}.from_pretrained({folder!r})")  # noqa: T201
         return
     torch = files[0].endswith(plain.TORCH)
     load = "torch.load({}, weights_only=True)" if torch else "load_file({})"

@@ -62,7 +62,8 @@ def _require_taken(model: Any, batch: Any, error: TypeError) -> None:
     try:
         taken.bind(*args, **keywords)
     except TypeError as why:
-        way = f"as keywords: {', '.join(map(str, batch))}" if keywords else f"by position, here {len(args)}"
+        by_name = isinstance(batch, Mapping)
+        way = f"as keywords: {', '.join(map(str, batch)) or 'none'}" if by_name else f"by position, here {len(args)}"
         takes, kind = ", ".join(taken.parameters) or "nothing", type(batch).__name__
         raise ContractError(
             f"the model's forward does not take what a batch gives: {why}",

@@ -97,11 +97,14 @@ def test_an_adapter_is_what_peft_saves(kind: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", [*LORA, *GPT2])
-def test_merged_weights_are_those_that_peft_merges(kind: str, tmp_path: Path) -> None:
+def test_merged_weights_are_those_that_peft_merges(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = save(kind, tmp_path / "c")
     code, out = convert(tmp_path, "--merge")
     assert code == 0
     merged = model.merge_and_unload()
+    assert f"load with:  {type(merged).__name__}.from_pretrained({str(out)!r})" in capsys.readouterr().out
     again, info = type(merged).from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info
     same(again.state_dict(), merged.state_dict(), rtol=1e-6, atol=1e-6)

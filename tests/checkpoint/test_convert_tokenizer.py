@@ -118,14 +118,14 @@ def test_a_name_on_the_hub_is_taken_from_the_cache(tmp_path: Path, cached: Path,
 
 def test_nothing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert convert(save_with_job(tmp_path / "c", None)) == (0, set())
-    assert "no tokenizer is in it: --tokenizer FOLDER copies one's files" in caplog.text
+    assert "the folder has no tokenizer: --tokenizer FOLDER copies one from FOLDER" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("job", "told"),
     [
-        ({}, "is in it: --tokenizer"),
-        (make_job(tokenizer=None), "is in it: --tokenizer"),
+        ({}, "no tokenizer: --tokenizer"),
+        (make_job(tokenizer=None), "no tokenizer: --tokenizer"),
         (make_job(tokenizer="other/model"), "names 'other/model'; no files of it are here, and nothing is downloaded"),
         ({"data": LOADER | {"_args_": ["some/model"], "revision": "f" * 40}}, "names 'some/model'; no files"),
         ({"data": LOADER | {"_args_": ["some/model"], "revision": "../refs/main"}}, "names 'some/model'; no files"),
@@ -135,14 +135,14 @@ def test_nothing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         (make_job(tokenizer="\x00\x1b[2J"), r"names '\x00\x1b[2J'; no files"),
         ({"data": {"train": LOADER | {"_args_": ["a"]}, "eval": {"tokenizer": "b"}}}, "names several ('a', 'b')"),
         ({"data": {"collate": {"tokenizer": LOADER | {"pretrained_model_name_or_path": "c/d"}}}}, "names 'c/d'"),
-        ({"data": [LOADER | {"_args_": [7]}, LOADER | {"_args_": {}}, LOADER, 3]}, "is in it: --tokenizer"),
+        ({"data": [LOADER | {"_args_": [7]}, LOADER | {"_args_": {}}, LOADER, 3]}, "no tokenizer: --tokenizer"),
     ],
 )
 def test_what_is_not_here_is_told(job: dict[str, Any], told: str, cached: Path) -> None:
     files, text = find_tokenizer(job)
     assert not files
     assert told in text
-    assert text.endswith("--tokenizer FOLDER copies one's files")
+    assert text.endswith("--tokenizer FOLDER copies one from FOLDER")
 
 
 def make_pipe(path: Path) -> None:

@@ -86,6 +86,7 @@ class Takes(torch.nn.Module):
             "missing a required argument: 'x'",
             "forward takes x, y; the batch, a dict, is passed as ",
         ),
+        ({}, "missing a required argument: 'x'", "the batch, a dict, is passed as keywords: none"),
         ((1, 2, 3), "too many positional arguments", "the batch, a tuple, is passed by position, here 3"),
         (1, "missing a required argument: 'y'", "the batch, a int, is passed by position, here 1"),
     ],

@@ -26,7 +26,7 @@ from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.onebit.signs import count_ranks
 
 BY_RANK = "@rank"
-_ELSEWHERE = "dsjob run FOLDER/resolved.json output.dir=OTHER_FOLDER checkpoint.resume=FOLDER/"
+_ELSEWHERE = "dsjob run FOLDER/resolved.json output.dir=OTHER_FOLDER checkpoint.resume=FOLDER/, with your changes"
 NOT_KEPT = ("params", "exp_avg_mask")  # of a parameter group
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 

@@ -22,7 +22,7 @@ FILES = {
     "preprocessor_config.json", "processor_config.json",
 }  # fmt: skip
 MOST_BYTES = 64 << 20  # of all files together, which are held in memory; those of 262,144 tokens have about 40 MB
-COPIES = "--tokenizer FOLDER copies one's files"
+COPIES = "--tokenizer FOLDER copies one from FOLDER"
 _LOADER = re.compile(r".*(Tokenizer(Fast)?|Processor|FeatureExtractor)\.from_pretrained")
 _HUB_NAME = re.compile(rf"{layout.NAME.pattern}(/{layout.NAME.pattern})?")
 
@@ -43,7 +43,7 @@ def find_tokenizer(job: Any) -> tuple[dict[str, bytes], str]:
     named = dict(sorted(_find_names(job), key=lambda found: found[1] or ""))  # of one name, a revision counts
     if len(named) != 1:
         several = f"the job names several ({', '.join(map(_show, list(named)[:5]))}); " if named else ""
-        return {}, f"no tokenizer is in it: {several}{COPIES}"
+        return {}, f"the folder has no tokenizer: {several}{COPIES}"
     ((name, revision),) = named.items()
     try:
         if os.path.isdir(name):
@@ -52,10 +52,10 @@ def find_tokenizer(job: Any) -> tuple[dict[str, bytes], str]:
             files, place = _read_cached(name, revision), "what the hub's client has kept"
     except (OSError, UsageError, ValueError) as error:
         why = error.message if isinstance(error, UsageError) else error
-        return {}, f"no tokenizer is in it: that of the job, {_show(name)}, cannot be taken: {why}; {COPIES}"
+        return {}, f"the folder has no tokenizer: that of the job, {_show(name)}, cannot be taken: {why}; {COPIES}"
     if not files:
         where = "no files of it are here, and nothing is downloaded"
-        return {}, f"no tokenizer is in it: the job names {_show(name)}; {where}; {COPIES}"
+        return {}, f"the folder has no tokenizer: the job names {_show(name)}; {where}; {COPIES}"
     return files, f"the tokenizer's files are those of {_show(name)}, which the job names, from {place}"
 
 
