@@ -47,6 +47,7 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         if run_dir is None:
             _say_first(composed, world_size)
     if joined:
+        launcher.quiet_torch()
         from dsjob.launch.joined import join
 
         return join(document, trust=trust, run_dir=run_dir)

@@ -16,7 +16,7 @@ from dsjob.launch.launcher import telling_what_is_kept
 from dsjob.launch.rank import add_import_folders, show_crashes
 from dsjob.ranks import meeting
 from dsjob.ranks.agreement import on_rank_0
-from dsjob.ranks.failures import follows_from_another, has_waited
+from dsjob.ranks.failures import follows_from_another, has_hung_up, has_waited
 from dsjob.ranks.mesh import World, abandon_world, join_world, leave_world
 from dsjob.ranks.nodes import check_shared
 from dsjob.ranks.watchdog import (
@@ -103,10 +103,15 @@ def _describe(error: BaseException, rank: int, board: StoreBoard, watchdog: Watc
         hint = known.hint if known else TRACEBACK_HINT
         return LaunchError(f"rank {rank}: {message}", hint=hint, exit_code=known.exit_code if known else 1)
     if not has_waited(error):
-        hint = "the cause is in the output of the rank that failed first"
-        with suppress(RuntimeError):
-            message = board.read_failure() or message
-        return LostRankError(f"rank {rank} has lost another rank: {message}", hint=hint)
+        told = ""
+        with suppress(RuntimeError):  # the store is gone with rank 0
+            told = board.read_failure()
+        if told:
+            hint = "the output of that rank has more"
+        else:
+            hint = "the cause is in the output of the rank that failed first; if it has none, that rank was killed"
+            told = "its connection was closed" if has_hung_up(error) else message
+        return LostRankError(f"rank {rank} has lost another rank: {told}", hint=hint)
     try:
         late = explain_stall(board) if rank < OBSERVERS else ""
     except RuntimeError:

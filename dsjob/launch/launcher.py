@@ -24,6 +24,8 @@ from dsjob.launch.supervisor import Supervisor, list_heeded
 from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
 from dsjob.trust.grant import Trust
 
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # DDP and gloo print warnings that nobody who runs a job can act on
+
 
 def read_world_size() -> int | None:
     """The number of ranks where this process is one of several that somebody else has started; None where it is not."""
@@ -148,12 +150,16 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
         shutil.rmtree(private, ignore_errors=True)
 
 
+def quiet_torch() -> None:
+    """Keeps the warnings of torch's C++ code off the screen, in a process that has not imported torch yet."""
+    os.environ.setdefault(_LOG_LEVEL, "ERROR")
+
+
 def _list_variables(private: str, nproc: int, trust: Trust, debug: bool) -> dict[str, str]:
     """What ranks find in their environment."""
     found = {
         "DSJOB_STORE": os.path.join(private, "store"),
-        # DDP and gloo print warnings that nobody who runs a job can act on.
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        _LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR"),
         rank.FOLDER_VARIABLE: private,
         rank.DEBUG_VARIABLE: "1" if debug else "",
         rank.TRUST_VARIABLE: trust.to_text(),

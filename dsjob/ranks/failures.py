@@ -47,6 +47,8 @@ _LOST = re.compile(
     r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|ncclInProgress|ncclSystemError"
     r"|failure detected by another rank|DataLoader worker .*killed by signal: (?:Terminated|Killed)"
 )
+# And nothing more than that, where a process has ended.
+_HUNG_UP = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe|Socket closed|failed to recv, got 0 bytes")
 # Errors that tell what the user's code, data or storage said, which may have connections of its own.
 _QUOTING = (DataError, StorageError, TargetError, MetricError)
 _TORCH_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
@@ -104,6 +106,12 @@ def follows_from_another(error: BaseException) -> bool:
         return False
     named = any(kind.__name__ in _TORCH_ERRORS for kind in type(found).__mro__)
     return named or has_waited(found) or bool(_LOST.search(str(found)))
+
+
+def has_hung_up(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank's end of a connection was closed."""
+    found = _find_cause(error)
+    return found is not None and bool(_HUNG_UP.search(str(found)))
 
 
 def _find_cause(error: BaseException) -> BaseException | None:

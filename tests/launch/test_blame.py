@@ -158,6 +158,11 @@ def test_workers_that_load_data_end_with_their_rank(tmp_path: Path) -> None:
             "rank 0 timed out waiting for another rank: rank 1 has stalled in step 3 (training), at {file}:",
             "stack of rank 1",
         ),
+        (
+            "SIGKILL",
+            "rank 0 has lost another rank: its connection was closed\n",
+            "if it has none, that rank was killed",
+        ),
     ],
 )
 def test_ranks_of_torchrun_tell_their_own_cause(tmp_path: Path, end: str, own: str, other: str) -> None:
@@ -172,6 +177,7 @@ def test_ranks_of_torchrun_tell_their_own_cause(tmp_path: Path, end: str, own: s
     assert f"dsjob: error: {own.format(file=tmp_path / 'failing_net.py')}" in done.stderr
     assert other in done.stderr
     assert done.stderr.count("dsjob: error: rank 1: ") == (end == "SystemExit")
+    assert "find_unused_parameters" not in done.stderr
 
 
 SLEEPING = """
