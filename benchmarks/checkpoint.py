@@ -153,17 +153,17 @@ def require_same(theirs: Path, ours: Path) -> int:
     return sum(tensor.nbytes for tensor in sides[0].values())
 
 
-def describe_machine(folder: Path) -> Row:
-    """What the figures depend on; `disk`: a file of 1 GB, written and synced, in MB/s."""
+def describe_machine(folder: Path, smoke: bool) -> Row:
+    """What the figures depend on; `disk`: a file of 1 GB (8 MB in a smoke run), written and synced, in MB/s."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    block, target = bytes(8 << 20), folder / "disk"
+    block, target, count = bytes(8 << 20), folder / "disk", 1 if smoke else 120
     started = time.monotonic()
     with target.open("wb", buffering=0) as file:
-        for _ in range(120):
+        for _ in range(count):
             file.write(block)
     sync(target)
-    speed = 120 * len(block) / 1e6 / (time.monotonic() - started)
+    speed = count * len(block) / 1e6 / (time.monotonic() - started)
     target.unlink()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     versions = {name: version(name) for name in ("torch", "deepspeed")}
@@ -198,12 +198,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--convert", type=float, metavar="M", help="measure converting so many million parameters, too")
     parser.add_argument("--folder", default=".", help="where to write, on the disk that is meant")
+    parser.add_argument("--smoke", action="store_true", help="hardly measure the disk: whether it runs, not how fast")
     parser.add_argument("--json", metavar="FILE", help="merge the figures into it")
     args = parser.parse_args()
     started, rows = time.monotonic(), []
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        machine = describe_machine(folder)
+        machine = describe_machine(folder, args.smoke)
         print(", ".join(f"{key} {value}" for key, value in machine.items()))
         print(f"{'':<16}{'GB':>5} {'ranks':>5}  {'against':<18}{'dsjob s':>8} {'other s':>8} {'ratio':>6}", end="")
         print(f"{'MB':>26}{'MB':>8}   goal")

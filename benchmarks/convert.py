@@ -1,6 +1,6 @@
 """Converting a checkpoint against copying its bytes on the same disk: seconds (medians, side by side) and peak memory.
 
-    python benchmarks/convert.py [--gigabytes 1] [--repeats 5] [--folder .] [--json benchmarks/results/convert.json]
+    python -m benchmarks.convert [--gigabytes 1] [--repeats 5] [--folder .] [--json benchmarks/results/convert.json]
 
 Copying: as many bytes as the output has are read from the same shard, out of the page cache, written, and fsynced; for
 bf16 and fp16 that is half of what converting has to read. `memory`: the most that the process that converts had

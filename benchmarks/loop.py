@@ -1,6 +1,6 @@
 """What dsjob's loop costs over one written by hand: the same model, data and optimizer, both sides in one run.
 
-    python benchmarks/loop.py [--rounds 7] [--steps 40] [--json benchmarks/results/loop.json]
+    python -m benchmarks.loop [--rounds 7] [--steps 40] [--json benchmarks/results/loop.json]
 
 Two cells: one process, and FSDP2 (ZeRO-3) on two ranks. The sides take turns, round by round; a round's figure is the
 time of its steps, logs included. The ratio is the median over rounds of dsjob's time by the hand-written loop's.
@@ -38,16 +38,15 @@ from dsjob.training.run import Run
 from dsjob.training.steps import make_micro_step
 from dsjob.trust.targets import call_target
 
-WARM_UP = 5
 
-
-def make_spec(world_size: int, steps: int) -> JobSpec:
+def make_spec(world_size: int, warm_up: int, steps: int) -> JobSpec:
     """The quickstart recipe, cut to the steps of one round."""
     overrides = [
         "+recipe=quickstart",
-        f"trainer.max_steps={WARM_UP + steps}",
-        f"trainer.log_every={WARM_UP}",
-        "trainer.eval_every=0",
+        f"trainer.max_steps={warm_up + steps}",
+        f"trainer.log_every={warm_up}",
+        "~data.eval",
+        *(f"~trainer.{key}" for key in ("eval_at_start", "eval_batches", "eval_every")),
         "trainer.train_batch=16",
         f"trainer.micro_batch={16 // world_size}",
         f"zero_optimization.stage={3 if world_size > 1 else 0}",
@@ -89,7 +88,7 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
     return clock.times[-1] - clock.times[0]
 
 
-def run_by_hand(spec: JobSpec, world: World, dataset: Any) -> float:
+def run_by_hand(spec: JobSpec, world: World, dataset: Any, warm_up: int) -> float:
     """Seconds that plain PyTorch takes for the same steps, printing as often as dsjob logs."""
     torch.manual_seed(0)
     assert spec.model is not None
@@ -104,7 +103,7 @@ def run_by_hand(spec: JobSpec, world: World, dataset: Any) -> float:
     batches = iterate(dataset, spec.trainer.micro_batch)
     started = total = 0.0
     for step in range(spec.trainer.max_steps or 0):
-        if step == WARM_UP:
+        if step == warm_up:
             started = time.perf_counter()
         loss = model(**next(batches))["loss"]
         loss.backward()
@@ -112,7 +111,7 @@ def run_by_hand(spec: JobSpec, world: World, dataset: Any) -> float:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % spec.trainer.log_every == 0:
-            total += float(loss)
+            total += loss.item()
     return time.perf_counter() - started
 
 
@@ -121,28 +120,29 @@ def iterate(dataset: Any, batch_size: int) -> Iterator[Any]:
         yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, drop_last=True)
 
 
-def measure(rounds: int, steps: int) -> list[tuple[float, float]]:
+def measure(rounds: int, warm_up: int, steps: int) -> list[tuple[float, float]]:
     """Seconds (by hand, dsjob) of each round, as this rank sees them."""
     world = join_world(device="auto")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.world_size))
-    spec = make_spec(world.world_size, steps)
+    spec = make_spec(world.world_size, warm_up, steps)
     dataset = call_target(spec.data.train)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):
             sides = {}
             for side in ("hand", "dsjob") if number % 2 else ("dsjob", "hand"):
+                by_hand = side == "hand"
                 sides[side] = (
-                    run_by_hand(spec, world, dataset) if side == "hand" else run_dsjob(spec, world, dataset, folder)
+                    run_by_hand(spec, world, dataset, warm_up) if by_hand else run_dsjob(spec, world, dataset, folder)
                 )
             found.append((sides["hand"], sides["dsjob"]))
     leave_world()
     return found[1:]  # the first round pays for caches
 
 
-def run_rank(rank: int, world_size: int, folder: str, rounds: int, steps: int) -> None:
+def run_rank(rank: int, world_size: int, folder: str, rounds: int, warm_up: int, steps: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DSJOB_STORE=f"{folder}/store")
-    found = measure(rounds, steps)
+    found = measure(rounds, warm_up, steps)
     if rank == 0:
         with open(f"{folder}/times.json", "w", encoding="utf-8") as file:
             json.dump(found, file)
@@ -151,13 +151,14 @@ def run_rank(rank: int, world_size: int, folder: str, rounds: int, steps: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="a multiple of --warm-up")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before the clock starts, and between logs")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     cells = []
     for name, world_size in (("one process", 1), ("FSDP2, two ranks", 2)):
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (world_size, folder, args.rounds, args.steps)
+            arguments = (world_size, folder, args.rounds, args.warm_up, args.steps)
             torch.multiprocessing.spawn(run_rank, arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
             with open(f"{folder}/times.json", encoding="utf-8") as file:
                 times = json.load(file)

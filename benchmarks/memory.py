@@ -1,6 +1,6 @@
 """Bytes of model states on a rank, by ZeRO stage, number of ranks and offloading, as tensors of real runs have them.
 
-    python benchmarks/memory.py [--ranks 1 2 4] [--json benchmarks/results/memory.json]
+    python -m benchmarks.memory [--ranks 1 2 4] [--json benchmarks/results/memory.json]
 
 A transformer of 10 million parameters in bf16 with AdamW and two micro batches a step, on gloo. `parameters`: what
 the model computes with and is no master, between two micro batches. `gradients`: the most of what there is between

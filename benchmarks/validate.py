@@ -1,6 +1,6 @@
 """What `dsjob validate` costs on a document of 100 keys, from a cold shell, beside a bare Python with its parsers.
 
-    python benchmarks/validate.py [--rounds 15] [--json benchmarks/results/validate.json]
+    python -m benchmarks.validate [--rounds 15] [--json benchmarks/results/validate.json]
 
 The sides take turns, each run a process of its own. Both figures are medians over the rounds, start of the interpreter
 included; the ratio is the median over rounds of dsjob's time by the bare Python's. Wanted: under 0.5 s, under 3.
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
-    dsjob, document = str(Path(sys.executable).with_name("dsjob")), make_document()
+    document = make_document()
     assert count_keys(document) == KEYS
     cells = []
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def main() -> None:
             path = Path(folder) / f"job.{name.lower()}"
             path.write_text(text)
             rounds = [
-                (measure(sys.executable, "-c", BARE), measure(dsjob, "validate", str(path)))
+                (measure(sys.executable, "-c", BARE), measure(sys.executable, "-m", "dsjob", "validate", str(path)))
                 for _ in range(args.rounds + 1)
             ][1:]  # the first round pays for caches
             ratios = [ours / bare for bare, ours in rounds]

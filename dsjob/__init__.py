@@ -2,14 +2,23 @@
 
 The names below are imported when they are used, so that `import dsjob` and the commands that only look at documents
 stay free of torch.
+
+A wheel has `conf/`, `schemas/`, `recipes/` and `ops/` inside this package. In a clone they lie beside it, and
+`_FoldersBeside` finds them there, so that a clone works without being installed.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
     from dsjob import checkpointing as checkpointing
     from dsjob import errors as errors
     from dsjob.contract.batch import BatchConfig as BatchConfig
@@ -52,8 +61,45 @@ __all__ = [
 ]
 
 
+def _find_clone() -> Path | None:
+    """The source tree that this package lies in; None where it is installed.
+
+    The project file beside it must be dsjob's: in site-packages another project's may lie, packed there by mistake.
+    """
+    root = Path(__file__).resolve().parent.parent
+    project = root / "pyproject.toml"
+    return root if project.is_file() and '\nname = "dsjob"\n' in project.read_text(encoding="utf-8") else None
+
+
+CLONE = _find_clone()
+
+
+class _FoldersBeside:
+    """Finds `dsjob.conf`, `dsjob.schemas`, `dsjob.recipes` and `dsjob.ops` in the folder that this package lies in.
+
+    An entry in `__path__` would be shorter, but would make everything there a part of dsjob, `dsjob.dsjob` included.
+    """
+
+    _names = frozenset({"dsjob.conf", "dsjob.schemas", "dsjob.recipes", "dsjob.ops"})
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(CLONE)]) if name in cls._names else None
+
+
+if CLONE:
+    # First, since the finder of an editable install would answer with the folders of another clone.
+    sys.meta_path.insert(0, _FoldersBeside)
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        if CLONE:  # what is installed may be another version
+            import tomllib
+
+            return tomllib.loads((CLONE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
         from importlib.metadata import version
 
         return version("dsjob")

@@ -1,4 +1,4 @@
-"""The wheel holds what git has, and works where there is no repository."""
+"""The wheel holds what git has and works without the repository; a clone works without being installed."""
 
 from __future__ import annotations
 
@@ -43,13 +43,18 @@ def list_files() -> list[str]:
     return [name for name in listed.stdout.split("\0") if name and (REPOSITORY / name).is_file()]
 
 
+def make_clone(folder: Path) -> Path:
+    """A copy of the repository as a clone would have it."""
+    for name in list_files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(REPOSITORY / name, folder / name)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the repository as a clone would have it."""
-    copy, out = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("wheel")
-    for name in list_files():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(REPOSITORY / name, copy / name)
+    """The wheel, built from a clone."""
+    copy, out = make_clone(tmp_path_factory.mktemp("built")), tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)],
         check=True,
@@ -60,23 +65,49 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+def make_environment(root: Path) -> Path:
+    """A fresh virtual environment without dsjob; dependencies are found where the tests find theirs."""
+    venv.create(root, with_pip=False)
+    # Comes after the environment's own folder, and what .pth files there say (an editable dsjob) is not read.
+    places = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    (find_site(root) / "dependencies.pth").write_text("\n".join(places) + "\n")
+    return root
+
+
+def find_site(environment: Path) -> Path:
+    (site,) = environment.glob("lib/python*/site-packages")
+    return site
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the dependencies alone."""
+    return make_environment(tmp_path_factory.mktemp("bare") / "venv")
+
+
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with the wheel alone; dependencies are found where the tests find theirs."""
-    root = tmp_path_factory.mktemp("fresh") / "venv"
-    venv.create(root, with_pip=False)
-    python = root / "bin" / "python"
+    """An environment with the wheel."""
+    root = make_environment(tmp_path_factory.mktemp("fresh") / "venv")
+    python = str(root / "bin" / "python")
     subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q", str(wheel)],
+        [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "-q", str(wheel)],
         check=True,
         capture_output=True,
         text=True,
     )
-    (site,) = root.glob("lib/python*/site-packages")
-    # Comes after the wheel's own folder, and what .pth files there say (an editable dsjob) is not read.
-    places = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
-    (site / "dependencies.pth").write_text("\n".join(places) + "\n")
     return root
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone that differs from what is installed: it has another version, and a recipe of its own."""
+    folder = make_clone(tmp_path_factory.mktemp("clone"))
+    project = folder / "pyproject.toml"
+    project.write_text(project.read_text().replace('\nversion = "', '\nversion = "99.'))
+    shutil.copyfile(folder / "recipes" / "gpt.py", folder / "recipes" / "cloned.py")
+    write_json(folder / "job.json", make_job())
+    return folder
 
 
 def run(installed: Path, folder: Path, *command: str) -> str:
@@ -132,3 +163,69 @@ def test_the_installed_command_shows_the_recipes(installed: Path, tmp_path: Path
 def test_the_models_of_the_recipes_can_be_imported_from_elsewhere(installed: Path, tmp_path: Path) -> None:
     probe = "from dsjob.trust.targets import find_target as f; print(f('dsjob.recipes.gpt.build').__code__.co_filename)"
     assert Path(run(installed, tmp_path, "python", "-c", probe).strip()).is_relative_to(installed)
+
+
+FILES = """
+import dsjob, dsjob.conf, dsjob.recipes.gpt, dsjob.schemas
+print(dsjob.__version__, *(m.__file__ for m in (dsjob, dsjob.conf, dsjob.recipes.gpt, dsjob.schemas)))
+"""
+
+
+@pytest.mark.parametrize("environment", ["bare", "installed"])
+def test_a_clone_uses_its_own_files(environment: str, clone: Path, request: pytest.FixtureRequest) -> None:
+    python = request.getfixturevalue(environment)
+    version, *files = run(python, clone, "python", "-c", FILES).split()
+    assert version.startswith("99.")
+    assert len(files) == 4
+    assert all(Path(file).is_relative_to(clone) for file in files)
+    assert run(python, clone, "python", "-m", "dsjob", "validate", "job.json") == "job.json: ok\n"
+    assert version in run(python, clone, "python", "-m", "dsjob", "--version")
+    probe = "import dsjob.deepspeed as d; print(d.__file__, d.dsjob_version)"
+    assert run(python, clone, "python", "-c", probe).split() == [str(clone / "dsjob/deepspeed/__init__.py"), version]
+
+
+@pytest.mark.parametrize("environment", ["bare", "installed"])
+def test_the_ranks_of_a_clone_are_the_clones_own(
+    environment: str, clone: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """They are new processes, which do not search the current folder."""
+    changes = ["launch.nproc=2", "trainer.max_steps=1", "trainer.eval_every=0", "~callbacks.sample", "~scheduler"]
+    changes += ["model._target_=dsjob.recipes.cloned.build", f"output.dir={tmp_path / 'run'}"]
+    run(request.getfixturevalue(environment), clone, "python", "-m", "dsjob", "+recipe=quickstart", *changes)
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_the_tests_of_a_clone_run_without_dsjob_installed(bare: Path, clone: Path) -> None:
+    runs = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract/test_schema.py"]
+    assert " passed" in run(bare, clone, "python", *runs)
+
+
+def make_lures(folder: Path, project: str) -> list[Path]:
+    """Folders that dsjob would find beside it in a clone, which say so when they are imported."""
+    for name in ("conf", "ops", "recipes", "schemas"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise SystemExit('the wrong folder')")
+    (folder / "pyproject.toml").write_text(f'[project]\nname = "{project}"\n')
+    return list(folder.iterdir())
+
+
+def test_an_installed_package_ignores_a_clone_in_the_current_folder(installed: Path, tmp_path: Path) -> None:
+    make_lures(tmp_path, "dsjob")
+    _, *files = run(installed, tmp_path, "python", "-c", FILES).split()
+    assert all(Path(file).is_relative_to(installed) for file in files)
+    run(installed, tmp_path, "dsjob", "show", "+recipe=quickstart")
+
+
+def test_an_installed_package_ignores_folders_beside_it(installed: Path, tmp_path: Path) -> None:
+    """Other projects have packed theirs, with their project file, into site-packages."""
+    lures = [find_site(installed) / path.name for path in make_lures(tmp_path, "other")]
+    try:
+        for path in tmp_path.iterdir():
+            shutil.move(path, find_site(installed))
+        _, *files = run(installed, tmp_path, "python", "-c", FILES).split()
+        assert all(Path(file).is_relative_to(find_site(installed) / "dsjob") for file in files)
+        probe = "import importlib.util; print(importlib.util.find_spec('dsjob.ops'))"
+        assert run(installed, tmp_path, "python", "-c", "import dsjob; " + probe).strip() == "None"
+    finally:
+        for path in lures:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -6,9 +6,9 @@ dsjob lacks is not here, so that importing it fails at once, with what to do ins
 
 from __future__ import annotations
 
-from importlib.metadata import version as _version
 from typing import NoReturn as _NoReturn
 
+from dsjob import __version__ as _version
 from dsjob.deepspeed import checkpointing as checkpointing
 from dsjob.deepspeed import comm as comm
 from dsjob.deepspeed import moe as moe
@@ -33,7 +33,7 @@ API_VERSION = "0.19.6"  # of the DeepSpeed whose calls these are
 __version__ = version = API_VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
 __git_hash__ = __git_branch__ = None
-dsjob_version = _version("dsjob")
+dsjob_version = _version
 
 _explain_imports()
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from dsjob import storage
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, TargetError
+from dsjob.home import find_again
 from dsjob.launch import rank
 from dsjob.launch.supervisor import Supervisor, list_heeded
 from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
@@ -140,7 +141,7 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
     os.makedirs(logs, exist_ok=True)
     request = os.path.join(run_dir, SAVE_REQUEST)
     usual = signal.signal(signal.SIGUSR1, lambda *_: open(request, "a").close())  # rank 0 looks there
-    # -P keeps the current folder off sys.path: a source tree of dsjob there would hide the installed one.
+    # -P keeps the current folder off sys.path: its modules would hide installed ones, and another dsjob this one.
     command = [sys.executable, "-P", "-m", rank.__name__, resolved, run_dir]
     variables = _list_variables(private, options["nproc"], trust, debug)
     try:
@@ -158,6 +159,7 @@ def quiet_torch() -> None:
 def _list_variables(private: str, nproc: int, trust: Trust, debug: bool) -> dict[str, str]:
     """What ranks find in their environment."""
     found = {
+        **find_again(),
         "DSJOB_STORE": os.path.join(private, "store"),
         _LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR"),
         rank.FOLDER_VARIABLE: private,

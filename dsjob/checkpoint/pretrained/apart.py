@@ -18,6 +18,7 @@ from typing import Any
 
 from dsjob.checkpoint.pretrained.adapters import Adapter, Shapes
 from dsjob.errors import UsageError
+from dsjob.home import find_again
 
 _SECONDS = 60  # of CPU time, after the imports: the largest models that are published take less than ten
 _PATIENCE = 600  # seconds in all, with imports from a slow disk
@@ -64,7 +65,7 @@ def ask(question: Question) -> Answer:
     """
     if not question.config.get("architectures") and not any(one.get("alpha_pattern") for _, one in question.adapters):
         return Answer(None, {}, {}, ["the names of the tensors are not compared with an architecture: none is named"])
-    environment = {**os.environ, **_OFFLINE, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **find_again(), **_OFFLINE, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", "-m", __name__, str(_SECONDS), str(_MEMORY)]
     text = json.dumps(asdict(question)).encode()
     try:

@@ -1,0 +1,20 @@
+"""Where this dsjob lies, for processes that have to run the same one."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from dsjob import CLONE
+
+
+def find_again() -> dict[str, str]:
+    """Environment variables with which a new Python process finds the dsjob that this process has imported.
+
+    Only a clone needs one: Python found it through the current folder, which `-P` keeps off the new process's path, or
+    through a change to `sys.path`.
+    """
+    if CLONE is None or str(CLONE) not in {os.path.realpath(folder) for folder in sys.path}:
+        return {}
+    inherited = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(CLONE), *([inherited] if inherited else [])])}

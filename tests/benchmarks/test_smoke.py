@@ -1,0 +1,49 @@
+"""Every benchmark runs from a clone, at tiny sizes: whether it still works, not how fast dsjob is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "checkpoint": "--gigabytes 0.001 --ranks 1 --rounds 1 --convert 0.1 --smoke --folder FOLDER",
+    "convert": "--gigabytes 0.01 --repeats 1 --folder FOLDER",
+    "engine": "--sizes tiny --worlds 1 2 --stages 0 --precisions fp32 --accumulations 1 --against hand --rounds 1",
+    "loop": "--rounds 1 --steps 1 --warm-up 1",
+    "memory": "--ranks 1",
+    "validate": "--rounds 1",
+}
+ROWS = {"checkpoint": "cells", "convert": "results", "engine": "cells", "loop": "cells", "memory": "rows"}
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_the_benchmark_runs_and_writes_its_figures(name: str, tmp_path: Path) -> None:
+    if name == "checkpoint":
+        pytest.importorskip("deepspeed", reason="the benchmark compares with DeepSpeed")
+    file = tmp_path / "figures.json"
+    run(name, *TINY[name].replace("FOLDER", str(tmp_path)).split(), "--json", str(file))
+    assert json.loads(file.read_text())[ROWS.get(name, "cells")]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_deepspeeds_tests_show_a_table_of_no_results(tmp_path: Path) -> None:
+    assert run("deepspeed_tests", "--table", "--results", str(tmp_path))
+
+
+def test_every_benchmark_is_run_here() -> None:
+    started = {path for path in (ROOT / "benchmarks").rglob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in started}
+    assert names == {*TINY, "deepspeed_tests", "gpu"}  # gpu: test_gpu_smoke.py
