@@ -1,4 +1,9 @@
-"""A run's folder: how it is named and made, and the documents that lie in it."""
+"""A run's folder: how it is named and made, and the documents that lie in it.
+
+`output.dir` is a pattern. Without `%time` the next run resumes in the same folder. resolved.json is replaced only once
+the new run has made progress, so a mistake in an override spoils nothing. metrics.jsonl has each step once: lines of
+steps that a run repeats move to metrics-superseded.jsonl, as commit records move to `superseded/`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,11 @@
 
 The model and its optimizer stay fp32; torch's policy decides which operators compute low. Gradients of "safe" modules
 lose nothing by travelling low, since they were computed low.
+
+At stage 0 DDP's hook splits each bucket by dtype. At stages 1 to 3 each safe module is an FSDP2 unit of its own, since
+a unit has one dtype; linear and convolution layers are also gathered low at stage 3. Safe classes are found by name
+among loaded modules, so a config imports nothing. While gradients accumulate at stage 1, FSDP2 keeps those of safe
+modules in the lower precision.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 `engine.backward(loss)` divides and scales the loss. A program may call `loss.backward()` instead, of a loss over the
 outputs of several engines perhaps: then the gradients of the outputs are divided where they enter each model.
+
+Outputs are handed out as views, and the hook sits on the view: a loss that the model computed from another output must
+not be divided twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Finding the units to shard in a model that says nothing about it."""
+"""Finding the units to shard in a model that says nothing about it.
+
+Blocks are siblings of one class in a list, made of parts, that share no parameter with anything outside. Blocks of
+less than a million elements are units of their own only at stage 3 (`contract.sharding`): below it everything is
+gathered at once, and a unit's hooks and collectives would cost more than they hide.
+"""
 
 from __future__ import annotations
 

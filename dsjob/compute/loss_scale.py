@@ -1,6 +1,10 @@
 """The loss scale of fp16: how large it is, and how it answers to overflows.
 
 Arithmetic alone: who finds overflows, and what becomes of the step, is the engine's matter.
+
+One scaler serves every stage, so the stage changes no number. (DeepSpeed before 0.19 has no hysteresis at stage 0, and
+its stage 0 continues at the minimum scale, where dsjob stops.) A step is unscaled by the scale of its own backward
+pass; DeepSpeed uses the new scale where it has just doubled.
 """
 
 from __future__ import annotations

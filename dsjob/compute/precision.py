@@ -1,4 +1,9 @@
-"""Precision: the dtypes by name, those of a job, and casting of inputs."""
+"""Precision: the dtypes by name, those of a job, and casting of inputs.
+
+Gradients accumulate in the compute dtype at stages 0 and 1 (at 1 in communication_data_type where given), as in
+DeepSpeed, and in fp32 at stages 2 and 3, also on one rank. With `data_types.grad_accum_dtype: fp32`, a strategy that
+cannot accumulate in fp32 reduces after each micro step and adds to the masters' gradients.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,12 @@
 
 torch's fused optimizers take a flag, `found_inf`, and do nothing where it is set. The host learns of it later: until
 then it goes on as if the step had been taken, which nearly all are, and what it did to the schedule can be undone.
+
+The norm reveals overflows: it is computed over all ranks from scaled gradients, so all ranks skip together without
+another collective. A skipped step counts in global_steps and advances the data. The device decides only where all
+masters are on a GPU and the optimizer is one of torch's fused ones; elsewhere the host reads the norm once a step.
+bf16 steps that are not finite are skipped too (`check_grad_overflow`). After `rhythm.MAX_SKIPPED` in a row the engine
+raises: no loss scale would help.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""How large a document may be, whether it comes as text or as an object of a program."""
+"""How large a document may be, whether it comes as text or as an object of a program.
+
+All input has a budget: text has at most 16 MiB, interpolations and YAML aliases expand to at most 200,000 values and
+characters (`interpolation`), pickles are counted with shared values each time (`torch_files`), and at most 200
+problems are reported. Without these, a few kilobytes could keep a command busy for hours.
+"""
 
 from __future__ import annotations
 

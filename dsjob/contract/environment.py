@@ -3,6 +3,9 @@
 A reference, `${oc.env:NAME}`, stays that text in every document that is printed or saved; `targets` reads it when it
 calls the target. From then on its value is masked wherever text leaves the process: `watch_output` covers standard
 output and error, `mask` and `mask_texts` what is written to files.
+
+Not masked: values below 6 characters, names of existing files, and what native code or child processes of the user
+print. Hydra's `--cfg all --resolve` prints values on request.
 """
 
 from __future__ import annotations

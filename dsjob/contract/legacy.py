@@ -1,6 +1,9 @@
 """Spellings of earlier years that stand for several keys of today, or for keys elsewhere.
 
 Other names of one key are the schemas' `x-aliases`. What is expanded here is told as `deprecated` by `check`.
+
+Apex's amp: O0 is fp32, O1 torch_autocast in float16, and O2 and O3 are fp16. O3 keeps fp32 masters all the same:
+weights in fp16 alone would lose what optimizer steps add.
 """
 
 from __future__ import annotations

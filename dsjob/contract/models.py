@@ -1,4 +1,8 @@
-"""Several models in one document: what each of them is alone, the job's own settings and its own put together."""
+"""Several models in one document: what each of them is alone, the job's own settings and its own put together.
+
+A model's own section is merged key by key; an optimizer or scheduler is replaced whole. The document keeps only what a
+model says itself, so a resolved document still follows an override of the job's settings.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,10 @@ section's holds for the keys in it), `x-unsupported` (values that are not suppor
 import` writes in the place of those, or of an unsupported key's value), `x-aliases` (other spellings), `x-replaced-by`
 (what a deprecated key is now), `x-auto` (the string "auto" stands for a value that is derived, or for nothing given),
 `x-deepspeed` (DeepSpeed's name for a key; at the root of deepspeed.json the version whose defaults are listed).
+
+The tree that Hydra composes on is derived from them with every key unset, so `trainer.micro_batch=4` needs no `+`, a
+mistyped key has no place to go, and "not set" stays distinct from "set to the default" until `resolve`. null means not
+set, except among a target's arguments.
 """
 
 from __future__ import annotations

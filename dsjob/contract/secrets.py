@@ -3,6 +3,9 @@
 Credentials of stores come from where each store's own tools look for them (environment, profile, machine), never from
 a document. An argument whose name is that of a secret may be `${oc.env:NAME}` alone: it stays that text in every
 document that is printed or saved, until a target is called with it.
+
+Secrets are recognised by their names alone: under another name a literal secret is not found. In sections of a
+DeepSpeed config that have no effect a secret is only a warning, because nothing of them is kept.
 """
 
 from __future__ import annotations

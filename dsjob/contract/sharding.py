@@ -1,5 +1,9 @@
 """Which parameters, and how many of them at a time: the choices of sharding and offloading that a plan predicts and the
-engine makes, in one place so that both are the same."""
+engine makes, in one place so that both are the same.
+
+`stage3_param_persistence_threshold` has no use here: a block is gathered in one collective whatever its small
+parameters, so replicating them would save no message and add one.
+"""
 
 from __future__ import annotations
 

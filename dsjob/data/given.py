@@ -2,6 +2,10 @@
 
 A loader is one sequence of batches, pass after pass. Where it is not divided among ranks by itself, they take turns:
 the n-th batch is rank n % world_size's, so that the sequence of a run does not depend on the number of ranks.
+
+Of a plain DataLoader over a map-style dataset only indices are read to pass over what other ranks have or what was
+seen before a resume, with its own samplers, seeded by the pass. Random transforms in the workers of such a loader are
+not repeated by a resume.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Whether all ranks read equally much: as long datasets, and streams whose passes end after the same batch."""
+"""Whether all ranks read equally much: as long datasets, and streams whose passes end after the same batch.
+
+Lengths are compared at the start, and the ends of streams with each log record, before a save: a rank that ends early
+would leave the others waiting.
+"""
 
 from __future__ import annotations
 

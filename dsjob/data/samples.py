@@ -2,6 +2,10 @@
 
 A loader's worker process could only send the text of a traceback; it sends a `Spoilt` batch in its place instead, and
 `require_sound` raises the error where the batch is used.
+
+In worker processes random transforms are seeded by the sample's number, so neither a resume nor another number of
+workers or ranks changes them. A dataset with `__getitems__` reads a micro batch at once, seeded by the number of its
+first sample.
 """
 
 from __future__ import annotations

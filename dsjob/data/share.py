@@ -1,4 +1,8 @@
-"""Which batches of a loader are a rank's: all of a loader that differs by rank, else every world_size-th."""
+"""Which batches of a loader are a rank's: all of a loader that differs by rank, else every world_size-th.
+
+Whether a loader is divided among ranks already shows in its first batches: equal ones on all ranks mean that they take
+turns. A DistributedSampler, or a `data.loader` that takes `rank`, says so itself.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Order: check, build on the DeepSpeed config, other spellings, whole floats to integers, defaults, "auto", batch triad.
 A resolved document is itself a valid job, so resolving it again for as many ranks changes nothing.
+
+`resolved` in resolved.json records for how many ranks the batch sizes were derived: on another number they are derived
+again, and train_batch stays. The length of a schedule is left to the run, so that a longer run has a longer schedule.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Both put something in the place of a block's `forward`, so that no name of a parameter changes and hooks (FSDP2's, which
 gather parameters for both passes) stay around it. Where blocks lie is `parallel.wrap`'s to find, how they are computed
 again that of `activation`.
+
+The compiler works inside what is computed again, but outside under `mode: selective`, whose policy it has to see. That
+policy counts operators; modules that are gathered by themselves inside a block (autocast from stage 1 on) would
+confuse it, so a rule rejects the two together. transformers' `use_cache` is switched off for both.
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 It is there to run one job on both and to compare. Model, optimizer, schedule, data and loop are dsjob's; forward,
 backward and step of a micro batch are DeepSpeed's, as its own config of the job says. `deepspeed_state` reads and
 writes what checkpoints hold.
+
+Rules reject what DeepSpeed would silently do differently: optimizers that look at whole parameters (it steps flat
+pieces), fp16 at stage 0 (with a given optimizer it divides gradients by a scale that it did not multiply the loss by),
+compiled blocks, `models`, MiCS and hpZ. `zero_grad` in the middle of a step is rejected at stages 1 and 2, whose
+reduced gradients DeepSpeed cannot drop. Its shared-memory op is switched off: it takes minutes to compile and serves
+inference only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""When a micro step ends with an optimizer step, and what a training has counted. Arithmetic alone."""
+"""When a micro step ends with an optimizer step, and what a training has counted. Arithmetic alone.
+
+With `managed_gradient_accumulation` off, no forward pass knows whether a step follows. Stages 0 and 1 then keep
+gradients on their rank until `step` reduces them; at stages 2 and 3 each backward pass reduces. Samples are counted by
+backward passes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A rank that torchrun, srun or another launcher has started: it joins the others, trains, and tells its own cause."""
+"""A rank that torchrun, srun or another launcher has started: it joins the others, trains, and tells its own cause.
+
+A rank that only lacks another rank says so and ends with exit code 76. A job that Slurm has queued again
+(`SLURM_RESTART_COUNT`) finds its folder in `.slurm-JOB-STEP-NAME.json` beside it. Nothing counts restarts of
+Kubernetes' pods: such jobs need an `output.dir` without `%time`.
+"""
 
 from __future__ import annotations
 

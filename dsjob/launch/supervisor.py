@@ -1,4 +1,9 @@
-"""The processes of a job's ranks on this machine: starting them, watching them, ending all once one has failed."""
+"""The processes of a job's ranks on this machine: starting them, watching them, ending all once one has failed.
+
+Each rank has a session of its own and dies with its launcher (PR_SET_PDEATHSIG): checkpoints survive a sudden end.
+Once one rank has failed, each watchdog ends its own rank after 3 s (10 s in a save), and the launcher kills those that
+no longer answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameter groups by rules: which parameters take other values than `optimizer.params` has for the rest."""
+"""Parameter groups by rules: which parameters take other values than `optimizer.params` has for the rest.
+
+A group keeps the name of its rule, so that a resumed run finds it again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lion: steps of one size, in the direction of the sign of an averaged gradient."""
+"""Lion: steps of one size, in the direction of the sign of an averaged gradient.
+
+Unlike DeepSpeed's, an element without any gradient stays where it is.
+"""
 
 from __future__ import annotations
 

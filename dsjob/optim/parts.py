@@ -1,4 +1,9 @@
-"""Optimizer steps taken part by part, so that something else can go on with the parts that are done."""
+"""Optimizer steps taken part by part, so that something else can go on with the parts that are done.
+
+An optimizer that updates each parameter by itself steps 64 MiB of masters at a time: new weights are cast on the host
+and copied to the device while the next part steps, and only the device waits for the last copy. Other optimizers, and
+those with hooks, step everything at once.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """What an optimizer needs to know of sharded parameters: the own part of a tensor, and sums over all of its parts.
 
 An update that looks at each element alone is taken on the own parts; what looks at a whole parameter comes here.
+
+Lamb adds up the norms of all parameters in one collective. Muon gathers each matrix, works on it on every rank and
+keeps its own part.
 """
 
 from __future__ import annotations

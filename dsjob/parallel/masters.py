@@ -2,6 +2,11 @@
 
 They are on the model's device, or on the host, where the optimizer then steps. Where masters and parameters are on two
 devices and host memory is pinned, copies run beside the passes and beside the optimizer's step.
+
+Masters are fp32 whatever dtype the model comes in. Under FSDP2 the sharded parameters are the masters, and compute
+copies come from MixedPrecisionPolicy; a replicated bf16 model is cast in place and has masters beside it, as in
+DeepSpeed. Offloading changes no bit of a run and nothing in a checkpoint. All gradients have to arrive before the
+first weight is stepped, because clipping needs their norm.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Whole (`full`), which is a collective of all ranks under sharding, or this rank's part (`local`). The names are
 DeepSpeed's; a parameter is found by the tensor that the model shows, or by the one that the optimizer was given.
+
+Engines register their parameters in a weak table, so looking one up keeps no model alive.
 """
 
 from __future__ import annotations

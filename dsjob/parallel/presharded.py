@@ -2,6 +2,9 @@
 
 `shard_parameters` replaces the parameters of a module by shards; a strategy lays these aside, gives the model its own
 form, and writes them back. No rank ever holds more than one of them whole.
+
+Sharding happens in torch's registration hook, when a module becomes part of another. The shards are DTensors of rank
+0's values. A strategy lays them aside, shards the model on meta, and writes them back.
 """
 
 from __future__ import annotations

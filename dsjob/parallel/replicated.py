@@ -1,4 +1,9 @@
-"""The whole model on each rank: ZeRO stage 0, and every stage when there is one rank alone."""
+"""The whole model on each rank: ZeRO stage 0, and every stage when there is one rank alone.
+
+DDP runs with find_unused_parameters: any step may leave parameters out, and its buckets keep their order. DDP would
+then copy all outputs, logits too, in each micro step; `_give_out` hands out an alias of each instead, which a program
+may also change in place. The remaining cost is one small all-reduce a step.
+"""
 
 # Without `from __future__ import annotations`: DDP compares those of a communication hook with its own classes.
 

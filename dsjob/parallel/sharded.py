@@ -7,6 +7,11 @@ stage  gradients                                        parameters
        at the boundary
 2      reduce-scattered every micro step                 gathered once a step
 3      reduce-scattered every micro step                 gathered for each use, block by block
+
+MiCS is a mesh of two axes: FSDP2 shards within a group and all-reduces shards of gradients between groups. hpZ is
+`reshard_after_forward=n`: masters stay sharded over all ranks, and between the passes a block is kept in compute
+copies over n successive ranks. DeepSpeed keeps that second copy all the time. A parameter may stay without gradient,
+at stages 1 to 3 on all ranks alike: FSDP2 reduces what a rank has.
 """
 
 from __future__ import annotations

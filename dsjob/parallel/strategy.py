@@ -1,4 +1,8 @@
-"""The protocol between the engine and the ways to spread a model over ranks."""
+"""The protocol between the engine and the ways to spread a model over ranks.
+
+`reduce_gradients` makes every order of calls legal at every stage: under `no_sync`, when a program moves the boundary
+between forward and backward, or after two backward passes in one step, it reduces what no backward pass has reduced.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Every rank has them whole. Their masters are replicated tensors of the mesh, so that an optimizer sees one kind of
 tensor; gradients are averaged over the ranks by one small collective.
+
+The collective also carries who has a gradient; a rank asks for that only if it has none itself. Norms count these
+parameters once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Models that are sharded while they are built, and parameters made whole for a while: DeepSpeed's `zero`.
 
 What it leaves to others: how a model in training is sharded (`parallel`), and reading one value (`parameters`).
+
+`GatheredParameters` changes the class of the parameter objects themselves while they are whole, so that references to
+them anywhere see the whole values.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Where one rank fails, the others find their connections closed, or wait until they may wait no longer: such errors are
 recognised, and never blamed while any rank has a cause of its own.
+
+The first failure in time is shown, unless it only follows from another. Every end of a process without a record is a
+failure, exit code 0 too. No time limit is added: only a collective that takes longer than `launch.timeout` is a stall.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 DeepSpeed's form is an object with get_{model,data}_parallel_{rank,world_size,group}(); Megatron calls the first half
 get_tensor_model_parallel_*. Determined's is an object of four fields, without groups, which are then made here. How the
 parts of a model work together is the program's own matter.
+
+`World`'s rank, world_size and group are the data-parallel ones, so code that shards, reduces or counts samples needs
+to know no more. The parts of a model are never cut anew: a checkpoint names them `mp_rank_00`, ... and loads with as
+many parts. An error in one rank's unit is raised on all ranks. hpZ, MiCS and the 1-bit optimizers are rejected,
+because they form groups of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What several nodes must have in common before they train together: the storage that checkpoints go to."""
+"""What several nodes must have in common before they train together: the storage that checkpoints go to.
+
+Rank 0 writes a file where checkpoints go; a node that does not see it ends the run before the first step.
+"""
 
 from __future__ import annotations
 

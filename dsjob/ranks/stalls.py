@@ -1,4 +1,8 @@
-"""Which rank the others wait for: what each has told of its place, compared, and stacks made readable."""
+"""Which rank the others wait for: what each has told of its place, compared, and stacks made readable.
+
+Where all ranks that failed timed out waiting, blamed is the rank in process state T, else the one that has entered the
+fewest collectives, else one that does not wait.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A metric is fed on the rank that has the batch. What ranks have seen goes to rank 0, as states, as values or as the very
 inputs; there it becomes the result, which all ranks get. Padded batches are fed to nobody.
+
+torchmetrics' own collectives would hang where the batches of a rank are all padding.
 """
 
 from __future__ import annotations

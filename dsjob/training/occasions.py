@@ -2,6 +2,10 @@
 
 A handler sets a flag and little else. At the end of a step all ranks add up what they know in one collective: at
 most every half second, so that it costs nothing where steps are short.
+
+SIGTERM: save, exit 75. Ctrl-C: save, exit 130; a second one ends the process at once. The launcher passes both on to
+the ranks, not to their loader workers. After SIGTERM a run that makes no progress for `launch.grace` seconds is ended
+with the stack of the rank that hangs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""How a run finds its way back: from its own checkpoints, or from another job's weights, as checkpoint.resume says."""
+"""How a run finds its way back: from its own checkpoints, or from another job's weights, as checkpoint.resume says.
+
+Hyperparameters of a resumed job are the document's where they differ from those in the checkpoint. A warm start
+(`resume: <path or URL>`) takes weights alone, and only while the run has no checkpoint of its own, so that a requeued
+job resumes its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Saving a run: whether a checkpoint is due, making it, and what a failure of that means."""
+"""Saving a run: whether a checkpoint is due, making it, and what a failure of that means.
+
+Ranks raise the error of the first rank that failed; the folder is deleted, so that a full disk has its room back,
+unless a request for its commit record had no definite answer: the store may still carry it out. An evaluation comes
+after the save of its step, so that no error in it loses that step; metrics are then added to the commit record. The
+step is saved again only where the evaluation changed what state.json holds.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 Trusted are `LISTED` (constructors of dsjob, torch, torchmetrics, transformers and datasets), modules that lie in the
 job's own folders, and what the user has named with --trust. Nothing in a document adds to that. `targets` is the one
 that imports, and asks here first; where the grants come from is the business of the commands.
+
+The list has no functions that unpickle, compile or fetch. A run folder's resolved.json names modules of the current
+folder if the file belongs to the user; what a checkpoint names needs the flag, because checkpoints travel. A prefix
+grants what is defined below it and what its modules export by `__all__`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Targets: from `_target_` and arguments to the object. The one place that imports what a document names.
 
 What may be imported and called is for `trust` to say; it is asked before the import, and again about what was found.
+
+An object that was found must be defined in a trusted module or be listed, whatever path led to it: a name that a
+library has merely imported is not trusted.
 """
 
 from __future__ import annotations

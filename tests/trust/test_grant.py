@@ -193,7 +193,7 @@ def test_a_clone_of_dsjob_makes_no_more_of_it_nameable(monkeypatch: pytest.Monke
     monkeypatch.chdir(clone)
     assert explain_distrust("dsjob.storage.write_bytes", here())
     assert explain_distrust("dsjob.recipes.gpt.build", here(local=False)) == ""
-    with pytest.raises(TargetError, match=r"dsjob\.run\.callbacks"):
+    with pytest.raises(TargetError, match=r"dsjob\.training\.callbacks"):
         find_target("dsjob.recipes.text.Callback", here())
 
 

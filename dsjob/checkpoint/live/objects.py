@@ -2,6 +2,9 @@
 
 Where ranks have the same state it is kept once; where they do not, by rank. State that cannot be kept is told of and
 left out of a save, which loses nothing else by it.
+
+State is taken once before the first step, so that problems are reported then and not hours later. On another number of
+ranks the state of rank 0 counts where ranks differ, with a note.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 DCP plans which rank writes and reads which box of which tensor. A rank writes one file, header first, each chunk hashed
 on its way. Reading verifies each chunk that it uses.
+
+DCP's storage formats are not used: they execute code on load and carry no checksums. Hashing is the greatest cost of a
+save on the processor, so it runs in a thread beside writing. Readers read chunks straight into the tensors where they
+can: a damaged chunk is reported when its bytes are there already, so an engine whose load has failed holds parts of
+both states.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 `Boxes` puts a manifest together that the readers of `zero_to_fp32` and `shards` take as if it were dsjob's own, so that
 converting, resharding and loading need to know nothing of where it came from.
+
+A flat partition of DeepSpeed's holds ranges of tensors, and any range of a row-major tensor is a few boxes.
+Hyperparameters are the document's; what DeepSpeed stores by position (stage 0) gets its names from the engine's
+groups.
 """
 
 from __future__ import annotations

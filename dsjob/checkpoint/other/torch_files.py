@@ -3,6 +3,9 @@
 Such a file is a zip with a pickle and one member a storage. Only the pickle is read here, by torch's own unpickler of
 weights, once every name in it is known to be harmless; tensors come back on meta, so that nothing of them is in memory.
 Their bytes are read later, through `CheckedFolder`, which compares the zip's own checksums first.
+
+`torch.load` gets `weights_only=True` and `map_location="meta"`, not mmap: storages then know where their bytes begin,
+which is compared with the zip's own directory, and URLs work as files do.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A configuration comes out of a checkpoint, which may come from anywhere. `apart` runs this module in a process of its
 own, without network and with bounds; `hub` and `adapter_config` have checked before what the configuration asks for.
+
+Names and shapes are compared before anything is written, because `from_pretrained` silently fills in what is missing
+with random values. Where a library is missing, a warning says what was not compared.
 """
 
 from __future__ import annotations

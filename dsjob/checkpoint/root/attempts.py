@@ -2,6 +2,10 @@
 
 A run of a job claims the next number by creating `attempts/a0003.json` exclusively, before it reads what is there. From
 then on older runs are fenced: one that wakes up after it was given up finds the newer record and may not commit.
+
+A save asks before its commit record and once more after it whether a newer attempt was claimed, so a newer run has
+seen every commit that was reported. A commit that it has not seen (of a process that was paused between the two) it
+sets aside. Programs that call `save_checkpoint` have one attempt a process and fence nobody.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """What in a checkpoint root no checkpoint needs, and deleting it: left by killed runs, and by runs that went back.
 
 Imports no torch.
+
+Older runs are fenced, so what they never committed can go when a run begins; what programs left goes a day after its
+last write. Kept: a folder whose tag has an unreadable record, or that was set aside as damaged. Listings of object
+stores lag, so before a folder is deleted its commit record is asked for by name. Only dsjob's own names are looked at:
+the root may be a bucket that others use.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 On torch.utils.checkpoint without reentrant autograd, which keeps random numbers and autocast as they were, and asks
 nothing of the inputs. This module adds how inputs are kept (`Store`), which operators are not computed again, and the
 tracked random states.
+
+Without reentrance DDP counts each parameter once, and results are the same bit for bit.
 """
 
 from __future__ import annotations
