@@ -75,9 +75,10 @@ CLONE = _find_clone()
 
 
 class _FoldersBeside:
-    """Finds `dsjob.conf`, `dsjob.schemas`, `dsjob.recipes` and `dsjob.ops` in the folder that this package lies in.
+    """Finds the packages `_names` in the folder that this package lies in.
 
-    An entry in `__path__` would be shorter, but would make everything there a part of dsjob, `dsjob.dsjob` included.
+    An entry in `__path__` would be shorter, but would make all of that folder a part of dsjob: tests, documentation, and
+    dsjob itself.
     """
 
     _names = frozenset({"dsjob.conf", "dsjob.schemas", "dsjob.recipes", "dsjob.ops"})

@@ -1,7 +1,7 @@
 """What a document asks of the repeated blocks of a model: to be computed again in the backward pass, to be compiled.
 
 Both put something in the place of a block's `forward`, so that no name of a parameter changes and hooks (FSDP2's, which
-gather parameters for both passes) stay around it. Where blocks lie is `parallel.wrap`'s to find, how they are computed
+gather parameters for both passes) stay around it. Where blocks lie is `compute.find_blocks`'s to find, how they are computed
 again that of `activation`.
 
 The compiler works inside what is computed again, but outside under `mode: selective`, whose policy it has to see. That

@@ -1,7 +1,7 @@
 """The installed DeepSpeed behind the engine's face: `engine: deepspeed` in a job document.
 
 It is there to run one job on both and to compare. Model, optimizer, schedule, data and loop are dsjob's; forward,
-backward and step of a micro batch are DeepSpeed's, as its own config of the job says. `deepspeed_state` reads and
+backward and step of a micro batch are DeepSpeed's, as its own config of the job says. `driven_state` reads and
 writes what checkpoints hold.
 
 Rules reject what DeepSpeed would silently do differently: optimizers that look at whole parameters (it steps flat

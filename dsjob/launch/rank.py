@@ -1,4 +1,4 @@
-"""The process of one rank that `launch` has started: it reads the resolved document, trains, and tells of its end."""
+"""The process of one rank that `launcher` has started: it reads the resolved document, trains, and tells of its end."""
 
 from __future__ import annotations
 

@@ -147,6 +147,6 @@ def use_cores(device: torch.device) -> None:
 
 
 def choose_host(parameters: Mapping[str, nn.Parameter], ratio: float) -> set[str]:
-    """Names of the parameters whose masters a share of all elements on the host takes, as `plan` counts them."""
+    """Names of the parameters whose masters a share of all elements on the host takes, as `planning` counts them."""
     names = list(parameters)
     return {names[number] for number in choose_share([p.numel() for p in parameters.values()], ratio)}

@@ -1,7 +1,7 @@
 """What has to be looked at to plan a job: its model's shapes, what autograd keeps of a forward pass, what its optimizer
 keeps, its learning rates, its data. Nothing is trained, and no model is materialised.
 
-The arithmetic is `plan`'s; what is seen here is put in its words.
+The arithmetic is `planning`'s; what is seen here is put in its words.
 """
 
 from __future__ import annotations

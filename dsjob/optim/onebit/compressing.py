@@ -1,6 +1,6 @@
 """What the 1-bit optimizers have in common: when they communicate by themselves, and what they keep for it.
 
-How a mean travels as signs is the matter of `optim.signs`, what is sent that of each optimizer.
+How a mean travels as signs is the matter of `optim.onebit.signs`, what is sent that of each optimizer.
 
 An optimizer with an attribute `communicates` says before each step whether it wants each rank's own gradients; DDP
 then reduces nothing. That needs whole parameters: stage 0, as in DeepSpeed. A rank then clips its own gradients by

@@ -17,7 +17,7 @@ class OneBitAdam(CompressingOptimizer):
     squares stays, each rank moves the momentum by its own gradient, and the mean of the momenta travels as signs.
 
     State of a parameter: `exp_avg`, `exp_avg_sq`, `step`, fp32 []; from the freeze step on `variance_step`, and
-    on several ranks the `worker_error` and `server_error` of `optim.signs`.
+    on several ranks the `worker_error` and `server_error` of `optim.onebit.signs`.
     """
 
     def __init__(

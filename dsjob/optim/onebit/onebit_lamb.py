@@ -23,7 +23,7 @@ class OneBitLamb(CompressingOptimizer, Lamb):
     what it was a step before, relative to that.
 
     State of a parameter: Lamb's, and `coeff_average`, fp32 []; from the freeze step on `exp_avg_sq_fresh` (v'),
-    `scaling` (s), `last_factor` (f) and `variance_step`, and on several ranks the errors of `optim.signs`.
+    `scaling` (s), `last_factor` (f) and `variance_step`, and on several ranks the errors of `optim.onebit.signs`.
     """
 
     def __init__(

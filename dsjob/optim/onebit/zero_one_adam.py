@@ -22,7 +22,7 @@ class ZeroOneAdam(CompressingOptimizer):
     mean leads, and the momentum m becomes that mean over the sum of rates.
 
     Between two exchanges, weights and momenta differ by rank; a checkpoint has rank 0's weights. State of a parameter:
-    `exp_avg`, `exp_avg_sq`, `step`, fp32 [], `variance_step`, on several ranks the errors of `optim.signs`, and
+    `exp_avg`, `exp_avg_sq`, `step`, fp32 [], `variance_step`, on several ranks the errors of `optim.onebit.signs`, and
     from `var_freeze_step` on `anchor` (where all ranks were), `momentum_accumulator`, `rates` and `decay` (sums since).
     """
 

@@ -1,4 +1,4 @@
-"""Reads what DeepSpeed saved: ZeRO 0 to 3, and universal checkpoints. `deepspeed_layout` knows where bytes lie.
+"""Reads what DeepSpeed saved: ZeRO 0 to 3, and universal checkpoints. `layout` knows where bytes lie.
 
 The files of model states say what there is (`_common_checkpoint_state` of `runtime/engine.py`, DeepSpeed 0.19.6).
 """
