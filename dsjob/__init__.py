@@ -77,7 +77,7 @@ CLONE = _find_clone()
 class _FoldersBeside:
     """Finds the packages `_names` in the folder that this package lies in.
 
-    An entry in `__path__` would be shorter, but would make all of that folder a part of dsjob: tests, documentation, and
+    An entry in `__path__` would be shorter, but would make the whole folder a part of dsjob: tests, documentation, and
     dsjob itself.
     """
 

@@ -1,8 +1,8 @@
 """What a document asks of the repeated blocks of a model: to be computed again in the backward pass, to be compiled.
 
 Both put something in the place of a block's `forward`, so that no name of a parameter changes and hooks (FSDP2's, which
-gather parameters for both passes) stay around it. Where blocks lie is `compute.find_blocks`'s to find, how they are computed
-again that of `activation`.
+gather parameters for both passes) stay around it. `compute.find_blocks` finds the blocks, and
+`compute.activation` computes them again.
 
 The compiler works inside what is computed again, but outside under `mode: selective`, whose policy it has to see. That
 policy counts operators; modules that are gathered by themselves inside a block (autocast from stage 1 on) would

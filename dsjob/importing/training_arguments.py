@@ -1,7 +1,7 @@
 """The Trainer's arguments, from a file or a command, as values of the job document.
 
-Arguments that nobody gave count with the Trainer's defaults, at the lowest rank. `contract.trainer_arguments` says what goes
-where; the functions here read rows that belong together.
+Arguments that nobody gave count with the Trainer's defaults, at the lowest rank. `contract.trainer_arguments` says what
+goes where; the functions here read rows that belong together.
 """
 
 from __future__ import annotations

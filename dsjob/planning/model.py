@@ -18,7 +18,7 @@ MASTER_SIZE = 4  # bytes of an element of the fp32 masters
 class Weight:
     """One parameter: its shape, bytes an element as the model is built, and the unit it is sharded in.
 
-    `unit`: 0 for what is outside the repeated blocks, from 1 for the blocks (`parallel.wrap.find_blocks`); see
+    `unit`: 0 for what is outside the repeated blocks, from 1 for the blocks (`compute.find_blocks`); see
     `stands_alone`.
     """
 
