@@ -153,10 +153,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40, help="a multiple of --warm-up")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the clock starts, and between logs")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="one: no FSDP2")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     cells = []
-    for name, world_size in (("one process", 1), ("FSDP2, two ranks", 2)):
+    for world_size in args.ranks:
+        name = "one process" if world_size == 1 else f"FSDP2, {world_size} ranks"
         with tempfile.TemporaryDirectory() as folder:
             arguments = (world_size, folder, args.rounds, args.warm_up, args.steps)
             torch.multiprocessing.spawn(run_rank, arguments, nprocs=world_size)  # type: ignore[no-untyped-call]

@@ -115,21 +115,21 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def run_rank(rank: int, world_size: int, folder: str) -> None:
+def run_rank(rank: int, world_size: int, folder: str, shape: tuple[int, ...]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DSJOB_STORE=f"{folder}/store")
     torch.set_num_threads(1)
     join_world(device="cpu")
-    found = measure_all()
+    found = measure_all(shape)
     if rank == 0:
         with open(f"{folder}/bytes.json", "w", encoding="utf-8") as file:
             json.dump(found, file)
     leave_world()
 
 
-def measure_all() -> list[dict[str, Any]]:
-    """A row for each stage and way to offload."""
+def measure_all(shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """A row for each stage and way to offload, of a transformer of this shape."""
     return [
-        {"stage": stage, "offload": offload, **measure(stage, offload, Transformer())}
+        {"stage": stage, "offload": offload, **measure(stage, offload, Transformer(*shape))}
         for stage, offload in itertools.product(range(4), WAYS)
         if is_meaningful(stage, offload)
     ]
@@ -138,9 +138,11 @@ def measure_all() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--smoke", action="store_true", help="a tiny model: whether it runs")
     parser.add_argument("--json", metavar="FILE", help="write the bytes there")
     args = parser.parse_args()
-    parameters = sum(p.numel() for p in Transformer().parameters())
+    shape = (VOCAB, 64, 2) if args.smoke else (VOCAB, WIDTH, LAYERS)
+    parameters = sum(p.numel() for p in Transformer(*shape).parameters())
     print(f"{parameters:,} parameters; bytes a parameter on rank 0")
     print(
         f"{'ranks':>5} {'stage':>5} {'offload':<9} {'parameters':>10} {'gradients':>10} {'optimizer':>10} "
@@ -149,7 +151,7 @@ def main() -> None:
     rows = []
     for world_size in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(run_rank, (world_size, folder), nprocs=world_size)  # type: ignore[no-untyped-call]
+            torch.multiprocessing.spawn(run_rank, (world_size, folder, shape), nprocs=world_size)  # type: ignore[no-untyped-call]
             with open(f"{folder}/bytes.json", encoding="utf-8") as file:
                 found = json.load(file)
         for row in found:

@@ -60,6 +60,7 @@ def open_hydra(
         here = SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=f"file://{os.path.abspath(config_dir)}", anchor=here)
     _store_base(overrides, file)
+    # Hydra keeps one instance a process; a program or a notebook may have used it before.
     GlobalHydra.instance().clear()
     try:
         with _renamed():
@@ -86,6 +87,7 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
         node = copy.deepcopy(file.value)
         if isinstance(switch := node.get("zero_optimization"), bool):  # nothing could be merged into a flag
             node["zero_optimization"] = {"stage": int(switch)}
+        # So what the group decides is taken out of the file: the command line wins.
         for name in {override.split("=")[0].lstrip("~") for override in overrides} & _GROUPS.keys():
             _delete(node, _GROUPS[name])
         try:
@@ -214,6 +216,7 @@ def finish(config: DictConfig, file: Document | None, environment: Collection[st
     overrides = _override_paths(cast("list[str]", OmegaConf.to_container(config.hydra.overrides.task, resolve=False)))
     try:
         with _renamed():
+            # Hydra's own node is no part of the job, and its interpolations are not the user's.
             job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             plain = interpolation.resolve(job, _say, environment)
     except DocumentError as error:

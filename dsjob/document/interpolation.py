@@ -45,6 +45,7 @@ class _OverBudget(_Refused):
 
 def check_texts(document: Any) -> list[Problem]:
     """What of a document's interpolations would take too long to read."""
+    # Before OmegaConf sees them: its grammar is slow on long texts and recurses with the depth.
     texts = [(path, text) for path, text in list_texts(document) if isinstance(text, str) and "${" in text]
     for path, text in texts:
         if _count_depth(text) > MAX_NESTED:
@@ -89,6 +90,7 @@ class _Resolution:
                 document = self._expand(config, ())
             except _OverBudget as error:
                 raise DocumentError([error.problem]) from None
+        # After the walk: only in the finished document is it known whether a mark is alone in a target's argument.
         for path in dict.fromkeys(self.marked):
             self._settle(document, path)
         if self.problems:
@@ -103,6 +105,7 @@ class _Resolution:
             message = f"interpolations nest the document deeper than {MAX_DEPTH} levels"
             raise _at(_OverBudget(message, rule="too-deep"), path[:3])
         plain: Any = OmegaConf.to_container(container, resolve=False)
+        # Values without an interpolation are copied as they are; each other one is asked of OmegaConf in its place.
         for place, text in list(list_texts(plain)):
             if not (isinstance(text, str) and "${" in text):
                 continue
@@ -148,6 +151,8 @@ class _Resolution:
             self._spend(inter_args)
             if inter_type == "oc.env":
                 return self._spend(self._read(*inter_args))
+            # Arguments that a resolver reads itself must hold no mark. oc.create passes its value on, and oc.select its
+            # default.
             carried = {"oc.create": 0, "oc.select": 1}.get(inter_type, len(inter_args))
             self._refuse_marks(inter_args[:carried])
             for text in inter_args:
@@ -199,6 +204,7 @@ class _Resolution:
         else:
             inner = inner if inner is None else str(inner)
         reference = Reference(name, bool(default), inner)
+        # What is written into the document must be read as the same reference when the target is called.
         if parse_reference(str(reference)) != reference:
             self._refuse(name)
         self.references.append(reference)
@@ -221,6 +227,8 @@ class _Resolution:
         for part in path[:-1]:
             above = above[part]
         text = above[path[-1]]
+        # Three outcomes: part of a longer text, a place that is saved and shown, or a target's argument as it should
+        # be.
         whole = self.mark.fullmatch(text) if isinstance(text, str) else None
         own = isinstance(path[-1], str) and path[-1] in _OWN_KEYS
         found = [mark for part in (*path, text) if isinstance(part, str) for mark in self.mark.finditer(part)]

@@ -95,6 +95,7 @@ class Engine(Readings, Saving):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
+        # Evaluation passes are no micro steps.
         if torch.is_grad_enabled():
             self.strategy.start_micro_step(self.rhythm.boundary, self._syncs)
         with cast_operators(self.device, self.precision.autocast):
@@ -103,6 +104,7 @@ class Engine(Readings, Saving):
             return outputs
         if not self.rhythm.managed:
             return watch_outputs(outputs, self.rhythm.count_pass(self._enter_backward))
+        # Hooks on outputs are needed only where a gradient has to be divided, or a missing scale to be noticed.
         if self.rhythm.accumulation > 1 or self._scaler is not None:
             return watch_outputs(outputs, self._enter_backward)
         return outputs
@@ -125,6 +127,7 @@ class Engine(Readings, Saving):
         accumulation = self.rhythm.accumulation if scale_wrt_gas else 1
         part = loss / accumulation if accumulation > 1 else loss
         self.rhythm.passes += 1
+        # Inside, the hooks on outputs do nothing: this loss is divided and scaled already.
         with drive():
             self.scale(part).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if self.rhythm.boundary and self._syncs:
@@ -199,21 +202,25 @@ class Engine(Readings, Saving):
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         if self.optimizer is None:
             raise UsageError("step() needs an optimizer: name one in the config, or give one to initialize()")
+        # First what the last step left open: if the device skipped it, the schedule is one step ahead.
         self.settle()
         self.strategy.reduce_gradients()
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
+        # Gradients stay scaled until here: clip computes the norm, unscales and clips in one multiplication.
         scale = self.loss_scale() / self.gradient_factor
         self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, scale, self._divisor)
         self._divisor = None
         if self._skips and self._scaler is None and can_decide(self.optimizer):
             self._step_unread(self.optimizer, self._grad_norm.isfinite(), lr_kwargs)
             return
+        # bool() waits for the device. The norm is over all ranks, so they decide alike.
         overflow = self._skips and not bool(self._grad_norm.isfinite())
         if not overflow:
             self.strategy.step(self.optimizer)
         if self._scaler is not None:
             self._scaler.update(overflow, self._find_culprits() if overflow and self._scaler.exhausted else ())
+        # Also after an overflow: gradients have to be dropped and gathered weights freed all the same.
         self.strategy.finish_step()
         if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)

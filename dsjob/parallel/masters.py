@@ -32,6 +32,7 @@ class Masters(Pairs):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], host: Container[str] = (), pin: bool = False) -> None:
         """`host`: names of those whose masters are on the host, in page-locked memory for `pin`."""
+        # A stream of its own only where there is something to overlap: pageable memory blocks the host anyway.
         far = [p.device for name, p in parameters.items() if name in host and p.device.type == "cuda"]
         side = torch.cuda.Stream(far[0]) if far and pin else None  # type: ignore[no-untyped-call]
         pairs = {}
@@ -39,6 +40,7 @@ class Masters(Pairs):
             on_host = name in host
             device, pins = HOST if on_host else parameter.device, on_host and side is not None
             master = torch.empty_like(parameter.data, dtype=torch.float32, device=device, pin_memory=pins)
+            # empty_like keeps the placements of a DTensor; only this rank's part, local(...), has bytes to copy.
             local(master).copy_(local(parameter.data))
             pairs[name] = Pair(parameter, nn.Parameter(master), on_host)
         super().__init__(pairs, side)
@@ -61,6 +63,7 @@ class Masters(Pairs):
                 taken.append(local(pair.parameter.grad))
                 kept.append(local(pair.master.grad))
                 pair.parameter.grad = None
+        # Copied in groups, and cast to fp32 on the way: a kernel per parameter would cost more than the copy.
         if taken:
             torch._foreach_copy_(kept, taken)
 
@@ -75,17 +78,20 @@ class Masters(Pairs):
                 gradient.record_stream(torch.cuda.current_stream(gradient.device))
             _add(pair, gradient)
             return
+        # A pair holds one gradient on its way: that of an earlier backward pass is added up first.
         if pair.taken is not None:
-            self._arrive()  # of an earlier backward pass
+            self._arrive()
         pins = self._side is not None
         pair.taken = torch.empty_like(gradient, device=HOST, pin_memory=pins)
         with self._beside():
+            # Without record_stream the allocator would hand out the gradient's memory while the copy still reads it.
             pair.taken.copy_(gradient, non_blocking=pins)
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
 
     def _arrive(self) -> None:
         """Adds what is on its way to the host, once all of it is there."""
         if self._side is not None and any(pair.taken is not None for pair in self._pairs.values()):
+            # The host is about to read what the copies write; it waits once for all of them.
             self._side.synchronize()
         for pair in self._pairs.values():
             taken, pair.taken = pair.taken, None

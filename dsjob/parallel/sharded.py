@@ -58,7 +58,9 @@ class Sharded(Strategy):
         require_shards(model, world)
         if mesh.ndim > 1:
             make_whole(model)  # its shards are those of another mesh
+        # zero.Init's shards leave meta tensors behind, which fully_shard can take; write_back brings their values back.
         placed = lay_aside(model)
+        # Before sharding: afterwards no rank has a whole tensor that could be compared or cast.
         align(model, world)
         widen(model)
         left = _move_unshardable(model, world.device)
@@ -74,6 +76,7 @@ class Sharded(Strategy):
         if precision.compute != torch.float32:
             keep_statistics_wide(model)
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+        # Inner units first, the root last: fully_shard takes the parameters that no unit inside has taken.
         for safe in mark_safe(model, precision):
             _shard_safe(safe, options, precision.autocast)
         blocks = [b for b in find_blocks(model) if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
@@ -112,6 +115,7 @@ class Sharded(Strategy):
 
         `left`: those that are not sharded, by name.
         """
+        # Each p is a DTensor: p.shape is the whole parameter's, local(p) this rank's part, [ceil(dim 0 / ranks), ...].
         trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         offload = zero.offload_optimizer if zero.offload == "optimizer" else None
         host = choose_host(trainable, offload.ratio) if offload else set(left) if zero.offload == "param" else set()
@@ -127,6 +131,7 @@ class Sharded(Strategy):
         self.copies = Masters(copied, host, pin=offload.pin_memory)
         if low:
             _cast(self.module, list(copied.values()), low)
+        # FSDP2 leaves a gradient on a shard only once it is reduced, so it may go to the host at once.
         self.copies.stream(lambda: True)
         self.masters = {name: self.copies.masters.get(name, p) for name, p in self.masters.items()}
 
@@ -137,11 +142,13 @@ class Sharded(Strategy):
             # may have put new tensors in the place of old ones.
             _broadcast_coalesced(self.world.group or _get_default_group(), list(self.module.buffers()), 25 << 20, 0)
             self._buffers_differ = False
+        # Setting the flags visits every unit, which costs more than a small model's step; most calls change nothing.
         if (boundary, sync) == self._flags:
             return
         self._flags = (boundary, sync)
         root = cast(FSDPModule, self.module)
         root.set_requires_gradient_sync(sync and (boundary or not self._defers))
+        # Stages 1 and 2 keep gathered parameters between micro steps; stage 3 frees each block after each use.
         if self._stage < 3:
             root.set_reshard_after_backward(boundary)
 
@@ -169,7 +176,9 @@ class Sharded(Strategy):
         waiting = [p for unit in self._units() for p in _list_fsdp_parameters(unit) if _own_gradient(p) is not None]
         for parameter in waiting:  # in the same order on every rank
             gradient = cast(Tensor, _own_gradient(parameter))
+            # [whole shape] on each rank. Dividing before the sum keeps fp16 from overflowing in it.
             sent = gradient.to(marked_dtype(parameter.sharded_param) or self._reduce_dtype) / self._mesh.size()
+            # Partial: the ranks' tensors are summands. Redistributing to the shards' placement is a reduce-scatter.
             whole = DTensor.from_local(sent, self._mesh, [Partial()] * self._mesh.ndim, run_check=False)
             placed = whole.redistribute(placements=parameter.sharded_param.placements)
             share = placed.to(parameter.sharded_param.dtype)
@@ -177,6 +186,7 @@ class Sharded(Strategy):
                 share = parameter.to_sharded_dtensor(local(share).cpu())
             before = parameter.sharded_param.grad
             parameter.sharded_param.grad = share if before is None else before + share
+            # FSDP2 would otherwise reduce the same gradient again in the next backward pass.
             parameter.unsharded_accumulated_grad = None
             parameter._unsharded_param.grad = None
         self._unsharded.reduce()

@@ -88,10 +88,12 @@ class Init:
         if not self._enabled:
             return self
 
+        # A module's own parameters are complete once a parent takes it, and no earlier: `__init__` has returned.
         def place(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             if child is not None:
                 self._place(child)
 
+        # Weak: modules that a constructor makes and throws away must not be kept until the end.
         built: WeakSet[nn.Module] = WeakSet()
 
         def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -136,6 +138,7 @@ def _apply_to_whole(group: dist.ProcessGroup | None) -> Iterator[None]:
     def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
         for child in self.children():
             child.apply(fn)
+        # Children first, as torch does it, and only this module's own: otherwise the whole model would be gathered.
         gathered = GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0)
         gathered.group = group
         with gathered:
@@ -221,6 +224,7 @@ class GatheredParameters:
             parameter.requires_grad_(trained)
             announce(parameter)
         self._gathered = []
+        # Shards first, for all parameters, then what each engine derives from them, once for each engine.
         changed = set()
         for parameter, value in zip(self._params, values, strict=False):
             _write(parameter, value, inside=isinstance(parameter, _Gathered) and id(parameter) not in wholes)
@@ -263,6 +267,7 @@ def _write(parameter: Tensor, value: Tensor, *, inside: bool) -> None:
     """Puts a whole value into a parameter, its shares and its master; `inside`: it stays gathered for now."""
     if inside:
         _whole_of(parameter).data.copy_(value)
+        # `local` needs the DTensor; an outer context still shows the whole value afterwards.
         parameter.__class__, whole = DTensor, _whole_of(parameter)
         local(parameter).copy_(own_part(value.to(parameter.dtype), parameter))
         parameter.__class__ = _Gathered

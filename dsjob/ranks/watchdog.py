@@ -91,6 +91,7 @@ class FolderBoard:
         faulthandler.register(STACK_SIGNAL, self._stacks)
 
     def post(self, beat: Beat) -> None:
+        # Written beside and renamed: the launcher never reads half a beat.
         with open(f"{self._path}.new", "w", encoding="utf-8") as file:
             file.write(beat.to_text())
         os.replace(f"{self._path}.new", self._path)
@@ -224,11 +225,13 @@ class Watchdog:
         moved = beat.progress != self._last
         if moved:
             self._moved, self._last, self._warned = now, beat.progress, False
+        # A rank that does not move posts less often: thousands of ranks share one store.
         if moved or now - self._posted > 4 * self._board.period:
             self._board.post(beat)
             self._posted = now
         self._board.answer()
         failure = self._board.read_failure()
+        # Shortly before the timeout: NCCL then aborts the process, and nothing can be read any more.
         if now - self._moved > 0.9 * self._timeout and not self._warned and self._rank < OBSERVERS:
             self._warned = True
             self._warn()
@@ -247,9 +250,11 @@ class Watchdog:
         `lost`: the store is gone, as it also is once the rank that keeps it is done; so is this one then.
         """
         began = time.monotonic()
+        # A save that is nearly done is worth more than a quick end.
         while position.doing == "saving" and time.monotonic() - began < patience.TO_SAVE:
             self._stopped.wait(_PERIOD)
         self._stopped.wait(max(0.0, patience.TO_NOTICE - (time.monotonic() - began)))
+        # The main thread is about to report the real cause; ending now would hide it.
         if position.doing == "ending":
             self._stopped.wait(patience.TO_TELL)
         if self._stopped.is_set() or (lost and position.doing == "finishing"):
@@ -263,6 +268,7 @@ class Watchdog:
 def read_beat() -> Beat:
     """Where this rank is now."""
     entered = 0
+    # Sequence numbers count collectives that were entered, whether they have ended or not.
     if dist.is_initialized():
         for group in list(_world.pg_map):
             try:

@@ -55,6 +55,7 @@ class Averaging:
         Where targets count, all of them are read before the first is given out. Raises DataError for a step without
         targets, ContractError where some batches have labels and others have none.
         """
+        # Only the first batch can tell whether there are labels; all ranks have to agree on it before they communicate.
         first = next(batches)
         if self._labelled is None:
             self._labelled = self._agree(self.count(first) is not None)
@@ -64,9 +65,11 @@ class Averaging:
             for batch in islice(batches, micro_steps - 1):
                 yield batch, Part(step)
             return
+        # All micro batches of the step are needed before the first one: each weight contains the sum over the step.
         read = [first, *islice(batches, micro_steps - 1)]
         counts = [self._require_count(batch) for batch in read]
         step = Step(self._world, micro_steps, targets=sum(counts), sums=True)
+        # pop, so that a micro batch is freed once it is used.
         for count in counts:
             yield read.pop(0), Part(step, count)
 
@@ -109,15 +112,21 @@ class Step:
                 self._total = targets.to(world.device, copy=True)
             else:
                 self._total = torch.full((), targets, dtype=torch.int64, device=world.device)
+            # Asynchronous: the sum travels during the first forward pass; `_expect` waits for it before the first
+            # backward.
             self._reduction = dist.all_reduce(self._total, group=world.group, async_op=True)
 
     def weigh(self, loss: Loss, targets: Tensor | int | None) -> Tensor:
         """What to go back from: the loss of a micro batch as the engine's mean takes it."""
         if loss.count is not None and self._sums:
+            # Known only after the last forward pass, so `settle` corrects the gradients by said / expected before the
+            # step.
             self._said = loss.count if self._said is None else self._said + loss.count
             return loss.value * _as(self._batches / self._expect(), loss.value)
         if targets is None:
             return loss.mean
+        # The engine divides by `_batches` (micro steps x ranks). What is left for each target is 1 / targets of the
+        # step.
         return loss.mean * _as(targets * self._batches / self._expect(), loss.value)
 
     def settle(self, engine: Engine) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TINY = {
-    "checkpoint": "--gigabytes 0.001 --ranks 1 --rounds 1 --convert 0.1 --smoke --folder FOLDER",
+    "checkpoint": "--gigabytes 0.001 --ranks 1 --rounds 1 --smoke --folder FOLDER",
     "convert": "--gigabytes 0.01 --repeats 1 --folder FOLDER",
-    "engine": "--sizes tiny --worlds 1 2 --stages 0 --precisions fp32 --accumulations 1 --against hand --rounds 1",
-    "loop": "--rounds 1 --steps 1 --warm-up 1",
-    "memory": "--ranks 1",
+    "engine": "--sizes tiny --worlds 2 --stages 0 --precisions fp32 --accumulations 1 --against hand --rounds 1",
+    "loop": "--ranks 2 --rounds 1 --steps 1 --warm-up 1",
+    "memory": "--ranks 1 --smoke",
     "validate": "--rounds 1",
 }
 ROWS = {"checkpoint": "cells", "convert": "results", "engine": "cells", "loop": "cells", "memory": "rows"}
@@ -37,6 +37,14 @@ def test_the_benchmark_runs_and_writes_its_figures(name: str, tmp_path: Path) ->
     run(name, *TINY[name].replace("FOLDER", str(tmp_path)).split(), "--json", str(file))
     assert json.loads(file.read_text())[ROWS.get(name, "cells")]
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_converting_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="the benchmark compares with DeepSpeed")
+    options = f"--gigabytes --convert 0.1 --rounds 1 --smoke --folder {tmp_path}".split()
+    assert "dsjob convert" in run("checkpoint", *options)
 
 
 def test_deepspeeds_tests_show_a_table_of_no_results(tmp_path: Path) -> None:

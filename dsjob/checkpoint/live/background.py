@@ -46,6 +46,7 @@ class Staging:
                 kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             buffers[key] = kept.copy_(tensor, non_blocking=True)
             devices |= {tensor.device} if tensor.is_cuda else set()
+        # One wait for all copies. Training must not change a tensor that is still being copied.
         for device in devices:
             torch.cuda.synchronize(device)
         self._buffers = buffers
@@ -124,11 +125,13 @@ class Background:
 
     def _await_records(self) -> list[dict[str, Any]]:
         """The completion records of the other ranks, in their order."""
+        # Polled, not gathered: a collective here would mix with those of training, in an order that differs by rank.
         folder, pause = storage.join(self.save.url, "done"), 0.02
         missing = {f"r{rank:05d}.json": rank for rank in range(1, self.save.world_size)}
         found: dict[int, dict[str, Any]] = {}
         while missing:
             there = missing.keys() & set(storage.list_names(folder))
+            # Restarts whenever a record comes: `give_up` measures how long nothing has come.
             self._waiting = None if there else self._waiting or time.monotonic()
             for name in there:
                 rank = missing[name]

@@ -115,6 +115,7 @@ class Checkpointer:
         started = time.monotonic()
         save = self._prepare(engine, tag, client_state, frozen)
         try:
+            # Doubles as the barrier: rank 0 goes on once every rank's file is durable, or with the error of one.
             records = gather_on_rank_0(
                 self._world, lambda: write_shard(save.url, save.rank, save.world_size, save.parts)
             )
@@ -129,6 +130,8 @@ class Checkpointer:
         """Adds `metrics` to the checkpoint `tag`, if it was saved last and is, but for tensors, the state of now;
         whether it is. One in the background gets them when it is settled. Every rank gets CheckpointError or
         StorageError."""
+        # If anything but tensors has changed since the save, its state.json would be wrong: the caller then saves
+        # again.
         state = view_state(engine, self._model)
         _, values = self._describe(engine, state, {**state.model_tensors(), **state.optimizer_tensors()}, encode({}))
 
@@ -154,6 +157,7 @@ class Checkpointer:
         """As `save`, but comes back once there are copies of everything: `settle` tells how it ended."""
         assert self._background is None
         save = self._prepare(engine, tag, None, frozen=True)
+        # The copies are all that the loop waits for.
         save = dataclasses.replace(save, parts=on_all_ranks(self._world, lambda: self._staging.copy(save.parts)))
 
         def commit(records: Sequence[dict[str, Any]]) -> tuple[int, tuple[str, ...]]:
@@ -221,9 +225,11 @@ class Checkpointer:
         client = on_all_ranks(
             self._world, lambda: encode(dict(client_state or {}), "client_state", tensors=True, stored=stored)
         )
+        # Roles are asked for before the client's tensors join: these are no tensors of the model.
         plain, values = self._describe(engine, state, tensors, client)
         tensors.update(stored if self._world.rank == 0 else {})  # the client state of rank 0 is the one that is kept
         parts, described = self._planner.plan(tensors)
+        # Only rank 0 knows the attempt, so it names the folder for all.
         folder = on_rank_0(self._world, lambda: self._begin_attempt().name_folder(tag))
         manifest = {
             "format": layout.FORMAT,
@@ -297,6 +303,7 @@ class Checkpointer:
     ) -> tuple[int, tuple[str, ...]]:
         """Rank 0's part once all shards are written; the bytes of them, and what failed once they were committed."""
         assert self._attempt is not None
+        # `complete` reads the sizes of all shards again: a store may have lost one after acknowledging it.
         attempt = self._attempt
         manifest = save.complete(records, self._job)
         notes = self._catalog.commit(save.folder, manifest, attempt, latest=latest, replace=replace, metrics=metrics)

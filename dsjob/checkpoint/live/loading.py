@@ -100,16 +100,19 @@ class Loader:
             require_match(found, ours, checkpoint, strict=strict, hint=hint)
             weights = {name: ours[name] for name in found.taken}
         else:
+            # The program takes whole tensors; nothing is matched, because it may map names as it likes.
             weights = _make_tensors(checkpoint, layout.ROLES)
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
         job = on_all_ranks(self._world, lambda: read_job(opened.root, checkpoint)) if foreign is None else None
         kept = _make_tensors(checkpoint, (CLIENT,))
         client_state = self._restore(url, lambda: decode(values.get("client_state", {}), stored=kept))
+        # Everything is matched and allocated before the first byte is read: from here on the engine changes.
         tensors = self._restore(url, lambda: state.make_optimizer_tensors(saved) if optimizer else {})
         self._read(opened, {**weights, **tensors, **kept})
         if take is not None:
             weights.update({name: weights[first] for name, first in checkpoint.aliases.items()})
             take({name.removeprefix("model."): weight for name, weight in weights.items()})
+        # Generators belong to a rank. On another number of ranks they begin anew, from a seed that depends on the step.
         same_world = len(values.get("rng", {})) == self._world.world_size
         objects = values.get("objects", {})
         told = self._restore(url, lambda: restore_objects(self._world, self._objects, objects))

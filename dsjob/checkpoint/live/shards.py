@@ -75,6 +75,7 @@ class Planner:
 
         Replicated tensors are rank 0's: where ranks differ (buffers of batch norm), it is rank 0's that are kept.
         """
+        # All that a plan depends on. A new key on any rank makes all of them plan, since planning is a collective.
         key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
         if not all(all_gather(self._world, key == self._key)):
             self._key = None  # it may fail on one rank alone, which has to be planned anew with the others
@@ -88,6 +89,7 @@ def _plan_anew(
     tensors: dict[str, Tensor], world: World
 ) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, TensorStorageMetadata]]:
     """The names and offsets of this rank's boxes, and on rank 0 what all tensors are."""
+    # dedup: of a replicated tensor only the lowest rank that has it writes a box.
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
     plans = gather_on_rank_0(world, planner.create_local_plan)
@@ -102,6 +104,7 @@ def _plan_anew(
     boxes = [
         (item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items if item.tensor_data is not None
     ]
+    # With fewer rows than ranks, some ranks hold an empty shard: nothing to write.
     return [(name, offsets) for name, offsets in boxes if _take_own(tensors[name]).numel()], described
 
 
@@ -149,12 +152,14 @@ def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
     header, spans, position = {}, [], 0
     for part in parts:
         end = position + part.tensor.numel() * part.tensor.dtype.itemsize
+        # The offsets tell whoever opens this file alone which box of the tensor it holds.
         key = f"{part.name}@{','.join(map(str, part.offsets))}"
         span = [position, end]
         header[key] = {"dtype": NAMES[part.tensor.dtype], "shape": list(part.tensor.shape), "data_offsets": span}
         spans.append(span)
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # safetensors wants the data to begin at a multiple of 8; a JSON header may end in spaces.
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     chunks: list[_Chunk] = []
@@ -170,6 +175,7 @@ def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
 def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) -> str:
     """Writes a tensor's bytes in row-major order; their sha256."""
     digest = hashlib.sha256()
+    # One tensor at a time comes to the host: the whole shard may not fit beside the model.
     flat = tensor.cpu().contiguous().reshape(-1)
     data = memoryview(flat.view(torch.uint8).numpy().data)
     for offset in range(0, len(data), _SLICE):
@@ -227,6 +233,7 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        # By chunk, since a chunk is verified as a whole: targets that need parts of one chunk share its reading.
         wanted: dict[tuple[str, int], list[tuple[ReadItem, Tensor]]] = {}
         for item in plan.items:
             tensor = self._checkpoint.tensors[item.storage_index.fqn]
@@ -264,6 +271,7 @@ class ShardReader(StorageReader):
         chunk = tensor.chunks[number]
         (item, target), *more = pairs
         whole = tuple(item.lengths) == chunk.sizes and not more
+        # Straight into the target where its bytes are exactly the chunk's; elsewhere through a buffer of one chunk.
         direct = whole and target.is_cpu and target.is_contiguous() and target.dtype == DTYPES[tensor.dtype]
         box = target.detach() if direct else torch.empty(chunk.sizes, dtype=DTYPES[tensor.dtype])
         data = memoryview(box.reshape(-1).view(torch.uint8).numpy().data)
@@ -274,5 +282,6 @@ class ShardReader(StorageReader):
         finally:
             free.put(shards)
         for item, target in [] if direct else pairs:
+            # The overlap of the chunk's box and the target's, in the chunk's own coordinates.
             part = box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
             target.detach().copy_(part)

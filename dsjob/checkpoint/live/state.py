@@ -112,10 +112,12 @@ class TrainingState:
             master = self.masters.get(name)
             if master is None:
                 continue
+            # [ranks, ...]: each rank reads its own row.
             if full.endswith(BY_RANK):
                 if shape[0] == count_ranks():
                     made[full] = _stack_ranks(torch.empty(shape[1:], dtype=dtype, device=master.device))
                 continue
+            # Reading into the optimizer's own tensor saves a copy, and keeps what a compiled optimizer holds on to.
             kept = live.get(full)
             if isinstance(kept, Tensor) and tuple(kept.shape) == tuple(shape) and kept.dtype == dtype:
                 made[full] = kept
@@ -134,6 +136,8 @@ class TrainingState:
                 f"the checkpoint holds the state of {values['class']}, but the optimizer is {kind} now",
                 hint=f"keep {values['class']}, or begin a run with these weights: {_ELSEWHERE}",
             )
+        # Groups are matched by their sets of names: the order of parameters may differ, and torch identifies by
+        # position.
         names, groups = self._names(), values["groups"]
         ours = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         theirs = [group["names"] for group in groups]

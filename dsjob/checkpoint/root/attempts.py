@@ -55,6 +55,7 @@ class Attempt:
         """Raises FencedError where a newer run of a job has begun; only a job's own runs ask."""
         if self.seen is None:
             return
+        # Records of programs that fence nobody are passed over: only another run of the job ends this one.
         newer = next((n for n in _list_claimed(self.url) if n > self.number and fences(self.url, n)), None)
         if newer is not None:
             raise FencedError(
@@ -70,6 +71,7 @@ def claim(url: str, *, single_writer: bool = False, fences: bool = True) -> Atte
     storage.make_folder(storage.join(url, "attempts"))
     storage.sync_folder(url)
     for _ in range(_TRIES):
+        # Two runs may pick the same number; the exclusive creation decides, and the loser takes the next one.
         number = newest_attempt(url) + 1
         record = storage.join(url, "attempts", f"a{number:04d}.json")
         try:
@@ -81,6 +83,7 @@ def claim(url: str, *, single_writer: bool = False, fences: bool = True) -> Atte
                 raise
             what = f"the store of {url} cannot create a file only where there is none ({error.message})"
             raise CheckpointError(what, hint=_SINGLE_WRITER) from error
+        # Some stores ignore the condition and silently overwrite: only a second creation, which must fail, shows that.
         if not single_writer and not creates_once(record):
             storage.delete(record)  # what is left of it would fence a run that is alone there
             what = f"the store of {url} lets a file be created twice: two runs could commit the same checkpoint there"
@@ -113,6 +116,7 @@ def fences(url: str, number: int) -> bool:
     try:
         found = json.loads(storage.read_bytes(storage.join(url, "attempts", f"a{number:04d}.json")))
     except StorageError as error:
+        # No record, but a number: a folder from before records existed. Assuming a fence is the safe side.
         if isinstance(error.__cause__, FileNotFoundError):
             return True
         raise
