@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
-
     from dsjob import checkpointing as checkpointing
     from dsjob import errors as errors
     from dsjob.contract.batch import BatchConfig as BatchConfig
@@ -84,9 +81,7 @@ class _FoldersBeside:
     _names = frozenset({"dsjob.conf", "dsjob.schemas", "dsjob.recipes", "dsjob.ops"})
 
     @classmethod
-    def find_spec(
-        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return PathFinder.find_spec(name, [str(CLONE)]) if name in cls._names else None
 
 

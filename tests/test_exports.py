@@ -51,7 +51,7 @@ def test_a_name_says_what_it_is(name: str) -> None:
 
 def test_type_checkers_see_the_same_names_from_the_same_homes() -> None:
     tree = ast.parse(Path(dsjob.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     seen = {
         alias.asname: (node.module, alias.name)
         for node in block.body
