@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from dsjob.engine.build import initialize as initialize
     from dsjob.engine.engine import Engine as Engine
     from dsjob.errors import Problem as Problem
+    from dsjob.front.look import plan as plan
+    from dsjob.front.look import resolve as resolve
+    from dsjob.front.look import validate as validate
+    from dsjob.front.run import Result as Result
+    from dsjob.front.run import run as run
+    from dsjob.front.weights import convert as convert
+    from dsjob.front.weights import load_model as load_model
     from dsjob.ranks.mpu import ModelParallelUnit as ModelParallelUnit
     from dsjob.ranks.rendezvous import init_distributed as init_distributed
     from dsjob.training.callbacks import Callback as Callback
@@ -37,10 +44,17 @@ _HOMES = {
     "Engine": "dsjob.engine.engine",
     "ModelParallelUnit": "dsjob.ranks.mpu",
     "Problem": "dsjob.errors",
+    "Result": "dsjob.front.run",
     "RunView": "dsjob.training.callbacks",
     "add_config_arguments": "dsjob.engine.build",
+    "convert": "dsjob.front.weights",
     "init_distributed": "dsjob.ranks.rendezvous",
     "initialize": "dsjob.engine.build",
+    "load_model": "dsjob.front.weights",
+    "plan": "dsjob.front.look",
+    "resolve": "dsjob.front.look",
+    "run": "dsjob.front.run",
+    "validate": "dsjob.front.look",
 }
 __all__ = [
     "BatchConfig",
@@ -48,13 +62,20 @@ __all__ = [
     "Engine",
     "ModelParallelUnit",
     "Problem",
+    "Result",
     "RunView",
     "__version__",
     "add_config_arguments",
     "checkpointing",
+    "convert",
     "errors",
     "init_distributed",
     "initialize",
+    "load_model",
+    "plan",
+    "resolve",
+    "run",
+    "validate",
 ]
 
 

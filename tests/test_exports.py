@@ -18,10 +18,17 @@ NAMES = [
     "Engine",
     "ModelParallelUnit",
     "Problem",
+    "Result",
     "RunView",
     "add_config_arguments",
+    "convert",
     "init_distributed",
     "initialize",
+    "load_model",
+    "plan",
+    "resolve",
+    "run",
+    "validate",
 ]
 
 MODULES = ["checkpointing", "errors"]

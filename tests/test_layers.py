@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("deepspeed", "training"),
     ("launch",),
+    ("front",),
     ("cli",),
     ("__main__",),
 )
@@ -38,12 +39,15 @@ INNER = {
 # Torch takes seconds to import: what starts or reads a job without training it does without.
 WITHOUT_TORCH = {room for room, floor in FLOOR_OF.items() if floor < FLOOR_OF["ranks"]} | {
     "cli",
+    "front",
     "__main__",
     "launch.launcher",
     "launch.rank",
+    "launch.relay",
     "launch.supervisor",
     "ranks.failures",
     "ranks.patience",
+    "ranks.signals",
     "ranks.stalls",
     "training.advice",
     "training.failed_starts",
@@ -258,7 +262,7 @@ def test_torch_starts_with_the_ranks() -> None:
         for found in IMPORTS
         if starts_with(found.name, "torch")
         and (not found.importer or lives_in(found.importer, WITHOUT_TORCH))
-        and not (found.typing or (found.late and home(found.importer) in {"cli", "launch"}))
+        and not (found.typing or (found.late and home(found.importer) in {"cli", "front", "launch"}))
     ]
     assert wrong == []
 

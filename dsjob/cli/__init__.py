@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from dsjob.contract import locations
 from dsjob.contract.environment import watch_output
 from dsjob.errors import DocumentError, DsjobError, Preempted, UsageError
+from dsjob.ranks.signals import handling
 from dsjob.trust.exits import keep_exit_code
 
 USAGE = """\
@@ -63,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    before = signal.signal(signal.SIGINT, _leave)
     try:
-        code = _dispatch([argument for argument in arguments if argument != "--debug"], debug)
+        with handling({signal.SIGINT: _leave}):
+            code = _dispatch([argument for argument in arguments if argument != "--debug"], debug)
         sys.stdout.flush()  # here, where a reader that has gone away can be told from a failure
         return code
     except DsjobError as error:
@@ -89,8 +90,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
         _print_error(DsjobError(describe_failure(error), hint=TRACEBACK_HINT))
         return 1
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _leave(number: int, _: Any) -> NoReturn:
@@ -126,7 +125,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
 
 
 def _read_protocols() -> frozenset[str]:
-    from dsjob.cli.trusted import read_protocols
+    from dsjob.trust.user import read_protocols
 
     return read_protocols()
 
@@ -144,7 +143,7 @@ def _require_runnable(first: str) -> None:
     if first[:1] in "-+~" or "=" in first or "://" in first or exists:
         return
     if first.endswith((".json", ".yaml", ".yml", ".jsonc")) or "/" in first:
-        from dsjob.cli.refused import refuse_missing
+        from dsjob.front.refused import refuse_missing
 
         raise refuse_missing(first)
     if first in _list_recipes():

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsjob.cli import parse_count
+from dsjob.cli.flags import add_arguments, allow_protocols, read_flags
 from dsjob.cli.run import split_source
-from dsjob.cli.trusted import add_arguments, allow_protocols, grant, list_untrusted, read_environment
 from dsjob.document import compose as composition
 from dsjob.document.resolve import read_nproc, resolve_job
 from dsjob.errors import DocumentError, UsageError
 from dsjob.launch import launcher
+from dsjob.trust.user import grant, list_untrusted, read_environment
 
 if TYPE_CHECKING:
     from dsjob.launch.comparison import Side
@@ -34,7 +35,7 @@ def main(arguments: list[str], debug: bool) -> int:
     composed = composition.compose(given, file=file, config_dir=args.config_dir, environment=environment)
     nproc = read_nproc(composed.document)
     resolved = resolve_job(composed.document, world_size=nproc, locate=composed.locate, ranks_from="launch.nproc")
-    trust = grant(file, args)
+    trust = grant(file, read_flags(args))
     problems = list_untrusted(composed, resolved.document, trust)
     if problems:
         raise DocumentError(problems)

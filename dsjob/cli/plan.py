@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-from typing import Any
 
 from dsjob.cli import parse_count
+from dsjob.cli.flags import add_arguments, allow_protocols, read_flags
 from dsjob.cli.run import split_source
-from dsjob.cli.trusted import add_arguments, allow_protocols, grant, list_untrusted, read_environment
-from dsjob.cli.unnamed import complete
-from dsjob.contract.spec import Dtype, JobSpec, view
 from dsjob.document import compose as composition
-from dsjob.document.resolve import choose_world_size, resolve_job
-from dsjob.errors import DataError, DocumentError, FitError, UsageError
-from dsjob.launch import launcher
-from dsjob.planning.communication import predict_checkpoint, predict_communication
-from dsjob.planning.fit import Job, find_remedies, sweep
-from dsjob.planning.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
-from dsjob.planning.report import Activations, Course, Plan, show_bytes, to_json
-from dsjob.trust.grant import Trust
+from dsjob.errors import FitError, UsageError
+from dsjob.front.plan import Asked, plan_composed
+from dsjob.planning.fit import find_remedies, sweep
+from dsjob.planning.model import Offload
+from dsjob.planning.report import Plan, show_bytes, to_json
+from dsjob.trust.user import grant, read_environment
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "param")
-_PLOT_WIDTH = 61
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -36,24 +27,8 @@ def main(arguments: list[str], debug: bool) -> int:
     allow_protocols(args.trust)
     file, overrides = split_source(args.source, bare=args.params is not None)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
-    given = composed.document
-    world_size, ranks_from = choose_world_size(
-        given, composed.locate, asked=args.world_size, started=launcher.read_world_size()
-    )
-    if given.get("models") and args.params is None:
-        raise UsageError(
-            f"a plan is for one model, and the document has {len(given['models'])}",
-            hint="--params N plans for N parameters",
-        )
-    if args.params is not None:
-        given = complete(given, micro_batch=1)
-    document = resolve_job(given, world_size=world_size, locate=composed.locate, ranks_from=ranks_from).document
-    trust = grant(file, args)
-    problems = list_untrusted(composed, document, trust) if args.params is None else []
-    if problems:
-        raise DocumentError(problems)
-    sys.path += [folder for folder in trust.folders if folder not in sys.path]
-    plan = _make_plan(document, world_size, args, trust)
+    asked = Asked(args.params, args.world_size, args.device_memory, args.host_memory, args.offload)
+    plan = plan_composed(composed, asked, grant(file, read_flags(args)))
     rows = sweep(plan.job) if args.sweep_stages else []
     if args.format == "json":
         print(json.dumps(to_json(plan, rows), indent=2))  # noqa: T201
@@ -112,128 +87,6 @@ def _parse_size(text: str) -> int:
     if size < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory: write 80GiB")
     return size
-
-
-def _make_plan(document: dict[str, Any], world_size: int, args: argparse.Namespace, trust: Trust) -> Plan:
-    spec = view(JobSpec, document)
-    world_size //= spec.trainer.model_parallel_size
-    layout = _read_layout(spec, world_size, args.offload)
-    notes: list[str] = []
-    if args.params is not None:
-        if layout.offload == "param":
-            raise UsageError(
-                "offloaded parameters need the model: its largest block is what a device holds of them",
-                hint="plan a document that names the model, without --params",
-            )
-        model, state, activations, course = _count(spec, args.params, notes)
-    else:
-        model, state, activations, course = _look(spec, world_size, notes, trust)
-    if spec.optimizer and (spec.optimizer.type or "").lower() in COMPRESSING and world_size > 1:
-        notes.append("optimizer state is that after the freeze step; from there on a 32nd of the all-reduce is sent")
-    if spec.trainer.model_parallel_size > 1:
-        notes.append("the model is taken for the part of a model-parallel rank, and ranks for the data-parallel ones")
-    if spec.engine == "deepspeed":
-        notes.append("engine: deepspeed: all figures are of dsjob's own engine; DeepSpeed's buckets and copies differ")
-    if spec.torch_autocast.enabled:
-        notes.append("torch_autocast: activations are counted as fp32, and are smaller")
-    if layout.stage and world_size == 1 and layout.offload == "none":
-        notes.append(f"stage {layout.stage} on one rank: nothing to shard")
-    return Plan(
-        name=spec.name,
-        source="a number of parameters" if args.params is not None else spec.model.path if spec.model else "",
-        precision=_name_precision(spec),
-        job=Job(
-            model, layout, state, activations.asked, activations.largest, activations.moved if activations.on else 0
-        ),
-        activations=activations,
-        communication=predict_communication(model, layout),
-        checkpoint=predict_checkpoint(model, layout, state),
-        keep=spec.checkpoint.keep,
-        course=course,
-        limit=args.device_memory,
-        notes=tuple(notes),
-        host_limit=args.host_memory or _read_host_memory(),
-        ranks_here=min(spec.launch.nproc, world_size * spec.trainer.model_parallel_size),
-    )
-
-
-def _read_host_memory() -> int | None:
-    """Bytes of memory of this machine, or of the container that this is; None where nobody says."""
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            return min(installed, int(file.read()))
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return installed
-
-
-def _name_precision(spec: JobSpec) -> Dtype:
-    return "bf16" if spec.bf16.enabled else "fp16" if spec.fp16.enabled else "fp32"
-
-
-def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Layout:
-    compute = _name_precision(spec)
-    zero, summed = spec.zero_optimization, spec.data_types.grad_accum_dtype
-    layout = Layout(
-        stage=spec.zero_optimization.stage,
-        world_size=world_size,
-        compute=_BYTES[compute],
-        reduce=_BYTES[spec.communication_data_type or compute],
-        grad_accum=spec.trainer.grad_accum,
-        micro_batch=spec.trainer.micro_batch,
-        offload=offload or zero.offload,
-        accumulate=_BYTES[summed] if summed else 0,
-        ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
-        group=max(zero.mics_shard_size, 0) if zero.stage == 3 else 0,
-        ahead=zero.stage3_prefetch_bucket_size or 0,
-        live=zero.stage3_max_live_parameters,
-        second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
-    )
-    if layout.offload_problem:
-        raise UsageError(
-            f"{layout.offload_problem}, not {layout.stage}",
-            hint=f"zero_optimization.stage={3 if layout.offload == 'param' else '1, 2 or 3'}",
-        )
-    return layout
-
-
-_Looked = tuple[Model, OptimizerState, Activations, Course]
-
-
-def _count(spec: JobSpec, parameters: int, notes: list[str]) -> _Looked:
-    """A model of which the number of parameters is known: nothing is imported."""
-    state, remark = assume_state(spec.optimizer)
-    notes += [remark] if remark else []
-    notes.append("left out, for lack of a model: activations, blocks and their buffers; and steps and rates")
-    return Model.of_count(parameters), state, Activations(reason="there is no model to look at"), Course()
-
-
-def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Looked:
-    """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
-    from dsjob.compute.find_blocks import mark_leaves
-    from dsjob.training import probe
-    from dsjob.training.job import count_steps
-
-    assert spec.model is not None
-    built = probe.build_on_meta(spec.model, trust)
-    mark_leaves(built, spec.zero_optimization.leaf_module)
-    model = probe.size_model(built)
-    state = probe.probe_optimizer(spec.optimizer, trust) if spec.optimizer else OptimizerState(0)
-    steps, samples = spec.trainer.max_steps, None
-    try:
-        loader = probe.load_data(spec, world_size, trust)
-        samples = loader.samples_per_epoch
-        steps = count_steps(spec.trainer, samples)
-        activations = probe.measure_activations(built, next(iter(loader)), spec, trust)
-    except (DataError, OSError) as error:
-        activations = Activations(reason=str(error).splitlines()[0])
-    if activations.reason:
-        notes.append(f"activations are not counted: {activations.reason}")
-    rates = tuple(probe.trace_rates(spec, steps or 0, _PLOT_WIDTH, trust))
-    per_epoch = -(-samples // spec.trainer.train_batch) if samples else None
-    return model, state, activations, Course(samples, per_epoch, steps, rates)
 
 
 def _explain(plan: Plan) -> FitError:

@@ -7,20 +7,18 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from dsjob.cli import parse_count
 from dsjob.cli.run import split_source
-from dsjob.cli.trusted import read_environment
-from dsjob.cli.unnamed import complete
 from dsjob.contract import schema as contract
 from dsjob.contract.paths import Path
 from dsjob.document import compose as composition
 from dsjob.document.origins import Composed
-from dsjob.document.resolve import Resolved, choose_world_size, resolve_job
+from dsjob.document.resolve import Resolved
 from dsjob.errors import UsageError
-from dsjob.launch import launcher
+from dsjob.front.resolve import resolve_composed
+from dsjob.trust.user import read_environment
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -60,27 +58,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _resolve(source: list[str], args: argparse.Namespace) -> tuple[Composed, Resolved]:
     file, overrides = split_source(source, bare=True)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
-    world_size, ranks_from = choose_world_size(
-        composed.document, composed.locate, asked=args.world_size, started=launcher.read_world_size()
-    )
-    if "deepspeed" in composed.document and not {"model", "data"} & composed.document.keys():
-        return composed, _resolve_bare(composed, world_size, ranks_from)
-    return composed, resolve_job(
-        composed.document, world_size=world_size, locate=composed.locate, ranks_from=ranks_from
-    )
-
-
-def _resolve_bare(composed: Composed, world_size: int, ranks_from: str) -> Resolved:
-    """A DeepSpeed config by itself: what it can say of a job."""
-    completed = complete(composed.document)
-    resolved = resolve_job(completed, world_size=world_size, locate=composed.locate, ranks_from=ranks_from)
-    shared = contract.deepspeed_schema()["properties"].keys() - {"checkpoint"}  # of that name both have a section
-    document = {key: value for key, value in resolved.document.items() if key in shared}
-    said = {"train_batch", "micro_batch", "grad_accum", *composed.document.get("trainer", {})}
-    document["trainer"] = {key: value for key, value in resolved.document["trainer"].items() if key in said}
-    if "optimizer" not in composed.document["deepspeed"]:
-        del document["optimizer"]
-    return replace(resolved, document=contract.sort_keys(document, contract.job_schema()))
+    return composed, resolve_composed(composed, args.world_size)
 
 
 def _list_rows(composed: Composed, resolved: Resolved, *, changed: bool) -> Iterator[tuple[str, Any, str]]:

@@ -13,8 +13,7 @@ from typing import Any, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dsjob.cli.execute import run_composed
-from dsjob.cli.trusted import allow_protocols, read_environment
+from dsjob.cli.flags import allow_protocols
 from dsjob.contract.environment import mask
 from dsjob.contract.rules import RULES
 from dsjob.document import Document
@@ -31,10 +30,12 @@ from dsjob.errors import (
     Problem,
     UsageError,
 )
+from dsjob.front.execute import run_composed
 from dsjob.launch import launcher
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
 from dsjob.trust.frames import describe_failure
 from dsjob.trust.grant import Trust
+from dsjob.trust.user import read_environment
 
 # How the sweep reaches its runs, which a launcher may start in other processes.
 _ID_VARIABLE, _TRUST_VARIABLE = "DSJOB_SWEEP_ID", "DSJOB_SWEEP_TRUST"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from dsjob.contract.paths import Path, get_at
@@ -50,6 +51,17 @@ _granted: list[Callable[[], Iterable[str]]] = []
 def allow(find_protocols: Callable[[], Iterable[str]]) -> None:
     """Lets this process open the protocols that `find_protocols` returns; it is called when an unlisted one is met."""
     _granted.append(find_protocols)
+
+
+@contextmanager
+def allowing(find_protocols: Callable[[], Iterable[str]]) -> Iterator[None]:
+    """As `allow`, for as long as the block runs; what else is allowed in the block ends with it, too."""
+    before = list(_granted)
+    allow(find_protocols)
+    try:
+        yield
+    finally:
+        _granted[:] = before
 
 
 def explain_url(url: str, *, write: bool = False, granted: Collection[str] | None = None) -> tuple[str, str, str]:

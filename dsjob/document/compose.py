@@ -10,6 +10,7 @@ import argparse
 import copy
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,7 @@ from dsjob.document.resolve import place_problems
 from dsjob.errors import DocumentError, Problem, UsageError
 
 CONFIG_NAME = "config"
+_composing = threading.RLock()
 _FILE_GROUP = "job_file"
 _GROUPS: dict[str, Path] = {  # what a choice decides
     "optimizer": ("optimizer",),
@@ -52,21 +54,26 @@ _GROUPS: dict[str, Path] = {  # what a choice decides
 def open_hydra(
     overrides: Sequence[str], *, config_dir: str | None = None, file: Document | None = None
 ) -> Iterator[Hydra]:
-    """Hydra over dsjob's own configs, those in `config_dir`, and a job file. Its errors come out as UsageError."""
+    """Hydra over dsjob's own configs, those in `config_dir`, and a job file. Its errors come out as UsageError.
+
+    Hydra keeps what it composes for the whole process: one thread at a time, and a program's own Hydra comes back.
+    """
     search_path = create_config_search_path("pkg://dsjob.conf")
     if config_dir is not None:
         if not os.path.isdir(config_dir):
             raise UsageError(f"--config-dir: no such folder: {config_dir}")
         here = SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=f"file://{os.path.abspath(config_dir)}", anchor=here)
-    _store_base(overrides, file)
-    # Hydra keeps one instance a process; a program or a notebook may have used it before.
-    GlobalHydra.instance().clear()
-    try:
-        with _renamed():
-            yield Hydra.create_main_hydra2(task_name="dsjob", config_search_path=search_path)
-    finally:
+    with _composing:
+        stored, of_program = dict(ConfigStore.instance().repo), GlobalHydra.instance().hydra
+        _store_base(overrides, file)
         GlobalHydra.instance().clear()
+        try:
+            with _renamed():
+                yield Hydra.create_main_hydra2(task_name="dsjob", config_search_path=search_path)
+        finally:
+            GlobalHydra.instance().hydra = of_program
+            ConfigStore.instance().repo = stored
 
 
 def _store_base(overrides: Sequence[str], file: Document | None) -> None:

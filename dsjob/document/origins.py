@@ -108,6 +108,7 @@ def settle(
 
 
 STDIN = "<stdin>"  # the source of a document from standard input
+PROGRAM = "<dict>"  # and of one that a Python program gives
 MAX_SIZE = 16 << 20  # bytes of a document: with all that refers to them, some 2 GB of memory
 
 
@@ -148,7 +149,8 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 
 
 def _make_name(file: Document | None, recipes: tuple[str, ...]) -> str:
-    stem = recipes[0] if recipes else os.path.splitext(os.path.basename(file.source))[0] if file else ""
+    named = file is not None and file.source != PROGRAM
+    stem = recipes[0] if recipes else os.path.splitext(os.path.basename(file.source))[0] if file and named else ""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "job"
 
 

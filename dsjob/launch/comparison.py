@@ -22,6 +22,7 @@ from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank, end_with_parent
 from dsjob.ranks import patience
+from dsjob.ranks.signals import handling
 from dsjob.training.callbacks import Callback, RunView
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 from dsjob.trust.grant import Trust
@@ -63,11 +64,8 @@ def compare(document: Mapping[str, Any], *, steps: int, trust: Trust, debug: boo
     def stop(number: int, _: Any) -> None:
         raise Interrupted(number)
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with handling({signal.SIGTERM: stop}):
         return _compare(document, steps, trust, debug)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _compare(document: Mapping[str, Any], steps: int, trust: Trust, debug: bool) -> dict[str, Side]:

@@ -44,9 +44,8 @@ _runs = count()  # of this process: a sweep under torchrun has several
 def join(document: Mapping[str, Any], *, trust: Trust, run_dir: str | None = None) -> dict[str, Any]:
     """Runs a resolved job as one of the ranks that somebody else has started; rank 0's document and `run_dir` count.
 
-    `run_dir`: the run's folder, where it is made already. Returns what `result.json` says on rank 0, nothing on the
-    others. Raises LostRankError where another rank has the cause, LaunchError with this rank's number for what it
-    failed with itself.
+    `run_dir`: the run's folder, where it is made already. Returns what `result.json` says, on every rank. Raises
+    LostRankError where another rank has the cause, LaunchError with this rank's number for what it failed with itself.
     """
     add_import_folders(trust.folders)
     show_crashes()
@@ -81,8 +80,9 @@ def _run(document: Mapping[str, Any], world: World, trust: Trust, run_dir: str |
         place_records(run_dir)
     with telling_what_is_kept(run_dir, settled) if world.rank == 0 else nullcontext():
         run_job(settled, run_dir, world, trust)
+    result = on_rank_0(world, lambda: read_result(run_dir))
     leave_world()  # not after a failure: it would wait for ranks that are in a collective
-    return {**read_result(run_dir), "run_dir": run_dir} if world.rank == 0 else {}
+    return {**result, "run_dir": run_dir}
 
 
 def _settle_folder(document: Mapping[str, Any], run_dir: str | None) -> tuple[dict[str, Any], str]:

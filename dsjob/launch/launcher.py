@@ -21,7 +21,8 @@ from dsjob import storage
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, TargetError
 from dsjob.home import find_again
 from dsjob.launch import rank
-from dsjob.launch.supervisor import Supervisor, list_heeded
+from dsjob.launch.supervisor import Supervisor
+from dsjob.ranks.signals import handling
 from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
 from dsjob.trust.grant import Trust
 
@@ -122,14 +123,9 @@ def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     rank.add_import_folders(trust.folders)
     rank.show_crashes()
     position.begin()
-    handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handlers[number]) for number in list_heeded(list(handlers))}
-    try:
+    with handling({signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}):
         run_job(document, run_dir, join_world(device=document["launch"]["device"]), trust)
         leave_world()  # one rank has a group where its parameters come from the host
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
@@ -140,14 +136,13 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
     logs = os.path.join(run_dir, "logs")
     os.makedirs(logs, exist_ok=True)
     request = os.path.join(run_dir, SAVE_REQUEST)
-    usual = signal.signal(signal.SIGUSR1, lambda *_: open(request, "a").close())  # rank 0 looks there
     # -P keeps the current folder off sys.path: its modules would hide installed ones, and another dsjob this one.
     command = [sys.executable, "-P", "-m", rank.__name__, resolved, run_dir]
     variables = _list_variables(private, options["nproc"], trust, debug)
     try:
-        Supervisor(private, logs, options["timeout"], options["grace"]).run(command, variables, options["nproc"])
+        with handling({signal.SIGUSR1: lambda *_: open(request, "a").close()}):  # rank 0 looks there
+            Supervisor(private, logs, options["timeout"], options["grace"]).run(command, variables, options["nproc"])
     finally:
-        signal.signal(signal.SIGUSR1, usual)
         shutil.rmtree(private, ignore_errors=True)
 
 

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from dsjob.errors import DsjobError, Interrupted, LostRankError, Preempted
+from dsjob.launch.relay import Relay, prints_elsewhere
 from dsjob.ranks import patience
 from dsjob.ranks.failures import SAVED_CODES, End, Scene, blame, find_saved_end, has_succeeded, read_failures
+from dsjob.ranks.signals import handling
 from dsjob.ranks.stalls import FAILED_NAME, RECORD_PREFIX, STACK_SIGNAL, Beat, name_beat, name_stack, parse_stack
 
 _PERIOD = 0.05  # seconds between two looks at the processes
@@ -73,24 +75,25 @@ class Supervisor:
     _moved: float = 0.0  # when a rank has got anywhere
     _progress: Sequence[tuple[int, int, int]] = ()
     _dumped: bool = False
+    _relay: Relay | None = None
 
     def run(self, command: Sequence[str], variables: Mapping[str, str], nproc: int) -> None:
         """Runs `command` as `nproc` ranks to their ends. Raises the failure that came first, Preempted, Interrupted."""
         for name in os.listdir(self.logs):
             if name.startswith((RECORD_PREFIX, "stacks-")):  # of an earlier run in the same folder
                 os.unlink(os.path.join(self.logs, name))
-        before = {number: signal.signal(number, self._take) for number in list_heeded(_SIGNALS)}
-        try:
-            for rank in range(nproc):
-                self._start(rank, command, {**os.environ, **variables, **_describe_rank(rank, nproc)})
-            self._wait()
-        except BaseException:
-            for process in self._all:
-                _kill(process)  # and what it has started
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handling(dict.fromkeys(_SIGNALS, self._take)):
+            try:
+                for rank in range(nproc):
+                    self._start(rank, command, {**os.environ, **variables, **_describe_rank(rank, nproc)})
+                self._wait()
+            except BaseException:
+                for process in self._all:
+                    _kill(process)  # and what it has started
+                raise
+            finally:
+                if self._relay is not None:
+                    self._relay.close()
 
     def _take(self, number: int, _: Any) -> None:
         # A second SIGTERM is most likely the first, sent to the process and to its group: it ends no save.
@@ -102,6 +105,11 @@ class Supervisor:
             _send(process, signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
 
     def _start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+        if rank == 0 and prints_elsewhere():
+            self._relay = Relay()
+            self._all.append(_Process(rank, start_process(command, env, self._relay.stdout, self._relay.stderr)))
+            self._relay.begin()
+            return
         if rank == 0:
             self._all.append(_Process(rank, start_process(command, env, None)))
             return
@@ -141,7 +149,7 @@ class Supervisor:
         return self._stuck
 
     def _poll(self) -> None:
-        """Notes which processes have ended."""
+        """Notes which processes have ended, and prints what rank 0 has written."""
         for process in self._running():
             code = process.popen.poll()
             if code is not None:
@@ -149,6 +157,8 @@ class Supervisor:
                 timed_out = os.path.exists(os.path.join(self.logs, f"{RECORD_PREFIX}{process.rank}"))
                 words = ("", "") if finished else (process.read_output(), self._read_stacks(process))
                 process.end = End(process.rank, code, time.time_ns(), finished, *words, timed_out)
+        if self._relay is not None:
+            self._relay.pass_on()
 
     def _look(self, running: Sequence[_Process]) -> None:
         """Has stacks written where no rank gets anywhere, before NCCL ends those that wait: then it is too late."""
@@ -224,9 +234,13 @@ class Supervisor:
                 shutil.copyfile(os.path.join(self.private, name_stack(process.rank)), kept)
 
 
-def start_process(command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | None) -> Any:
-    """A process in a session of its own, whose output goes to a file, or to this process's own."""
-    return subprocess.Popen(command, env=dict(env), stdout=output, stderr=output, start_new_session=True)
+def start_process(
+    command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | int | None, errors: int | None = None
+) -> Any:
+    """A process in a session of its own. `output`: a file for what it prints, this process's own where None; `errors`:
+    another one for its standard error."""
+    stderr = output if errors is None else errors
+    return subprocess.Popen(command, env=dict(env), stdout=output, stderr=stderr, start_new_session=True)
 
 
 def _describe_rank(rank: int, nproc: int) -> dict[str, str]:
@@ -237,11 +251,6 @@ def _describe_rank(rank: int, nproc: int) -> dict[str, str]:
 def _has_failed(end: End) -> bool:
     """Whether a rank neither is done nor has saved for a signal."""
     return end.code not in (0, *SAVED_CODES) or (end.code == 0 and not end.finished)
-
-
-def list_heeded(numbers: Sequence[int]) -> list[int]:
-    """Those signals that are not ignored: nohup, and a shell that starts a job in the background, ask for that."""
-    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _is_overdue(beat: Beat | None, began: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from rich import box
@@ -14,9 +15,12 @@ from dsjob.training.callbacks import Callback, RunView
 
 
 def make_console() -> Console:
-    """Standard output; where it is no terminal, lines are as long as they are."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=10_000)
+    """Standard output; where it is no terminal, lines are as long as they are.
+
+    A notebook is none, though it sets FORCE_COLOR, and rich's own way to show progress there needs ipywidgets.
+    """
+    shown = sys.stdout.isatty()
+    return Console(highlight=False, force_jupyter=False, force_terminal=shown, width=None if shown else 10_000)
 
 
 class Display(Callback):

@@ -21,17 +21,17 @@ class _Exit(SystemExit):
 
 @contextmanager
 def refuse_exits() -> Iterator[None]:
-    """Turns SystemExit, and a call of `os._exit` on the main thread, into ExitError.
+    """Turns SystemExit, and a call of `os._exit` on this thread, into ExitError.
 
-    On another thread `os._exit` ends the process, as it must where the main one hangs, but never with exit code 0.
+    On another thread `os._exit` ends the process, as it must where this one hangs, but never with exit code 0.
     Child processes are left alone. What leaves Python (`exit` of a C library) cannot be caught here.
     """
-    leave, owner = os._exit, os.getpid()
+    leave, owner, thread = os._exit, os.getpid(), threading.get_ident()
 
     def refuse(status: int) -> NoReturn:
         if os.getpid() != owner:
             leave(status)
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == thread:
             raise _Exit(status)
         os.write(2, f"dsjob: error: a thread called os._exit({status}) before the last step\n".encode())
         leave(status or 1)

@@ -224,7 +224,7 @@ def test_an_environment_variable_that_is_missing_is_named(validate: Any, monkeyp
     monkeypatch.setenv("DSJOB_TEST_STEPS", "7")
     monkeypatch.delenv("DSJOB_TEST_NONE", raising=False)
     text = GOOD_YAML + "checkpoint: {every: '${oc.decode:${oc.env:DSJOB_TEST_STEPS}}'}\n"
-    monkeypatch.setattr("dsjob.cli.validate.read_environment", lambda: ("DSJOB_TEST_STEPS", "DSJOB_TEST_NONE"))
+    monkeypatch.setattr("dsjob.front.validate.read_environment", lambda: ("DSJOB_TEST_STEPS", "DSJOB_TEST_NONE"))
     assert validate(write("job.yaml", text))[0] == 0
     code, _, (line,) = validate(write("job.yaml", text.replace("STEPS", "NONE")))
     assert code == 2

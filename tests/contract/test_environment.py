@@ -355,7 +355,7 @@ def test_a_document_with_hidden_dollars_is_read_the_same_by_validate(capsys: pyt
 
 
 def test_a_variable_that_is_not_set_is_told_before_anything_starts(tmp_path: Path) -> None:
-    from dsjob.cli.execute import run_composed
+    from dsjob.front.execute import run_composed
 
     write_json(
         tmp_path / "job.json", make_job(model={"_target_": "torch.nn.Linear", "token": "${oc.env:DSJOB_NOT_SET}"})

@@ -10,10 +10,10 @@ import pytest
 from job_documents import find_problems, make_job, write_json
 
 import dsjob
-from dsjob.cli.validate import validate
 from dsjob.contract.check import check_config, check_job
 from dsjob.contract.rules import EXPLANATIONS, RULES
 from dsjob.errors import Problem
+from dsjob.front.validate import validate_file as validate
 
 ON = {"enabled": True}
 BY_DEEPSPEED = {"engine": "deepspeed"}

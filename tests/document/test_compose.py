@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from job_documents import compose_file, make_job, resolve_composed, write_json
 
-from dsjob.cli.trusted import add_arguments
+from dsjob.cli.flags import add_arguments
 from dsjob.document.compose import compose, list_overrides, parse_arguments
 from dsjob.document.origins import read_document
 from dsjob.errors import DocumentError, DsjobError, UsageError

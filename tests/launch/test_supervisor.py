@@ -15,9 +15,10 @@ import pytest
 
 from dsjob.errors import DsjobError, LaunchError
 from dsjob.launch import supervisor
-from dsjob.launch.supervisor import Supervisor, list_heeded
+from dsjob.launch.supervisor import Supervisor
 from dsjob.ranks import patience
 from dsjob.ranks.failures import SAVED_CODES
+from dsjob.ranks.signals import list_heeded
 
 
 def run(folder: Path, code: str, nproc: int = 2) -> None:

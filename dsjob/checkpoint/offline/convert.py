@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as plain
@@ -22,6 +23,9 @@ from dsjob.checkpoint.pretrained.tokenizer import find_tokenizer, read_tokenizer
 from dsjob.checkpoint.root.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.root.source import locate, renamed
 from dsjob.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -218,3 +222,13 @@ def _open(source: str, tag: str | None) -> tuple[plain.Folder, plain.Checkpoint]
             logger.warning("%s: %s", found.place, note)
         return found.open(), found.checkpoint
     return place, plain.read_checkpoint(place, record)
+
+
+def read_weights(source: str, *, tag: str | None = None, model: str | None = None) -> dict[str, Tensor]:
+    """A checkpoint's parameters and buffers as fp32 tensors by name, for `load_state_dict`; arguments as `convert`."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory(prefix="dsjob-") as folder:
+        file = os.path.join(folder, "weights.safetensors")
+        convert(source, file, to="fp32", tag=tag, model=model)
+        return load_file(file)

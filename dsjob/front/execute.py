@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob.cli.trusted import list_untrusted, place_origins
 from dsjob.contract.environment import hide_values, parse_reference
 from dsjob.contract.secrets import list_texts
-from dsjob.document.origins import Composed
+from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.resolve import place_problems, read_nproc, resolve_job
 from dsjob.errors import DocumentError, Problem, TargetError
 from dsjob.launch import launcher
@@ -18,6 +17,7 @@ from dsjob.run_folder import describe_other_job, list_commits, make_run_dir
 from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
 from dsjob.trust.grant import Trust
+from dsjob.trust.user import find_program, list_untrusted, place_origins
 
 
 def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         ranks_from="ranks that were started" if joined else "launch.nproc",
     )
     document, warnings = resolved.document, resolved.warnings
-    if composed.file is not None and "://" not in composed.file.source:
-        document["resolved"].setdefault("file", os.path.abspath(composed.file.source))
+    if origin := _find_origin(composed):
+        document["resolved"].setdefault("file", origin)
     hide_values(document)
     problems = list_untrusted(composed, document, trust) + _find_unset(composed, document)
     if problems:
@@ -60,6 +60,14 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         return _start(composed, document, run_dir, trust, debug)
 
 
+def _find_origin(composed: Composed) -> str | None:
+    """The local file that the job comes from, the program that gives it among them."""
+    source = composed.file.source if composed.file is not None else None
+    if source == PROGRAM:
+        return find_program()
+    return os.path.abspath(source) if source is not None and "://" not in source else None
+
+
 def _start(composed: Composed, document: dict[str, Any], run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
     if list_commits(run_dir, document) and (other := describe_other_job(run_dir, document)):
         raise DocumentError([Problem(other, ("output", "dir"), "another-job", "choose another output.dir")])
@@ -73,7 +81,8 @@ def _start(composed: Composed, document: dict[str, Any], run_dir: str, trust: Tr
 
 def _say_first(composed: Composed, world_size: int) -> None:
     """A line before torch is imported, which takes seconds."""
-    origin = composed.file.source if composed.file else f"recipe {', '.join(composed.recipes)}"
+    given = "a dict" if composed.file and composed.file.source == PROGRAM else ""
+    origin = given or composed.file.source if composed.file else f"recipe {', '.join(composed.recipes)}"
     ranks = f"{world_size:,} rank{'s' * (world_size > 1)}"
     print(f"starting {composed.document['name']} ({origin}) on {ranks}", flush=True)  # noqa: T201
 

@@ -13,8 +13,8 @@ import jobs
 import pytest
 from jobs import DSJOB, clean_env, make_job
 
-from dsjob.cli.trusted import Granted, comes_from_elsewhere, read_config, read_prefixes
 from dsjob.errors import DocumentError, UsageError
+from dsjob.trust.user import Granted, comes_from_elsewhere, read_config, read_prefixes
 
 dsjob = partial(jobs.dsjob, fresh=True)  # what is trusted depends on what is loaded
 REFUSED = "my_model.build is not trusted: the document comes from elsewhere (a URL, a checkpoint"

@@ -1,58 +1,45 @@
-"""What the user has granted: on the command line, in a config file of their own, and by where the job file lies."""
+"""What the user has granted: with flags, in a config file of their own, and by where the job file lies."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import pwd
 import re
 import stat
-from collections.abc import Sequence
+import sys
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dsjob import document as documents
-from dsjob.contract import locations
 from dsjob.contract.deepspeed_keys import find_origin
 from dsjob.document import Document
-from dsjob.document.origins import Composed
+from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.resolve import place_problems
 from dsjob.errors import Problem, UsageError
 from dsjob.run_folder import RESOLVED_NAME
 from dsjob.trust.grant import Trust, check_document
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags --trust, --trust-remote-code and --unpinned."""
-    parser.add_argument(
-        "--trust",
-        action="append",
-        default=[],
-        metavar="PREFIX",
-        help="let the document name this module or callable; protocol:NAME: let URLs have this protocol; "
-        "folder:PATH: let listed constructors write there",
-    )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="allow trust_remote_code, and weights that are unpickled"
-    )
-    parser.add_argument("--unpinned", action="store_true", help="allow names on a hub without a revision")
+@dataclass(frozen=True)
+class Flags:
+    """What the user says for one job: --trust, --trust-remote-code and --unpinned."""
+
+    prefixes: tuple[str, ...] = ()
+    remote_code: bool = False
+    unpinned: bool = False
 
 
-def grant(file: Document | None, args: argparse.Namespace | None = None) -> Trust:
-    """The trust for a job file (None: for a recipe), from the flags in `args` and the user's config file."""
+def grant(file: Document | None, flags: Flags = Flags()) -> Trust:
+    """The trust for a job file (None: for a recipe), from what the user says and from their config file."""
     folders, rejected = _list_folders(file)
     return Trust(
-        prefixes=(*(args.trust if args else ()), *read_prefixes(config_path())),
+        prefixes=(*flags.prefixes, *read_prefixes(config_path())),
         folders=folders,
         rejected=rejected,
         local=file is None or not comes_from_elsewhere(file.source),
-        remote_code=bool(args and args.trust_remote_code),
-        unpinned=bool(args and args.unpinned),
+        remote_code=flags.remote_code,
+        unpinned=flags.unpinned,
     )
-
-
-def allow_protocols(prefixes: Sequence[str]) -> None:
-    """Lets this process open URLs with the protocols among what the flags grant, the job file's own among them."""
-    locations.allow(lambda: Trust(prefixes=tuple(prefixes)).protocols)
 
 
 def read_protocols() -> frozenset[str]:
@@ -61,11 +48,14 @@ def read_protocols() -> frozenset[str]:
 
 
 def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Where modules that a document names may lie: the current folder, and the job file's own unless it was written by
-    a run, which names the job file that it was made from, or comes from elsewhere. Then the folders of job files that
-    belong to somebody else, which are not searched, each with the reason."""
+    """Where modules that a document names may lie: the current folder, and the job file's own (of a dict: the
+    program's that gives it), unless it comes from elsewhere. A run's document names the job file that it was made from,
+    whose folder counts. Then the folders of job files that belong to somebody else, which are not searched, each with
+    the reason."""
     here = os.getcwd()
     source: Any = file.source if file is not None else None
+    if source == PROGRAM:
+        source = find_program()
     rejected = {}
     if file is not None and os.path.basename(file.source) == RESOLVED_NAME:
         resolved = file.value.get("resolved")
@@ -79,6 +69,13 @@ def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[s
     if owner := _find_other_owner(source):
         return (here,), ((folder, f"{source} belongs to {owner}"),)
     return tuple(dict.fromkeys((here, folder))), ()
+
+
+def find_program() -> str | None:
+    """The script that this process runs; None for a notebook, a console or a module (`python -m`)."""
+    program = sys.modules["__main__"]
+    file = getattr(program, "__file__", None)
+    return os.path.abspath(file) if file and program.__spec__ is None else None
 
 
 def _find_other_owner(path: str) -> str:

@@ -1,0 +1,36 @@
+"""The flags of trust, which several commands have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from dsjob.contract import locations
+from dsjob.trust.grant import Trust
+from dsjob.trust.user import Flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags --trust, --trust-remote-code and --unpinned."""
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="let the document name this module or callable; protocol:NAME: let URLs have this protocol; "
+        "folder:PATH: let listed constructors write there",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="allow trust_remote_code, and weights that are unpickled"
+    )
+    parser.add_argument("--unpinned", action="store_true", help="allow names on a hub without a revision")
+
+
+def read_flags(args: argparse.Namespace) -> Flags:
+    """What the flags of a command say."""
+    return Flags(tuple(args.trust), remote_code=args.trust_remote_code, unpinned=args.unpinned)
+
+
+def allow_protocols(prefixes: Sequence[str]) -> None:
+    """Lets this process open URLs with the protocols among what the flags grant, the job file's own among them."""
+    locations.allow(lambda: Trust(prefixes=tuple(prefixes)).protocols)

@@ -1,0 +1,103 @@
+"""`dsjob.validate`, `dsjob.resolve` and `dsjob.plan`: what can be said of a job without running it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsjob.errors import DocumentError, Problem, UsageError
+from dsjob.front.plan import Asked, plan_composed
+from dsjob.front.process import keeping_process
+from dsjob.front.resolve import resolve_composed
+from dsjob.front.source import Given, allowing, drop_lines, make_flags, read_given, read_mapping, telling_places
+from dsjob.front.validate import validate_document, validate_file, validate_recipe
+from dsjob.planning.model import Offload
+from dsjob.planning.report import Plan
+from dsjob.trust.user import grant
+
+
+def validate(
+    document: Given = None,
+    *,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    deep: bool = False,
+    trust: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    unpinned: bool = False,
+) -> list[Problem]:
+    """All problems of a document, errors and warnings, in the order of their places; empty where there are none.
+
+    Takes what `run` takes. world_size: check batch sizes for so many ranks. deep: import what the document names, as
+    far as it is trusted, and check the arguments.
+    """
+    flags = make_flags(trust, trust_remote_code, unpinned)
+    granted = flags if deep else None
+    with allowing(flags), keeping_process(torch=deep):
+        words = [*([f"+recipe={recipe}"] if recipe else []), *overrides]
+        if document is None:
+            read_given(None, recipe, overrides)  # there has to be something
+            return validate_recipe(words, world_size, granted)
+        if not isinstance(document, Mapping):
+            return validate_file(os.fspath(document), world_size, granted, words)[0]
+        try:
+            return drop_lines(validate_document(read_mapping(document), world_size, granted, words))
+        except DocumentError as error:
+            return drop_lines(error.problems)
+
+
+def resolve(
+    document: Given = None,
+    *,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    world_size: int | None = None,
+) -> dict[str, Any]:
+    """The complete document that a run would have: defaults filled in, "auto" decided, batch sizes settled.
+
+    Takes what `run` takes. world_size: of so many ranks (launch.nproc). Raises DocumentError with all problems.
+    """
+    with telling_places():
+        composed = read_given(document, recipe, overrides, bare=True).compose(config_dir)
+        return resolve_composed(composed, world_size).document
+
+
+def plan(
+    document: Given = None,
+    *,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    params: int | None = None,
+    world_size: int | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    offload: Offload | None = None,
+    trust: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    unpinned: bool = False,
+) -> Plan:
+    """What a job needs: memory, communication, checkpoints, steps; `.fits` where `device_memory` is given.
+
+    Takes what `run` takes. params: a number of parameters, in place of the model. world_size: ranks to plan for.
+    device_memory, host_memory: of one device and of the machine, in bytes or as "80GiB". offload: as the flag.
+    """
+    flags = make_flags(trust, trust_remote_code, unpinned)
+    asked = Asked(params, world_size, _read_size(device_memory), _read_size(host_memory), offload)
+    with allowing(flags), telling_places():
+        source = read_given(document, recipe, overrides, bare=params is not None)
+        composed = source.compose(config_dir)
+        with keeping_process(torch=params is None):
+            return plan_composed(composed, asked, grant(source.file, flags))
+
+
+def _read_size(given: int | str | None) -> int | None:
+    from dsjob.checkpoint.offline.convert import parse_size
+
+    size = parse_size(given) if isinstance(given, str) else given
+    if size is not None and size < 1 << 20:
+        raise UsageError(f"{given!r} is not an amount of memory", hint='write "80GiB", or a number of bytes')
+    return size

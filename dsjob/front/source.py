@@ -1,0 +1,181 @@
+"""Where a job comes from: a job file, a run's folder or a program's dict, and the overrides that follow from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsjob import document as documents
+from dsjob import storage
+from dsjob.contract import locations
+from dsjob.contract.paths import Path
+from dsjob.document import Document
+from dsjob.document.origins import PROGRAM, Composed, is_deepspeed, read_document
+from dsjob.errors import DocumentError, Problem, UsageError
+from dsjob.front.refused import refuse_missing, require_own
+from dsjob.run_folder import RESOLVED_NAME
+from dsjob.trust.user import Flags, grant, read_environment
+
+Given = str | os.PathLike[str] | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a program asks for: the job file or dict, None for a recipe alone, and all overrides."""
+
+    file: Document | None
+    overrides: list[str]
+
+    def compose(self, config_dir: str | None = None) -> Composed:
+        """The composed document. Raises UsageError, DocumentError."""
+        from dsjob.document.compose import compose
+
+        return compose(self.overrides, file=self.file, config_dir=config_dir, environment=read_environment())
+
+
+def read_given(given: Given, recipe: str | None, overrides: Sequence[str], *, bare: bool = False) -> Source:
+    """The document that a program gives, by path, as a dict or by the name of a recipe. Raises UsageError."""
+    if isinstance(overrides, str):
+        raise UsageError(
+            f"overrides are a list of texts, not the text {overrides!r}", hint=f"overrides=[{overrides!r}]"
+        )
+    words = [*([f"+recipe={recipe}"] if recipe else []), *overrides]
+    if given is None:
+        if not words:
+            raise UsageError("no document was given", hint='give a path, a dict, or recipe="quickstart"')
+        return Source(None, words)
+    if isinstance(given, Mapping):
+        return Source(read_mapping(given), words)
+    return Source(*read_source(os.fspath(given), words, bare=bare))
+
+
+def make_flags(trust: Sequence[str], remote_code: bool, unpinned: bool) -> Flags:
+    """What a program trusts for one job. Raises UsageError."""
+    if isinstance(trust, str):
+        raise UsageError(f"trust is a list of names, not the text {trust!r}", hint=f"trust=[{trust!r}]")
+    return Flags(tuple(trust), remote_code=remote_code, unpinned=unpinned)
+
+
+@contextmanager
+def allowing(flags: Flags) -> Iterator[None]:
+    """Lets the block open URLs with the protocols that the user trusts."""
+    with locations.allowing(lambda: grant(None, flags).protocols):
+        yield
+
+
+def read_mapping(given: Mapping[str, Any]) -> Document:
+    """A program's dict as a document. Raises DocumentError for values that JSON does not have."""
+    problems: list[Problem] = []
+    text = json.dumps(_to_plain(given, (), problems), indent=2)
+    if problems:
+        raise DocumentError(problems)
+    document = documents.require_few(documents.parse(text, PROGRAM, format="json"))
+    require_own(document)
+    return document
+
+
+def _to_plain(value: Any, path: Path, problems: list[Problem]) -> Any:
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                problems.append(_refuse(f"the key {key!r} is not a text", path))
+        return {str(key): _to_plain(item, (*path, str(key)), problems) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(item, (*path, index), problems) for index, item in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        problems.append(_refuse(f"{value} is not a number of JSON", path))
+    elif value is not None and not isinstance(value, (str, bool, int, float)):
+        what = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else type(value).__name__
+        problems.append(_refuse(f"a document holds texts, numbers, lists and dicts, not {what}", path))
+    else:
+        return value
+    return None
+
+
+def _refuse(message: str, path: Path) -> Problem:
+    hint = "name a class or function of a module by its path: {'_target_': 'my_model.Net'}"
+    return Problem(message, path, "not-json", hint, PROGRAM)
+
+
+@contextmanager
+def telling_places() -> Iterator[None]:
+    """Leaves lines and columns out of errors about a program's dict: they are those of a text that nobody sees."""
+    try:
+        yield
+    except DocumentError as error:
+        problems, warnings = (drop_lines(found) for found in (error.problems, error.warnings))
+        raise type(error)(problems, warnings) from error.__cause__
+
+
+def drop_lines(problems: Sequence[Problem]) -> list[Problem]:
+    """Problems without the lines and columns of a program's dict."""
+    return [replace(each, line=0, column=0) if each.source == PROGRAM else each for each in problems]
+
+
+def read_source(source: str, overrides: Sequence[str], *, bare: bool = False) -> tuple[Document | None, list[str]]:
+    """A job file, read, and all overrides for it. A run's folder stands for its document.
+
+    `bare`: a DeepSpeed config may stand alone, and is then what a job without anything else builds on.
+    """
+    rest = list(overrides)
+    if "://" not in source and os.path.isdir(source):
+        resolved = os.path.join(source, RESOLVED_NAME)
+        if not os.path.exists(resolved):
+            above = os.path.dirname(source.rstrip("/"))
+            hint = f"dsjob run {above}" if os.path.exists(os.path.join(above, RESOLVED_NAME)) else ""
+            raise UsageError(f"{source} is not a run folder: there is no {RESOLVED_NAME} in it", hint=hint)
+        document = read_document(resolved)
+        _require_same_places(source.rstrip("/") or "/", document.value, rest)
+        here = f"output.dir={_quote(source.rstrip('/') or '/')}"
+        return document, ["checkpoint.resume=auto", *rest, here]
+    if not ("://" in source or source == "-" or os.path.exists(source)):
+        raise refuse_missing(source)
+    document = read_document(source)
+    if is_deepspeed(document.value):
+        if bare and source != "-":
+            return None, [f"deepspeed={_quote(source)}", *rest]
+        raise UsageError(
+            f"{source} is a DeepSpeed config: it says how to train, but not what",
+            hint=f"build a job on it: dsjob +recipe=quickstart deepspeed={source}",
+        )
+    require_own(document)
+    if os.path.basename(source) == RESOLVED_NAME and "://" not in source:
+        folder = os.path.dirname(source) or "."
+        section = document.value.get("output")
+        output = section.get("dir") if isinstance(section, dict) else None
+        if isinstance(output, str) and os.path.abspath(os.path.expanduser(output)) == os.path.abspath(
+            folder
+        ):  # a new run, not more of that one
+            rest = [f"output.dir={_quote(output.rstrip('/') + '-%time')}", *rest]
+    return document, rest
+
+
+def _require_same_places(folder: str, document: Any, overrides: Sequence[str]) -> None:
+    """Refuses overrides by which a run would not go on from where it is. Raises UsageError."""
+    pairs = (word.lstrip("+").partition("=") for word in overrides)
+    given = {key: value.strip("'\"") for key, _, value in pairs if key in ("output.dir", "checkpoint.dir")}
+    out = given.get("output.dir")
+    if out is not None and os.path.abspath(out) != os.path.abspath(folder):
+        raise UsageError(
+            f"output.dir={out}: dsjob run {folder} resumes the run in that folder, and writes nowhere else",
+            hint=f"start another run with dsjob run {folder}/{RESOLVED_NAME} output.dir={out}",
+        )
+    section = document.get("checkpoint") if isinstance(document, dict) else None
+    before = (section.get("dir") if isinstance(section, dict) else None) or f"{folder}/checkpoints"
+    after = given.get("checkpoint.dir", before)
+    if after != before and not storage.list_names(storage.join(after, "commits")):
+        raise UsageError(
+            f"checkpoint.dir={after} holds no checkpoint: the run in {folder} keeps its checkpoints in {before}",
+            hint=f"copy them first with dsjob ckpt copy {before} {after}",
+        )
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,145 @@
+"""`dsjob.convert` and `dsjob.load_model`: what a checkpoint holds, for other programs and for this one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from dsjob import storage
+from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.format.zero_to_fp32 import Written
+from dsjob.checkpoint.offline import convert as conversion
+from dsjob.checkpoint.pretrained.folder import Pretrained
+from dsjob.checkpoint.root.run_state import read_job
+from dsjob.checkpoint.root.source import locate, renamed
+from dsjob.contract.models import list_models
+from dsjob.document.origins import read_document
+from dsjob.errors import UsageError
+from dsjob.front.process import keeping_process
+from dsjob.front.source import allowing, make_flags
+from dsjob.run_folder import RESOLVED_NAME
+from dsjob.trust.grant import Trust
+from dsjob.trust.user import Flags, comes_from_elsewhere, grant
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_Url = str | os.PathLike[str]
+
+
+def convert(
+    checkpoint: _Url,
+    out: _Url | None = None,
+    *,
+    to: Literal["fp32", "bf16", "fp16", "hf"] = "fp32",
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    tag: str | None = None,
+    model: str | None = None,
+    form: Literal["safetensors", "torch", ""] = "",
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    names: conversion.Names = conversion.Names(),  # noqa: B008 (frozen)
+    pretrained: Pretrained | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Written]:
+    """Turns a checkpoint into plain weights, or (`to="hf"`) into a folder for transformers; the files written.
+
+    checkpoint: a run's folder, a checkpoint folder or one step's in it; a path or URL. out: a folder, or a file that
+    ends in .safetensors, .bin, .pt, .pth or .ckpt; by default `weights-TAG-DTYPE` in the checkpoint folder.
+    to, dtype: the dtype of the weights, with `hf` in `dtype`. tag: which checkpoint (the newest). model: one of the
+    job's several models (all). form, max_shard_size, overwrite, names: as the flags of `dsjob convert`.
+    """
+    hf = to == "hf"
+    if hf and out is None:
+        raise UsageError('to="hf" makes a folder, and none was named', hint='convert(checkpoint, "model", to="hf")')
+    size = conversion.parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    return conversion.convert(
+        os.fspath(checkpoint),
+        os.fspath(out) if out is not None else None,
+        to=dtype if to == "hf" else to,
+        tag=tag,
+        model=model,
+        max_shard_size=size,
+        overwrite=overwrite,
+        form=form,
+        names=names,
+        pretrained=(pretrained or Pretrained()) if hf else None,
+        progress=progress,
+    )
+
+
+def load_model(
+    checkpoint: _Url,
+    *,
+    tag: str | None = None,
+    model: str | None = None,
+    trust: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    unpinned: bool = False,
+) -> nn.Module:
+    """The model of a checkpoint with its weights, on the CPU, in fp32 and in evaluation mode.
+
+    checkpoint: a run's folder, a checkpoint folder or one step's in it, such as `Result.checkpoint`; a path or URL.
+    tag: which checkpoint (the newest). model: which one of the job's several models.
+
+    The job says how to make the model. It may name your own modules where the checkpoint lies in a run's folder that is
+    yours; of any other checkpoint only what `trust` names is imported.
+    """
+    flags = make_flags(trust, trust_remote_code, unpinned)
+    source = os.fspath(checkpoint)
+    with allowing(flags), keeping_process(torch=True):
+        document, granted = _read_document(source, tag, flags)
+        name = _choose_model(document, model)
+        return _build(document, name, granted, conversion.read_weights(source, tag=tag, model=model))
+
+
+def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str, Any]) -> nn.Module:
+    from torch import nn
+
+    from dsjob.document.resolve import resolve_model
+    from dsjob.errors import ContractError
+    from dsjob.launch.rank import add_import_folders
+    from dsjob.trust.targets import call_target
+
+    add_import_folders(trust.folders)
+    target = resolve_model(document, name).model
+    assert target is not None
+    where = ("models", name, "model") if document.get("models") else ("model",)
+    made = call_target(target, trust=trust, where=where)
+    if not isinstance(made, nn.Module):
+        raise ContractError(f"{'.'.join(where)}: {target.path} returned {type(made).__name__}, not a torch.nn.Module")
+    try:
+        made.load_state_dict(weights)
+    except RuntimeError as error:
+        what = str(error).split("\n\t")
+        hint = "the code of the model has changed since the checkpoint was made"
+        raise ContractError(f"the weights do not fit {target.path}: {what[-1]}", hint=hint) from error
+    return made.eval()
+
+
+def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[dict[str, Any], Trust]:
+    """The resolved document of the run that made a checkpoint, and what it may import."""
+    with renamed(f"load {source}"):
+        place, record = locate(source, tag)
+        kept = read_job(place, layout.read_checkpoint(place, record))
+    resolved = os.path.join(os.path.dirname(place.root.rstrip("/")), RESOLVED_NAME)
+    if storage.is_local(place.root) and os.path.isfile(resolved) and not comes_from_elsewhere(resolved):
+        file = read_document(resolved)
+        return file.value, grant(file, flags)
+    if kept is None:
+        raise UsageError(f"{source} does not say how its model is made", hint="dsjob.convert gives its weights")
+    return kept, replace(grant(None, flags), local=False)
+
+
+def _choose_model(document: dict[str, Any], wanted: str | None) -> str:
+    names = list_models(document)
+    if not document.get("models"):
+        if wanted is not None:
+            raise UsageError("the checkpoint holds one model", hint="leave out model")
+        return names[0]
+    if wanted not in names:
+        what = "holds several models" if wanted is None else f"holds no model {wanted!r}"
+        raise UsageError(f"the checkpoint {what}", hint=f"model= one of {', '.join(names)}")
+    return wanted
