@@ -91,6 +91,7 @@ class Share:
                 f"{self.name}: with trainer.mpu it cannot be seen whether this loader differs by rank",
                 hint="name a data.loader that takes `rank` and `world_size`",
             )
+        # Indices where there are any: comparing batches would read and transform samples that nobody trains on.
         first = next(self.index(0), None) if self.indexed else self._peek()
         digests = all_gather(self._world, _digest(first))
         same = digests[0] is not None and all(digest == digests[0] for digest in digests)
@@ -105,6 +106,7 @@ class Share:
     def _peek(self) -> Any:
         iterator = iter(self._start_pass(0))
         first = next(iterator, None)
+        # The batch that was looked at is given back, since a stream may not be able to start again.
         self.begun = chain([] if first is None else [first], iterator)
         return first
 
@@ -134,6 +136,8 @@ class Share:
             if part.generator is None:
                 part.generator = torch.Generator().manual_seed(self._seed)
             if isinstance(part.generator, torch.Generator):
+                # From the seed that the generator came with, not from its state: any pass can be started first, after a
+                # resume too.
                 base = self._bases.setdefault(id(part.generator), part.generator.initial_seed())
                 part.generator.manual_seed(mix_seed(base, epoch))
         return self.loader

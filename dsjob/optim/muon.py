@@ -68,9 +68,12 @@ class MuonWithAuxAdam(PartwiseOptimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        # Whole on every rank, [n, m] or [..., n, m]: singular values cannot be computed from a shard.
         direction = gather(gradient.lerp(average, group["momentum"]))
         matrix = direction.flatten(1) if direction.ndim == 4 else direction
         made = orthogonalize(matrix, group["ns_method"]).view_as(direction).to(parameter.dtype)
+        # An orthogonal [n, m] has entries of about 1 / sqrt(max(n, m)); with this, 1 / sqrt(m) for tall and wide ones
+        # alike.
         scale = math.sqrt(max(1.0, direction.size(-2) / direction.size(-1)))
         local(parameter).sub_(own_part(made, parameter), alpha=group["lr"] * scale)
 
@@ -119,11 +122,13 @@ def orthogonalize(matrix: Tensor, method: str = "gram", dtype: torch.dtype | Non
         half = torch.float16 if method == "gram" else torch.bfloat16
         dtype = half if matrix.is_cuda else torch.float32
     x = matrix.float()
+    # The iteration works on x x^T, so the smaller side goes first: [n, m] with n <= m.
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     # Scaled before it is rounded: gradients may be too small or too large for fp16.
     x = (x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)).to(dtype)
     if method == "gram" and x.size(-2) < x.size(-1):
+        # x x^T is computed anew after a few steps: rounding errors of the small square grow with each.
         x = _iterate_on_gram(_iterate_on_gram(x, _RESTART), _STEPS - _RESTART)
     else:
         for _ in range(_STEPS):

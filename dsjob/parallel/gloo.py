@@ -39,6 +39,7 @@ class _AllGather(_Comm):
             parts[rank].copy_(input_tensor)
         if input_tensor.numel() == 0:
             return
+        # Each rank starts with its right neighbour: if all began with rank 0, its link would be the bottleneck.
         others = [(rank + distance) % size for distance in range(1, size)]
         works = [dist.isend(input_tensor, group=group, group_dst=other, tag=TAG) for other in others]
         works += [dist.irecv(parts[other], group=group, group_src=other, tag=TAG) for other in others]
@@ -60,6 +61,7 @@ class _ReduceScatter(_Comm):
         received = torch.empty_like(output_tensor)
         for distance in range(1, size):
             to, source = (rank + distance) % size, (rank - distance) % size
+            # One distance at a time: each rank sends one message and receives one, so a single buffer is enough.
             sending = dist.isend(parts[to], group=group, group_dst=to, tag=TAG)
             _wait(dist.irecv(received, group=group, group_src=source, tag=TAG))
             _wait(sending)

@@ -62,6 +62,7 @@ class Replicated(Strategy):
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(precision.compute)
         if self.copies is not None and offload is not None:
+            # Before the boundary gradients add up on the device: only the reduced sum is worth a trip to the host.
             self.copies.stream(lambda: self._boundary or self._sums_in_masters)
         mark_safe(model, precision)
         copies = self.copies.masters if self.copies is not None else {}
@@ -98,6 +99,8 @@ class Replicated(Strategy):
         # DDP reduces in the one backward pass that follows the forward pass it was told to: not in one of another
         # forward pass, nor if the boundary is moved in between.
         reduces = sync and not self.communicates and (boundary or self._sums_in_masters)
+        # A second forward pass before the armed backward pass: DDP reduces one of the two, so the step reduces the
+        # rest.
         self._by_hand = self._by_hand or self._armed
         self._armed = self._armed or reduces
         self._ddp.require_backward_grad_sync = reduces
@@ -116,6 +119,7 @@ class Replicated(Strategy):
             return
         # Also those that the program has frozen since: they may have gradients of earlier backward passes.
         trainable = [p for name, p in self.module.named_parameters() if name in self.masters]
+        # Ranks may have used different parameters. All must reduce the same list, or their collectives would not match.
         used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
         dist.all_reduce(
             used, op=dist.ReduceOp.MAX, group=self.world.group
@@ -197,6 +201,7 @@ def _give_out(outputs: Any) -> Any:
 def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:
     """Averages a bucket of gradients in a dtype; what they are not divided by before, they are afterwards."""
     own = bucket.buffer()
+    # Dividing before the sum keeps fp16 from overflowing; `before` says how much of the division that is.
     sent = own.to(how.dtype, copy=True)
     work = dist.all_reduce(sent.div_(how.before), group=how.group, async_op=True)
 
@@ -250,6 +255,7 @@ def _average(
         groups.setdefault(marked_dtype(parameter) or how.dtype, []).append(gradient)
 
     def start(low: torch.dtype, group: list[Tensor]) -> tuple[Any, Callable[[], None]]:
+        # One message a dtype: many small collectives would cost more than the copies.
         flat = torch.cat([g.reshape(-1) for g in group]).to(low).div_(how.before)
 
         def copy_back() -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_layers import FLOOR_OF, FLOORS
 
 ROOT = Path(__file__).parents[2]
 # The changelog tells of names that are gone.
@@ -64,6 +65,18 @@ def test_docstrings_and_comments_name_what_exists() -> None:
         if found := list_missing(text) + short:
             missing[str(path.relative_to(ROOT))] = found
     assert missing == {}
+
+
+def test_the_drawing_of_the_layers_has_every_room_on_its_floor() -> None:
+    page = (ROOT / "docs/explanation/design.md").read_text()
+    drawing = page.split("```text")[1].split("```")[0]
+    # Names stand left of their explanations, which begin in column 34.
+    drawn = [set(line[:33].split()) & set(FLOOR_OF) for line in drawing.splitlines()]
+    floors = [{room for room in rooms if (ROOT / "dsjob" / room).is_dir()} for rooms in FLOORS]
+    found = [FLOOR_OF[min(rooms)] for rooms in drawn if rooms]
+    assert found == sorted(found, reverse=True)
+    assert set().union(*floors) <= set().union(*drawn)
+    assert all(len({FLOOR_OF[room] for room in rooms}) <= 1 for rooms in drawn)
 
 
 @pytest.mark.parametrize("text", ["`dsjob.parallel.wrap`", "in dsjob/wrap.py,", "`dsjob.Enigne`"])

@@ -104,6 +104,7 @@ class Catalog:
         text = encode_file(record, self._commit_url(tag), layout.MAX_RECORD)
         storage.make_folder(self._commit_url())
         storage.sync_folder(self.url)
+        # Asked as late as possible: shards may have taken minutes, in which a newer run may have begun.
         attempt.require_newest()
         before = self.find(tag)["dir"] if replace and storage.exists(self._commit_url(tag)) else None
         try:
@@ -112,6 +113,7 @@ class Catalog:
             else:
                 self._create_record(tag, text, attempt)
         except StorageError as error:
+            # `discard` then leaves the folder: deleting it could turn a late commit into a damaged checkpoint.
             if not storage.is_local(self.url) and not _is_refused(error):  # without answer it may be carried out yet
                 self._uncertain.add(folder)
             raise
@@ -121,6 +123,7 @@ class Catalog:
         except FencedError:
             noting(lambda: self._withdraw(tag, folder))
             raise
+        # From here on the checkpoint is saved: what fails below is noted and raises nothing.
         old = before not in (None, folder)
         notes = noting(lambda: storage.delete(storage.join(self.url, str(before)))) if old else ()
         return notes + noting(lambda: self._write_latest(tag) if latest else None) + noting(self._write_script)
@@ -189,6 +192,7 @@ class Catalog:
         for old in retention.expired(records, storage.list_names(storage.join(self.url, "pinned"))):
             if attempt is not None:  # time may have passed: a newer run may need what is old to this one
                 attempt.require_newest()
+            # The record first: a crash in between leaves a folder that does not count, never a record without a folder.
             storage.delete(self._commit_url(old["tag"]))
             storage.delete(storage.join(self.url, old["dir"]))
 

@@ -48,15 +48,19 @@ def average_signs(
     ranks = count_ranks()
     widths = [chunk_width(value.numel(), ranks) for value in values]
     spans = [sum(widths)] if one_scale else widths
+    # [ranks, sum(widths)], row r is what rank r averages; 0 or 1.
     alive = _cut([mask.float() for mask in live], widths, ranks)
+    # What earlier rounds left out joins this one: without it the signs would be biased.
     sent = (_cut(values, widths, ranks) + torch.cat(list(worker_errors), 1)) * alive
     signs, scales, errors = _reduce_to_signs(sent, alive, spans)
     torch._foreach_copy_(list(worker_errors), list(torch.split_with_sizes(errors, widths, 1)))
 
+    # uint8 [ranks, bytes of signs + 4 x scales]: scales travel in the same message, which saves a collective.
     message = torch.cat([_pack(signs), scales.view(torch.uint8).expand(ranks, -1)], 1)
     received = torch.empty_like(message)
     dist.all_to_all_single(received, message)
     own = alive[dist.get_rank()]
+    # [sum(widths)]: the rows that all ranks have sent about this rank's chunk.
     mean = (_read(received, spans).sum(0) / ranks + torch.cat(list(server_errors))) * own
     signs, scales, errors = _reduce_to_signs(mean[None], own[None], spans)
     torch._foreach_copy_(list(server_errors), list(torch.split_with_sizes(errors[0], widths)))
@@ -64,6 +68,7 @@ def average_signs(
     message = torch.cat([_pack(signs[0]), scales.view(torch.uint8)])
     received = message.new_empty(ranks, message.numel())
     dist.all_gather(list(received), message)
+    # The signs of padding and of elements that are not live stand for values; `alive` makes them 0 again.
     means = torch.split_with_sizes(_read(received, spans) * alive, widths, 1)
     return [mean.reshape(-1)[: value.numel()].view_as(value) for mean, value in zip(means, values, strict=True)]
 

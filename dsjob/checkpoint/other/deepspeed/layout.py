@@ -84,6 +84,7 @@ def place_in_order(shapes: Shapes, lengths: Sequence[int]) -> Iterator[Piece]:
     begin, part = 0, lengths[0]
     for name, shape in shapes.items():
         count = math.prod(shape)
+        # A parameter may begin in one rank's part and end in a later one: one piece a rank that it touches.
         for rank in range(begin // part, (begin + count - 1) // part + 1) if count and part else ():
             low, high = max(begin, rank * part), min(begin + count, (rank + 1) * part)
             if rank >= len(lengths):
@@ -115,11 +116,13 @@ def place_stage3(shapes: Shapes, world_size: int, length: int | None = None) -> 
     start = 0
     for name, shape in shapes.items():
         count = math.prod(shape)
+        # Rounded up; small parameters may leave the last ranks with nothing but padding.
         part = -(-count // world_size)
         for rank in range(world_size):
             own = min(part, count - rank * part)
             if own > 0:
                 yield Piece(name, shape, rank, start, rank * part, own)
+        # Padding counts: the next parameter begins after a whole part on every rank.
         start += part
     if length not in (None, start):
         raise ValueError(f"a rank has {length} elements of a group of weights, its shapes say {start}")
