@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -20,9 +19,10 @@ import fsspec
 from dsjob.contract.locations import explain_url, shorten
 from dsjob.contract.secrets import describe_secret, redact
 from dsjob.errors import DsjobError, StorageError
+from dsjob.files import FOLDER_MODE, is_plain, open_new, sync_names, walk_files, write_temporary
 
-_FILE_MODE, _FOLDER_MODE = 0o640, 0o750
 _BEHIND = 32 << 20  # bytes that wait for the disk before it is told to begin
+_PATIENCE, _BLOCK = 15, 1 << 16  # for a document from the web: seconds in all, bytes at a time
 _CONFLICTS = 5  # how often a creation is tried again where another one of the same file is under way
 
 
@@ -123,7 +123,7 @@ def find_files(url: str, *, deep: bool = True) -> dict[str, Found]:
     with _renamed("list", url):
         fs, path = _open_file_system(url)
         if is_local(url):
-            return dict(_walk(path, deep))
+            return {name: Found(status.st_size, status.st_mtime) for name, status in walk_files(path, deep)}
         found, keys = {}, ("LastModified", "last_modified", "mtime", "created")
         for name, entry in _list_entries(fs, path, deep):
             when = next((entry[key] for key in keys if key in entry), None)
@@ -139,23 +139,6 @@ def _list_entries(fs: Any, path: str, deep: bool) -> list[tuple[str, Any]]:
         return [(entry["name"], entry) for entry in fs.ls(path, detail=True) if entry["type"] == "file"]
     except FileNotFoundError:
         return []
-
-
-def _walk(path: str, deep: bool) -> Iterator[tuple[str, Found]]:
-    def fail(error: OSError) -> None:
-        if not isinstance(error, (FileNotFoundError, PermissionError)):  # gone meanwhile, or nothing of ours
-            raise error
-
-    for folder, _, names in os.walk(path, onerror=fail):
-        for name in names:
-            full = os.path.join(folder, name)
-            try:
-                status = os.stat(full)
-            except OSError:  # gone meanwhile, or a link to nothing
-                continue
-            yield os.path.relpath(full, path).replace(os.sep, "/"), Found(status.st_size, status.st_mtime)
-        if not deep:
-            return
 
 
 def list_names(url: str) -> list[str]:
@@ -184,27 +167,47 @@ def make_folder(url: str) -> None:
             path = os.path.dirname(path)
         for folder in reversed(missing):
             try:
-                os.mkdir(folder, _FOLDER_MODE)
+                os.mkdir(folder, FOLDER_MODE)
             except FileExistsError:  # another rank was faster
                 pass
-            _sync_folder(os.path.dirname(folder))  # names of folders have to be as durable as what goes into them
+            sync_names(os.path.dirname(folder))  # names of folders have to be as durable as what goes into them
         os.makedirs(missing[0] if missing else path, exist_ok=True)  # raises where a file has the name
 
 
 def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:
-    """A file's bytes, or those from `start` up to `end`."""
+    """A file's bytes, or those from `start` up to `end`; StorageError for a pipe or a device, which may have no end."""
     with _renamed("read", url):
         fs, path = _open_file_system(url)
+        if is_local(url) and not is_plain(path):
+            raise StorageError(f"cannot read {url}: not a plain file", hint="give the path of a file")
         return bytes(fs.cat_file(path, start=start, end=end))
 
 
 def read_text(url: str, limit: int | None = None) -> str:
-    """A file's text, UTF-8; of a longer one its first `limit` bytes."""
-    data = read_bytes(url, 0 if limit else None, limit)
+    """A file's text, UTF-8; of a longer one its first `limit` bytes, which a web server has to give soon."""
+    data = _read_page(url, limit) if limit and url.startswith(("http://", "https://")) else None
+    data = read_bytes(url, 0 if limit else None, limit) if data is None else data
     try:
         return data.decode("utf-8", errors="ignore" if limit == len(data) else "strict")
     except UnicodeDecodeError as error:
         raise StorageError(f"cannot read {url}: not UTF-8 text (byte {error.start})") from error
+
+
+def _read_page(url: str, limit: int) -> bytes:
+    """The first `limit` bytes that a web server sends, which may send them slowly, or without an end."""
+    data = bytearray()
+    with _renamed("read", url):
+        fs, path = _open_file_system(url)
+        from aiohttp import ClientTimeout
+
+        try:
+            # A size, or the server is asked for it; which one does not matter to a stream.
+            with fs.open(path, "rb", block_size=0, size=1, timeout=ClientTimeout(total=_PATIENCE)) as file:
+                while len(data) < limit and (block := file.read(min(_BLOCK, limit - len(data)))):
+                    data += block
+        except TimeoutError as error:
+            raise StorageError(f"cannot read {shorten(url)}: it takes more than {_PATIENCE} s") from error
+    return bytes(data)
 
 
 @contextmanager
@@ -212,7 +215,7 @@ def open_write(url: str) -> Iterator[BinaryIO]:
     """A file to write; durable once the block ends, and absent (never cut short) when the block raises."""
     with _renamed("write", url):
         fs, path = _open_file_system(url, write=True)
-        file: Any = _open_local(path) if is_local(url) else fs.open(path, "wb")
+        file: Any = open_new(path) if is_local(url) else fs.open(path, "wb")
     try:
         yield cast(BinaryIO, _Renamed(file, url))
         with _renamed("write", url):
@@ -267,13 +270,13 @@ def write_bytes(url: str, data: bytes) -> None:
         if not is_local(url):
             fs.pipe_file(path, data)
             return
-        temporary = _write_temporary(path, data)
+        temporary = write_temporary(path, data)
         try:
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
             raise
-        _sync_folder(os.path.dirname(path))
+        sync_names(os.path.dirname(path))
 
 
 def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
@@ -292,7 +295,7 @@ def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
         if not is_local(url):
             _create_object(fs, path, data)
             return
-        temporary = _write_temporary(path, data)
+        temporary = write_temporary(path, data)
         try:
             os.link(temporary, path)  # exclusive and atomic: the file appears whole, or FileExistsError
         except FileExistsError:
@@ -300,7 +303,7 @@ def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
                 raise
         finally:
             os.unlink(temporary)
-        _sync_folder(os.path.dirname(path))
+        sync_names(os.path.dirname(path))
 
 
 def _create_object(fs: Any, path: str, data: bytes) -> None:
@@ -325,38 +328,11 @@ def _create_object(fs: Any, path: str, data: bytes) -> None:
             time.sleep(0.1 * 2**attempt)
 
 
-def _open_local(path: str) -> BinaryIO:
-    return open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, _FILE_MODE), "wb")
-
-
-def _write_temporary(path: str, data: bytes) -> str:
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _FILE_MODE)
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return temporary
-
-
 def sync_folder(url: str) -> None:
     """Makes the names in a folder durable; object stores need no such thing."""
     if is_local(url):
         with _renamed("write", url):
-            _sync_folder(local_path(url))
-
-
-def _sync_folder(path: str) -> None:
-    """fsync of a file does not cover its name."""
-    handle = os.open(path or ".", os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync_names(local_path(url))
 
 
 def delete(url: str, *, recursive: bool = True) -> None:
@@ -368,7 +344,7 @@ def delete(url: str, *, recursive: bool = True) -> None:
         except FileNotFoundError:
             return
         if is_local(url):
-            _sync_folder(os.path.dirname(path))
+            sync_names(os.path.dirname(path))
 
 
 def abort_uploads(url: str, *, hours: float, of: Callable[[str], bool] = bool) -> int:

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "dsjob"
 # The rooms of dsjob/ from the ground up: an import leads to a floor below. `dsjob` itself only points at them.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "home"),
-    ("contract",),
+    ("contract", "files"),
     ("storage", "planning"),
     ("run_folder", "document"),
     ("config", "importing", "trust"),

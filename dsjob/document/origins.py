@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -154,18 +153,6 @@ def _make_name(file: Document | None, recipes: tuple[str, ...]) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "job"
 
 
-def _require_plain(url: str) -> None:
-    """Raises UsageError for a pipe or a device, of which a read may never end. What is not there is for the reader."""
-    if not storage.is_local(url):
-        return
-    try:
-        mode = os.stat(storage.local_path(url)).st_mode
-    except (OSError, ValueError):
-        return
-    if not stat.S_ISREG(mode):
-        raise UsageError(f"cannot read {url}: not a plain file", hint="give the path of a file")
-
-
 def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document | None:
     """The DeepSpeed config that the document names by its path, which is relative to the job file."""
     name = document.get("deepspeed")
@@ -177,7 +164,6 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
     if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
         name = f"{file.source.rsplit('/', 1)[0]}/{name}"
     try:
-        _require_plain(name)
         return read_document(name)
     except UsageError as error:
         mark = file.mark(("deepspeed",)) if file is not None else None

@@ -106,7 +106,7 @@ def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> 
 
 
 def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
-    granted = replace(trust, prefixes=(*trust.prefixes, __name__))
+    granted = replace(trust, prefixes=(*trust.prefixes, f"{__name__}.Gauge"))
     arguments = (document, run_dir, granted.to_text(), debug, os.getpid())
     process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
     process.start()

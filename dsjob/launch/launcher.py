@@ -19,6 +19,7 @@ from typing import Any
 
 from dsjob import storage
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, TargetError
+from dsjob.files import open_append
 from dsjob.home import find_again
 from dsjob.launch import rank
 from dsjob.launch.supervisor import Supervisor
@@ -140,7 +141,7 @@ def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug:
     command = [sys.executable, "-P", "-m", rank.__name__, resolved, run_dir]
     variables = _list_variables(private, options["nproc"], trust, debug)
     try:
-        with handling({signal.SIGUSR1: lambda *_: open(request, "a").close()}):  # rank 0 looks there
+        with handling({signal.SIGUSR1: lambda *_: open_append(request).close()}):  # rank 0 looks there
             Supervisor(private, logs, options["timeout"], options["grace"]).run(command, variables, options["nproc"])
     finally:
         shutil.rmtree(private, ignore_errors=True)

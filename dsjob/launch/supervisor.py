@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from dsjob.errors import DsjobError, Interrupted, LostRankError, Preempted
+from dsjob.files import open_append
 from dsjob.launch.relay import Relay, prints_elsewhere
 from dsjob.ranks import patience
 from dsjob.ranks.failures import SAVED_CODES, End, Scene, blame, find_saved_end, has_succeeded, read_failures
@@ -114,7 +115,7 @@ class Supervisor:
             self._all.append(_Process(rank, start_process(command, env, None)))
             return
         path = os.path.join(self.logs, f"rank-{rank:05d}.log")
-        with open(path, "ab") as file:
+        with open_append(path) as file:
             begin = file.tell()
             self._all.append(_Process(rank, start_process(command, env, file), path, begin))
 

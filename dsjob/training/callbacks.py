@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -10,7 +11,8 @@ from typing import IO, Any, Protocol
 from dsjob.contract.environment import mask_texts
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
-from dsjob.run_folder import METRICS_NAME, drop_non_finite, supersede_metrics
+from dsjob.files import open_append, require_own
+from dsjob.run_folder import METRICS_NAME, SUPERSEDED_METRICS_NAME, drop_non_finite, supersede_metrics
 
 
 class RunView(Protocol):
@@ -76,6 +78,8 @@ class MetricsFile(Callback):
 
     def on_start(self, run: RunView) -> None:
         if run.engine.global_rank == 0:
+            for name in (METRICS_NAME, SUPERSEDED_METRICS_NAME):
+                require_own(os.path.join(self._run_dir, name))
             self._begun_at = run.step
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
@@ -93,7 +97,7 @@ class MetricsFile(Callback):
         if self._begun_at is not None:  # not in on_start: a run that fails before it gets anywhere spoils nothing
             supersede_metrics(self._run_dir, self._begun_at)
             self._begun_at, path = None, os.path.join(self._run_dir, METRICS_NAME)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the rest of the run)
+            self._file = io.TextIOWrapper(open_append(path), encoding="utf-8")  # open for the rest of the run
         if self._file is not None:
             self._file.write(json.dumps(mask_texts(drop_non_finite(record))) + "\n")
             self._file.flush()

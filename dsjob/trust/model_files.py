@@ -13,12 +13,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from dsjob.files import is_plain
+
 _FILE = re.compile(r"config(\.[^/]+)?\.json|adapter_config\.json")  # transformers picks a config.VERSION.json, too
 _VERSION = re.compile(r"config\.[^/]+\.json")
 _CACHED = re.compile(r"/(?P<repository>models--[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/")
 # What says where a model is, among the arguments that it is loaded with.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _MAX_SIZE = 4 << 20  # bytes; the longest of those published have some 100 kB, mostly names of classes
+_ENDLESS = "is a pipe or a device, of which a read may never end"
 _FOLLOWED = 8  # models that name one another
 
 
@@ -42,6 +45,9 @@ def read_folder(folder: str) -> Iterator[Found]:
         names = sorted(filter(_FILE.fullmatch, os.listdir(place))) if os.path.isdir(place) else []
         for file in [place] if os.path.isfile(place) else [os.path.join(place, name) for name in names]:
             yield from read_file(file)
+        for other in os.listdir(place) if os.path.isdir(place) else []:
+            if other not in names and _is_endless(file := os.path.join(place, other)):
+                yield Found(file, "", {}, _ENDLESS)
 
     def name(found: Found) -> list[str]:
         return [os.path.realpath(at) for _, at in list_named(found.value, found.file) if os.path.isdir(at)]
@@ -113,6 +119,9 @@ def list_named(value: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
 
 def read_file(path: str) -> Iterator[Found]:
     """Every mapping in a model's file; one that cannot be read is left to transformers to complain about."""
+    if _is_endless(path):
+        yield Found(path, "", {}, _ENDLESS)
+        return
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_SIZE + 1)
@@ -123,6 +132,10 @@ def read_file(path: str) -> Iterator[Found]:
     except (OSError, ValueError, RecursionError):
         return
     yield from walk(path, value)
+
+
+def _is_endless(path: str) -> bool:
+    return not is_plain(path)
 
 
 def walk(file: str, value: Any) -> Iterator[Found]:
