@@ -58,6 +58,7 @@ HOMES: dict[str, set[str]] = {
     "hydra": {"document.compose", "cli.sweep"},
     "omegaconf": {"document.compose", "document.interpolation", "cli.sweep"},
     "jsonschema": {"contract.check"},
+    "aiohttp": {"storage"},
     "fsspec": {"storage"},
     "safetensors": {"checkpoint"},
     "torch.distributed.checkpoint": {"checkpoint"},
