@@ -24,6 +24,7 @@ from dsjob.contract.paths import Path
 from dsjob.contract.spec import Target, make_target
 from dsjob.errors import DsjobError, Problem, TargetError
 from dsjob.trust import grant as trusting
+from dsjob.trust.data_folders import check_data
 from dsjob.trust.exits import refuse_exits
 from dsjob.trust.frames import describe_failure
 from dsjob.trust.grant import Trust
@@ -69,6 +70,9 @@ def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) 
         keywords |= trusting.refuse_remote_code(function, keywords)
         if commit is not None and takes_keyword(function, "revision"):
             keywords["revision"] = commit
+    if trusting.takes_literals(target.path, trust, function) and function.__module__.startswith("datasets."):
+        passed = {"_target_": f"datasets.{function.__name__}", **keywords, "_args_": listed}
+        _require_trusted(target.path, check_data(passed, trust.protocols))
     for misfit in find_misfits(target.path, function, len(listed), keywords, partial=partial):
         error = TargetError(misfit.message, hint=misfit.hint)
         error.put_at((*where, misfit.argument or "_target_") if where else ())
