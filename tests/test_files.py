@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,31 @@ def test_a_pipe_in_a_models_folder_is_refused(tmp_path: Path, name: str) -> None
     os.mkfifo(tmp_path / name)
     model = {"_target_": "transformers.AutoModel.from_pretrained", "_args_": [str(tmp_path)]}
     assert "is a pipe" in check_document({"model": model}, Trust())[0].message
+
+
+@pytest.mark.parametrize("dripping", [False, True])
+def test_a_web_server_may_not_take_for_ever(dripping: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_PATIENCE", 1)
+    ended = threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if dripping:
+                self.send_response(200)
+                self.end_headers()
+            while not ended.wait(0.1):
+                if dripping:
+                    self.wfile.write(b"#")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(StorageError, match="it takes more than 1 s"):
+            storage.read_text(f"http://127.0.0.1:{server.server_port}/cfg.json", limit=1 << 24)
+    finally:
+        ended.set()
+        server.shutdown()
