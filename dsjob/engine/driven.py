@@ -9,6 +9,9 @@ pieces), fp16 at stage 0 (with a given optimizer it divides gradients by a scale
 compiled blocks, `models`, MiCS and hpZ. `zero_grad` in the middle of a step is rejected at stages 1 and 2, whose
 reduced gradients DeepSpeed cannot drop. Its shared-memory op is switched off: it takes minutes to compile and serves
 inference only.
+
+`get_global_grad_norm` is 0 at stage 0 in fp32 without clipping, where DeepSpeed computes none. At stage 0 in bf16,
+DeepSpeed's masters take a step with zero gradients before the first.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 torchrun starts ranks anew without a new store, and its agents count restarts each for itself. So neither keys nor
 counts tell one start from the one before it: rank 0 names each start, and the store of that start has the name as
 prefix of its keys.
+
+A run's folder is kept outside of that prefix, so that a later start resumes in it.
 """
 
 from __future__ import annotations

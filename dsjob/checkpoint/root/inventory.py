@@ -1,4 +1,7 @@
-"""What lies in a checkpoint root, and what is inside of one checkpoint, without reading a tensor. Imports no torch."""
+"""What lies in a checkpoint root, and what is inside of one checkpoint, without reading a tensor. Imports no torch.
+
+`ls` costs one listing, and a manifest for each tag.
+"""
 
 from __future__ import annotations
 
