@@ -26,6 +26,7 @@ dsjob: train from a job document
   dsjob FILE [key=value ...]             run a job document (JSON or YAML); also: dsjob run FILE
   dsjob run FOLDER [key=value ...]       go on with the run in FOLDER
   dsjob -m ... key=a,b,c                 sweep: one run for each combination
+  dsjob init [FOLDER]                    write a small project that trains at once
   dsjob validate FILE... [key=value ...] check documents, all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
   dsjob schema [PATH]                    print what a key takes and means, or the JSON Schema for editors
@@ -42,10 +43,16 @@ dsjob: train from a job document
   --trust-remote-code, --unpinned        allow code from a hub; names on a hub without a revision
   --debug                                show tracebacks
   --version
+
+examples:
+  dsjob +recipe=quickstart
+  dsjob cfg.yaml trainer.max_steps=100 launch.nproc=2
+  dsjob run outputs/mine trainer.max_steps=200
+  dsjob -m cfg.yaml optimizer.params.lr=1e-3,3e-4
 """
 
 _WITH_OVERRIDES = ("run", "validate", "show", "plan", "compare-engines")
-_COMMANDS = ("run", "validate", "show", "plan", "schema", "import", "compare-engines", "convert", "ckpt")
+COMMANDS = ("run", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "convert", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +115,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
 
         print(f"dsjob {dsjob.__version__}")  # noqa: T201
         return 0
-    if first in _COMMANDS:
+    if first in COMMANDS:
         command, rest = first, arguments[1:]
     else:
         command, rest = "run", arguments
@@ -116,7 +123,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
         from dsjob.cli.overrides import require_overrides
 
         require_overrides(rest)
-    if first not in _COMMANDS:
+    if first not in COMMANDS:
         _require_runnable(first)
     locations.allow(_read_protocols)
     module = import_module(f"dsjob.cli.{command.replace('-', '_')}{'_' if iskeyword(command) else ''}")
@@ -150,7 +157,7 @@ def _require_runnable(first: str) -> None:
         raise UsageError(f"{first} is a recipe, not a command", hint=f"dsjob +recipe={first}")
     from dsjob.contract.check import suggest
 
-    hint = suggest(first, _COMMANDS) or "dsjob --help lists them"
+    hint = suggest(first, COMMANDS) or "dsjob --help lists them"
     if first.endswith((".py", ".sh")):
         hint = f"a job is a document, not a program; make one of its arguments: dsjob import -- python {first} ..."
     raise UsageError(f"unknown command or file {first!r}", hint=hint)

@@ -10,6 +10,7 @@ from typing import Any
 
 from dsjob.cli import ckpt_text as text
 from dsjob.cli.bar import show_progress
+from dsjob.cli.flags import make_parser
 from dsjob.errors import UsageError
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -23,9 +24,15 @@ def main(arguments: list[str], debug: bool) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="dsjob ckpt",
-        description="Look into checkpoints, check, compare, copy and tidy them up.",
+    parser = make_parser(
+        "ckpt",
+        "Look into checkpoints, check, compare, copy and tidy them up.",
+        (
+            "dsjob ckpt ls runs/a",
+            "dsjob ckpt verify runs/a",
+            "dsjob ckpt diff runs/a runs/b",
+            "dsjob ckpt copy runs/a s3://bucket/a",
+        ),
         epilog="CKPT: a run's folder, a checkpoint folder or one step's in it; a path or URL",
     )
     below = parser.add_subparsers(required=True, metavar="ls|info|verify|diff|gc|copy")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsjob.cli import parse_count
-from dsjob.cli.flags import add_arguments, allow_protocols, read_flags
+from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
 from dsjob.cli.run import split_source
 from dsjob.document import compose as composition
 from dsjob.document.resolve import read_nproc, resolve_job
@@ -51,8 +51,13 @@ def main(arguments: list[str], debug: bool) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="dsjob compare-engines", description="Run a few steps of a job by dsjob's engine and by DeepSpeed's."
+    parser = make_parser(
+        "compare-engines",
+        "Run a few steps of a job by dsjob's engine and by DeepSpeed's.",
+        (
+            "dsjob compare-engines cfg.yaml",
+            "dsjob compare-engines cfg.yaml launch.nproc=2 --steps 50 --json",
+        ),
     )
     parser.add_argument("source", nargs="+", metavar="FILE|+recipe=NAME|key=value", help="the job, as for dsjob run")
     parser.add_argument("--steps", type=parse_count, default=20, metavar="N", help="optimizer steps (20)")

@@ -13,6 +13,7 @@ from dsjob.checkpoint.format.rounding import DTYPES
 from dsjob.checkpoint.offline import convert as conversion
 from dsjob.checkpoint.pretrained.folder import Pretrained
 from dsjob.cli.bar import show_progress
+from dsjob.cli.flags import make_parser
 from dsjob.errors import UsageError
 
 
@@ -79,8 +80,15 @@ def _write_deepspeed(args: argparse.Namespace) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="dsjob convert", description="Turn a checkpoint into plain weights, or into a folder for transformers."
+    parser = make_parser(
+        "convert",
+        "Turn a checkpoint into plain weights, or into a folder for transformers.",
+        (
+            "dsjob convert runs/a",
+            "dsjob convert --to bf16 runs/a weights.safetensors",
+            "dsjob convert --to hf runs/a/checkpoints model",
+            "dsjob convert --to deepspeed runs/a ds --zero-stage 3 --world-size 8",
+        ),
     )
 
     def add(*names: str, **options: Any) -> None:

@@ -1,13 +1,27 @@
-"""The flags of trust, which several commands have."""
+"""What the parsers of several commands share: examples in their help, and the flags of trust."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from dsjob.contract import locations
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import Flags
+
+
+def make_parser(command: str, description: str, examples: Sequence[str], **options: Any) -> argparse.ArgumentParser:
+    """A command's parser; its help ends with `examples`."""
+    lines = [*textwrap.wrap(options.pop("epilog", ""), 80), "", "examples:", *(f"  {line}" for line in examples)]
+    return argparse.ArgumentParser(
+        prog=f"dsjob {command}",
+        description=textwrap.fill(description, 80),
+        epilog="\n".join(lines).lstrip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

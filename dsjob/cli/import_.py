@@ -8,6 +8,7 @@ import re
 import sys
 
 from dsjob import storage
+from dsjob.cli.flags import make_parser
 from dsjob.errors import UsageError, make_printable
 from dsjob.importing.command_line import Command, Word, read_command
 from dsjob.importing.gather import import_sources
@@ -49,11 +50,16 @@ def main(arguments: list[str], debug: bool) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="dsjob import",
-        usage="dsjob import [options] FILE... [-- COMMAND ...]",
-        description="Make a job document of what you have. Where sources differ, the command line wins over Trainer "
+    parser = make_parser(
+        "import",
+        "Make a job document of what you have. Where sources differ, the command line wins over Trainer "
         "arguments, these over accelerate, and all over a DeepSpeed config.",
+        (
+            "dsjob import ds_config.json",
+            "dsjob import ds_config.json trainer_args.json --out job.yaml",
+            "dsjob import -- deepspeed --num_gpus 8 train.py --deepspeed ds_config.json",
+        ),
+        usage="dsjob import [options] FILE... [-- COMMAND ...]",
     )
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="DeepSpeed config, Trainer arguments as JSON, text with the launch "

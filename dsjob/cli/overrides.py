@@ -19,7 +19,8 @@ _FLAGS = {"offload", "strict"}  # of commands, that are called like one key of t
 
 def is_override(word: str) -> bool:
     """Whether a word of the command line is an override, not the name of a file."""
-    return word[:1] in ("~", "+") or ("=" in word and "://" not in word.partition("=")[0] and not os.path.exists(word))
+    key, is_pair, _ = word.partition("=")
+    return word[:1] in ("~", "+") or bool(is_pair and not re.search("://|::", key) and not os.path.exists(word))
 
 
 def require_overrides(arguments: Sequence[str]) -> None:

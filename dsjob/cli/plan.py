@@ -6,7 +6,7 @@ import argparse
 import json
 
 from dsjob.cli import parse_count
-from dsjob.cli.flags import add_arguments, allow_protocols, read_flags
+from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
 from dsjob.cli.run import split_source
 from dsjob.document import compose as composition
 from dsjob.errors import FitError, UsageError
@@ -42,8 +42,14 @@ def main(arguments: list[str], debug: bool) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="dsjob plan", description="What a job needs, from its document alone, before any GPU."
+    parser = make_parser(
+        "plan",
+        "What a job needs, from its document alone, before any GPU.",
+        (
+            "dsjob plan cfg.yaml",
+            "dsjob plan cfg.yaml --world-size 8 --device-memory 80GiB --require-fit",
+            "dsjob plan --params 7B zero_optimization.stage=3 --world-size 64 --sweep-stages",
+        ),
     )
     parser.add_argument(
         "source", nargs="*", metavar="FILE|+recipe=NAME|key=value", help="what to plan, as for dsjob run"

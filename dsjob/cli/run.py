@@ -45,6 +45,13 @@ def main(arguments: list[str], debug: bool) -> int:
         composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
         _print_yaml(composed.document, args.package)
         return 0
+    if args.shell_completion and any(word.startswith("query=") for word in overrides):
+        from dsjob.cli import COMMANDS
+        from dsjob.cli.completion import complete_command
+
+        if found := complete_command(COMMANDS):
+            print(*found)  # noqa: T201
+            return 0
     if args.cfg or args.info or args.shell_completion or args.hydra_help:
         composition.answer(args, overrides, file)
         return 0

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
+from dsjob.cli.flags import make_parser
 from dsjob.contract.reference import find, to_text
 from dsjob.contract.views import VIEWS, to_json_schema
 
 
 def main(arguments: list[str], debug: bool) -> int:
     """Prints a JSON Schema document without references to others, or text."""
-    parser = argparse.ArgumentParser(
-        prog="dsjob schema", description="Print the schema of job documents, or what is known of a key."
+    parser = make_parser(
+        "schema",
+        "Print the schema of job documents, or what is known of a key.",
+        (
+            "dsjob schema trainer",
+            "dsjob schema zero_optimization.stage",
+            "dsjob schema > job.schema.json",
+        ),
     )
     parser.add_argument("path", nargs="?", default="", metavar="PATH", help="a section or key: zero_optimization.stage")
     parser.add_argument(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsjob.cli import parse_count
+from dsjob.cli.flags import make_parser
 from dsjob.cli.run import split_source
 from dsjob.contract import schema as contract
 from dsjob.contract.paths import Path
@@ -40,7 +41,16 @@ def main(arguments: list[str], debug: bool) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dsjob show", description="Print the resolved job document.")
+    parser = make_parser(
+        "show",
+        "Print the resolved job document.",
+        (
+            "dsjob show cfg.yaml trainer.max_steps=100",
+            "dsjob show +recipe=quickstart --origins",
+            "dsjob show cfg.yaml --changed",
+            "dsjob show --diff runs/a runs/b",
+        ),
+    )
     parser.add_argument(
         "source", nargs="+", metavar="FILE|FOLDER|+recipe=NAME|key=value", help="what to compose, as for dsjob run"
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dsjob.cli import parse_count
-from dsjob.cli.flags import add_arguments, read_flags
+from dsjob.cli.flags import add_arguments, make_parser, read_flags
 from dsjob.cli.overrides import is_override
 from dsjob.contract import report
 from dsjob.contract.rules import EXPLANATIONS, RULES
@@ -45,7 +45,17 @@ def main(arguments: list[str], debug: bool) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dsjob validate", description="Check job documents and DeepSpeed configs.")
+    parser = make_parser(
+        "validate",
+        "Check job documents and DeepSpeed configs.",
+        (
+            "dsjob validate cfg.yaml",
+            "dsjob validate cfg.yaml trainer.train_batch=64 --world-size 8",
+            "dsjob validate --deep --strict cfg.yaml",
+            "dsjob validate --format github configs/*.json",
+            "dsjob validate --explain all",
+        ),
+    )
     parser.add_argument(
         "files",
         nargs="*",
