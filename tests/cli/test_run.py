@@ -240,7 +240,9 @@ class Private(Data):
         "data.eval._target_=my_model.Private",
         "+data.eval.options.items=[{secret_key:${oc.env:DSJOB_CANARY}}]",
     )
-    done = dsjob("cfg.json", *given, "+data.eval.token=${oc.env:DSJOB_CANARY}", cwd=job, DSJOB_CANARY=CANARY)
+    done = dsjob(
+        "cfg.json", *given, "+data.eval.token=${oc.env:DSJOB_CANARY}", cwd=job, fresh=True, DSJOB_CANARY=CANARY
+    )
     assert done.returncode == 0, done.stderr
     again = dsjob("run", "run", "trainer.max_steps=8", cwd=job, DSJOB_CANARY=CANARY)
     assert again.returncode == 0, again.stderr
@@ -281,7 +283,7 @@ class Tell(Callback):
     document["callbacks"] = {"tell": {"_target_": "my_model.Tell", "url": "${oc.env:DSJOB_CANARY}"}}
     (job / "cfg.json").write_text(json.dumps(document))
     url = f"postgres://me:{CANARY}@h/db"
-    done = dsjob("cfg.json", f"launch.nproc={nproc}", cwd=job, DSJOB_CANARY=url)
+    done = dsjob("cfg.json", f"launch.nproc={nproc}", cwd=job, fresh=nproc > 1, DSJOB_CANARY=url)
     assert done.returncode == 1, done.stderr
     assert "ConnectionError: cannot reach '***'" in done.stderr
     assert "printed ***" in done.stdout

@@ -227,9 +227,8 @@ def test_a_signal_to_the_launcher_saves_and_training_goes_on(tmp_path: Path) -> 
 
 def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path) -> None:
     make_job(tmp_path)
-    done = dsjob(
-        "cfg.json", "launch.nproc=3", "trainer.train_batch=6", "model._target_=my_model.CrashOnRank1", cwd=tmp_path
-    )
+    crash = ("trainer.train_batch=6", "model._target_=my_model.CrashOnRank1")
+    done = dsjob("cfg.json", "launch.nproc=3", *crash, cwd=tmp_path, fresh=True)
     assert done.returncode == 1
     assert "rank 1: ValueError: rank 1 has had enough" in done.stderr
     assert "my_model.py:" in done.stderr

@@ -7,15 +7,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from forks import begin_anew, get_forks
+from forks import Rank, begin_anew, get_forks
 
 DSJOB = str(Path(sys.executable).with_name("dsjob"))
 TESTS = Path(__file__).parent.parent
+RANKS = "ranks"  # the file with the process ids of the ranks that a command has started
 
 MODULE = """
 import time
@@ -136,14 +137,14 @@ def make_job(folder: Path, **changes: Any) -> Path:
 def dsjob(
     *arguments: str, cwd: Path, timeout: float = 120, fresh: bool = False, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end, in a process of its own: a fork (`forks`), or, `fresh`, a new interpreter."""
+    """Runs the command to its end, in a process of its own: a fork (`call`), or, `fresh`, a new interpreter."""
     command, environment = [DSJOB, *arguments], clean_env(**env)
     if fresh:
         return subprocess.run(
             command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout, check=False
         )
     with tempfile.TemporaryDirectory() as folder:
-        process = get_forks().Process(target=_call, args=(command, str(cwd), environment, folder))
+        process = get_forks().Process(target=call, args=(command, str(cwd), environment, folder))
         process.start()
         try:
             process.join(timeout)
@@ -155,8 +156,22 @@ def dsjob(
         return subprocess.CompletedProcess(command, process.exitcode, *outputs)
 
 
-def _call(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
+def call(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
+    """Runs the command in this process, a fork, and its ranks in forks of this one, with their process ids in RANKS.
+
+    All is as in production but how a rank begins: new interpreters would take seconds to import torch, and differ in
+    their hash seeds.
+    """
     enter(command, cwd, environment, folder)
+    from dsjob.launch import supervisor
+
+    def start(command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | None) -> Rank:
+        rank = Rank(command, env, output)
+        with open(f"{folder}/{RANKS}", "a") as file:
+            file.write(f"{rank.pid}\n")
+        return rank
+
+    supervisor.start_process = start
     from dsjob.cli import main
 
     sys.exit(main())

@@ -47,9 +47,8 @@ def test_the_flag_reaches_the_run_its_ranks_its_sweep_and_those_of_torchrun(inst
     assert not (installed / "run").exists()
     granted = dsjob("cfg.json", "--trust", "vendor_model", cwd=installed, PYTHONPATH=site)
     assert granted.returncode == 0, granted.stderr
-    ranks = dsjob(
-        "cfg.json", "--trust=vendor_model", "launch.nproc=2", "output.dir=ranks", cwd=installed, PYTHONPATH=site
-    )
+    on_ranks = ("--trust=vendor_model", "launch.nproc=2", "output.dir=ranks")
+    ranks = dsjob("cfg.json", *on_ranks, cwd=installed, fresh=True, PYTHONPATH=site)
     assert ranks.returncode == 0, ranks.stderr
     sweep = dsjob("-m", "cfg.json", "--trust", "vendor_model.build", "trainer.seed=1,2", cwd=installed, PYTHONPATH=site)
     assert sweep.returncode == 0, sweep.stderr
