@@ -47,15 +47,17 @@ def make(stage: int, offload: dict[str, Any], **config: Any) -> Engine:
 
 
 def compare(world: World, kind: str, precision: str) -> list[tuple[str, bool]]:
+    def run(stage: int, accumulation: int, asked: dict[str, Any]) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+        engine = make(stage, asked, net=make_net(kind), accumulation=accumulation, **PRECISIONS[precision])
+        losses = train_engine(engine, 0, 3)
+        return losses, engine.get_global_grad_norm(), whole_state(engine)
+
     masters.PART = 1 << 12
+    on_device = {case: run(*case, {}) for case in itertools.product((1, 2, 3), (1, 3))}
     found = []
     for (stage, offload), accumulation in itertools.product(PLACES, (1, 3)):
-        runs = []
-        for asked in ({}, offload):
-            engine = make(stage, asked, net=make_net(kind), accumulation=accumulation, **PRECISIONS[precision])
-            losses = train_engine(engine, 0, 3)
-            runs.append((losses, engine.get_global_grad_norm(), whole_state(engine)))
-        (losses, norm, expected), (ours, our_norm, state) = runs
+        losses, norm, expected = on_device[stage, accumulation]
+        ours, our_norm, state = run(stage, accumulation, offload)
         same = losses == ours and norm == our_norm and set(state) == set(expected)
         same = same and all(torch.equal(state[n].to(t.dtype), t) for n, t in expected.items())
         found.append((f"stage {stage}, {offload}, accumulation {accumulation}", same))
@@ -85,18 +87,18 @@ def test_offloading_changes_no_bit(world_size: int, kind: str, precision: str) -
 
 def overflow(world: World) -> list[bool]:
     """For each place: whether overflows are answered as without offloading."""
-    same = []
-    for stage, offload in PLACES:
-        runs = []
-        for asked in ({}, offload):
-            engine = make(stage, asked, net=Spiky(), fp16={**FP16, "hysteresis": 2, "loss_scale_window": 2})
-            seen = []
-            for factor in (1.0, math.inf, math.nan, 1.0, 1.0, 1.0):
-                spike(engine, factor)
-                seen.append((engine.loss_scale(), engine.skipped_steps, engine.was_step_applied()))
-            runs.append((seen, {name: tensor.tolist() for name, tensor in whole_state(engine).items()}))
-        same.append(runs[0] == runs[1] and runs[0][0][-1] == (256.0, 2, True))
-    return same
+
+    def run(stage: int, asked: dict[str, Any]) -> tuple[list[tuple[float, int, bool]], dict[str, list[Any]]]:
+        engine = make(stage, asked, net=Spiky(), fp16={**FP16, "hysteresis": 2, "loss_scale_window": 2})
+        seen = []
+        for factor in (1.0, math.inf, math.nan, 1.0, 1.0, 1.0):
+            spike(engine, factor)
+            seen.append((engine.loss_scale(), engine.skipped_steps, engine.was_step_applied()))
+        return seen, {name: tensor.tolist() for name, tensor in whole_state(engine).items()}
+
+    on_device = {stage: run(stage, {}) for stage in (1, 2, 3)}
+    assert all(seen[-1] == (256.0, 2, True) for seen, _ in on_device.values())
+    return [run(stage, offload) == on_device[stage] for stage, offload in PLACES]
 
 
 @pytest.mark.slow
@@ -107,14 +109,18 @@ def test_overflows_are_answered_as_without_offloading(world_size: int) -> None:
 
 
 def optimize(world: World) -> list[tuple[str, bool]]:
+
+    def run(kind: str, stage: int, asked: dict[str, Any]) -> list[float]:
+        engine = make(stage, asked, optimizer={"type": kind, "params": {"lr": 0.01}}, bf16=True)
+        return train_engine(engine, 0, 3)
+
     masters.PART = 1 << 12
-    found = []
-    for kind, (stage, offload) in itertools.product(("Lamb", "Lion", "Muon", "SGD"), PLACES):
-        method = {"type": kind, "params": {"lr": 0.01}}
-        first, second = (make(stage, asked, optimizer=method, bf16=True) for asked in ({}, offload))
-        same = train_engine(first, 0, 3) == train_engine(second, 0, 3)
-        found.append((f"{kind}, stage {stage}, {offload}", same))
-    return found
+    kinds = ("Lamb", "Lion", "Muon", "SGD")
+    on_device = {case: run(*case, {}) for case in itertools.product(kinds, (1, 2, 3))}
+    return [
+        (f"{kind}, stage {stage}, {offload}", run(kind, stage, offload) == on_device[kind, stage])
+        for kind, (stage, offload) in itertools.product(kinds, PLACES)
+    ]
 
 
 @pytest.mark.slow

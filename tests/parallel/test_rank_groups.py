@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,15 @@ def train(world: World, kind: str, bf16: bool) -> dict[str, tuple[list[float], d
     return found
 
 
+@cache
+def run_ways(kind: str, bf16: bool) -> list[dict[str, tuple[list[float], dict[str, torch.Tensor], float]]]:
+    return run_ranks(train, 4, kind, bf16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "bf16"), [("plain", False), ("tied and frozen", False), ("plain", True)])
 def test_groups_give_the_losses_of_stage_3(kind: str, bf16: bool) -> None:
-    for found in run_ranks(train, 4, kind, bf16):
+    for found in run_ways(kind, bf16):
         losses, state, _ = found["plain"]
         for name in WAYS:
             assert found[name][0] == pytest.approx(losses, rel=4e-3 if bf16 else 1e-6), name
@@ -58,7 +64,7 @@ def test_groups_give_the_losses_of_stage_3(kind: str, bf16: bool) -> None:
 
 @pytest.mark.slow
 def test_mics_shards_within_a_group_and_hpz_over_all_ranks() -> None:
-    ranks = run_ranks(train, 4, "plain", False)
+    ranks = run_ways("plain", False)
     copies = {name: sum(found[name][2] for found in ranks) for name in ranks[0]}
     assert copies == pytest.approx({"plain": 1, "hpz": 1, "mics": 2, "one group": 1, "mics, offloaded": 2})
     assert max(found["mics"][2] for found in ranks) < 0.6
