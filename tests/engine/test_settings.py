@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import pytest
 import torch
 from engines import ADAMW, build_net, make_engine, make_tokens
+from ranks import run_ranks
 
 import dsjob
+from dsjob.document.resolve import complete_config
 from dsjob.engine.rhythm import Rhythm
 from dsjob.engine.settings import Settings
 from dsjob.errors import UsageError
+from dsjob.ranks.mesh import World
 
 
 def test_getters_give_values_and_defaults_of_the_config() -> None:
@@ -32,12 +38,89 @@ def test_getters_give_values_and_defaults_of_the_config() -> None:
     assert engine.dynamic_loss_scale_args()["init_scale"] == engine.initial_dynamic_scale() == 2**16
 
 
-def test_every_getter_can_be_called() -> None:
-    engine = make_engine(0)
-    names = [name for name in vars(Settings) if not name.startswith("_") and callable(getattr(engine, name, None))]
-    assert len(names) > 60
-    for name in names:
-        getattr(engine, name)()
+CHANGED: dict[str, Any] = {  # every key that a getter reads has a value other than its default, here or in BF16
+    "train_batch_size": 4, "steps_per_print": 7, "gradient_clipping": 0.5, "gradient_predivide_factor": 2.0,
+    "prescale_gradients": True, "wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True,
+    "dataloader_drop_last": True, "managed_gradient_accumulation": False, "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+    "fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True},
+    "checkpoint": {"load_universal": True, "use_node_local_storage": True},
+    **{key: {"enabled": True} for key in ("autotuning", "data_efficiency", "flops_profiler")},
+    "zero_optimization": {
+        "stage": 2, "reduce_scatter": False, "overlap_comm": True, "sub_group_size": 11, "reduce_bucket_size": 12,
+        "use_multi_rank_bucket_allreduce": False, "allgather_bucket_size": 13, "allgather_partitions": False,
+        "contiguous_gradients": False, "load_from_fp32_weights": False, "elastic_checkpoint": True,
+        "stage3_max_live_parameters": 14, "stage3_max_reuse_distance": 15, "stage3_prefetch_bucket_size": 16,
+        "stage3_module_granularity_threshold": 17, "stage3_param_persistence_threshold": 18,
+        "stage3_model_persistence_threshold": 19, "stage3_gather_16bit_weights_on_model_save": True,
+        "ignore_unused_parameters": False, "legacy_stage1": True, "round_robin_gradients": True,
+        "zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True,
+        "enable_sanity_checks": True, "offload_optimizer": {"device": "cpu"},
+    },
+}  # fmt: skip
+BF16: dict[str, Any] = {
+    "train_batch_size": 4,
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+    "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+# What DeepSpeed's engine no longer has: keys, most of which its config refuses, and what the getters give of them.
+REMOVED: dict[str, Any] = {
+    "sparse_gradients": True, "graph_harvesting": True, "zero_optimization": {"mics_shard_size": 3},
+    "checkpoint": {"tag_validation": "Ignore"}, "elasticity": {"enabled": True},
+    **{key: {"enabled": True} for key in ("progressive_layer_drop", "eigenvalue", "curriculum_learning")},
+}  # fmt: skip
+ONLY_HERE = {
+    "sparse_gradients_enabled": True, "graph_harvesting": True, "mics_shard_size": 3, "amp_enabled": False,
+    "checkpoint_tag_validation": "Ignore", "elasticity_enabled": True, "pld_enabled": True, "eigenvalue_enabled": True,
+    "curriculum_enabled_legacy": True,
+}  # fmt: skip
+SECTIONS = {"amp_params", "aio_config", "zero_offload_optimizer", "zero_offload_param"}  # DeepSpeed's are objects
+
+
+def list_getters() -> list[str]:
+    """Those that read a key of the config, and nothing else."""
+    made = ("_read.", "_is_on.")
+    return [name for name, value in vars(Settings).items() if getattr(value, "__qualname__", "").startswith(made)]
+
+
+def read_both(world: World, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the getters say of a config, and what those of DeepSpeed's engine say that have the same name."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    settings, engine = Settings(), DeepSpeedEngine.__new__(DeepSpeedEngine)
+    torch.nn.Module.__init__(engine)
+    settings.config, engine._config = complete_config(config), DeepSpeedConfig(config)
+    names = list_getters()
+    theirs = {name: getattr(engine, name)() for name in names if name not in {*ONLY_HERE, *SECTIONS}}
+    return {name: getattr(settings, name)() for name in names}, theirs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install 'dsjob[deepspeed]'")
+def test_getters_give_what_deepspeeds_give() -> None:
+    seen: dict[str, list[Any]] = {}
+    for config in ({"train_batch_size": 4}, CHANGED, BF16):
+        ours, theirs = run_ranks(read_both, 1, config)[0]
+        assert len(theirs) > 40
+        assert {name: ours[name] for name in theirs} == theirs
+        assert (ours["zero_offload_optimizer"] or {}).get("device") == (None if len(config) == 1 else "cpu")
+        for name, value in ours.items():
+            seen.setdefault(name, []).append(value)
+    constant = {name for name, values in seen.items() if all(value == values[0] for value in values)}
+    assert constant == {*ONLY_HERE, *SECTIONS} - {"zero_offload_optimizer"}
+
+
+def test_getters_of_what_deepspeed_has_removed() -> None:
+    settings = Settings()
+    settings.config = complete_config(REMOVED)
+    assert {name: getattr(settings, name)() for name in ONLY_HERE} == ONLY_HERE
+    assert settings.amp_params()["enabled"] is False
+    assert settings.aio_config()["queue_depth"] == 8
+    assert settings.zero_offload_param() is None
 
 
 def test_old_spellings_and_auto_are_seen_resolved() -> None:
