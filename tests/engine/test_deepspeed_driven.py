@@ -38,20 +38,21 @@ ON = {"enabled": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 GROUPS = {"no_decay": {"match": ["*bias"], "weight_decay": 0.0}}
 FIXED = {"enabled": True, "loss_scale": 256}
-# Name, stage, accumulation, sections; how far the losses may be from dsjob's own.
+# Name, stage, accumulation, sections; how far losses and norms may be from dsjob's own, relatively.
 CASES: list[tuple[str, int, int, dict[str, Any], float]] = [
-    *((f"stage {stage}", stage, 1, {}, 1e-5) for stage in range(4)),
-    *((f"stage {stage}, accumulated", stage, 3, {}, 1e-5) for stage in (0, 2, 3)),
-    *((f"stage {stage}, bf16", stage, 1, {"bf16": ON}, 4e-3) for stage in (0, 1, 3)),
-    *((f"stage {stage}, fp16", stage, 1, {"fp16": FIXED}, 4e-3) for stage in (1, 3)),
-    ("autocast", 2, 1, {"torch_autocast": {**ON, "dtype": "bfloat16"}}, 4e-3),
-    ("offloaded", 2, 1, {"zero_optimization": OFFLOAD}, 1e-5),
-    ("checkpointed", 3, 1, {"activation_checkpointing": {"mode": "full"}}, 1e-5),
-    ("summed", 1, 1, {"gradient_allreduce_op": "sum"}, 1e-5),
-    ("no clipping", 0, 1, {"gradient_clipping": 0}, 1e-5),
-    ("groups", 2, 1, {"optimizer": {**ADAMW, "param_groups": GROUPS}}, 1e-5),
-    ("another optimizer", 1, 1, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, 1e-5),
-    ("schedule", 1, 1, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}, 1e-5),
+    *((f"stage {stage}", stage, 1, {}, 1e-6) for stage in range(4)),
+    *((f"stage {stage}, accumulated", stage, 3, {}, 1e-6) for stage in (0, 2, 3)),
+    ("stage 0, bf16", 0, 1, {"bf16": ON}, 8e-3),
+    *((f"stage {stage}, bf16", stage, 1, {"bf16": ON}, 1e-3) for stage in (1, 3)),
+    *((f"stage {stage}, fp16", stage, 1, {"fp16": FIXED}, 2e-4) for stage in (1, 3)),
+    ("autocast", 2, 1, {"torch_autocast": {**ON, "dtype": "bfloat16"}}, 1e-6),
+    ("offloaded", 2, 1, {"zero_optimization": OFFLOAD}, 1e-6),
+    ("checkpointed", 3, 1, {"activation_checkpointing": {"mode": "full"}}, 1e-6),
+    ("summed", 1, 1, {"gradient_allreduce_op": "sum"}, 1e-6),
+    ("no clipping", 0, 1, {"gradient_clipping": 0}, 1e-6),
+    ("groups", 2, 1, {"optimizer": {**ADAMW, "param_groups": GROUPS}}, 1e-6),
+    ("another optimizer", 1, 1, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, 1e-6),
+    ("schedule", 1, 1, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}, 1e-6),
 ]
 
 
@@ -120,7 +121,7 @@ def test_losses_norms_and_rates_are_those_of_dsjobs_engine(ranks: int, name: str
         assert their_rates == rates
         assert their_sizes == sizes
         if name != "no clipping":
-            assert their_norm == pytest.approx(norm, rel=20 * tolerance)
+            assert their_norm == pytest.approx(norm, rel=tolerance)
         else:
             assert their_norm == 0.0  # DeepSpeed computes none
 
