@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import Counter
 
 import pytest
 
@@ -21,7 +22,13 @@ def selects_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none; leaves out most of long proofs, but for `-m full`."""
+    """Skips what needs a GPU where there is none; leaves out most of long proofs, but for `-m full`.
+
+    With -n, the files with most slow tests come first: a worker that begins a long file last lets the others wait.
+    """
+    if hasattr(config, "workerinput"):
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[item.path])
     need_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if need_gpu:
         import torch
