@@ -219,6 +219,14 @@ def test_a_script_without_a_guard_runs_its_job_from_any_folder(tmp_path: Path, f
     assert "step 4/4 100%" in longer.stdout
 
 
+def test_each_rank_of_torchrun_gets_the_result(folder: Path) -> None:
+    (folder / "train.py").write_text(SCRIPT)
+    ran = run_program(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", "2"], folder)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("the program ends 3") == 2
+    assert ran.stdout.count("starting job (a dict) on 2 ranks") == 1
+
+
 def run_program(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     environment = clean_env(PYTHONSAFEPATH="") if arguments[0] != "-m" else clean_env(PYTHONSAFEPATH="1")
