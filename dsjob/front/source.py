@@ -93,14 +93,14 @@ def _to_plain(value: Any, path: Path, problems: list[Problem]) -> Any:
         problems.append(_refuse(f"{value} is not a number of JSON", path))
     elif value is not None and not isinstance(value, (str, bool, int, float)):
         what = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else type(value).__name__
-        problems.append(_refuse(f"a document holds texts, numbers, lists and dicts, not {what}", path))
+        hint = "name a class or function by its path: {'_target_': 'my_model.Net'}"
+        problems.append(_refuse(f"a document holds texts, numbers, lists and dicts, not {what}", path, hint))
     else:
         return value
     return None
 
 
-def _refuse(message: str, path: Path) -> Problem:
-    hint = "name a class or function of a module by its path: {'_target_': 'my_model.Net'}"
+def _refuse(message: str, path: Path, hint: str = "") -> Problem:
     return Problem(message, path, "not-json", hint, PROGRAM)
 
 

@@ -81,7 +81,7 @@ def _check_cards(target: str, folder: str, protocols: frozenset[str]) -> Iterato
             text = block[1] if block else ""
         try:
             if len(text) > _MAX_CARD:
-                raise DocumentError([Problem("is too large to be checked", ())])
+                raise DocumentError([Problem("is too large to be checked", (), "too-large")])
             values = documents.parse(text, card, format="yaml").value if text.strip() else {}
         except DocumentError as error:
             told = f"{card}: cannot be checked: {error.problems[0].message}"

@@ -62,6 +62,8 @@ _SHAPE = {
     "recipe-package": "Hydra puts the keys of a config below the name of its folder, unless its first line says where.",
     "cores": "Ranks that share a core take turns on it, and each exchange waits for the slowest.",
     "not-there": "An override names a key that the composed document does not have.",
+    "data-card": "The card of a dataset's folder says what is loaded, so it has to be readable and is checked first.",
+    "not-json": "A dict that a program gives holds what JSON has: texts, finite numbers, booleans, lists and dicts.",
     "not-read": "A document names a DeepSpeed config at a URL, and nothing is fetched to check a document.",
     "unreadable": "The file cannot be read.",
     "override": "What the command line gives over the document cannot be read.",
