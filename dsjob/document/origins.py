@@ -164,9 +164,19 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
     if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
         name = f"{file.source.rsplit('/', 1)[0]}/{name}"
     try:
-        return read_document(name)
+        return _require_config(read_document(name))
     except UsageError as error:
         mark = file.mark(("deepspeed",)) if file is not None else None
         place = (file.source, mark.line, mark.column) if file is not None and mark is not None else ("", 0, 0)
         problem = Problem(error.message, ("deepspeed",), "unreadable", "paths are relative to the job file", *place)
         raise DocumentError([problem]) from error
+
+
+def _require_config(config: Document) -> Document:
+    """A DeepSpeed config. Of any other file that a document names nothing is quoted: its keys may be secrets."""
+    known = contract.job_schema()["properties"].keys() | contract.deepspeed_schema()["properties"].keys()
+    if config.value and known.isdisjoint(legacy.expand(config.value)):
+        message = "this is not a DeepSpeed config: it has none of the keys of one"
+        hint = "deepspeed names a config: {train_batch_size: 32, ...}"
+        raise DocumentError([Problem(message, (), "not-a-config", hint, config.source, 1, 1)])
+    return config

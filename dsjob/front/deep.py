@@ -27,7 +27,7 @@ _GIVEN: dict[Path, int] = {("optimizer",): 1, ("scheduler",): 1, ("data", "loade
 
 def check_targets(document: Mapping[str, Any], trust: Trust, known: set[Path]) -> list[Problem]:
     """What is wrong with the targets of a document, but for those at the paths `known`, which are wrong already."""
-    add_import_folders(trust.folders)
+    add_import_folders(trust.importable)
     problems: list[Problem] = []
     with contextlib.redirect_stdout(sys.stderr):  # what modules print is no part of a report
         for path, target in _list_targets(document, ()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from dsjob.document.resolve import choose_world_size, resolve_job
 from dsjob.errors import DataError, DocumentError, UsageError
 from dsjob.front.unnamed import complete
 from dsjob.launch import launcher
+from dsjob.launch.rank import add_import_folders
 from dsjob.planning.communication import predict_checkpoint, predict_communication
 from dsjob.planning.fit import Job
 from dsjob.planning.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
@@ -52,7 +52,7 @@ def plan_composed(composed: Composed, asked: Asked, trust: Trust) -> Plan:
     problems = list_untrusted(composed, document, trust) if asked.params is None else []
     if problems:
         raise DocumentError(problems)
-    sys.path += [folder for folder in trust.folders if folder not in sys.path]
+    add_import_folders(trust.importable)
     return _make_plan(document, world_size, asked, trust)
 
 

@@ -103,7 +103,7 @@ def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str,
     from dsjob.launch.rank import add_import_folders
     from dsjob.trust.targets import call_target
 
-    add_import_folders(trust.folders)
+    add_import_folders(trust.importable)
     target = resolve_model(document, name).model
     assert target is not None
     where = ("models", name, "model") if document.get("models") else ("model",)

@@ -47,7 +47,7 @@ def join(document: Mapping[str, Any], *, trust: Trust, run_dir: str | None = Non
     `run_dir`: the run's folder, where it is made already. Returns what `result.json` says, on every rank. Raises
     LostRankError where another rank has the cause, LaunchError with this rank's number for what it failed with itself.
     """
-    add_import_folders(trust.folders)
+    add_import_folders(trust.importable)
     show_crashes()
     options = document["launch"]
     record_collectives()

@@ -121,7 +121,7 @@ def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     def stop(number: int, _: Any) -> None:
         raise Interrupted(number)
 
-    rank.add_import_folders(trust.folders)
+    rank.add_import_folders(trust.importable)
     rank.show_crashes()
     position.begin()
     with handling({signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}):

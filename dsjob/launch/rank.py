@@ -35,7 +35,7 @@ def run_rank(resolved: str, run_dir: str) -> int:
     from dsjob.training.job import run_job
 
     trust = Trust.from_text(os.environ[TRUST_VARIABLE])
-    add_import_folders(trust.folders)
+    add_import_folders(trust.importable)
     number, folder = int(os.environ["RANK"]), os.environ[FOLDER_VARIABLE]
     try:
         document = json.loads(storage.read_text(resolved))

@@ -73,6 +73,16 @@ class Trust:
         return frozenset(prefix.removeprefix(GRANT) for prefix in self.prefixes if prefix.startswith(GRANT))
 
     @property
+    def importable(self) -> tuple[str, ...]:
+        """The folders that go on `sys.path`, where installed packages find their optional imports too: for a document
+        from elsewhere only those with a module that the user has named."""
+        if self.local:
+            return self.folders
+        tops = dict.fromkeys(prefix.split(".")[0] for prefix in self.prefixes if ":" not in prefix)
+        found = [spec for top in tops if (spec := find_top(top, self.folders)) is not None]
+        return tuple(dict.fromkeys(folder for spec in found if (folder := locate_local(spec, self.folders))))
+
+    @property
     def writable(self) -> tuple[str, ...]:
         """The folders that the user lets listed constructors write to."""
         found = (prefix.removeprefix(GRANT_FOLDER) for prefix in self.prefixes if prefix.startswith(GRANT_FOLDER))

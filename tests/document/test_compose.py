@@ -72,6 +72,17 @@ def test_a_job_file_and_a_deepspeed_file_that_differ_are_an_error_naming_both_li
     assert f"is 2 ({job}:2:3), but deepspeed.gradient_clipping says 3 ({deepspeed}:5:3)" in str(found)
 
 
+@pytest.mark.parametrize("text", ["root:x:0:0::\ndaemon:*:1:1::\n", "user: bob\nhunter2: {x: 1}\n"])
+def test_a_file_that_is_no_deepspeed_config_is_not_quoted(tmp_path: Path, text: str) -> None:
+    (tmp_path / "accounts").write_text(text)
+    job = write_json(tmp_path / "job.json", make_job(deepspeed="accounts"))
+    with pytest.raises(DocumentError) as caught:
+        resolve_composed(compose_file(job))
+    (found,) = caught.value.problems
+    assert (found.rule, found.place) == ("not-a-config", f"{tmp_path}/accounts:1:1")
+    assert not any(word in found.message + found.hint for word in ("root", "daemon", "user", "bob", "hunter2"))
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [(8, 8), (8.0, 8), ("auto", 8), (8, "auto")])
 def test_equal_values_and_auto_are_fine(tmp_path: Path, ours: Any, theirs: Any) -> None:
     write_json(tmp_path / "ds.json", {"train_micro_batch_size_per_gpu": theirs})

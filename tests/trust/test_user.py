@@ -14,6 +14,7 @@ import pytest
 from jobs import DSJOB, clean_env, make_job
 
 from dsjob.errors import DocumentError, UsageError
+from dsjob.trust.grant import Trust
 from dsjob.trust.user import Granted, comes_from_elsewhere, read_config, read_prefixes
 
 dsjob = partial(jobs.dsjob, fresh=True)  # what is trusted depends on what is loaded
@@ -106,6 +107,28 @@ def test_runs_of_ones_own_repeat_and_a_document_out_of_a_checkpoint_needs_the_fl
     assert REFUSED in refused.stderr
     granted = dsjob("run", document, "--trust", "my_model", "output.dir=third", cwd=job)
     assert granted.returncode == 0, granted.stderr
+
+
+def test_optional_imports_of_a_document_from_elsewhere_find_nothing_in_the_current_folder(job: Path) -> None:
+    for name in ("triton", "kernels", "peft", "torchvision", "torchaudio"):  # those not installed are looked for there
+        (job / f"{name}.py").write_text(f"open('ran', 'a').write('{name} ')\nraise ImportError\n")
+    document = json.loads((job / "cfg.json").read_text())
+    document["model"] = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1}
+    document["data"] = {"train": {"_target_": "torch.utils.data.TensorDataset", "_args_": [{"_target_": "torch.ones"}]}}
+    document["data"]["train"]["_args_"][0]["_args_"] = [8, 3]
+    (job / "out-a0001").mkdir()
+    (job / "out-a0001" / "job.json").write_text(json.dumps(document))
+    dsjob("plan", "out-a0001/job.json", cwd=job)
+    dsjob("run", "out-a0001/job.json", cwd=job)
+    assert not (job / "ran").exists()
+
+
+def test_a_module_that_the_user_names_brings_its_folder_for_a_document_from_elsewhere(job: Path) -> None:
+    folders = (str(job / "other"), str(job))
+    assert Trust(folders=folders).importable == folders
+    assert Trust(folders=folders, local=False).importable == ()
+    assert Trust(("torch.compile", "protocol:sftp"), folders, local=False).importable == ()
+    assert Trust(("my_model.build",), folders, local=False).importable == (str(job),)
 
 
 @pytest.mark.parametrize(

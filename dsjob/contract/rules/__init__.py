@@ -56,6 +56,7 @@ _SHAPE = {
     "read-only-url": "A web server is read from; what a run writes goes into a folder or an object store.",
     "hydra-section": "What Hydra itself does with a run is not for a job document to say.",
     "not-an-object": "A document is one object (a mapping) of keys and values.",
+    "not-a-config": "A file without any key of a DeepSpeed config is none, and what it holds is not shown.",
     "another-tool": "The file is that of another tool, which dsjob import reads.",
     "interpolation": "A ${...} names something that is not there, cannot be resolved, or grows beyond what any "
     "document needs.",
