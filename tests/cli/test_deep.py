@@ -155,5 +155,5 @@ def test_data_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     make_job(tmp_path, data={"train": {"_target_": "my_model.Data", "n": "many"}})
     done = dsjob("cfg.json", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("dsjob: error: data.train: TypeError: "), done.stderr
+    assert done.stderr.startswith("dsjob: nothing was saved\ndsjob: error: data.train: TypeError: "), done.stderr
     assert f"({tmp_path}/my_model.py:" in done.stderr

@@ -8,9 +8,10 @@ import pytest
 from hostile_deepspeed import nest
 
 from dsjob.contract import schema as contract
+from dsjob.contract.bounds import check_values
 from dsjob.contract.check import check_config, check_job, check_shape
 from dsjob.contract.shown import cut, shorten
-from dsjob.document import MAX_KEYS, check_values, parse, require_few
+from dsjob.document import MAX_KEYS, parse, require_few
 from dsjob.errors import MAX_MESSAGE, MAX_PROBLEMS, ConfigError, DocumentError, Problem
 
 

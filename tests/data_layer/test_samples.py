@@ -194,12 +194,13 @@ def test_evaluation_names_its_samples(dataset: Any) -> None:
 
 
 @WORKERS
-def test_a_run_tells_it_in_two_lines(tmp_path: Path, workers: int) -> None:
+def test_a_run_tells_it_in_a_line_and_a_hint(tmp_path: Path, workers: int) -> None:
     make_job(tmp_path, data={"train": {"_target_": "my_model.Broken"}, "num_workers": workers})
     with (tmp_path / "my_model.py").open("a") as file:
         file.write("\nclass Broken(Data):\n    def __getitem__(self, i):\n        return self.x[i][: i % 3 + 1], i\n")
     done = dsjob("cfg.json", cwd=tmp_path)
     assert done.returncode == 1
-    told = done.stderr.splitlines()
+    kept, *told = done.stderr.splitlines()
+    assert kept == "dsjob: nothing was saved"
     assert told[0].startswith("dsjob: error: the samples of a batch differ in size: data.train["), told
     assert len(told) == 2
