@@ -92,7 +92,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 141
     except Exception as error:
         if debug:
-            raise
+            traceback.print_exc()  # here, where output is masked
+            return 1
         from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 
         _print_error(DsjobError(describe_failure(error), hint=TRACEBACK_HINT))

@@ -13,11 +13,13 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from dsjob.contract import schema as contract
+from dsjob.contract.environment import mask, watch_output
 from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank, end_with_parent
@@ -30,6 +32,7 @@ from dsjob.trust.grant import Trust
 ENGINES = ("dsjob", "deepspeed")
 _NAME = "measured.json"
 _ERROR = "error.json"
+_SAFE_PATH = "PYTHONSAFEPATH"
 _UNSAVED = {"at_end": False, "on_signal": False, "resume": "never"}
 _ALONE = {"log_every": 1, "eval_every": 0, "eval_at_start": False, "loss_average": "batches"}
 
@@ -107,9 +110,14 @@ def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> 
 
 def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
     granted = replace(trust, prefixes=(*trust.prefixes, f"{__name__}.Gauge"))
-    arguments = (document, run_dir, granted.to_text(), debug, os.getpid())
+    arguments = (document, run_dir, granted.to_text(), debug, os.getpid(), os.environ.get(_SAFE_PATH))
     process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
-    process.start()
+    outer = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"  # as -P does for a rank: the current folder's modules hide none of Python's
+    try:
+        process.start()
+    finally:
+        _restore(outer)
     try:
         process.join()
     finally:
@@ -126,11 +134,26 @@ def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Tru
     raise LaunchError(f"engine {engine}: {told['message']}", hint=told["hint"], exit_code=told.get("exit_code", 1))
 
 
-def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, parent: int) -> None:
+def _restore(safe_path: str | None) -> None:
+    os.environ.pop(_SAFE_PATH, None)
+    if safe_path is not None:
+        os.environ[_SAFE_PATH] = safe_path
+
+
+def _work(
+    document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, parent: int, safe_path: str | None
+) -> None:
     """The main function of a side's process; what it prints is not shown."""
     end_with_parent(parent)
+    _restore(safe_path)
     sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with watch_output():
+        _start(document, run_dir, trust, debug)
+
+
+def _start(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool) -> NoReturn:
+    """Runs a side and ends its process. Only this process knows what to mask."""
     try:
         launcher.start(document, run_dir, trust=Trust.from_text(trust), debug=debug)
     except KeyboardInterrupt:
@@ -138,14 +161,14 @@ def _work(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, pa
     except Exception as error:
         known = isinstance(error, DsjobError)
         record = {
-            "message": error.message if isinstance(error, DsjobError) else describe_failure(error),
-            "hint": error.hint if isinstance(error, DsjobError) else TRACEBACK_HINT,
+            "message": mask(error.message) if isinstance(error, DsjobError) else describe_failure(error),
+            "hint": mask(error.hint) if isinstance(error, DsjobError) else TRACEBACK_HINT,
             "exit_code": error.exit_code if isinstance(error, DsjobError) else 1,
         }
         with open(os.path.join(run_dir, _ERROR), "w", encoding="utf-8") as file:
             json.dump(record, file)
         if debug and not known:
-            raise
+            traceback.print_exc()
         end_rank(1)
     end_rank(0)
 

@@ -58,6 +58,16 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in done.stderr
 
 
+def test_a_traceback_shows_no_value_of_the_environment(tmp_path: Path) -> None:
+    make_job(tmp_path, model={"_target_": "refusing.Model", "token": "${oc.env:DSJOB_TOKEN}"})
+    (tmp_path / "refusing.py").write_text("def Model(token):\n    raise ValueError(f'refused {token}')\n")
+    done = dsjob("cfg.json", "--debug", cwd=tmp_path, fresh=True, DSJOB_TOKEN="hunter2hunter2")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ValueError: refused ***" in done.stderr
+    assert "hunter2" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

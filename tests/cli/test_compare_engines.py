@@ -68,6 +68,23 @@ def test_losses_that_differ_end_with_1_and_what_fails_is_told(tmp_path: Path) ->
     assert "engine dsjob: ValueError: shapes do not fit" in done.stderr
 
 
+@installed
+def test_a_side_hides_what_it_has_read_and_takes_no_module_of_python_from_the_current_folder(tmp_path: Path) -> None:
+    make_job(tmp_path, model={"_target_": "refusing.Model", "token": "${oc.env:DSJOB_TOKEN}"})
+    (tmp_path / "refusing.py").write_text(
+        "import os, sys\nfrom dsjob.errors import UsageError\n\n"
+        "def Model(token):\n    print('was given', token, os.environ.get('PYTHONSAFEPATH'), file=sys.stderr)\n"
+        "    raise UsageError(f'refused {token}', hint=f'not {token}')\n"
+    )
+    (tmp_path / "multiprocessing.py").write_text("open('ran', 'w')\n")
+    done = dsjob("compare-engines", "cfg.json", cwd=tmp_path, fresh=True, DSJOB_TOKEN="hunter2hunter2")
+    assert done.returncode != 0
+    assert "was given *** None" in done.stderr
+    assert "refused ***" in done.stderr
+    assert "hunter2" not in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_table_has_each_step_and_what_it_takes() -> None:
     sides = {"dsjob": Side([4.0, 2.0], [9.0, 0.1], 2**20), "deepspeed": Side([4.0, 2.1], [9.0, 0.2], 2**21)}
     largest, step = find_largest_difference(sides)
