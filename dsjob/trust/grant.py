@@ -129,6 +129,7 @@ LISTED: tuple[Listed, ...] = (
     Listed("datasets", r"load_dataset|load_from_disk", r"datasets\.load"),
     Listed("datasets", r"Dataset\.from_(dict|list|csv|json|parquet|text)", r"datasets\.arrow_dataset"),
 )
+SHARED = "anybody may write to it"  # of a folder
 _BUILDERS = ("from_pretrained", "from_config")  # a class's own ways to make one of itself, which it may inherit
 
 
@@ -390,5 +391,7 @@ def _check(value: Any, path: Path, trust: Trust, found: Any = None) -> Iterator[
 def hint(target: str, trust: Trust) -> str:
     """How to grant a target: the exact flag."""
     if trust.rejected and find_top(target.split(".")[0], trust.folders) is None:
+        if any(why.startswith(SHARED) for _, why in trust.rejected):
+            return "move the job into a folder that only you can write to"
         return "if you know what is in it, run dsjob in that folder, or copy the folder and run the copy"
     return f"if you know what it does, run with --trust {target}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import pwd
 import re
@@ -17,7 +18,9 @@ from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.resolve import place_problems
 from dsjob.errors import Problem, UsageError
 from dsjob.run_folder import RESOLVED_NAME
-from dsjob.trust.grant import Trust, check_document
+from dsjob.trust.grant import SHARED, Trust, check_document
+
+_IMPORTABLE = tuple(importlib.machinery.all_suffixes())
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,12 @@ def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[s
     program's that gives it), unless it comes from elsewhere. A run's document names the job file that it was made from,
     whose folder counts. Then the folders of job files that belong to somebody else, which are not searched, each with
     the reason."""
-    here = os.getcwd()
     source: Any = file.source if file is not None else None
     if source == PROGRAM:
         source = find_program()
-    rejected = {}
+    here = os.getcwd()
+    shared = find_stranger(here)
+    current, rejected = (() if shared else (here,)), ({here: shared} if shared else {})
     if file is not None and os.path.basename(file.source) == RESOLVED_NAME:
         resolved = file.value.get("resolved")
         source = resolved.get("file") if isinstance(resolved, dict) else None
@@ -64,11 +68,29 @@ def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[s
             rejected[os.path.dirname(os.path.abspath(source))] = f"{file.source} belongs to {owner}"
             source = None
     if not isinstance(source, str) or comes_from_elsewhere(source) or not os.path.isfile(source):
-        return (here,), tuple(rejected.items())
+        return current, tuple(rejected.items())
     folder = os.path.dirname(os.path.abspath(source))
     if owner := _find_other_owner(source):
-        return (here,), ((folder, f"{source} belongs to {owner}"),)
-    return tuple(dict.fromkeys((here, folder))), ()
+        rejected.setdefault(folder, f"{source} belongs to {owner}")
+    elif why := find_stranger(folder):
+        rejected[folder] = why
+    else:
+        current = tuple(dict.fromkeys((*current, folder)))
+    return current, tuple(rejected.items())
+
+
+def find_stranger(folder: str) -> str:
+    """What Python could import from a folder that anybody may write to, such as /tmp, and whom it belongs to; empty
+    where it all belongs to the user, to root or to the owner of the folder."""
+    status = os.stat(folder)
+    if not status.st_mode & stat.S_IWOTH:
+        return ""
+    trusted = {os.geteuid(), 0, status.st_uid}
+    for entry in os.scandir(folder):
+        importable = entry.name.endswith(_IMPORTABLE) or (entry.name.isidentifier() and entry.is_dir())
+        if importable and os.path.exists(entry) and not {os.lstat(entry).st_uid, os.stat(entry).st_uid} <= trusted:
+            return f"{SHARED}, and {entry.name} belongs to {_find_other_owner(entry.path)}"
+    return ""
 
 
 def find_program() -> str | None:

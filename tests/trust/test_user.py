@@ -272,3 +272,21 @@ def test_modules_beside_another_users_job_file_are_rejected_with_the_reason(job:
     again = dsjob("run", f"{tmp_path}/run/resolved.json", cwd=elsewhere)
     assert again.returncode == 2
     assert f"which is not searched: {tmp_path}/run/resolved.json belongs to the user " in again.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_folder_that_strangers_write_to_is_not_searched(job: Path) -> None:
+    told = partial(dsjob, "validate", "cfg.json", cwd=job)
+    job.chmod(0o777)
+    assert "untrusted-target" not in told().stdout  # all of it is the user's own
+    (job / "triton.py").write_text("open('ran', 'w')")
+    os.chown(job / "triton.py", 65534, 65534)
+    why = f"my_model lies in {job}, which is not searched: anybody may write to it, and triton.py belongs to the user "
+    assert why in told().stdout
+    assert "move the job into a folder that only you can write to" in told().stdout
+    done = dsjob("run", "cfg.json", cwd=job, fresh=True)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert not (job / "ran").exists()
+    job.chmod(0o755)
+    assert "untrusted-target" not in told().stdout  # whoever owns the folder has put it there
