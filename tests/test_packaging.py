@@ -23,6 +23,7 @@ FOLDERS: dict[str, str] = {  # folder of the repository: where the package has i
     ].items()
 }
 
+ALONE = ("--no-deps", "--no-index")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -91,7 +92,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_environment(tmp_path_factory.mktemp("fresh") / "venv")
     python = str(root / "bin" / "python")
     subprocess.run(
-        [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "-q", str(wheel)],
+        # The dependencies' folder may hold a dsjob of this version, with which pip would be content.
+        [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--ignore-installed", *ALONE, str(wheel)],
         check=True,
         capture_output=True,
         text=True,

@@ -13,6 +13,7 @@ from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import legacy
 from dsjob.contract import schema as contract
+from dsjob.contract.check import suggest
 from dsjob.contract.deepspeed_keys import to_config_path
 from dsjob.contract.paths import Path, get_at, has_at
 from dsjob.contract.secrets import hide_value
@@ -108,6 +109,7 @@ def settle(
 
 STDIN = "<stdin>"  # the source of a document from standard input
 PROGRAM = "<dict>"  # and of one that a Python program gives
+_LOOKED_AT = 100  # keys of a file that may be no config
 MAX_SIZE = 16 << 20  # bytes of a document: with all that refers to them, some 2 GB of memory
 
 
@@ -175,7 +177,8 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
 def _require_config(config: Document) -> Document:
     """A DeepSpeed config. Of any other file that a document names nothing is quoted: its keys may be secrets."""
     known = contract.job_schema()["properties"].keys() | contract.deepspeed_schema()["properties"].keys()
-    if config.value and known.isdisjoint(legacy.expand(config.value)):
+    given = legacy.expand(config.value)
+    if given and known.isdisjoint(given) and not any(suggest(key, sorted(known)) for key in list(given)[:_LOOKED_AT]):
         message = "this is not a DeepSpeed config: it has none of the keys of one"
         hint = "deepspeed names a config: {train_batch_size: 32, ...}"
         raise DocumentError([Problem(message, (), "not-a-config", hint, config.source, 1, 1)])
