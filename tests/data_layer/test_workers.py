@@ -15,11 +15,13 @@ from dsjob.ranks.mesh import World
 
 WORLD = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 BEGUN = "BEGUN_BY_ITS_OWN"
+signalled: set[int] = set()  # processes; a second SIGTERM, maybe while the next pass is read ahead, would end them
 
 
 def signal_all(index: int) -> int:
     """A sample, before which the worker process gets what a terminal and a scheduler send to all processes."""
-    if index == 2:
+    if index == 2 and os.getpid() not in signalled:
+        signalled.add(os.getpid())
         assert torch.utils.data.get_worker_info() is not None
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
