@@ -14,8 +14,9 @@ from dsjob.contract import legacy
 from dsjob.contract import schema as contract
 from dsjob.contract.batch import BatchConfig as Triad
 from dsjob.contract.bounds import check_values
-from dsjob.contract.check import check_config, suggest
+from dsjob.contract.check import check_config
 from dsjob.contract.deepspeed_keys import BATCH_KEYS
+from dsjob.contract.hints import suggest
 from dsjob.contract.shown import shorten
 from dsjob.errors import ConfigError, DocumentError, Problem
 

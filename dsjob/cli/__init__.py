@@ -156,7 +156,7 @@ def _require_runnable(first: str) -> None:
         raise refuse_missing(first)
     if first in _list_recipes():
         raise UsageError(f"{first} is a recipe, not a command", hint=f"dsjob +recipe={first}")
-    from dsjob.contract.check import suggest
+    from dsjob.contract.hints import suggest
 
     hint = suggest(first, COMMANDS) or "dsjob --help lists them"
     if first.endswith((".py", ".sh")):

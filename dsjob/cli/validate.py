@@ -77,7 +77,7 @@ def _explain(rule: str) -> None:
     names = sorted(EXPLANATIONS) if rule == "all" else [rule]
     for name in names:
         if name not in EXPLANATIONS:
-            from dsjob.contract.check import suggest
+            from dsjob.contract.hints import suggest
 
             raise UsageError(
                 f"there is no rule {name!r}", hint=suggest(name, list(EXPLANATIONS)) or "--explain all lists them"

@@ -20,6 +20,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from dsjob.contract import deepspeed_keys, hints, legacy
 from dsjob.contract import schema as contract
 from dsjob.contract.bounds import check_values
+from dsjob.contract.hints import suggest
 from dsjob.contract.models import is_trainable, take_model
 from dsjob.contract.paths import Path
 from dsjob.contract.rules import RULES
@@ -211,13 +212,6 @@ def _as_meant(document: dict[str, Any]) -> dict[str, Any]:
     if isinstance(models := document.get("models"), dict):
         changed["models"] = {name: _as_meant(one) if isinstance(one, dict) else one for name, one in models.items()}
     return changed
-
-
-def suggest(word: str, known: Sequence[str]) -> str:
-    """`did you mean "x"?` for the known word nearest to `word`, or nothing."""
-    spelled = {name.lower(): name for name in reversed(known)}
-    near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
-    return f'did you mean "{spelled[near[0]]}"?' if near else ""
 
 
 def _leaves(errors: Iterator[ValidationError]) -> Iterator[ValidationError]:

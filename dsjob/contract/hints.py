@@ -1,7 +1,8 @@
-"""Keys that are right elsewhere: names of DeepSpeed and of HF Trainer in places that do not have them, and notes."""
+"""What a mistyped or misplaced key was probably meant to be: near names, and names of DeepSpeed and HF Trainer."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from dsjob.contract import deepspeed_keys
@@ -59,3 +60,10 @@ def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) 
 
 def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """`did you mean "x"?` for the known word nearest to `word`, or nothing."""
+    spelled = {name.lower(): name for name in reversed(known)}
+    near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
+    return f'did you mean "{spelled[near[0]]}"?' if near else ""

@@ -16,8 +16,7 @@ from typing import Any
 
 from dsjob.contract import deepspeed_keys
 from dsjob.contract import schema as contract
-from dsjob.contract.check import suggest
-from dsjob.contract.hints import explain_key
+from dsjob.contract.hints import explain_key, suggest
 from dsjob.contract.resources import read_schema
 from dsjob.contract.schema import Schema
 from dsjob.contract.views import describe_age, describe_status, read_view

@@ -30,7 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from dsjob.contract import schema as contract
-from dsjob.contract.check import explain_unknown, suggest
+from dsjob.contract.check import explain_unknown
+from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
 from dsjob.contract.secrets import describe_secret, find_secrets, hide_value, is_reference, list_texts
 from dsjob.document import Document, interpolation

@@ -13,8 +13,8 @@ from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import legacy
 from dsjob.contract import schema as contract
-from dsjob.contract.check import suggest
 from dsjob.contract.deepspeed_keys import to_config_path
+from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path, get_at, has_at
 from dsjob.contract.secrets import hide_value
 from dsjob.document import Document
@@ -178,7 +178,7 @@ def _require_config(config: Document) -> Document:
     """A DeepSpeed config. Of any other file that a document names nothing is quoted: its keys may be secrets."""
     known = contract.job_schema()["properties"].keys() | contract.deepspeed_schema()["properties"].keys()
     given = legacy.expand(config.value)
-    if given and known.isdisjoint(given) and not any(suggest(key, sorted(known)) for key in list(given)[:_LOOKED_AT]):
+    if given and known.isdisjoint(given) and not any(suggest(key, list(known)) for key in list(given)[:_LOOKED_AT]):
         message = "this is not a DeepSpeed config: it has none of the keys of one"
         hint = "deepspeed names a config: {train_batch_size: 32, ...}"
         raise DocumentError([Problem(message, (), "not-a-config", hint, config.source, 1, 1)])

@@ -7,7 +7,8 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -84,7 +85,7 @@ def initialize(
     spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
     for problem in told if world.everyone.rank == 0 else ():
         warnings.warn(str(problem), ConfigWarning, stacklevel=2)
-    try:
+    with _hinting_at_trust():
         engine = build_engine(
             model,
             spec,
@@ -96,13 +97,20 @@ def initialize(
             config=complete_config(given, spec),
             mpu=mpu,
         )
-    except TargetError as error:
-        hint = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
-        raise TargetError(error.message, hint=hint) from error
     engine.client_lr_scheduler = lr_scheduler
     if training_data is not None and world.loads:
         engine.training_dataloader = _build_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+@contextmanager
+def _hinting_at_trust() -> Iterator[None]:
+    """Replaces the flag of the command line in hints by the argument of `initialize`."""
+    try:
+        yield
+    except TargetError as error:
+        hint = re.sub(r"run with --trust (\S+)", r'call initialize with trust=["\1"]', error.hint)
+        raise TargetError(error.message, hint=hint) from error
 
 
 def _build_loader(engine: Engine, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Epochs:

@@ -19,7 +19,7 @@ def refuse_missing(source: str) -> UsageError:
 
 def _suggest(source: str) -> str:
     """The path with its first part that does not exist replaced by the name there that comes closest."""
-    from dsjob.contract.check import suggest
+    from dsjob.contract.hints import suggest
 
     above, name = os.path.split(source.rstrip("/"))
     rest = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dsjob.contract.check import suggest
+from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
 from dsjob.importing.given import Draft, Given, Rank, Settings, is_off
 from dsjob.importing.training_arguments import draft_fsdp_config, draft_sharding

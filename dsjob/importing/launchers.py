@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsjob.contract.check import suggest
+from dsjob.contract.hints import suggest
 from dsjob.importing.command_line import Command
 from dsjob.importing.given import Draft, Given
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dsjob.contract.check import suggest
+from dsjob.contract.hints import suggest
 from dsjob.importing.command_line import parse_value
 from dsjob.importing.given import UNKNOWN, Draft, Given, Rank, Settings, is_off
 from dsjob.importing.methods import drop_params, replace_section

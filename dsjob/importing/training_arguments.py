@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from dsjob.contract.check import suggest
+from dsjob.contract.hints import suggest
 from dsjob.contract.trainer_arguments import ARGUMENTS, FORMER_DEFAULTS, SCRIPT_ARGUMENTS
 from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off, join
 from dsjob.importing.methods import draft_optimizer

@@ -64,13 +64,13 @@ class Sharded(Strategy):
         align(model, world)
         widen(model)
         left = _move_unshardable(model, world.device)
-        gpu = world.device.type == "cuda"
         keep_off = zero.offload_param if zero.offload == "param" else None
+        pinned = keep_off is not None and keep_off.pin_memory and world.device.type == "cuda"
         group = zero.zero_hpz_partition_size
         options: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": set(left.values()),
-            "offload_policy": CPUOffloadPolicy(pin_memory=keep_off.pin_memory and gpu) if keep_off else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if keep_off else OffloadPolicy(),
             "reshard_after_forward": zero.stage == 3 and (group if group > 1 else True),
         }
         if precision.compute != torch.float32:
@@ -107,8 +107,6 @@ class Sharded(Strategy):
         self._has_buffers = any(True for _ in model.buffers())
         self._buffers_differ = True
         show_whole_state(model, precision.compute)
-        # transformers' `generate` reads it: ranks that finish early then keep gathering with the others.
-        model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
     def _set_masters(self, zero: Zero, precision: Precision, left: dict[str, nn.Parameter]) -> None:
         """The sharded parameters; where the optimizer alone is offloaded, copies of them on the host.

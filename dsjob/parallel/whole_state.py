@@ -17,7 +17,8 @@ from dsjob.optim.shards import whole
 
 
 def show_whole_state(model: nn.Module, dtype: torch.dtype) -> None:
-    """Makes `state_dict()` of `model` and of each module in it give whole tensors, floating-point ones as `dtype`."""
+    """Makes `state_dict()` of `model` and of each module in it give whole tensors, floating-point ones as `dtype`, and
+    tells transformers that the parameters are sharded."""
 
     def gather(module: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Any) -> None:
         if prefix and module is not model:  # part of a larger state dict, which is gathered at its end
@@ -34,6 +35,8 @@ def show_whole_state(model: nn.Module, dtype: torch.dtype) -> None:
 
     for module in model.modules():
         module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
+    # transformers' `generate` reads it: ranks that finish early then keep gathering with the others.
+    model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def _gather(value: DTensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from dsjob.contract.check import suggest
+from dsjob.contract.hints import suggest
 
 
 @dataclass(frozen=True, slots=True)

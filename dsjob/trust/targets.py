@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from dsjob.contract.check import suggest
 from dsjob.contract.environment import parse_reference
+from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
 from dsjob.contract.spec import Target, make_target
 from dsjob.errors import DsjobError, Problem, TargetError

@@ -59,7 +59,7 @@ def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[s
     if source == PROGRAM:
         source = find_program()
     here = os.getcwd()
-    shared = find_stranger(here)
+    shared = _find_stranger(here)
     current, rejected = (() if shared else (here,)), ({here: shared} if shared else {})
     if file is not None and os.path.basename(file.source) == RESOLVED_NAME:
         resolved = file.value.get("resolved")
@@ -72,14 +72,14 @@ def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[s
     folder = os.path.dirname(os.path.abspath(source))
     if owner := _find_other_owner(source):
         rejected.setdefault(folder, f"{source} belongs to {owner}")
-    elif why := find_stranger(folder):
+    elif why := _find_stranger(folder):
         rejected[folder] = why
     else:
         current = tuple(dict.fromkeys((*current, folder)))
     return current, tuple(rejected.items())
 
 
-def find_stranger(folder: str) -> str:
+def _find_stranger(folder: str) -> str:
     """What Python could import from a folder that anybody may write to, such as /tmp, and whom it belongs to; empty
     where it all belongs to the user, to root or to the owner of the folder."""
     status = os.stat(folder)

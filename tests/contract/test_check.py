@@ -10,7 +10,8 @@ import pytest
 from job_documents import make_job
 
 from dsjob.contract import schema as contract
-from dsjob.contract.check import MAX_UNKNOWN, check_config, check_job, check_shape, suggest
+from dsjob.contract.check import MAX_UNKNOWN, check_config, check_job, check_shape
+from dsjob.contract.hints import suggest
 from dsjob.contract.schema import Schema
 from dsjob.errors import Problem
 
