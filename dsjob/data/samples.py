@@ -162,8 +162,10 @@ def require_sound(batches: Iterable[Any], name: str) -> Iterator[Any]:
             batch = next(iterator)
         except StopIteration:
             return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, OSError, EOFError) as error:
+            # Errors of reading are Spoilt batches. An OSError or EOFError here means that a worker died between
+            # sending a batch and handing over the file descriptors of its tensors.
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             hint = "memory may have run out: fewer data.num_workers, or in a container a larger /dev/shm"
             raise DataError(f"a worker process that reads {name} has ended: {_tell(error)}", hint=hint) from error

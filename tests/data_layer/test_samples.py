@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from dsjob.data import EvaluationBatches, TrainingLoader
 from dsjob.data.misfits import find_misfit
+from dsjob.data.samples import require_sound
 from dsjob.errors import DataError
 from dsjob.ranks.mesh import World
 
@@ -183,8 +184,20 @@ def test_a_worker_that_is_killed_is_told() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     found = train(Given(die), 1)
-    assert found.message.startswith("a worker process that reads data.train has ended: RuntimeError: DataLoader worker")
+    assert found.message.startswith("a worker process that reads data.train has ended: ")
     assert "data.num_workers" in found.hint
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError(), RuntimeError("DataLoader worker x")])
+def test_a_worker_that_dies_while_its_batch_is_received_is_told(error: Exception) -> None:
+    def receive() -> Iterator[Any]:
+        yield torch.ones(1)
+        raise error
+
+    batches = require_sound(receive(), "data.train")
+    next(batches)
+    with pytest.raises(DataError, match=rf"^a worker process that reads data\.train has ended: {type(error).__name__}"):
+        next(batches)
 
 
 @pytest.mark.parametrize("dataset", [Given(ValueError("broken")), Streamed(Given(ValueError("broken")))])
