@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsjob import checkpointing as checkpointing
     from dsjob import errors as errors
-    from dsjob.contract.batch import BatchConfig as BatchConfig
+    from dsjob.config import BatchConfig as BatchConfig
     from dsjob.engine.build import add_config_arguments as add_config_arguments
     from dsjob.engine.build import initialize as initialize
     from dsjob.engine.engine import Engine as Engine
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("checkpointing", "errors")
 _HOMES = {
-    "BatchConfig": "dsjob.contract.batch",
+    "BatchConfig": "dsjob.config",
     "Callback": "dsjob.training.callbacks",
     "Engine": "dsjob.engine.engine",
     "ModelParallelUnit": "dsjob.ranks.mpu",

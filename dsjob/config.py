@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dsjob.contract import legacy
 from dsjob.contract import schema as contract
-from dsjob.contract.batch import BatchConfig as Triad
+from dsjob.contract.batch import BatchSizes
 from dsjob.contract.bounds import check_values
 from dsjob.contract.check import check_config
 from dsjob.contract.deepspeed_keys import BATCH_KEYS
@@ -187,7 +187,7 @@ class BatchConfig(Config):
 
     def resolve(self, world_size: int = 1) -> None:
         """Completes the three numbers. Raises DocumentError where they do not multiply out."""
-        full = Triad.from_dict(self).resolve(world_size)
+        full = BatchSizes.from_dict(self).resolve(world_size)
         self.update(zip(BATCH_KEYS, (full.train_batch, full.micro_batch, full.grad_accum), strict=True))
 
     def as_config(self) -> dict[str, Any]:

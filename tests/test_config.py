@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+import dsjob
 from dsjob.config import BatchConfig, BF16Config, Config, FP16Config, TorchAutocastConfig, TrainingConfig
 from dsjob.errors import ConfigError, DocumentError
 
@@ -123,3 +124,9 @@ def test_a_subclass_declares_keys_and_resolves_as_the_manual_has_it() -> None:
     assert outer.inner.x == 6
     with pytest.raises(AttributeError):
         _ = Sizes().absent
+
+
+def test_the_package_offers_the_one_class_of_batch_sizes() -> None:
+    assert dsjob.BatchConfig is BatchConfig
+    with pytest.raises(ConfigError, match='BatchConfig has no key train_batch; did you mean "train_batch_size"'):
+        dsjob.BatchConfig(train_batch=32)

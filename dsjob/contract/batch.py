@@ -24,7 +24,7 @@ _ALLOWED = f"allowed are {', '.join(_KEYS)}, or {', '.join(_KEYS.values())}"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchConfig:
+class BatchSizes:
     """Samples a step (all ranks), samples a pass (one rank), passes a step. None: to be derived."""
 
     train_batch: int | None = None
@@ -44,7 +44,7 @@ class BatchConfig:
             raise ConfigError(wrong)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> BatchConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> BatchSizes:
         """From the three keys as a job document or a DeepSpeed config spells them; "auto" counts as not given.
 
         Raises ConfigError for any other key.
@@ -67,13 +67,13 @@ class BatchConfig:
         return cls(**given)
 
     @classmethod
-    def of_trainer(cls, section: Mapping[str, Any]) -> BatchConfig:
+    def of_trainer(cls, section: Mapping[str, Any]) -> BatchSizes:
         """The batch sizes of a (checked) `trainer` section, its other keys left aside."""
         return cls.from_dict({name: section.get(name) for name in _KEYS})
 
     def resolve(
         self, world_size: int, *, name: Callable[[str], str] = lambda key: "", ranks: str = "", parts: int = 1
-    ) -> BatchConfig:
+    ) -> BatchSizes:
         """All three numbers for `world_size` data-parallel ranks, each of which is `parts` ranks of the job.
 
         Raises DocumentError, naming the numbers and a change that would make them hold, where they do not multiply out.
@@ -95,7 +95,7 @@ class BatchConfig:
         positive = min(self.train_batch, self.micro_batch, self.grad_accum) > 0
         return positive and self.train_batch == self.micro_batch * self.grad_accum * world_size
 
-    def move_to(self, world_size: int) -> BatchConfig:
+    def move_to(self, world_size: int) -> BatchSizes:
         """The same train_batch (all three are given) on `world_size` ranks, with no larger a micro batch.
 
         Without a solution grad_accum is left open, for `resolve` to explain.
@@ -104,22 +104,22 @@ class BatchConfig:
         assert self.micro_batch is not None
         share, rest = divmod(self.train_batch, world_size)  # of a rank
         if rest or share < 1:
-            return BatchConfig(self.train_batch, self.micro_batch)
+            return BatchSizes(self.train_batch, self.micro_batch)
         small = [number for number in range(1, math.isqrt(share) + 1) if share % number == 0]
         divisors = {*small, *(share // number for number in small)}
         micro = max(number for number in divisors if number <= max(self.micro_batch, 1))
-        return BatchConfig(self.train_batch, micro, share // micro)
+        return BatchSizes(self.train_batch, micro, share // micro)
 
-    def _complete(self, world_size: int) -> BatchConfig | None:
+    def _complete(self, world_size: int) -> BatchSizes | None:
         train, micro, accum = self.train_batch, self.micro_batch, self.grad_accum
         if train is not None and micro is not None:
             return self if accum is not None else replace(self, grad_accum=train // max(micro, 1) // world_size)
         if train is not None:
             accum = accum if accum is not None else 1
-            return BatchConfig(train, train // world_size // max(accum, 1), accum)
+            return BatchSizes(train, train // world_size // max(accum, 1), accum)
         if micro is not None:
             accum = accum if accum is not None else 1
-            return BatchConfig(micro * accum * world_size, micro, accum)
+            return BatchSizes(micro * accum * world_size, micro, accum)
         return None
 
     def _tell_derived(self, key: str) -> str:

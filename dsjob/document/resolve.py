@@ -17,7 +17,7 @@ from typing import Any
 
 from dsjob.contract import deepspeed_keys, legacy
 from dsjob.contract import schema as contract
-from dsjob.contract.batch import BatchConfig
+from dsjob.contract.batch import BatchSizes
 from dsjob.contract.check import check_config, check_job
 from dsjob.contract.models import take_model
 from dsjob.contract.paths import Path, get_at, has_at
@@ -238,7 +238,7 @@ def _read_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def _check_config(
     config: dict[str, Any], world_size: int, locate: Locate, ranks_from: str = ""
-) -> tuple[list[Problem], BatchConfig | None]:
+) -> tuple[list[Problem], BatchSizes | None]:
     def tell(key: str) -> str:
         path = deepspeed_keys.to_config_path(("trainer", key))
         line = locate(path)[1] if get_at(config, path, "auto") != "auto" else 0
@@ -248,7 +248,7 @@ def _check_config(
     if any(p.severity == "error" and _is_of_batch(p) for p in problems):
         return problems, None
     try:
-        asked = BatchConfig.of_trainer(_read_config(config).get("trainer", {}))
+        asked = BatchSizes.of_trainer(_read_config(config).get("trainer", {}))
         return problems, asked.resolve(world_size, name=tell, ranks=ranks_from)
     except DocumentError as error:
         given = [key for key in deepspeed_keys.BATCH_KEYS if key in config]
@@ -281,7 +281,7 @@ def _tell_origin(asked: int | None, given: Any, place: Place) -> str:
     return f" ({_describe(place)})" if asked == given else " (derived)"  # from what was resolved for other ranks
 
 
-def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchConfig, world_size: int) -> None:
+def _tell_batch(derived: dict[Path, str], given: dict[str, Any], batch: BatchSizes, world_size: int) -> None:
     formulas = {
         "train_batch": f"micro_batch {batch.micro_batch} x grad_accum {batch.grad_accum} x {world_size} ranks",
         "micro_batch": f"train_batch {batch.train_batch} / grad_accum {batch.grad_accum} / {world_size} ranks",
@@ -348,9 +348,9 @@ def _divides(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]:
     return [Problem(message, _PARTS, "model-parallel-size", hint)]
 
 
-def _reopen_batch(trainer: dict[str, Any], before: Any, world_size: int, parts: int, locate: Locate) -> BatchConfig:
+def _reopen_batch(trainer: dict[str, Any], before: Any, world_size: int, parts: int, locate: Locate) -> BatchSizes:
     """The batch sizes that are asked for: without what was derived when the document was resolved before."""
-    asked = BatchConfig.of_trainer(trainer)
+    asked = BatchSizes.of_trainer(trainer)
     triad = ("train_batch", "micro_batch", "grad_accum")
     if not isinstance(before, dict) or "world_size" not in before or None in dataclasses.astuple(asked):
         return asked

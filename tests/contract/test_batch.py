@@ -10,14 +10,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-import dsjob
-from dsjob.contract.batch import BatchConfig
+from dsjob.contract.batch import BatchSizes
 from dsjob.errors import ConfigError, DocumentError, Problem
 
 Triad = tuple[int | None, int | None, int | None]
 
 
-def refuse(config: BatchConfig, world_size: int) -> Problem:
+def refuse(config: BatchSizes, world_size: int) -> Problem:
     with pytest.raises(DocumentError) as caught:
         config.resolve(world_size)
     (only,) = caught.value.problems
@@ -34,16 +33,16 @@ def test_what_is_not_given_is_derived(
     train: int, micro: int, accum: int, per_rank: int, passes: int, world_size: int
 ) -> None:
     passes = passes if accum or (train and micro) else 1  # which nothing else tells
-    full = BatchConfig(per_rank * passes * world_size, per_rank, passes)
-    given_part = BatchConfig(
+    full = BatchSizes(per_rank * passes * world_size, per_rank, passes)
+    given_part = BatchSizes(
         full.train_batch if train else None, full.micro_batch if micro else None, full.grad_accum if accum else None
     )
     assert given_part.resolve(world_size) == full
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-@pytest.mark.parametrize("given_part", [BatchConfig(), BatchConfig(grad_accum=4)])
-def test_accumulation_alone_tells_nothing(given_part: BatchConfig, world_size: int) -> None:
+@pytest.mark.parametrize("given_part", [BatchSizes(), BatchSizes(grad_accum=4)])
+def test_accumulation_alone_tells_nothing(given_part: BatchSizes, world_size: int) -> None:
     found = refuse(given_part, world_size)
     assert found.message == "needs train_batch or micro_batch"
     assert "trainer.micro_batch=8" in found.hint
@@ -55,7 +54,7 @@ def test_accumulation_alone_tells_nothing(given_part: BatchConfig, world_size: i
     [(32, 16, 1, True), (32, 8, 2, True), (33, 17, 2, False), (32, 18, 1, False)],
 )
 def test_deepspeeds_own_cases_on_two_ranks(train: int, micro: int, accum: int, is_valid: bool) -> None:
-    full = BatchConfig(train, micro, accum)
+    full = BatchSizes(train, micro, accum)
     assert full.is_valid(2) == is_valid
     if is_valid:
         assert full.resolve(2) == full
@@ -97,7 +96,7 @@ def test_deepspeeds_own_cases_on_two_ranks(train: int, micro: int, accum: int, i
     ],
 )
 def test_a_mismatch_names_the_numbers_and_what_would_do(triad: Triad, world_size: int, message: str, hint: str) -> None:
-    found = refuse(BatchConfig(*triad), world_size)
+    found = refuse(BatchSizes(*triad), world_size)
     assert (found.message, found.hint) == (message, hint)
     assert (found.path, found.rule) == (("trainer",), "batch")
 
@@ -107,7 +106,7 @@ sizes = st.one_of(st.none(), st.integers(1, 12), st.integers(1, 4096))
 
 @given(triad=st.tuples(sizes, sizes, sizes), world_size=st.integers(1, 64))
 def test_every_remedy_holds(triad: Triad, world_size: int) -> None:
-    config = BatchConfig(*triad)
+    config = BatchSizes(*triad)
     try:
         config.resolve(world_size)
     except DocumentError as error:
@@ -125,7 +124,7 @@ def test_every_remedy_holds(triad: Triad, world_size: int) -> None:
 @given(triad=st.tuples(sizes, sizes, sizes), world_size=st.integers(1, 64))
 def test_what_resolves_multiplies_out_and_keeps_what_was_given(triad: Triad, world_size: int) -> None:
     try:
-        full = BatchConfig(*triad).resolve(world_size)
+        full = BatchSizes(*triad).resolve(world_size)
     except DocumentError:
         assume(False)
     train, micro, accum = full.train_batch, full.micro_batch, full.grad_accum
@@ -140,7 +139,7 @@ def test_what_resolves_multiplies_out_and_keeps_what_was_given(triad: Triad, wor
 
 @pytest.mark.parametrize("triad", [(0, 0, 1), (-4, 4, -1), (4, None, -1), (4, 2, None), (None, 2, 1)])
 def test_is_valid_wants_three_positive_numbers_that_multiply_out(triad: Triad) -> None:
-    assert not BatchConfig(*triad).is_valid(1)
+    assert not BatchSizes(*triad).is_valid(1)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +153,8 @@ def test_is_valid_wants_three_positive_numbers_that_multiply_out(triad: Triad) -
     ],
 )
 def test_from_dict_reads_both_spellings_and_leaves_auto_to_be_derived(values: dict[str, Any]) -> None:
-    full = BatchConfig.from_dict(values).resolve(1)
-    assert full == BatchConfig(32, 8, 4)
+    full = BatchSizes.from_dict(values).resolve(1)
+    assert full == BatchSizes(32, 8, 4)
     assert isinstance(full.train_batch, int)
 
 
@@ -172,22 +171,18 @@ def test_from_dict_reads_both_spellings_and_leaves_auto_to_be_derived(values: di
 )
 def test_from_dict_refuses_what_it_cannot_read(values: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        BatchConfig.from_dict(values)
+        BatchSizes.from_dict(values)
 
 
 def test_wrong_types_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        BatchConfig("32", micro_batch=[4])  # type: ignore[arg-type]
+        BatchSizes("32", micro_batch=[4])  # type: ignore[arg-type]
     assert {problem.dotted for problem in caught.value.problems} == {"train_batch", "micro_batch"}
-
-
-def test_it_is_offered_at_the_top() -> None:
-    assert dsjob.BatchConfig is BatchConfig
 
 
 def test_a_mismatch_says_where_the_numbers_and_the_world_size_come_from() -> None:
     with pytest.raises(DocumentError) as caught:
-        BatchConfig(16, 4).resolve(3, name=lambda key: f" (cfg.json: {key})" if key != "grad_accum" else "", ranks="-n")
+        BatchSizes(16, 4).resolve(3, name=lambda key: f" (cfg.json: {key})" if key != "grad_accum" else "", ranks="-n")
     (found,) = caught.value.problems
     assert found.message == (
         "train_batch 16 (cfg.json: train_batch) is not micro_batch 4 (cfg.json: micro_batch) x "
