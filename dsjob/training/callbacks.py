@@ -18,7 +18,9 @@ from dsjob.run_folder import METRICS_NAME, SUPERSEDED_METRICS_NAME, drop_non_fin
 class RunView(Protocol):
     """What a callback sees of the run."""
 
-    max_steps: int
+    @property
+    def max_steps(self) -> int:
+        """The step that training ends at."""
 
     @property
     def engine(self) -> Engine:

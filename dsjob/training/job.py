@@ -41,6 +41,7 @@ from dsjob.training.advice import train_longer
 from dsjob.training.averaging import Averaging
 from dsjob.training.callbacks import Callback, MetricsFile, RunView
 from dsjob.training.display import Display, make_console, show_seconds
+from dsjob.training.evaluation import Evaluator
 from dsjob.training.loaders import build_evaluation, build_training, share_samples
 from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measures, build_measures, to_job_device
@@ -83,17 +84,19 @@ def run_job(document: Mapping[str, Any], run_dir: str, world: World, trust: Trus
             run, loaded = _prepare(spec, document, run_dir, world, display, trust)
             display.table(f"dsjob {spec.name}", describe_run(run, run_dir, loaded))
             if run.step >= run.max_steps:
-                if run.evaluates and lacks_metrics(run):
+                if run.evaluator is not None and lacks_metrics(run):
                     loop.finish(run)
                 return _say_complete(run, run_dir, display)
             loop.train(run)
     finally:
         display.close()
-    metrics: dict[str, float] = {name: run.last_record[name] for name in ("loss", "lr") if name in run.last_record}
-    metrics.update(run.last_evaluation)
-    result = _make_result(run, metrics)
+    progress = run.progress
+    metrics: dict[str, float] = {
+        name: progress.last_record[name] for name in ("loss", "lr") if name in progress.last_record
+    }
+    result = _make_result(run, {**metrics, **progress.last_evaluation})
     if world.rank == 0:
-        ended = {"status": "unsaved", "error": run.unsaved} if run.unsaved else {"status": "done"}
+        ended = {"status": "unsaved", "error": progress.unsaved} if progress.unsaved else {"status": "done"}
         write_result(run_dir, {**ended, **dataclasses.asdict(result)})
         display.say(ended["status"], f"step {run.step:,} in {show_seconds(time.monotonic() - started)}")
     return result
@@ -105,7 +108,7 @@ def _make_result(run: Run, metrics: dict[str, float]) -> Result:
         step=run.step,
         epochs=_count_epochs(run),
         metrics=metrics,
-        checkpoint=run.last_saved,
+        checkpoint=run.progress.last_saved,
         pretrained=len(engines) == 1 and bool(describe_pretrained(engines[0].module)),
     )
 
@@ -126,7 +129,7 @@ def _prepare(
     collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
     loader = build_training(spec, world, collate, trust) if world.loads else NoLoader()
     share_samples(loader, world)
-    evaluation = build_evaluation(spec, world, collate, trust) if spec.data.eval and world.loads else None
+    evaluation_data = build_evaluation(spec, world, collate, trust) if spec.data.eval and world.loads else None
     steps = count_steps(trainer, loader.samples_per_epoch)
     engines = _build_engines(models, specs, document, steps, world, trust, mpu)
     seed_rng(trainer.seed + world.rank)
@@ -147,6 +150,18 @@ def _prepare(
         objects=kept,
     )
     micro_step, eval_step = _build_steps(spec, loss, training_measures, taken, trust)
+    averaging = _build_averaging(spec, engines.first)
+    evaluator = Evaluator(
+        spec,
+        engines,
+        evaluation_data,
+        collate,
+        loss,
+        step=eval_step,
+        averaging=averaging,
+        measures=measures,
+        taken=taken,
+    )
     run = Run(
         spec=spec,
         engines=engines,
@@ -157,14 +172,9 @@ def _prepare(
         callbacks=[_WriteResolved(run_dir, document), display, MetricsFile(run_dir), *callbacks.values()],
         say=display.say,
         micro_step=micro_step,
-        averaging=_build_averaging(spec, engines.first),
-        loss=loss,
-        eval_step=eval_step,
-        evaluation=evaluation,
-        collate=collate,
-        measures=measures,
-        training_measures=training_measures,
-        taken=taken,
+        averaging=averaging,
+        measures=training_measures,
+        evaluator=evaluator if spec.data.eval else None,
         kept=kept,
     )
     return run, resume(run, specs)
@@ -295,8 +305,8 @@ def _say_complete(run: Run, run_dir: str, display: Display) -> Result:
         f"Train longer with {longer}, or anew in another output.dir.",
     )
     before = read_result(run_dir)
-    result = _make_result(run, {**before.get("metrics", {}), **run.last_evaluation})
-    if run.engine.global_rank == 0 and (not before or run.last_evaluation):
+    result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation})
+    if run.engine.global_rank == 0 and (not before or run.progress.last_evaluation):
         write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})
     return result
 

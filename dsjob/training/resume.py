@@ -61,8 +61,8 @@ def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
     if tag is not None and tags and tags[0] != loaded.tag:
         checkpointer.set_aside(newer_than=loaded.step)
     if run.spec.checkpoint.best is not None:
-        run.rated = checkpointer.rated()
-    run.last_saved = loaded.url
+        run.progress.rated = checkpointer.rated()
+    run.progress.last_saved = loaded.url
     return loaded
 
 

@@ -1,15 +1,14 @@
-"""A training run as the loop and what belongs to it see it."""
+"""A training run: what takes part in it, and how far it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.joint import Savable
 from dsjob.checkpoint.live.objects import Kept
-from dsjob.compute.calls import LossFunction
 from dsjob.contract.spec import JobSpec
 from dsjob.data import NoLoader, TrainingLoader
 from dsjob.data.given import GivenLoader
@@ -17,14 +16,28 @@ from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.training.averaging import Averaging
 from dsjob.training.callbacks import Callback
+from dsjob.training.evaluation import Evaluator
 from dsjob.training.metrics import Measures
 from dsjob.training.occasions import Occasions
-from dsjob.training.steps import MicroStep, UserStep
+from dsjob.training.steps import MicroStep
 
 
 @dataclass
+class Progress:
+    """How far a run is: what it has measured and saved so far. The engines count its steps and samples."""
+
+    last_record: dict[str, float] = field(default_factory=dict)
+    last_evaluation: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int = -1  # the step of the last evaluation
+    rated: list[dict[str, Any]] = field(default_factory=list)  # checkpoints by their metrics, where the best stay
+    behind: str = ""  # the tag of the save in the background
+    last_saved: str | None = None  # the last committed checkpoint's folder
+    unsaved: str = ""  # why the last save failed, until one succeeds
+
+
+@dataclass(frozen=True)
 class Run:
-    """One training run: what takes part, and how far it is."""
+    """One training run: what takes part. Only `progress` says how far it is."""
 
     spec: JobSpec
     engines: Engines
@@ -35,22 +48,11 @@ class Run:
     say: Callable[[str, str], None]
     micro_step: MicroStep
     averaging: Averaging = field(default_factory=Averaging)
-    loss: LossFunction | None = None
-    evaluation: Any = None
-    eval_step: UserStep | None = None
-    collate: Callable[[list[Any]], Any] | None = None
-    measures: Measures = field(default_factory=Measures)  # metrics of the evaluation set
-    training_measures: Measures = field(default_factory=Measures)
-    taken: Collection[str] = ()  # names that trainer.eval_step and trainer.step return for metrics alone
+    measures: Measures = field(default_factory=Measures)  # metrics of training
+    evaluator: Evaluator | None = None  # None without data.eval
     kept: Kept = field(default_factory=Kept)  # callbacks and metrics: checkpoints hold the state of those that have one
     occasions: Occasions | None = None
-    rated: list[dict[str, Any]] = field(default_factory=list)  # checkpoints by their metrics, where the best stay
-    last_record: dict[str, float] = field(default_factory=dict)
-    last_evaluation: dict[str, float] = field(default_factory=dict)
-    evaluated_at: int = -1
-    behind: str = ""  # the tag of the save in the background
-    last_saved: str | None = None
-    unsaved: str = ""  # how the last save failed, until one is made
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def engine(self) -> Engine:
@@ -61,11 +63,6 @@ class Run:
     def savable(self) -> Savable:
         """What checkpoints hold: the one engine by itself, or all by name."""
         return self.engines if self.spec.models else self.engine
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on; `evaluation` is None also where this rank reads no data."""
-        return self.spec.data.eval is not None
 
     @property
     def step(self) -> int:

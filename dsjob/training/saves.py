@@ -26,8 +26,10 @@ def ends_period(run: Run, seen: int) -> bool:
 
 
 def is_among_best(run: Run) -> bool:
-    best = run.spec.checkpoint.best
-    return best is not None and Best(best.metric, best.mode, best.keep).improves(run.last_evaluation, run.rated)
+    best, progress = run.spec.checkpoint.best, run.progress
+    return best is not None and Best(best.metric, best.mode, best.keep).improves(
+        progress.last_evaluation, progress.rated
+    )
 
 
 def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
@@ -40,10 +42,10 @@ def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
     def begin() -> None:
         if run.spec.checkpoint.async_ and not wait:
             run.checkpointer.save_behind(run.savable, tag=tag, metrics=metrics, replace=replace)
-            run.behind = tag
+            run.progress.behind = tag
         else:
             _tell_saved(run, run.checkpointer.save(run.savable, tag=tag, metrics=metrics, replace=replace))
-        run.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
+        run.progress.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
 
     settled = settle(run)
     if run.occasions is not None:
@@ -65,7 +67,7 @@ def rate(run: Run) -> bool:
         if isinstance(error, FencedError) or run.spec.checkpoint.save_on_error == "stop":
             raise
         return False
-    run.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
+    run.progress.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
     return True
 
 
@@ -81,12 +83,14 @@ def _name_tag(run: Run) -> str:
 
 def _list_metrics(run: Run) -> dict[str, float]:
     """What retention may judge this step's checkpoint by."""
-    return {n: v for n, v in run.last_evaluation.items() if run.evaluated_at == run.step and math.isfinite(v)}
+    if run.progress.evaluated_at != run.step:
+        return {}
+    return {name: value for name, value in run.progress.last_evaluation.items() if math.isfinite(value)}
 
 
 def settle(run: Run) -> bool | None:
     """Waits for a save in the background and tells how it ended: whether it has not failed; None without one."""
-    tag, run.behind = run.behind, ""
+    tag, run.progress.behind = run.progress.behind, ""
 
     def wait() -> None:
         saved = run.checkpointer.settle()
@@ -97,7 +101,7 @@ def settle(run: Run) -> bool | None:
 
 
 def _tell_saved(run: Run, saved: Saved) -> None:
-    run.last_saved = saved.url
+    run.progress.last_saved = saved.url
     for note in saved.notes:
         run.say("saved", f"{saved.tag}, but: {note}")
     run.tell("on_save", saved.url)
@@ -110,18 +114,19 @@ def _try_saving(run: Run, tag: str, action: Callable[[], None]) -> bool:
     except (CheckpointError, StorageError) as error:
         if isinstance(error, FencedError) or run.spec.checkpoint.save_on_error == "stop":
             raise
-        run.unsaved = f"{tag}: {error.message}"
-        run.say("not saved", run.unsaved + ("; training goes on" if run.step < run.max_steps else ""))
+        run.progress.unsaved = f"{tag}: {error.message}"
+        run.say("not saved", run.progress.unsaved + ("; training goes on" if run.step < run.max_steps else ""))
         return False
-    run.unsaved = ""
+    run.progress.unsaved = ""
     return True
 
 
 def describe_end(run: Run, number: int, *, saved: bool) -> DsjobError:
     """What the run that signal `number` has stopped after this step ends with."""
+    newest = run.progress.last_saved
     name, at = ("Ctrl-C" if number == signal.SIGINT else "SIGTERM"), f"step {run.step}"
     if not saved:
-        kept = f"the last checkpoint is {run.last_saved}" if run.last_saved else "there is no checkpoint"
+        kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
         return Interrupted(number, f"stopped by {name} at {at}, which could not be saved; {kept}")
-    message = f"stopped by {name} after {at}, which is saved: {run.last_saved}"
+    message = f"stopped by {name} after {at}, which is saved: {newest}"
     return Interrupted(number, message) if number == signal.SIGINT else Preempted(message)

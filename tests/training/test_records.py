@@ -1,4 +1,4 @@
-"""What the loop measures of itself."""
+"""What log records say of the time that training takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import small_jobs
 from torch import Tensor
 
-from dsjob.training import loop
+from dsjob.training import records
 
 
 def test_the_time_that_is_left_counts_in_what_happens_beside_training(
@@ -27,7 +27,7 @@ def test_the_time_that_is_left_counts_in_what_happens_beside_training(
     def dawdle(run: Any, step: int) -> None:
         now[0] += 10
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(records, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(small_jobs.Net, "forward", take_a_second)
     hooks.append(dawdle)
     small_jobs.train(tmp_path, trainer={"log_every": 2})

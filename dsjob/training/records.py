@@ -1,0 +1,166 @@
+"""The log record: what the steps since the last one gave, collected from the device and from all ranks.
+
+Losses stay on the device until a record is due, so that no step waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsjob.errors import NonFiniteLossError
+from dsjob.training.run import Run
+from dsjob.training.steps import Names
+
+
+class Meter:
+    """Scalars, tokens and seconds of training since the last record; and what else has taken time in the run: records,
+    evaluations, saves, callbacks. Scalars stay on the device until they are asked for."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, list[Tensor]] = {}  # by name, one of each step; `loss` first
+        self.skipped: dict[str, set[int]] = {}  # by engine, steps that were left out
+        self.skips: dict[str, int] = {}  # by engine, how many steps it is known to have left out
+        self.tokens = 0
+        self.seconds = 0.0
+        self.names = Names("trainer.step")
+        self._steps, self._beside = 0, 0.0  # of the whole run
+        self._turned = time.perf_counter()
+
+    def start(self) -> None:
+        """Training goes on."""
+        self._beside += self._turn()
+
+    def pause(self) -> None:
+        """Something else begins."""
+        self.seconds += self._turn()
+
+    def _turn(self) -> float:
+        before, self._turned = self._turned, time.perf_counter()
+        return self._turned - before
+
+    def estimate(self, steps: int, left: int) -> float:
+        """Seconds of the clock for `left` more steps: as fast as the `steps` since the last record, and with the
+        share of all else that each step has had so far."""
+        self._steps += steps
+        return (self.seconds / steps + self._beside / self._steps) * left
+
+    def reset(self) -> None:
+        self.scalars, self.skipped, self.tokens, self.seconds = {}, {}, 0, 0.0
+
+
+def note_skipped(run: Run, meter: Meter) -> None:
+    """Notes steps that engines have left out; of the last one they may not know yet."""
+    for name, each in run.engines.items():
+        rhythm = each.rhythm
+        if rhythm.skipped_steps > meter.skips.get(name, 0):
+            meter.skipped.setdefault(name, set()).add(run.step - (rhythm.global_steps - rhythm.last_skipped))
+        meter.skips[name] = rhythm.skipped_steps
+
+
+def record(run: Run, meter: Meter) -> None:
+    """Makes the log record of this step and tells the callbacks. A collective.
+
+    Raises NonFiniteLossError where a loss or a gradient norm is not finite.
+    """
+    engine, world = run.engine, run.engine.world
+    if run.loader.samples_per_epoch is None:
+        run.loader.passes.require_same(world, loads=world.loads)
+    scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
+    tokens = float(meter.tokens)
+    if world.everyone.world_size > 1:
+        reported = torch.cat([scalars, scalars.new_ones(1)])  # and the number of ranks that report
+        reported = reported if world.reports else torch.zeros_like(reported)
+        read = scalars.new_tensor([tokens, 1.0] if world.loads else [0.0, 0.0])  # and of those that read data
+        summed = torch.cat([reported, read])
+        dist.all_reduce(summed)
+        scalars, tokens = summed[:-3] / summed[-3], float(summed[-2] / summed[-1])
+    losses, *others = torch.split(scalars.cpu(), [len(values) for values in meter.scalars.values()])
+    meter.pause()  # here: until now a device may not have done what it was given
+    for each in run.engines.values():
+        each.skipped_steps  # noqa: B018 (asks the device about the last step)
+    note_skipped(run, meter)
+    means = {name: float(values.mean()) for name, values in zip(list(meter.scalars)[1:], others, strict=True)}
+    steps = len(losses)
+    finite = _require_finite_losses(run, meter, losses.tolist())
+    norm = engine.get_global_grad_norm()
+    for name, skipped in meter.skipped.items():
+        _tell_skipped(run, name, skipped)
+    seconds = max(meter.seconds, 1e-9)
+    per_epoch = run.loader.samples_per_epoch
+    own = {
+        "step": run.step,
+        "epoch": engine.global_samples / per_epoch if per_epoch else 0.0,
+        "loss": sum(finite) / len(finite) if finite else math.nan,
+        "lr": engine.last_lr[0],
+        "grad_norm": norm,
+        "samples_per_second": steps * engine.train_batch_size() / seconds,
+        "tokens_per_second": tokens * world.world_size / seconds,
+        "eta_seconds": meter.estimate(steps, run.max_steps - run.step),
+    }
+    if engine.precision.needs_scale:
+        own["loss_scale"] = engine.loss_scale()
+    run.progress.last_record = {**own, **means, **_read_others(run), **run.measures.finish()}
+    meter.reset()
+    run.tell("on_log", run.progress.last_record)
+
+
+def _require_finite_losses(run: Run, meter: Meter, losses: list[float]) -> list[float]:
+    """The losses of the steps that were taken. Raises NonFiniteLossError.
+
+    An overflow of fp16 may show in the loss already: the step is left out then, and has done no harm. bf16 has the
+    range of fp32: there, as in fp32, weights or data are to blame, and no later step will mend them.
+    """
+    steps = dict(enumerate(losses, start=run.step - len(losses) + 1))
+    skipped = meter.skipped.get(next(iter(run.engines)), set()) if run.engine.precision.needs_scale else set()
+    kept = {step: value for step, value in steps.items() if step not in skipped or math.isfinite(value)}
+    for step, value in kept.items():
+        _require_finite(run, "the loss", value, step)
+    # Losses show what earlier steps have done to the weights; of the last step only its gradients tell, before a save.
+    for name, engine in run.engines.items():
+        if engine.was_step_applied():
+            of = f" of {name}" if len(run.engines) > 1 else ""
+            _require_finite(run, f"the gradients' norm{of}", engine.get_global_grad_norm(), run.step)
+        elif engine.precision.needs_scale:
+            continue  # a loss scale answers to overflows, or is what the document asks for
+        elif run.step == run.max_steps and engine.skipped_steps == engine.global_steps > 0:
+            what = f"no step{f' of {name}' if len(run.engines) > 1 else ''} was taken: the gradients' norm"
+            _require_finite(run, what, engine.get_global_grad_norm(), run.step)
+    return list(kept.values())
+
+
+def _read_others(run: Run) -> dict[str, float]:
+    """Rate, norm and loss scale of the engines after the first, by `<name>/...`; tells of one that does not train."""
+    values: dict[str, float] = {}
+    for name, engine in list(run.engines.items())[1:]:
+        if engine.optimizer is None:
+            continue
+        if engine.global_steps == 0:
+            run.say("idle", f"{name} has an optimizer, and has taken no step yet")
+            continue
+        values |= {f"{name}/lr": engine.last_lr[0], f"{name}/grad_norm": engine.get_global_grad_norm()}
+        if engine.precision.needs_scale:
+            values[f"{name}/loss_scale"] = engine.loss_scale()
+    return values
+
+
+def _tell_skipped(run: Run, name: str, skipped: set[int]) -> None:
+    count, engine = len(skipped), run.engines[name]
+    of = f" of {name}" if len(run.engines) > 1 else ""
+    steps = f"{count} step{'s' if count > 1 else ''}{of}, the last one {max(skipped)}"
+    why = f"gradients overflowed fp16; the loss scale is {engine.loss_scale():g} now"
+    run.say("skipped", f"{steps}: {why if engine.precision.needs_scale else 'gradients were not finite'}")
+
+
+def _require_finite(run: Run, what: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        saved = run.progress.last_saved
+        good = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint yet"
+        raise NonFiniteLossError(
+            f"{what} became {value} in step {step}; {good}",
+            hint="lower optimizer.params.lr, lengthen the warm-up, lower gradient_clipping, or look at that batch",
+        )
