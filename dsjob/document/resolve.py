@@ -19,8 +19,9 @@ from dsjob.contract import deepspeed_keys, legacy
 from dsjob.contract import schema as contract
 from dsjob.contract.batch import BatchSizes
 from dsjob.contract.check import check_config, check_job
-from dsjob.contract.models import take_model
+from dsjob.contract.models import list_models, take_model
 from dsjob.contract.paths import Path, get_at, has_at
+from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.schema import Schema
 from dsjob.contract.spec import EngineSpec, JobSpec, view
 from dsjob.document.auto import resolve_auto
@@ -183,11 +184,22 @@ def _resolve_models(job: dict[str, Any]) -> dict[Path, str]:
     return derived
 
 
-def resolve_model(document: Mapping[str, Any], name: str) -> JobSpec:
-    """One of the models of a resolved document, as if the job had no other."""
+def complete_job(document: Mapping[str, Any]) -> ResolvedJob:
+    """A resolved document as the typed value that ranks are given.
+
+    What an earlier version of dsjob has resolved lacks the keys of later versions: they get their defaults.
+    """
+    sections, configs = {}, {}
+    for name in list_models(document):
+        sections[name] = _complete(take_model(document, name))
+        configs[name] = complete_config(sections[name], view(JobSpec, sections[name]))
+    return ResolvedJob.of(_complete(dict(document)), sections, configs)
+
+
+def _complete(job: dict[str, Any]) -> dict[str, Any]:
     schema = contract.job_schema()
-    alone = _rename(legacy.map_amp(legacy.expand(take_model(document, name))), schema)
-    return view(JobSpec, contract.fill_defaults(_own_numbers(resolve_auto(alone)[0], schema), schema))
+    job = _rename(legacy.map_amp(legacy.expand(job)), schema)
+    return contract.fill_defaults(_own_numbers(resolve_auto(job)[0], schema), schema)
 
 
 def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate: Locate) -> list[Problem]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsjob.contract.environment import hide_values, parse_reference
+from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.secrets import list_texts
 from dsjob.document.origins import PROGRAM, Composed
-from dsjob.document.resolve import place_problems, read_nproc, resolve_job
+from dsjob.document.resolve import complete_job, place_problems, read_nproc, resolve_job
 from dsjob.errors import DocumentError, Problem, TargetError
 from dsjob.launch import launcher
 from dsjob.run_folder import describe_other_job, list_commits, make_run_dir
@@ -50,14 +51,15 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         launcher.quiet_torch()
         from dsjob.launch.joined import join
 
-        return join(document, trust=trust, run_dir=run_dir)
+        return join(complete_job(document), trust=trust, run_dir=run_dir)
+    job = complete_job(document)
     if run_dir is not None:
         with launcher.telling_what_is_kept(run_dir, document):
-            return _start(composed, document, run_dir, trust, debug)
+            return _start(composed, job, run_dir, trust, debug)
     wanted = document["output"]["dir"], document["name"]
     existing, run_dir = find_existing(*wanted), make_run_dir(*wanted)
     with launcher.telling_what_is_kept(run_dir, document), taking_back(run_dir, existing):
-        return _start(composed, document, run_dir, trust, debug)
+        return _start(composed, job, run_dir, trust, debug)
 
 
 def _find_origin(composed: Composed) -> str | None:
@@ -68,11 +70,11 @@ def _find_origin(composed: Composed) -> str | None:
     return os.path.abspath(source) if source is not None and "://" not in source else None
 
 
-def _start(composed: Composed, document: dict[str, Any], run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
-    if list_commits(run_dir, document) and (other := describe_other_job(run_dir, document)):
+def _start(composed: Composed, job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
+    if list_commits(run_dir, job.document) and (other := describe_other_job(run_dir, job.document)):
         raise DocumentError([Problem(other, ("output", "dir"), "another-job", "choose another output.dir")])
     try:
-        return launcher.start(document, run_dir, trust=trust, debug=debug)
+        return launcher.start(job, run_dir, trust=trust, debug=debug)
     except TargetError as error:
         if not error.path:
             raise

@@ -98,13 +98,13 @@ def load_model(
 def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str, Any]) -> nn.Module:
     from torch import nn
 
-    from dsjob.document.resolve import resolve_model
+    from dsjob.document.resolve import complete_job
     from dsjob.errors import ContractError
     from dsjob.launch.rank import add_import_folders
     from dsjob.trust.targets import call_target
 
     add_import_folders(trust.importable)
-    target = resolve_model(document, name).model
+    target = complete_job(document).models[name].spec.model
     assert target is not None
     where = ("models", name, "model") if document.get("models") else ("model",)
     made = call_target(target, trust=trust, where=where)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from dsjob.contract import schema as contract
 from dsjob.contract.environment import mask, watch_output
+from dsjob.document.resolve import complete_job
 from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank, end_with_parent
@@ -155,7 +156,7 @@ def _work(
 def _start(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool) -> NoReturn:
     """Runs a side and ends its process. Only this process knows what to mask."""
     try:
-        launcher.start(document, run_dir, trust=Trust.from_text(trust), debug=debug)
+        launcher.start(complete_job(document), run_dir, trust=Trust.from_text(trust), debug=debug)
     except KeyboardInterrupt:
         end_rank(130)
     except Exception as error:

@@ -7,15 +7,14 @@ Kubernetes' pods: such jobs need an `output.dir` without `%time`.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from itertools import count
 from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dsjob.contract.resolved import ResolvedJob
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, LostRankError, Preempted
 from dsjob.launch.launcher import telling_what_is_kept
 from dsjob.launch.rank import add_import_folders, show_crashes
@@ -41,25 +40,25 @@ from dsjob.trust.grant import Trust
 _runs = count()  # of this process: a sweep under torchrun has several
 
 
-def join(document: Mapping[str, Any], *, trust: Trust, run_dir: str | None = None) -> dict[str, Any]:
-    """Runs a resolved job as one of the ranks that somebody else has started; rank 0's document and `run_dir` count.
+def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[str, Any]:
+    """Runs a resolved job as one of the ranks that somebody else has started; rank 0's job and `run_dir` count.
 
     `run_dir`: the run's folder, where it is made already. Returns what `result.json` says, on every rank. Raises
     LostRankError where another rank has the cause, LaunchError with this rank's number for what it failed with itself.
     """
     add_import_folders(trust.importable)
     show_crashes()
-    options = document["launch"]
+    options = job.spec.launch
     record_collectives()
     abandon_world()  # a sweep's run before this one has failed
-    world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
+    world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)
     if world.world_size == 1:
-        return _run(document, world, trust, run_dir)
+        return _run(job, world, trust, run_dir)
     position.begin()
     board = StoreBoard(_get_default_store(), world.rank, world.world_size)
-    watchdog = Watchdog(board, rank=world.rank, timeout=options["timeout"])
+    watchdog = Watchdog(board, rank=world.rank, timeout=options.timeout)
     try:
-        return _run(document, world, trust, run_dir)
+        return _run(job, world, trust, run_dir)
     except (DocumentError, Preempted, Interrupted):  # all ranks alike
         position.doing = "ending"
         raise
@@ -73,31 +72,31 @@ def join(document: Mapping[str, Any], *, trust: Trust, run_dir: str | None = Non
         watchdog.stop()
 
 
-def _run(document: Mapping[str, Any], world: World, trust: Trust, run_dir: str | None) -> dict[str, Any]:
-    settled, run_dir = on_rank_0(world, lambda: _settle_folder(document, run_dir))
-    check_shared(settled["checkpoint"].get("dir") or os.path.join(run_dir, "checkpoints"), world)
+def _run(job: ResolvedJob, world: World, trust: Trust, run_dir: str | None) -> dict[str, Any]:
+    settled, run_dir = on_rank_0(world, lambda: _settle_folder(job, run_dir))
+    check_shared(settled.spec.checkpoint.dir or os.path.join(run_dir, "checkpoints"), world)
     if os.path.isdir(run_dir):  # another node may lack it, where checkpoints go to a store
         place_records(run_dir)
-    with telling_what_is_kept(run_dir, settled) if world.rank == 0 else nullcontext():
+    with telling_what_is_kept(run_dir, settled.document) if world.rank == 0 else nullcontext():
         run_job(settled, run_dir, world, trust)
     result = on_rank_0(world, lambda: read_result(run_dir))
     leave_world()  # not after a failure: it would wait for ranks that are in a collective
     return {**result, "run_dir": run_dir}
 
 
-def _settle_folder(document: Mapping[str, Any], run_dir: str | None) -> tuple[dict[str, Any], str]:
-    """The document and the run's folder; both go on where an earlier start of torchrun's ranks has left a folder."""
-    settled: dict[str, Any] = json.loads(json.dumps(document))
+def _settle_folder(job: ResolvedJob, run_dir: str | None) -> tuple[ResolvedJob, str]:
+    """The job and the run's folder; both go on where an earlier start of torchrun's ranks has left a folder."""
     key = f"run_dir/{next(_runs)}"
     earlier = meeting.recall(key)
     if earlier is not None:
         os.makedirs(earlier, exist_ok=True)
-        if settled["checkpoint"]["resume"] not in ("auto", "required") and "/" not in settled["checkpoint"]["resume"]:
-            settled["checkpoint"]["resume"] = "auto"  # what `never` or a tag asked for, the first start has done
-        return settled, earlier
-    run_dir = run_dir or make_run_dir(settled["output"]["dir"], settled["name"])
+        policy = job.spec.checkpoint.resume
+        if policy in ("auto", "required") or "/" in policy:
+            return job, earlier
+        return job.resuming(), earlier  # what `never` or a tag asked for, the first start has done
+    run_dir = run_dir or make_run_dir(job.document["output"]["dir"], job.spec.name)
     meeting.keep(key, os.path.abspath(run_dir))
-    return settled, run_dir
+    return job, run_dir
 
 
 def _describe(error: BaseException, rank: int, board: StoreBoard, watchdog: Watchdog) -> LaunchError:

@@ -1,12 +1,11 @@
 """Starting ranks: finding out that somebody else has, running one in this process, or starting several.
 
-Several ranks meet at a file in a private folder. They read resolved.json and never compose again. What they leave in
-that folder tells which of them failed first, and the launcher shows that one.
+Several ranks meet at a file in a private folder. There each reads the resolved job, and never composes or resolves it
+again. What they leave in that folder tells which of them failed first, and the launcher shows that one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from dsjob import storage
+from dsjob.contract.resolved import ResolvedJob
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, TargetError
 from dsjob.files import open_append
 from dsjob.home import find_again
@@ -102,18 +102,18 @@ def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) 
     return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"
 
 
-def start(document: Mapping[str, Any], run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:
+def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:
     """Runs a resolved job to its end, in this process or in ranks of its own; what `result.json` says of it."""
     if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
-        write_resolved(run_dir, document)  # where an earlier run has left one, it stays until this one gets going
-    if document["launch"]["nproc"] == 1:
-        _run_here(document, run_dir, trust)
+        write_resolved(run_dir, job.document)  # where an earlier run has left one, it stays until this one gets going
+    if job.spec.launch.nproc == 1:
+        _run_here(job, run_dir, trust)
     else:
-        _start_ranks(document, run_dir, trust, debug)
+        _start_ranks(job, run_dir, trust, debug)
     return {**read_result(run_dir), "run_dir": run_dir}
 
 
-def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
+def _run_here(job: ResolvedJob, run_dir: str, trust: Trust) -> None:
     from dsjob.ranks.mesh import join_world, leave_world
     from dsjob.ranks.watchdog import position
     from dsjob.training.job import run_job
@@ -125,24 +125,24 @@ def _run_here(document: Mapping[str, Any], run_dir: str, trust: Trust) -> None:
     rank.show_crashes()
     position.begin()
     with handling({signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}):
-        run_job(document, run_dir, join_world(device=document["launch"]["device"]), trust)
+        run_job(job, run_dir, join_world(device=job.spec.launch.device), trust)
         leave_world()  # one rank has a group where its parameters come from the host
 
 
-def _start_ranks(document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
-    options = document["launch"]
+def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> None:
+    options = job.spec.launch
     private = tempfile.mkdtemp(prefix="dsjob-")
-    resolved = os.path.join(private, RESOLVED_NAME)
-    storage.write_bytes(resolved, json.dumps(document).encode())
+    handed = os.path.join(private, "job.json")
+    storage.write_bytes(handed, job.to_text().encode())
     logs = os.path.join(run_dir, "logs")
     os.makedirs(logs, exist_ok=True)
     request = os.path.join(run_dir, SAVE_REQUEST)
     # -P keeps the current folder off sys.path: its modules would hide installed ones, and another dsjob this one.
-    command = [sys.executable, "-P", "-m", rank.__name__, resolved, run_dir]
-    variables = _list_variables(private, options["nproc"], trust, debug)
+    command = [sys.executable, "-P", "-m", rank.__name__, handed, run_dir]
+    variables = _list_variables(private, options.nproc, trust, debug)
     try:
         with handling({signal.SIGUSR1: lambda *_: open_append(request).close()}):  # rank 0 looks there
-            Supervisor(private, logs, options["timeout"], options["grace"]).run(command, variables, options["nproc"])
+            Supervisor(private, logs, options.timeout, options.grace).run(command, variables, options.nproc)
     finally:
         shutil.rmtree(private, ignore_errors=True)
 

@@ -1,10 +1,9 @@
-"""The process of one rank that `launcher` has started: it reads the resolved document, trains, and tells of its end."""
+"""The process of one rank that `launcher` has started: it reads the resolved job, trains, and tells of its end."""
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import NoReturn
 
 from dsjob import storage
 from dsjob.contract.environment import hide_values, watch_output
+from dsjob.contract.resolved import ResolvedJob
 from dsjob.ranks.failures import record_failure, record_success
 from dsjob.trust.grant import Trust
 
@@ -25,8 +25,9 @@ DEBUG_VARIABLE = "DSJOB_DEBUG"
 LAUNCHER_VARIABLE = "DSJOB_LAUNCHER"  # its process
 
 
-def run_rank(resolved: str, run_dir: str) -> int:
-    """Trains, and leaves a record of what went wrong; the exit code."""
+def run_rank(handed: str, run_dir: str) -> int:
+    """Trains the job that the launcher has written to the file `handed`, and leaves a record of what went wrong; the
+    exit code."""
     # Before training and after it: a rank may sit in a collective that no Python handler can interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
@@ -38,14 +39,14 @@ def run_rank(resolved: str, run_dir: str) -> int:
     add_import_folders(trust.importable)
     number, folder = int(os.environ["RANK"]), os.environ[FOLDER_VARIABLE]
     try:
-        document = json.loads(storage.read_text(resolved))
-        hide_values(document)
-        options = document["launch"]
-        Watchdog(FolderBoard(folder, number), rank=number, timeout=options["timeout"])
+        job = ResolvedJob.from_text(storage.read_text(handed))
+        hide_values(job.document)
+        options = job.spec.launch
+        Watchdog(FolderBoard(folder, number), rank=number, timeout=options.timeout)
         record_collectives()
         place_records(run_dir)
-        world = join_world(device=options["device"], backend=options["backend"], timeout=options["timeout"])
-        run_job(document, run_dir, world, trust)
+        world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)
+        run_job(job, run_dir, world, trust)
         leave_world()
     except BaseException as error:  # SystemExit too: nothing but the last step ends a rank well
         position.doing = "ending"

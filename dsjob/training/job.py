@@ -21,11 +21,11 @@ from dsjob.checkpoint.root.retention import Best, Retention
 from dsjob.compute.calls import LossFunction, shifts_labels
 from dsjob.compute.precision import matmul_precision
 from dsjob.contract import locations
-from dsjob.contract.models import is_trainable, list_models, take_model
-from dsjob.contract.spec import Checkpoint, JobSpec, Trainer, view
+from dsjob.contract.models import is_trainable
+from dsjob.contract.resolved import ResolvedJob, ResolvedModel
+from dsjob.contract.spec import Checkpoint, JobSpec, Trainer
 from dsjob.data import NoLoader
 from dsjob.data.given import StatefulLoader
-from dsjob.document.resolve import complete_config, resolve_model
 from dsjob.engine.build import build_engine
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
@@ -68,20 +68,20 @@ class Result:
     pretrained: bool
 
 
-def run_job(document: Mapping[str, Any], run_dir: str, world: World, trust: Trust) -> Result:
-    """Runs a resolved job document on this rank. `run_dir`: the run's folder, which exists; `trust`: see `trust`.
+def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Result:
+    """Runs a resolved job on this rank. `run_dir`: the run's folder, which exists; `trust`: see `trust`.
 
     Raises DsjobError for whatever the user can mend; what the user's own code raises passes through, but for an end of
     the process, which is an ExitError.
     """
     locations.allow(lambda: trust.protocols)
-    spec = view(JobSpec, document)
+    spec = job.spec
     console = make_console()
     display = Display(console, shown=world.rank == 0)
     started = time.monotonic()
     try:
         with refuse_exits(), matmul_precision(spec.trainer.matmul_precision):
-            run, loaded = _prepare(spec, document, run_dir, world, display, trust)
+            run, loaded = _prepare(job, run_dir, world, display, trust)
             display.table(f"dsjob {spec.name}", describe_run(run, run_dir, loaded))
             if run.step >= run.max_steps:
                 if run.evaluator is not None and lacks_metrics(run):
@@ -118,20 +118,18 @@ def _count_epochs(run: Run) -> float | None:
     return run.step * run.spec.trainer.train_batch / samples if samples else None
 
 
-def _prepare(
-    spec: JobSpec, document: Mapping[str, Any], run_dir: str, world: World, display: Display, trust: Trust
-) -> tuple[Run, Loaded | None]:
+def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust) -> tuple[Run, Loaded | None]:
+    spec = job.spec
     trainer, build = spec.trainer, functools.partial(call_target, trust=trust)
-    specs = {name: resolve_model(document, name) for name in list_models(document)}
     mpu = build(trainer.mpu, where=("trainer", "mpu")) if trainer.mpu else None
     world = _divide(spec, world, mpu)
-    models = _build_models(specs, document, trust)
+    models = _build_models(job, trust)
     collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
     loader = build_training(spec, world, collate, trust) if world.loads else NoLoader()
     share_samples(loader, world)
     evaluation_data = build_evaluation(spec, world, collate, trust) if spec.data.eval and world.loads else None
     steps = count_steps(trainer, loader.samples_per_epoch)
-    engines = _build_engines(models, specs, document, steps, world, trust, mpu)
+    engines = _build_engines(models, job, steps, world, trust, mpu)
     seed_rng(trainer.seed + world.rank)
     loss = to_job_device(build_callable(spec.loss, "loss", trust), world.device) if spec.loss else None
     callbacks = {name: _build_callback(name, target, trust) for name, target in spec.callbacks.items()}
@@ -144,7 +142,7 @@ def _prepare(
         spec.checkpoint.dir or storage.join(run_dir, "checkpoints"),
         world=world,
         retention=_build_retention(spec.checkpoint),
-        job=document,
+        job=job.document,
         single_writer=spec.checkpoint.single_writer,
         timeout=spec.launch.timeout,
         objects=kept,
@@ -169,7 +167,7 @@ def _prepare(
         max_steps=steps,
         checkpointer=checkpointer,
         occasions=Occasions(spec.checkpoint, world, os.path.join(run_dir, SAVE_REQUEST), grace=spec.launch.grace),
-        callbacks=[_WriteResolved(run_dir, document), display, MetricsFile(run_dir), *callbacks.values()],
+        callbacks=[_WriteResolved(run_dir, job.document), display, MetricsFile(run_dir), *callbacks.values()],
         say=display.say,
         micro_step=micro_step,
         averaging=averaging,
@@ -177,7 +175,7 @@ def _prepare(
         evaluator=evaluator if spec.data.eval else None,
         kept=kept,
     )
-    return run, resume(run, specs)
+    return run, resume(run, job)
 
 
 def _build_steps(
@@ -221,52 +219,43 @@ def _divide(spec: JobSpec, world: World, mpu: Any) -> World:
     return divided
 
 
-def _build_models(specs: Mapping[str, JobSpec], document: Mapping[str, Any], trust: Trust) -> dict[str, nn.Module]:
+def _build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
     """The models, made one after the other from one seed."""
-    seed_rng(document["trainer"]["seed"])  # the same on every rank: the models have to begin the same
+    seed_rng(job.spec.trainer.seed)  # the same on every rank: the models have to begin the same
     models = {}
-    for name, spec in specs.items():
-        target = spec.model
+    for name, resolved in job.models.items():
+        target = resolved.spec.model
         assert target is not None
-        where = f"models.{name}" if document.get("models") else "model"
-        model = call_target(
-            target, trust=trust, where=("models", name, "model") if document.get("models") else ("model",)
-        )
+        where = ("models", name, "model") if job.spec.models else ("model",)
+        model = call_target(target, trust=trust, where=where)
         if not isinstance(model, nn.Module):
-            raise ContractError(f"{where}: {target.path} returned {type(model).__name__}, not a torch.nn.Module")
-        if not is_trainable(document, name):
+            called = f"models.{name}" if job.spec.models else "model"
+            raise ContractError(f"{called}: {target.path} returned {type(model).__name__}, not a torch.nn.Module")
+        if not is_trainable(job.document, name):
             model.requires_grad_(False)
         models[name] = model
     return models
 
 
 def _build_engines(
-    models: Mapping[str, nn.Module],
-    specs: Mapping[str, JobSpec],
-    document: Mapping[str, Any],
-    steps: int,
-    world: World,
-    trust: Trust,
-    mpu: Any,
+    models: Mapping[str, nn.Module], job: ResolvedJob, steps: int, world: World, trust: Trust, mpu: Any
 ) -> Engines:
-    engines = {}
-    for name, model in models.items():
-        spec = specs[name]
-        schedule = settle_length(spec.scheduler, steps) if spec.scheduler else None
-        settled = dataclasses.replace(spec, scheduler=schedule)
-        engines[name] = _build_engine(model, settled, take_model(document, name), world, trust, mpu)
-    return Engines(engines)
+    return Engines(
+        {name: _build_engine(model, job.models[name], steps, world, trust, mpu) for name, model in models.items()}
+    )
 
 
 def _build_engine(
-    model: nn.Module, spec: JobSpec, document: Mapping[str, Any], world: World, trust: Trust, mpu: Any
+    model: nn.Module, resolved: ResolvedModel, steps: int, world: World, trust: Trust, mpu: Any
 ) -> Engine:
-    config = complete_config(document, spec)
+    spec, config = resolved.spec, resolved.config
+    if spec.scheduler is not None:
+        spec = dataclasses.replace(spec, scheduler=settle_length(spec.scheduler, steps))
     if spec.engine == "dsjob":
         return build_engine(model, spec, world, trust=trust, config=config, mpu=mpu)
     from dsjob.engine import driven
 
-    return driven.build_engine(model, spec, world, trust=trust, config=config, document=document)
+    return driven.build_engine(model, spec, world, trust=trust, config=config, document=resolved.sections)
 
 
 def _build_callback(name: str, target: Any, trust: Trust) -> Callback:

@@ -7,15 +7,12 @@ job resumes its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from dsjob import storage
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.committed import Loaded, Matched
 from dsjob.checkpoint.other.elsewhere import is_own
-from dsjob.contract.models import list_models
-from dsjob.contract.spec import JobSpec
-from dsjob.document.resolve import resolve_model
+from dsjob.contract.resolved import ResolvedJob
+from dsjob.document.resolve import complete_job
 from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
 from dsjob.optim.changes import apply_changes
 from dsjob.ranks.agreement import on_rank_0
@@ -28,7 +25,7 @@ _AVERAGED = (
 )
 
 
-def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
+def resume(run: Run, job: ResolvedJob) -> Loaded | None:
     """Begins a new attempt, and continues from a checkpoint where there is one; None where training begins anew.
 
     Raises UsageError where checkpoint.resume names what is not there, before older runs are fenced by it.
@@ -57,7 +54,7 @@ def resume(run: Run, specs: Mapping[str, JobSpec]) -> Loaded | None:
         run.say("note", f"{checkpointer.url} holds checkpoints of this job: it goes on from those, not from {policy}")
     seed = run.spec.trainer.seed
     loaded = checkpointer.load(run.savable, tag=tag, seed=seed) if tag else _load_newest(run, tags)
-    _follow_changes(run, loaded, specs)
+    _follow_changes(run, loaded, job)
     if tag is not None and tags and tags[0] != loaded.tag:
         checkpointer.set_aside(newer_than=loaded.step)
     if run.spec.checkpoint.best is not None:
@@ -98,16 +95,17 @@ def _load_newest(run: Run, tags: list[str]) -> Loaded:
     raise CorruptCheckpointError(f"no checkpoint is whole; of the newest: {first.message}", hint=first.hint) from first
 
 
-def _follow_changes(run: Run, loaded: Loaded, specs: Mapping[str, JobSpec]) -> None:
+def _follow_changes(run: Run, loaded: Loaded, job: ResolvedJob) -> None:
     """Hyperparameters are the document's where they differ from those the checkpoint was saved with."""
     if loaded.job is not None and "loss_average" not in loaded.job.get("trainer", {}) and run.averaging.by_targets:
         run.say("changed", _AVERAGED)
+    known = complete_job(loaded.job).models if loaded.job is not None else {}
     for name, engine in run.engines.items():
-        if loaded.job is None or engine.optimizer is None or name not in list_models(loaded.job):
+        if engine.optimizer is None or name not in known:
             continue
-        before = resolve_model(loaded.job, name)
-        changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, specs[name])
-        types = [spec.scheduler.label if spec.scheduler else "none" for spec in (before, specs[name])]
+        before, now = known[name].spec, job.models[name].spec
+        changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, now)
+        types = [spec.scheduler.label if spec.scheduler else "none" for spec in (before, now)]
         if types[0].lower() != types[1].lower():
             changed.append(f"scheduler {types[0]} -> {types[1]}, which goes on at step {run.step}")
         if changed:

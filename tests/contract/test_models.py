@@ -8,8 +8,14 @@ import pytest
 from job_documents import find_problems, make_job, nowhere, resolve, resolve_composed
 
 from dsjob.contract.models import take_model
+from dsjob.contract.spec import JobSpec
 from dsjob.document.compose import compose
-from dsjob.document.resolve import resolve_job, resolve_model
+from dsjob.document.resolve import complete_job, resolve_job
+
+
+def resolve_model(document: dict[str, Any], name: str) -> JobSpec:
+    return complete_job(document).models[name].spec
+
 
 STEP = {"micro_batch": 4, "max_steps": 10, "step": {"_target_": "mine.step"}}
 

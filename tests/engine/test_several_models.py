@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dsjob import Callback, RunView, storage
 from dsjob.checkpoint.offline.convert import convert
+from dsjob.document.resolve import complete_job
 from dsjob.errors import ContractError, UsageError
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import job
@@ -48,7 +49,7 @@ def run(document: dict[str, Any], world: World) -> list[dict[str, Any]]:
     resolved = resolve(document, world_size=world.world_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
-    job.run_job(resolved, folder, world, TRUST)
+    job.run_job(complete_job(resolved), folder, world, TRUST)
     metrics = Path(folder, "metrics.jsonl")
     return [json.loads(line) for line in metrics.read_text().splitlines()] if world.rank == 0 else []
 

@@ -13,6 +13,7 @@ from job_documents import make_job, resolve
 from torch import Tensor, nn
 
 from dsjob import storage
+from dsjob.document.resolve import complete_job
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import job
 from dsjob.trust.grant import Trust
@@ -238,7 +239,7 @@ def run(document: dict[str, Any], world: World | None = None) -> list[dict[str, 
     resolved = resolve(document, world_size=world.world_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
-    job.run_job(resolved, folder, world, TRUST)
+    job.run_job(complete_job(resolved), folder, world, TRUST)
     path = Path(folder, "metrics.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

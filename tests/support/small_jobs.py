@@ -14,6 +14,7 @@ from job_documents import make_job, resolve
 from torch import Tensor, nn
 
 from dsjob import storage
+from dsjob.document.resolve import complete_job
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import job
 from dsjob.training.callbacks import Callback, RunView
@@ -74,7 +75,7 @@ def run(document: dict[str, Any], world: World | None = None) -> dict[int, float
     resolved = resolve(document, world_size=world.world_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
-    job.run_job(resolved, folder, world, TRUST)
+    job.run_job(complete_job(resolved), folder, world, TRUST)
     return read_losses(folder)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from dsjob import storage
 from dsjob.data.order import SampleOrder
+from dsjob.document.resolve import complete_job
 from dsjob.parallel import Strategy
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import job
@@ -143,7 +144,7 @@ def run(document: dict[str, Any], world: World | None = None) -> tuple[list[dict
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
     ENDS.clear()
-    job.run_job(resolved, folder, world, TRUST)
+    job.run_job(complete_job(resolved), folder, world, TRUST)
     path = Path(folder, "metrics.jsonl")
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines], ENDS[-1] if ENDS else {}

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import dsjob
 from dsjob import storage
+from dsjob.document.resolve import complete_job
 from dsjob.errors import DataError
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import job
@@ -119,7 +120,7 @@ def run_on_rank(world: World, folder: str, data: dict[str, Any], stage: int) -> 
     resolved = resolve(document, world_size=world.world_size)
     storage.make_folder(folder)
     try:
-        job.run_job(resolved, folder, world, TRUST)
+        job.run_job(complete_job(resolved), folder, world, TRUST)
     except DataError as error:
         return str(error)
     return list(read_losses(folder).values())

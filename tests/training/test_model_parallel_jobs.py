@@ -14,6 +14,7 @@ from job_documents import find_problems, make_job, resolve
 from ranks import run_ranks
 
 from dsjob import ModelParallelUnit, storage
+from dsjob.document.resolve import complete_job
 from dsjob.errors import ContractError, DataError, UsageError
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import divide
@@ -63,7 +64,7 @@ def run(document: dict[str, Any], world: World) -> list[dict[str, Any]]:
     resolved = resolve(document, world_size=world.world_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
-    job.run_job(resolved, folder, world, TRUST)
+    job.run_job(complete_job(resolved), folder, world, TRUST)
     if world.rank:
         return []
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
