@@ -85,7 +85,7 @@ class Clock:
 
     def meet(self) -> None:
         """Waits for all ranks."""
-        if self.world.world_size > 1:
+        if self.world.data_size > 1:
             dist.barrier()
 
 
@@ -115,7 +115,7 @@ class Ours:
 
     def __init__(self, world: World, folder: Path, parameters: float) -> None:
         self.world, self.clock, self.folder = world, Clock(world), folder
-        self.engine = make_ours(make_model(parameters), stage=3 if world.world_size > 1 else 0)
+        self.engine = make_ours(make_model(parameters), stage=3 if world.data_size > 1 else 0)
         self.checkpointers = {side: Checkpointer(str(folder / side), world=world) for side in ("dsjob", "async")}
         self.number = 0
 
@@ -123,7 +123,7 @@ class Ours:
         """Saves by one side, and deletes what it saved before."""
         self.number += 1
         tag = f"save{self.number}"
-        if self.world.rank == 0:
+        if self.world.data_rank == 0:
             self.clear(self.folder / side)
         if side == "dcp":
             writer = dcp.FileSystemWriter(self.folder / side / tag)  # one thread, synced: its defaults
@@ -142,7 +142,7 @@ class Ours:
 
     def load(self, side: str) -> Row:
         """Loads what a side has saved last, out of the page cache."""
-        if self.world.rank == 0:
+        if self.world.data_rank == 0:
             warm(self.folder / side)
         if side == "dsjob":
             return self.clock.measure(lambda: self.checkpointers[side].load(self.engine))
@@ -165,7 +165,7 @@ class Theirs:
 
     def __init__(self, world: World, folder: Path, parameters: float) -> None:
         self.world, self.clock, self.folder = world, Clock(world), folder
-        self.engine = make_theirs(make_model(parameters), 3 if world.world_size > 1 else 0, world)
+        self.engine = make_theirs(make_model(parameters), 3 if world.data_size > 1 else 0, world)
 
     def run(self, rounds: int) -> dict[str, list[Row]]:
         """`save deepspeed` as it is; `synced_s`: with an fsync of each of its files, which it leaves out."""
@@ -174,12 +174,12 @@ class Theirs:
             folder = self.folder / "deepspeed" / str(number)
             row = self.clock.measure(lambda: self.engine.save_checkpoint(str(folder), tag="t"))  # noqa: B023
             started = time.monotonic()
-            if self.world.rank == 0:
+            if self.world.data_rank == 0:
                 for path in folder.rglob("*"):
                     sync(path)
             rows.append({**row, "synced_s": row["s"] + time.monotonic() - started})
             self.clock.meet()
-            if self.world.rank == 0:
+            if self.world.data_rank == 0:
                 shutil.rmtree(folder)
         return {"save deepspeed": rows}
 

@@ -47,7 +47,7 @@ def measure(cell: Cell, world: World, against: list[str], rounds: int) -> list[d
                 raise
             sides.pop(name, None)
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if world.rank == 0:
+            if world.data_rank == 0:
                 traceback.print_exc()
     steps = choose_steps(sides["dsjob"], world)
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -56,7 +56,7 @@ def measure(cell: Cell, world: World, against: list[str], rounds: int) -> list[d
             times[name].append(sides[name].run(steps) / steps)
     rows = []
     for name in against:
-        place = {"size": cell.size, "world": world.world_size, "stage": cell.stage, "precision": cell.precision}
+        place = {"size": cell.size, "world": world.data_size, "stage": cell.stage, "precision": cell.precision}
         place |= {"accumulation": cell.accumulation, "against": name, "device": world.device.type}
         if name in failed:
             rows.append({**place, "failed": failed[name]})
@@ -84,7 +84,7 @@ def measure(cell: Cell, world: World, against: list[str], rounds: int) -> list[d
 def choose_steps(side: Side, world: World) -> int:
     """Steps of a round: the same on all ranks."""
     steps = torch.tensor(max(1, round(ROUND_SECONDS / side.run(1))), device=world.device)
-    if world.world_size > 1:
+    if world.data_size > 1:
         torch.distributed.broadcast(steps, src=0)
     return min(int(steps), 50)
 

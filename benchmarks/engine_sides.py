@@ -70,7 +70,7 @@ class Side:
     @classmethod
     def exists(cls, cell: Cell, world: World) -> bool:
         """Whether there is such a thing: where nothing is sharded, any."""
-        return cell.stage == 0 or world.world_size == 1
+        return cell.stage == 0 or world.data_size == 1
 
     def __init__(self, cell: Cell, world: World) -> None:
         self.cell, self.world = cell, world
@@ -83,7 +83,7 @@ class Side:
 
     def run(self, steps: int) -> float:
         """Seconds of `steps` steps; ranks begin together."""
-        if self.world.world_size > 1:
+        if self.world.data_size > 1:
             dist.barrier()
         synchronize(self.world)
         started = self.clock()
@@ -112,7 +112,7 @@ def make_model(cell: Cell) -> GPT:
 
 def make_batches(cell: Cell, world: World) -> list[Batch]:
     """This rank's micro batches, eight of them."""
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(world.data_rank)
     shape = (8, cell.micro_batch, cell.tokens + 1)
     tokens = torch.randint(0, VOCAB, shape, generator=generator).to(world.device)
     return [{"inputs": part[:, :-1].contiguous(), "targets": part[:, 1:].contiguous()} for part in tokens]
@@ -147,7 +147,7 @@ class Ours(Side):
             "engine": self.engine_name,
             **self.sections,
         }
-        document = resolve_job(job, world_size=world.world_size, locate=lambda path: ("benchmark", 0, 0)).document
+        document = resolve_job(job, world_size=world.data_size, locate=lambda path: ("benchmark", 0, 0)).document
         spec = view(JobSpec, document)
         config = complete_config(document, spec)
         if self.engine_name == "dsjob":
@@ -187,7 +187,7 @@ class ByHand(Side):
         for block in model.blocks if cell.compiled else ():
             block.compile()
         self.model: nn.Module = model
-        self.sharded = world.world_size > 1 and cell.stage > 0
+        self.sharded = world.data_size > 1 and cell.stage > 0
         self.low = cell.precision == "bf16" and not self.sharded
         self.ddp: DistributedDataParallel | None = None
         if self.sharded:
@@ -199,7 +199,7 @@ class ByHand(Side):
             if self.low:
                 self.masters = [nn.Parameter(p.detach().clone()) for p in self.parameters]
                 self.model.to(torch.bfloat16)
-            if world.world_size > 1:
+            if world.data_size > 1:
                 self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
             self.what = "DDP" if self.ddp else "the bare module"
         self.optimizer = make_optimizer(self.model.parameters() if self.sharded else self.masters)
@@ -220,7 +220,7 @@ class ByHand(Side):
             with self._micro_step(last):
                 loss: Tensor = (self.ddp or self.model)(**next(self.batches))["loss"]
                 (loss / accumulation if accumulation > 1 else loss).backward()  # type: ignore[no-untyped-call]
-            if self.low and (last or (self.cell.stage > 1 and self.world.world_size == 1)):
+            if self.low and (last or (self.cell.stage > 1 and self.world.data_size == 1)):
                 self._add_to_masters()
         nn.utils.clip_grad_norm_(self.masters, CLIP)
         self.optimizer.step()
@@ -264,14 +264,14 @@ class Accelerate(Side):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(True)
-        plugin = self._make_plugin() if world.world_size > 1 and cell.stage > 0 else {}
+        plugin = self._make_plugin() if world.data_size > 1 and cell.stage > 0 else {}
         self.accelerator = Accelerator(
             cpu=world.device.type == "cpu",
             mixed_precision="bf16" if cell.precision == "bf16" else "no",
             gradient_accumulation_steps=cell.accumulation,
             **plugin,
         )
-        kind = "FSDP2" if plugin else "DDP" if world.world_size > 1 else "bare module"
+        kind = "FSDP2" if plugin else "DDP" if world.data_size > 1 else "bare module"
         self.what = f"accelerate ({kind})"
         model = make_model(cell)
         self.model, self.optimizer = self.accelerator.prepare(model, make_optimizer(model.parameters()))
@@ -327,14 +327,14 @@ class HFTrainer(Side):
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
         AcceleratorState._reset_state(True)
-        self.what = f"Trainer ({'DDP' if self.world.world_size > 1 else 'bare module'})"
+        self.what = f"Trainer ({'DDP' if self.world.data_size > 1 else 'bare module'})"
         times: list[float] = []
 
         class Clock(TrainerCallback):
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
                 times.append(Side.clock())
 
-        cell, ranks = self.cell, self.world.world_size
+        cell, ranks = self.cell, self.world.data_size
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
                 output_dir=folder,

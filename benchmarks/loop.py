@@ -93,7 +93,7 @@ def run_by_hand(spec: JobSpec, world: World, dataset: Any, warm_up: int) -> floa
     torch.manual_seed(0)
     assert spec.model is not None
     model: nn.Module = call_target(spec.model)
-    if world.world_size > 1:
+    if world.data_size > 1:
         mesh = world.make_mesh()
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
@@ -123,8 +123,8 @@ def iterate(dataset: Any, batch_size: int) -> Iterator[Any]:
 def measure(rounds: int, warm_up: int, steps: int) -> list[tuple[float, float]]:
     """Seconds (by hand, dsjob) of each round, as this rank sees them."""
     world = join_world(device="auto")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.world_size))
-    spec = make_spec(world.world_size, warm_up, steps)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.data_size))
+    spec = make_spec(world.data_size, warm_up, steps)
     dataset = call_target(spec.data.train)
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,7 @@ from dsjob.contract.bounds import check_values
 from dsjob.contract.check import check_config
 from dsjob.contract.spec import ActivationCheckpointing, view
 from dsjob.errors import ConfigError
-from dsjob.ranks.mesh import ModelRanks, World
+from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.mpu import find_model_ranks
 
 _SECTION = "activation_checkpointing"
@@ -42,7 +42,7 @@ class _Setup:
 
     def __init__(self) -> None:
         self.configured = False
-        self.model = ModelRanks()
+        self.model = Ranks()
         self.world: World | None = None
         self.store = Store(_read_section({}))
 

@@ -60,7 +60,7 @@ class GivenLoader:
         self.dataset = getattr(loader, "dataset", loader)
         self.passes = Passes(name, strict=self._share.divided)
         self._start = 0
-        length, ranks = self._share.length, world.world_size if self._share.divided else 1
+        length, ranks = self._share.length, world.data_size if self._share.divided else 1
         self.samples_per_epoch = None if length is None else length * micro_batch * ranks
         self._epoch = self._number = 0  # the pass, and the batches of the run before the next one
         self._told = self._restored = False
@@ -74,7 +74,7 @@ class GivenLoader:
 
     def iterate_epoch(self, number: int, batches: int | None) -> Iterator[Any]:
         """This rank's batches of epoch `number`, of which there are `batches`; None: all until the loader ends."""
-        self.seek(number * (batches or 0) * self._micro_batch * self._world.world_size)
+        self.seek(number * (batches or 0) * self._micro_batch * self._world.data_size)
         if self._share.divided or batches is None:
             return self._iterate(once=True)
         return islice(self, batches)
@@ -92,7 +92,7 @@ class GivenLoader:
         share, skipped, restored = self._share, 0, self._restored
         if not restored:
             place = self._start // self._micro_batch
-            self._number = place = place // self._world.world_size if share.divided else place
+            self._number = place = place // self._world.data_size if share.divided else place
             self._epoch, skipped = divmod(place, share.length) if share.length else (0, place)
         self._restored = False
         own, every = share.turn
@@ -117,14 +117,14 @@ class GivenLoader:
     def _explain_nothing(self) -> None:
         kind, again = type(self._share.loader).__name__, ", begun again," if self._epoch else ""
         raise DataError(
-            f"{self._share.name} ({kind}){again} yields no batch on rank {self._world.rank}",
+            f"{self._share.name} ({kind}){again} yields no batch on rank {self._world.data_rank}",
             hint="it has to give a new iterator each time it is iterated over" if self._epoch else "",
         )
 
     def _tell_size(self, batch: Any) -> None:
         self._told = True
         found = count_samples(batch)
-        if found != self._micro_batch and self._world.rank == 0:
+        if found != self._micro_batch and self._world.data_rank == 0:
             told = f"{self._share.name} yields batches of {found}, but each is counted as {self._micro_batch} samples"
             warnings.warn(
                 f"{told} ({self._key}): set {self._key} to {found} if all batches have that size", stacklevel=2
@@ -136,12 +136,12 @@ class StatefulLoader(GivenLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's own state, and for which pass, batch and number of ranks it is valid."""
-        state, ranks = self._share.loader.state_dict(), self._world.world_size
+        state, ranks = self._share.loader.state_dict(), self._world.data_size
         return {"loader": state, "epoch": self._epoch, "number": self._number, "world_size": ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the place of `state`; of another number of ranks: leaves it to `seek`."""
-        if state["world_size"] == self._world.world_size:
+        if state["world_size"] == self._world.data_size:
             self._share.loader.load_state_dict(state["loader"])
             self._share.begun = None  # it was begun before
             self._epoch, self._number, self._restored = state["epoch"], state["number"], True
@@ -172,7 +172,7 @@ class LoaderEvaluation:
 
     def limit(self, max_batches: int | None) -> EvaluationPass:
         """One evaluation, of at most `max_batches` batches a rank."""
-        share, ranks = self._share, self._world.world_size
+        share, ranks = self._share, self._world.data_size
         every = share.turn[1]
         if self._counted is None:
             most = None if max_batches is None else max_batches * every
@@ -182,7 +182,7 @@ class LoaderEvaluation:
             total = self._counted
         rounds = math.ceil(total / every)
         if share.divided and ranks > 1 and self._world.model.size == 1:
-            lengths = all_gather(self._world, (rounds, total))
+            lengths = all_gather(self._world.data, (rounds, total))
             rounds, total = max(found for found, _ in lengths), min(found for _, found in lengths)
         if not total:
             raise DataError(f"data.eval ({type(share.loader).__name__}) yields no batch, on one rank at least")

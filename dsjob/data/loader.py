@@ -50,7 +50,7 @@ class TrainingLoader:
             "worker_init_fn": outlive_stop,
             "pin_memory": pin_memory and world.device.type == "cuda",
             # By default a DataLoader draws from the global generator when it starts: a resumed run would draw twice.
-            "generator": torch.Generator().manual_seed(seed + world.rank),
+            "generator": torch.Generator().manual_seed(seed + world.data_rank),
         }
         self._name = name
         self._start = 0
@@ -71,12 +71,12 @@ class TrainingLoader:
             order,
             start=self._start,
             micro_batch=self._micro_batch,
-            rank=self._world.rank,
-            world_size=self._world.world_size,
+            rank=self._world.data_rank,
+            world_size=self._world.data_size,
         )
         if self._options["num_workers"]:
-            stride = self._micro_batch * self._world.world_size
-            chosen = _Numbered(batches, self._start + self._world.rank * self._micro_batch, stride)
+            stride = self._micro_batch * self._world.data_size
+            chosen = _Numbered(batches, self._start + self._world.data_rank * self._micro_batch, stride)
         made = Batches(self._samples, numbered=self._options["num_workers"] > 0)
         yield from require_sound(DataLoader(made, batch_sampler=chosen, collate_fn=keep, **self._options), self._name)
 
@@ -84,12 +84,12 @@ class TrainingLoader:
         """This rank's batches of epoch `number`, of which there are `batches`; None: those of one pass of a stream."""
         if batches is None:
             return self._iterate_stream(once=True)
-        self.seek(number * batches * self._micro_batch * self._world.world_size)
+        self.seek(number * batches * self._micro_batch * self._world.data_size)
         return islice(self, batches)
 
     def _iterate_stream(self, *, once: bool = False) -> Iterator[Any]:
         """The batches of an iterable dataset; without end, unless `once`."""
-        rank, world_size = self._world.rank, self._world.world_size
+        rank, world_size = self._world.data_rank, self._world.data_size
         skipped = self._start // (self._micro_batch * world_size)
         turns = _Turns(self.dataset, rank, world_size, self._micro_batch, self._name)
         collate = StreamCollate(self._samples)
@@ -230,23 +230,23 @@ class EvaluationBatches:
         self._micro_batch, self._world = micro_batch, world
         length = count_dataset(dataset, "data.eval")
         if length is None:
-            most = (max_batches or 2**31) * micro_batch * world.world_size
+            most = (max_batches or 2**31) * micro_batch * world.data_size
             kind, dataset = type(dataset).__name__, _take(dataset, most)
             length = len(dataset)
             if not length:
                 raise DataError(f"data.eval ({kind}) yields nothing")
         self._samples = Samples(dataset, collate, "data.eval")
         self._length, self._total = length, math.ceil(length / micro_batch)
-        limited = max_batches is not None and max_batches < math.ceil(self._total / world.world_size)
-        self._taken = max_batches * world.world_size if limited and max_batches else self._total
+        limited = max_batches is not None and max_batches < math.ceil(self._total / world.data_size)
+        self._taken = max_batches * world.data_size if limited and max_batches else self._total
 
     def __len__(self) -> int:
-        return math.ceil(self._taken / self._world.world_size)
+        return math.ceil(self._taken / self._world.data_size)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        indices = range(self._world.rank, len(self) * self._world.world_size, self._world.world_size)
+        indices = range(self._world.data_rank, len(self) * self._world.data_size, self._world.data_size)
         # A loader that starts draws a number, which must not be one of those that training draws.
-        generator = torch.Generator().manual_seed(self._world.rank)
+        generator = torch.Generator().manual_seed(self._world.data_rank)
         made, chosen = Batches(self._samples, numbered=False), [self._choose(index) for index in indices]
         loader = DataLoader(made, batch_sampler=chosen, collate_fn=keep, generator=generator, **self._options)
         for index, batch in zip(indices, require_sound(loader, "data.eval"), strict=True):

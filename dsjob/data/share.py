@@ -59,21 +59,21 @@ class Share:
         self.length = count_batches(loader)
         if self.length == 0:
             raise DataError(f"{name} ({type(loader).__name__}) is empty", hint="check its dataset and drop_last")
-        self.divided = divided or world.world_size == 1 or self._is_divided()
+        self.divided = divided or world.data_size == 1 or self._is_divided()
         # A plan describes ranks that are not there, maybe in a process that has a group of its own.
-        if not self.divided and dist.is_initialized() and dist.get_world_size(world.group) == world.world_size:
+        if not self.divided and dist.is_initialized() and dist.get_world_size(world.data_group) == world.data_size:
             self._compare()
 
     @property
     def turn(self) -> tuple[int, int]:
         """Which batches are this rank's: the k-th of every n."""
-        return (0, 1) if self.divided else (self._world.rank, self._world.world_size)
+        return (0, 1) if self.divided else (self._world.data_rank, self._world.data_size)
 
     def _is_divided(self) -> bool:
         """Whether a sampler divides the samples. Raises DataError where it does so for other ranks."""
         for sampler in self._samplers:
             if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-                found, own = (sampler.rank, sampler.num_replicas), (self._world.rank, self._world.world_size)
+                found, own = (sampler.rank, sampler.num_replicas), (self._world.data_rank, self._world.data_size)
                 if found != own:
                     raise DataError(
                         f"{self.name}: its {type(sampler).__name__} is that of rank {found[0]} of {found[1]}, and this"
@@ -93,7 +93,7 @@ class Share:
             )
         # Indices where there are any: comparing batches would read and transform samples that nobody trains on.
         first = next(self.index(0), None) if self.indexed else self._peek()
-        digests = all_gather(self._world, _digest(first))
+        digests = all_gather(self._world.data, _digest(first))
         same = digests[0] is not None and all(digest == digests[0] for digest in digests)
         if self.indexed and not same:
             raise DataError(
@@ -149,7 +149,7 @@ class Share:
             options |= {"sampler": batches, "batch_size": None}
         else:
             options |= {"batch_sampler": batches}
-        generator = torch.Generator().manual_seed(self._seed + self._world.rank)  # seeds the workers
+        generator = torch.Generator().manual_seed(self._seed + self._world.data_rank)  # seeds the workers
         return iter(DataLoader(self.loader.dataset, generator=generator, **options))
 
 

@@ -82,7 +82,7 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = _find_world(mpu, mesh_param)
-    spec, told = resolve_config(given, world_size=world.world_size, locate=locate)
+    spec, told = resolve_config(given, world_size=world.data_size, locate=locate)
     for problem in told if world.everyone.rank == 0 else ():
         warnings.warn(str(problem), ConfigWarning, stacklevel=2)
     with _hinting_at_trust():
@@ -215,10 +215,10 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
 
 def _find_world(mpu: Any, mesh_param: Sequence[int] | None) -> World:
     world = divide(join_world(), mpu)
-    if mesh_param and tuple(mesh_param) != (world.world_size, 1):
+    if mesh_param and tuple(mesh_param) != (world.data_size, 1):
         raise UsageError(
-            f"mesh_param={mesh_param!r}: all {world.world_size} ranks are data-parallel, and none sequence-parallel",
-            hint=f"leave it out, or give ({world.world_size}, 1)",
+            f"mesh_param={mesh_param!r}: all {world.data_size} ranks are data-parallel, and none sequence-parallel",
+            hint=f"leave it out, or give ({world.data_size}, 1)",
         )
     return world
 

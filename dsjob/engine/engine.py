@@ -62,7 +62,7 @@ class Engine(Readings, Saving):
         strategy.optimizer = optimizer
         self.training_dataloader: Any = None
         managed = bool(self.config.get("managed_gradient_accumulation", True))
-        self.rhythm = Rhythm.of(spec.trainer, world.world_size, managed)
+        self.rhythm = Rhythm.of(spec.trainer, world.data_size, managed)
         self.last_lr: list[float] = []  # the rates that the last optimizer step used
         self._grad_norm: Tensor | None = None
         self._scaler = LossScaler(spec.fp16) if precision.needs_scale else None
@@ -237,7 +237,7 @@ class Engine(Readings, Saving):
         """Names of parameters whose gradients are not finite on any rank."""
         names = self.strategy.find_non_finite()
         everyone = self.world.everyone
-        if everyone.world_size == 1:
+        if everyone.size == 1:
             return names
         found = all_gather(everyone, names)
         return [name for name in self.strategy.masters if any(name in names for names in found)]
@@ -268,7 +268,7 @@ class Engine(Readings, Saving):
                 raise UsageError("training_data is a loader, which makes its own batches", hint="leave collate_fn out")
             key, seed = "train_micro_batch_size_per_gpu", self.spec.trainer.seed
             given = take_loader(dataset, micro_batch=size, world=self.world, seed=seed, name="training_data", key=key)
-            return Epochs(given, size * self.world.world_size)
+            return Epochs(given, size * self.world.data_size)
         loader = TrainingLoader(
             dataset,
             micro_batch=size,
@@ -280,7 +280,7 @@ class Engine(Readings, Saving):
             pin_memory=pin_memory,
             name="training_data",
         )
-        return Epochs(loader, size * self.world.world_size)
+        return Epochs(loader, size * self.world.data_size)
 
     def train(self, mode: bool = True) -> Engine:
         """As nn.Module.train."""

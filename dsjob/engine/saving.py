@@ -170,12 +170,12 @@ class Saving(Settings):
                 hint="call save_checkpoint, and `dsjob convert --model mp_rank_00` for each part",
             )
         zero = self.spec.zero_optimization
-        if zero.stage == 3 and self.world.world_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:
+        if zero.stage == 3 and self.world.data_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:
             return False
         state, url = self.state(), os.path.join(_require_folder(save_dir), save_filename)
         if exclude_frozen_parameters:
             state = state.without_frozen()
-        export.save_model(url, state, dtype=self.precision.compute, writes=self.world.rank == 0)
+        export.save_model(url, state, dtype=self.precision.compute, writes=self.world.data_rank == 0)
         return True
 
     save_fp16_model = save_16bit_model

@@ -192,7 +192,7 @@ class Settings:
     @property
     def gradient_factor(self) -> int:
         """What a step multiplies gradients by: ranks are averaged, and their sum comes out of taking the scale out."""
-        return self.world.world_size if self.spec.gradient_allreduce_op == "sum" else 1
+        return self.world.data_size if self.spec.gradient_allreduce_op == "sum" else 1
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -212,17 +212,17 @@ class Settings:
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
-        return self.world.everyone.world_size
+        return self.world.everyone.size
 
     @property
     def dp_world_size(self) -> int:
         """Data-parallel ranks: all, unless an mpu divides them."""
-        return self.world.world_size
+        return self.world.data_size
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The data-parallel ranks; None without a process group."""
-        return self.world.group or (dist.group.WORLD if dist.is_initialized() else None)
+        return self.world.data_group or (dist.group.WORLD if dist.is_initialized() else None)
 
     @property
     def mp_world_size(self) -> int:

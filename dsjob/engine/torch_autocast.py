@@ -19,7 +19,7 @@ def init_autocast_params(engine: Engine, dtype: torch.dtype, safe_modules: Seque
 
     On several ranks the config has to say it, since it settles how the model is spread: raises UsageError there.
     """
-    if engine.world.world_size > 1 or torch.float16 in (dtype, engine.precision.compute):
+    if engine.world.data_size > 1 or torch.float16 in (dtype, engine.precision.compute):
         raise UsageError(
             "autocast on several ranks, or to float16, cannot be switched on afterwards",
             hint='give it in the config: "torch_autocast": {"enabled": true, "dtype": ...}',

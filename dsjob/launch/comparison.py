@@ -191,7 +191,7 @@ class Gauge(Callback):
 
     def on_end(self, run: RunView) -> None:
         peak = _read_peak(run)
-        if run.engine.world.rank == 0:
+        if run.engine.world.data_rank == 0:
             seconds = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
             with open(os.path.join(self._folder, _NAME), "w", encoding="utf-8") as file:
                 json.dump({"losses": self._losses, "seconds": seconds, "peak_bytes": peak}, file)
@@ -211,6 +211,6 @@ def _read_peak(run: RunView) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     peak = torch.tensor(own, device=world.device)
-    if world.world_size > 1:
+    if world.data_size > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)

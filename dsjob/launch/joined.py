@@ -52,11 +52,11 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
     record_collectives()
     abandon_world()  # a sweep's run before this one has failed
     world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)
-    if world.world_size == 1:
+    if world.everyone.size == 1:
         return _run(job, world, trust, run_dir)
     position.begin()
-    board = StoreBoard(_get_default_store(), world.rank, world.world_size)
-    watchdog = Watchdog(board, rank=world.rank, timeout=options.timeout)
+    board = StoreBoard(_get_default_store(), world.everyone.rank, world.everyone.size)
+    watchdog = Watchdog(board, rank=world.everyone.rank, timeout=options.timeout)
     try:
         return _run(job, world, trust, run_dir)
     except (DocumentError, Preempted, Interrupted):  # all ranks alike
@@ -64,7 +64,7 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
         raise
     except (Exception, SystemExit) as error:
         position.doing = "ending"
-        described = _describe(error, world.rank, board, watchdog)
+        described = _describe(error, world.everyone.rank, board, watchdog)
         with suppress(RuntimeError):  # the store is gone, and with it whoever would read that
             board.tell_failed(described.message)
         raise described from error
@@ -73,13 +73,13 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
 
 
 def _run(job: ResolvedJob, world: World, trust: Trust, run_dir: str | None) -> dict[str, Any]:
-    settled, run_dir = on_rank_0(world, lambda: _settle_folder(job, run_dir))
+    settled, run_dir = on_rank_0(world.everyone, lambda: _settle_folder(job, run_dir))
     check_shared(settled.spec.checkpoint.dir or os.path.join(run_dir, "checkpoints"), world)
     if os.path.isdir(run_dir):  # another node may lack it, where checkpoints go to a store
         place_records(run_dir)
-    with telling_what_is_kept(run_dir, settled.document) if world.rank == 0 else nullcontext():
+    with telling_what_is_kept(run_dir, settled.document) if world.everyone.rank == 0 else nullcontext():
         run_job(settled, run_dir, world, trust)
-    result = on_rank_0(world, lambda: read_result(run_dir))
+    result = on_rank_0(world.everyone, lambda: read_result(run_dir))
     leave_world()  # not after a failure: it would wait for ranks that are in a collective
     return {**result, "run_dir": run_dir}
 

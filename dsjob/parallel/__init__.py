@@ -15,6 +15,6 @@ def build_strategy(model: nn.Module, *, zero: Zero, world: World, precision: Pre
 
     Raises UsageError for groups of ranks that do not divide the world size.
     """
-    if zero.stage == 0 or (world.world_size == 1 and zero.offload != "param"):
+    if zero.stage == 0 or (world.data_size == 1 and zero.offload != "param"):
         return Replicated(model, zero=zero, world=world, precision=precision)
     return Sharded(model, zero=zero, world=world, precision=precision)

@@ -97,7 +97,7 @@ def write_back(model: nn.Module, placed: dict[str, DTensor], device: torch.devic
 
 def require_shards(model: nn.Module, world: World) -> None:
     """Raises UsageError where parameters are sharded over other ranks than those of `world`."""
-    ranks = dist.get_process_group_ranks(world.group) if dist.is_initialized() else [0]
+    ranks = dist.get_process_group_ranks(world.data_group) if dist.is_initialized() else [0]
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and sorted(parameter.device_mesh.mesh.flatten().tolist()) != sorted(ranks):
             raise UsageError(

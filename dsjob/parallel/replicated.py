@@ -36,7 +36,7 @@ class Replicated(Strategy):
         require_shards(model, world)
         make_whole(model)
         self.module = model.to(world.device)
-        if world.world_size > 1:
+        if world.data_size > 1:
             align(model, world)  # DDP would do it too late: after the masters have been copied
         self._dtype, self._device = precision.compute, world.device
         self._armed = False  # whether DDP was told to reduce in a backward pass since gradients were last taken
@@ -68,12 +68,12 @@ class Replicated(Strategy):
         copies = self.copies.masters if self.copies is not None else {}
         self.masters = {n: copies.get(n, p) for n, p in trainable.items() if n in copies or not low}
         self._ddp: DistributedDataParallel | None = None
-        before = precision.predivide or world.world_size
-        self._how = _How(precision.reduce, before, world.world_size, world.group)
-        if world.world_size > 1 and trainable:
+        before = precision.predivide or world.data_size
+        self._how = _How(precision.reduce, before, world.data_size, world.data_group)
+        if world.data_size > 1 and trainable:
             self._ddp = DistributedDataParallel(
                 model,
-                process_group=world.group,
+                process_group=world.data_group,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 # Accepts parameters without gradient. It also keeps DDP from rearranging its buckets after the first
@@ -87,7 +87,7 @@ class Replicated(Strategy):
             self._ddp._set_ddp_sink_clone(False)
             if precision.autocast is not None:
                 self._ddp.register_comm_hook(self._how, _reduce_each)
-            elif precision.reduce != precision.compute or before != world.world_size:
+            elif precision.reduce != precision.compute or before != world.data_size:
                 self._ddp.register_comm_hook(self._how, _reduce_in)
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
@@ -122,7 +122,7 @@ class Replicated(Strategy):
         # Ranks may have used different parameters. All must reduce the same list, or their collectives would not match.
         used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
         dist.all_reduce(
-            used, op=dist.ReduceOp.MAX, group=self.world.group
+            used, op=dist.ReduceOp.MAX, group=self.world.data_group
         )  # a gradient that some ranks lack is zero there
         found = [p for p, is_used in zip(trainable, used.tolist(), strict=True) if is_used]
         for parameter in found:

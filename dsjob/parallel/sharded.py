@@ -138,7 +138,9 @@ class Sharded(Strategy):
         if self._buffers_differ and self._has_buffers:
             # As DDP does: each step begins with rank 0's buffers, so that one checkpoint speaks for all ranks. A model
             # may have put new tensors in the place of old ones.
-            _broadcast_coalesced(self.world.group or _get_default_group(), list(self.module.buffers()), 25 << 20, 0)
+            _broadcast_coalesced(
+                self.world.data_group or _get_default_group(), list(self.module.buffers()), 25 << 20, 0
+            )
             self._buffers_differ = False
         # Setting the flags visits every unit, which costs more than a small model's step; most calls change nothing.
         if (boundary, sync) == self._flags:
@@ -320,11 +322,11 @@ def _refuse_groups(zero: Zero, world: World) -> None:
                 f"zero_optimization.{key} is {size}: groups among the data-parallel ranks of an mpu are not supported",
                 hint="leave it out, to shard over all of them",
             )
-        if size > 0 and world.world_size % size:
-            fits = [str(n) for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+        if size > 0 and world.data_size % size:
+            fits = [str(n) for n in range(1, world.data_size + 1) if world.data_size % n == 0]
             raise UsageError(
-                f"zero_optimization.{key}: {world.world_size} ranks do not divide into groups of {size}",
-                hint=f"{', '.join(fits)} divide {world.world_size}; or start another number of ranks",
+                f"zero_optimization.{key}: {world.data_size} ranks do not divide into groups of {size}",
+                hint=f"{', '.join(fits)} divide {world.data_size}; or start another number of ranks",
             )
 
 

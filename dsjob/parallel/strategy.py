@@ -211,7 +211,7 @@ def _send(tensors: list[Tensor], world: World) -> None:
     """Gives tensors, which may be on the host and of any layout, the first rank's values."""
     sent = [tensor.to(world.device).contiguous() for tensor in tensors]
     if sent:
-        _broadcast_coalesced(world.group or _get_default_group(), sent, _SENT_AT_ONCE, 0)
+        _broadcast_coalesced(world.data_group or _get_default_group(), sent, _SENT_AT_ONCE, 0)
     for tensor, values in zip(tensors, sent, strict=True):
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)

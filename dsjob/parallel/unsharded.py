@@ -57,8 +57,8 @@ class Unsharded(Pairs):
             pair.taken if pair.taken is not None else torch.zeros(pair.master.shape, device=device) for pair in pairs
         ]
         used = [torch.full((1,), float(pair.taken is not None), device=device) for pair in pairs]
-        sent = torch.cat([*(gradient.reshape(-1) for gradient in own), *used]).div_(self._world.world_size)
-        dist.all_reduce(sent, group=self._world.group)
+        sent = torch.cat([*(gradient.reshape(-1) for gradient in own), *used]).div_(self._world.data_size)
+        dist.all_reduce(sent, group=self._world.data_group)
         *means, use = torch.split_with_sizes(sent, [*(gradient.numel() for gradient in own), len(pairs)])
         for number, (pair, mean) in enumerate(zip(pairs, means, strict=True)):
             known = pair.taken is not None or pair.master.grad is not None

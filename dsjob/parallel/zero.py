@@ -71,8 +71,8 @@ class Init:
         if enabled:
             init_distributed()
             world = _find_world(mpu, data_parallel_group)
-            self._mesh = world.make_mesh() if world.world_size > 1 else None
-            self._group = world.group
+            self._mesh = world.make_mesh() if world.data_size > 1 else None
+            self._group = world.data_group
         if module is not None and enabled:
             self._place(module)
 
@@ -124,7 +124,7 @@ def _find_world(mpu: Any, group: dist.ProcessGroup | None) -> World:
     world = join_world()
     if group is None or group is dist.group.WORLD:
         return divide(world, mpu)
-    return replace(world, rank=dist.get_rank(group), world_size=dist.get_world_size(group), group=group)
+    return replace(world, data_rank=dist.get_rank(group), data_size=dist.get_world_size(group), data_group=group)
 
 
 @contextmanager
@@ -247,8 +247,8 @@ class GatheredParameters:
 def _find_group(parameter: Tensor) -> dist.ProcessGroup | None:
     """The ranks that have the same parameter, or a part of it; None where neither an engine nor shards tell."""
     owned = find_owned(parameter)
-    if owned is not None and owned.owner.strategy.world.group is not None:
-        return owned.owner.strategy.world.group
+    if owned is not None and owned.owner.strategy.world.data_group is not None:
+        return owned.owner.strategy.world.data_group
     if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
         return parameter.device_mesh.get_group()
     return None

@@ -14,61 +14,61 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
 
 from dsjob.errors import CheckpointError, DsjobError
-from dsjob.ranks.mesh import World
+from dsjob.ranks.mesh import Ranks
 
 T = TypeVar("T")
 _of_hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # by one of the same ranks
 
 
-def on_rank_0(world: World, action: Callable[[], T]) -> T:
+def on_rank_0(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs `action` on rank 0 and gives its result, or raises its error, on every rank."""
-    if world.world_size == 1:
+    if ranks.size == 1:
         return action()
-    answer: list[Any] = list(_try(0, action)) if world.rank == 0 else [None, None]
-    dist.broadcast_object_list(answer, group=_find_group(world), group_src=0)
+    answer: list[Any] = list(_try(0, action)) if ranks.rank == 0 else [None, None]
+    dist.broadcast_object_list(answer, group=_find_group(ranks), group_src=0)
     if answer[1] is not None:
         raise answer[1]
     return cast(T, answer[0])
 
 
-def on_all_ranks(world: World, action: Callable[[], T]) -> T:
+def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs `action` on every rank; its result there, or on every rank the error of the first that has one."""
-    if world.world_size == 1:
+    if ranks.size == 1:
         return action()
-    result, error = _try(world.rank, action)
-    for found in all_gather(world, error):
+    result, error = _try(ranks.rank, action)
+    for found in all_gather(ranks, error):
         if found is not None:
             raise found
     return cast(T, result)
 
 
-def all_gather(world: World, value: T) -> list[T]:
+def all_gather(ranks: Ranks, value: T) -> list[T]:
     """`value` of each rank, in their order, on every rank."""
-    if world.world_size == 1:
+    if ranks.size == 1:
         return [value]
-    found: list[Any] = [None] * world.world_size
-    dist.all_gather_object(found, value, group=_find_group(world))
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, value, group=_find_group(ranks))
     return found
 
 
-def gather_on_rank_0(world: World, action: Callable[[], T]) -> list[T]:
+def gather_on_rank_0(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """As `on_all_ranks`; gives rank 0 the results of all, in their order, and nothing to the others."""
-    result = on_all_ranks(world, action)
-    if world.world_size == 1:
+    result = on_all_ranks(ranks, action)
+    if ranks.size == 1:
         return [result]
-    results: list[Any] | None = [None] * world.world_size if world.rank == 0 else None
-    dist.gather_object(result, results, group=_find_group(world), group_dst=0)
+    results: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
+    dist.gather_object(result, results, group=_find_group(ranks), group_dst=0)
     return results or []
 
 
-def scatter(world: World, action: Callable[[], list[T]]) -> T:
+def scatter(ranks: Ranks, action: Callable[[], list[T]]) -> T:
     """Runs `action` on rank 0 and gives each rank its own of the results."""
-    if world.world_size == 1:
+    if ranks.size == 1:
         return action()[0]
-    answer = _try(0, action) if world.rank == 0 else ([], None)
-    pairs = [(item, None) for item in answer[0] or []] if answer[1] is None else [(None, answer[1])] * world.world_size
+    answer = _try(0, action) if ranks.rank == 0 else ([], None)
+    pairs = [(item, None) for item in answer[0] or []] if answer[1] is None else [(None, answer[1])] * ranks.size
     received: list[Any] = [None]
-    dist.scatter_object_list(received, pairs if world.rank == 0 else None, group=_find_group(world), group_src=0)
+    dist.scatter_object_list(received, pairs if ranks.rank == 0 else None, group=_find_group(ranks), group_src=0)
     if received[0][1] is not None:
         raise received[0][1]
     return cast(T, received[0][0])
@@ -81,14 +81,14 @@ def as_told(rank: int, error: BaseException) -> DsjobError:
     return CheckpointError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
-def _find_group(world: World) -> dist.ProcessGroup:
+def _find_group(ranks: Ranks) -> dist.ProcessGroup:
     """The group that carries objects among these ranks; it is made, by all of them together, with the first object."""
-    group = world.group or dist.group.WORLD
+    group = ranks.group or dist.group.WORLD
     assert group is not None
     if "cpu:" in dist.get_backend_config(group):
         return group
     if group not in _of_hosts:
-        _of_hosts[group] = _make_group_of_hosts(group, timedelta(seconds=world.timeout))
+        _of_hosts[group] = _make_group_of_hosts(group, timedelta(seconds=ranks.timeout))
     return _of_hosts[group]
 
 

@@ -12,7 +12,6 @@ import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,54 +23,65 @@ from dsjob.errors import LaunchError
 from dsjob.ranks.meeting import STORE_VARIABLE, open_store
 
 
-class ModelRanks(NamedTuple):
-    """This process among those that hold one model together, each a part of it."""
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among ranks that work together: its place there, and how many they are.
+
+    `group`: what they communicate in; None for all ranks of the job, or where this process is alone.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    timeout: float = 1800.0  # seconds that a collective may take
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among those that train on other data: all of the job's, unless a model-parallel unit divides them.
+    """This process in a job: its device, and its place among the ranks that train on other data than it does.
 
-    `group`: these ranks, where they are not all of the job's. `loads`, `reports`: whether this one reads data, and
-    whether its metrics count.
+    Those are all of the job's, unless a model-parallel unit divides them; then `model` are the ranks that hold one
+    model together. `data_group`: what the data-parallel ranks communicate in, where they are not all of the job's.
+    `loads`, `reports`: whether this one reads data, and whether its metrics count.
     """
 
-    rank: int
+    data_rank: int
     local_rank: int
-    world_size: int
+    data_size: int
     device: torch.device
-    group: dist.ProcessGroup | None = None
-    model: ModelRanks = ModelRanks()  # noqa: RUF009 (a tuple)
+    data_group: dist.ProcessGroup | None = None
+    model: Ranks = Ranks()
     loads: bool = True
     reports: bool = True
     timeout: float = 1800.0  # seconds that a collective may take
 
     @property
-    def everyone(self) -> World:
+    def data(self) -> Ranks:
+        """This process among those that train on other data."""
+        return Ranks(self.data_rank, self.data_size, self.data_group, self.timeout)
+
+    @property
+    def everyone(self) -> Ranks:
         """This process among all of the job's."""
-        if self.group is None:
-            return self
-        return World(dist.get_rank(), self.local_rank, dist.get_world_size(), self.device, timeout=self.timeout)
+        if self.data_group is None:
+            return self.data
+        return Ranks(dist.get_rank(), dist.get_world_size(), timeout=self.timeout)
 
     def ensure_group(self) -> None:
         """Makes the process group of a rank that is alone, where there is none yet."""
         if not dist.is_initialized():
             backend = _choose_backend("auto", self.device)
-            dist.init_process_group(backend, store=HashStore(), rank=self.rank, world_size=self.world_size)
+            dist.init_process_group(backend, store=HashStore(), rank=self.data_rank, world_size=self.data_size)
 
     def make_mesh(self, group: int = 0) -> DeviceMesh:
         """A mesh of one axis, `data`, over these ranks; of groups of `group` successive ones: `replica` and `data`."""
         self.ensure_group()
-        if self.group is not None:
+        if self.data_group is not None:
             assert not group  # the groups would have to be made by all ranks of the job together
-            return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("data",))
+            return DeviceMesh.from_group(self.data_group, self.device.type, mesh_dim_names=("data",))
         if not group:
-            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
-        shape = (self.world_size // group, group)
+            return init_device_mesh(self.device.type, (self.data_size,), mesh_dim_names=("data",))
+        shape = (self.data_size // group, group)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "data"))
 
 
@@ -92,7 +102,7 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
         _allow_connections(world_size)
     if world_size > 1 and not dist.is_initialized():
         _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen)
-    return World(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen, timeout=timeout)
+    return World(data_rank=rank, local_rank=local_rank, data_size=world_size, device=chosen, timeout=timeout)
 
 
 def _allow_connections(world_size: int) -> None:

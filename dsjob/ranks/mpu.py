@@ -4,10 +4,10 @@ DeepSpeed's form is an object with get_{model,data}_parallel_{rank,world_size,gr
 get_tensor_model_parallel_*. Determined's is an object of four fields, without groups, which are then made here. How the
 parts of a model work together is the program's own matter.
 
-`World`'s rank, world_size and group are the data-parallel ones, so code that shards, reduces or counts samples needs
-to know no more. The parts of a model are never cut anew: a checkpoint names them `mp_rank_00`, ... and loads with as
-many parts. An error in one rank's unit is raised on all ranks. hpZ, MiCS and the 1-bit optimizers are rejected,
-because they form groups of their own.
+Code that shards, reduces or counts samples needs to know no more than `World`'s data_rank, data_size and data_group.
+The parts of a model are never cut anew: a checkpoint names them `mp_rank_00`, ... and loads with as many parts. An
+error in one rank's unit is raised on all ranks. hpZ, MiCS and the 1-bit optimizers are rejected, because they form
+groups of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dsjob.errors import DataError, UsageError
 from dsjob.ranks.agreement import all_gather
-from dsjob.ranks.mesh import ModelRanks, World
+from dsjob.ranks.mesh import Ranks, World
 
 T = TypeVar("T")
 _METHODS = "get_data_parallel_{rank,world_size,group}() and get_model_parallel_{rank,world_size,group}()"
@@ -69,7 +69,7 @@ def divide(world: World, mpu: Any) -> World:
     if mpu is None:
         return world
     everyone = _make_together(lambda: _read(mpu), world)
-    said = everyone[world.rank]
+    said = everyone[world.everyone.rank]
     _require_duties(everyone)
     if said.has_groups:
         model, group = find_model_ranks(mpu), mpu.get_data_parallel_group()
@@ -79,7 +79,8 @@ def divide(world: World, mpu: Any) -> World:
     world = dataclasses.replace(world, reports=said.reports, loads=said.loads)
     if model.size == 1:
         return world
-    return dataclasses.replace(world, rank=said.rank, world_size=said.size, group=group, model=model)
+    model = dataclasses.replace(model, timeout=world.timeout)
+    return dataclasses.replace(world, data_rank=said.rank, data_size=said.size, data_group=group, model=model)
 
 
 def read_data_ranks(mpu: Any) -> tuple[int, int]:
@@ -96,11 +97,11 @@ def _read(mpu: Any) -> _Said:
     return _Said(*read_data_ranks(mpu), reports, all(builds), unit is None)
 
 
-def _require_sizes(said: _Said, model: ModelRanks, group: dist.ProcessGroup | None, world: World) -> None:
-    if said.size * model.size != world.world_size:
+def _require_sizes(said: _Said, model: Ranks, group: dist.ProcessGroup | None, world: World) -> None:
+    if said.size * model.size != world.everyone.size:
         raise UsageError(
             f"the mpu speaks of {said.size} data-parallel x {model.size} model-parallel ranks, and the job has"
-            f" {world.world_size}",
+            f" {world.everyone.size}",
             hint="these have to multiply out: pipeline and sequence parallelism are not supported through an mpu",
         )
     if model.size == 1:
@@ -121,7 +122,7 @@ def _make_together(make: Callable[[], T], world: World) -> list[T]:
         made = make()
     except Exception as error:
         own = error
-    everyone = all_gather(world, (made, own and str(own)))
+    everyone = all_gather(world.everyone, (made, own and str(own)))
     if own is not None:
         raise own
     for rank, (_, fault) in enumerate(everyone):
@@ -171,7 +172,7 @@ def _require_duties(everyone: list[_Said]) -> None:
         )
 
 
-def _form_groups(everyone: list[_Said], timeout: float) -> tuple[ModelRanks, dist.ProcessGroup | None]:
+def _form_groups(everyone: list[_Said], timeout: float) -> tuple[Ranks, dist.ProcessGroup | None]:
     """Groups for fields: ranks that share a data-parallel rank hold one model, and those of one place in it share data.
 
     A collective: every rank makes all groups.
@@ -186,20 +187,20 @@ def _form_groups(everyone: list[_Said], timeout: float) -> tuple[ModelRanks, dis
             hint=f"each of 0 to {size - 1} has to be that of equally many ranks",
         )
     if lengths == {1}:
-        return ModelRanks(), None
+        return Ranks(), None
     columns = [list(members) for members in zip(*models, strict=True)]
     allowed = timedelta(seconds=timeout)
     model, data = (dist.new_subgroups_by_enumeration(groups, timeout=allowed)[0] for groups in (models, columns))  # type: ignore[no-untyped-call]
-    return ModelRanks(dist.get_rank(model), dist.get_world_size(model), model), data
+    return Ranks(dist.get_rank(model), dist.get_world_size(model), model), data
 
 
-def find_model_ranks(mpu: Any) -> ModelRanks:
+def find_model_ranks(mpu: Any) -> Ranks:
     """What an mpu says of the ranks that hold one model; this rank alone where it says nothing."""
     for start in _MODEL:
         if hasattr(mpu, start + "group"):
             group = getattr(mpu, start + "group")()
-            return ModelRanks(dist.get_rank(group), dist.get_world_size(group), group) if group else ModelRanks()
-    return ModelRanks()
+            return Ranks(dist.get_rank(group), dist.get_world_size(group), group) if group else Ranks()
+    return Ranks()
 
 
 def share(value: T, world: World) -> T:
@@ -226,9 +227,7 @@ def _gather_read(value: T, world: World) -> list[T]:
     """`value` of the ranks that hold the same model and build a loader, in order."""
     if world.model.size == 1:
         return [value]
-    rank, size, group = world.model
-    together = dataclasses.replace(world, rank=rank, world_size=size, group=group)
-    return [given for loads, given in all_gather(together, (world.loads, value)) if loads]
+    return [given for loads, given in all_gather(world.model, (world.loads, value)) if loads]
 
 
 def is_model_parallel(parameter: Tensor) -> bool:

@@ -24,7 +24,7 @@ def check_shared(folder: str, world: World) -> None:
 
     URLs of stores are shared by nature, and a single node shares all it has. Raises LaunchError on all ranks.
     """
-    if world.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0):
+    if world.everyone.size == int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0):
         return
     if folder.startswith("memory:"):
         raise LaunchError(
@@ -34,11 +34,11 @@ def check_shared(folder: str, world: World) -> None:
     if not storage.is_local(folder):
         return
     folder = storage.local_path(folder)
-    written = on_rank_0(world, lambda: _write(folder))
+    written = on_rank_0(world.everyone, lambda: _write(folder))
     try:
-        unseen = all_gather(world, _find_unseen(folder, written) if world.local_rank == 0 else None)
+        unseen = all_gather(world.everyone, _find_unseen(folder, written) if world.local_rank == 0 else None)
     finally:
-        if world.rank == 0:
+        if world.everyone.rank == 0:
             storage.delete(_locate(folder, written))
     nodes = [node for node in unseen if node is not None]
     if nodes:

@@ -81,9 +81,9 @@ class Averaging:
 
     def _agree(self, labelled: bool) -> bool:
         world = self._world
-        if world is None or world.world_size == 1:
+        if world is None or world.data_size == 1:
             return labelled
-        found = all_gather(world, labelled)
+        found = all_gather(world.data, labelled)
         if any(found) and not all(found):
             raise ContractError(
                 f"the first batch has no `labels` on data-parallel rank {found.index(False)}, and has them on others",
@@ -101,8 +101,8 @@ class Step:
     def __init__(
         self, world: World | None, micro_steps: int, *, targets: Tensor | int | None = None, sums: bool = False
     ) -> None:
-        self._group = world.group if world is not None else None
-        self._ranks = world.world_size if world is not None else 1
+        self._group = world.data_group if world is not None else None
+        self._ranks = world.data_size if world is not None else 1
         self._batches, self._sums = micro_steps * self._ranks, sums
         self._said: Tensor | None = None  # what losses that are sums say they are of
         self._reduction: Any = None
@@ -114,7 +114,7 @@ class Step:
                 self._total = torch.full((), targets, dtype=torch.int64, device=world.device)
             # Asynchronous: the sum travels during the first forward pass; `_expect` waits for it before the first
             # backward.
-            self._reduction = dist.all_reduce(self._total, group=world.group, async_op=True)
+            self._reduction = dist.all_reduce(self._total, group=world.data_group, async_op=True)
 
     def weigh(self, loss: Loss, targets: Tensor | int | None) -> Tensor:
         """What to go back from: the loss of a micro batch as the engine's mean takes it."""

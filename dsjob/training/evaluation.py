@@ -109,7 +109,7 @@ class Evaluator:
                 sums[name] = sums[name] + added if name in sums else added
         self.engines.train()
         names, together = list(sums), torch.stack(list(sums.values()))
-        if engine.world.everyone.world_size > 1:
+        if engine.world.everyone.size > 1:
             dist.all_reduce(together)
         means = (together[:, 0] / together[:, 1]).tolist()
         follows = any(isinstance(each.lr_scheduler, ReduceLROnPlateau) for each in self.engines.values())

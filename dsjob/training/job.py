@@ -77,7 +77,7 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
     locations.allow(lambda: trust.protocols)
     spec = job.spec
     console = make_console()
-    display = Display(console, shown=world.rank == 0)
+    display = Display(console, shown=world.everyone.rank == 0)
     started = time.monotonic()
     try:
         with refuse_exits(), matmul_precision(spec.trainer.matmul_precision):
@@ -95,7 +95,7 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
         name: progress.last_record[name] for name in ("loss", "lr") if name in progress.last_record
     }
     result = _make_result(run, {**metrics, **progress.last_evaluation})
-    if world.rank == 0:
+    if world.everyone.rank == 0:
         ended = {"status": "unsaved", "error": progress.unsaved} if progress.unsaved else {"status": "done"}
         write_result(run_dir, {**ended, **dataclasses.asdict(result)})
         display.say(ended["status"], f"step {run.step:,} in {show_seconds(time.monotonic() - started)}")
@@ -130,7 +130,7 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
     evaluation_data = build_evaluation(spec, world, collate, trust) if spec.data.eval and world.loads else None
     steps = count_steps(trainer, loader.samples_per_epoch)
     engines = _build_engines(models, job, steps, world, trust, mpu)
-    seed_rng(trainer.seed + world.rank)
+    seed_rng(trainer.seed + world.data_rank)
     loss = to_job_device(build_callable(spec.loss, "loss", trust), world.device) if spec.loss else None
     callbacks = {name: _build_callback(name, target, trust) for name, target in spec.callbacks.items()}
     measures, metrics = build_measures("eval", spec.metrics, world, trust)
@@ -211,7 +211,7 @@ def _divide(spec: JobSpec, world: World, mpu: Any) -> World:
         **({"trainer.eval_step": spec.trainer.eval_step} if spec.data.eval else {}),
     }
     missing = [name for name, step in steps.items() if step is None]
-    if missing and not all(all_gather(world, divided.loads)):
+    if missing and not all(all_gather(world.everyone, divided.loads)):
         raise ContractError(
             f"trainer.mpu says that some ranks build no loader, and there is no {missing[0]} to do without a batch",
             hint=f"{missing[0]}: {{_target_: my_module.step}} is called with (engines, None) there",

@@ -67,7 +67,7 @@ class Measures:
         """A new evaluation, or the next steps up to a log record."""
         for name, measure in self._measures.items():
             with _Blamed(name):
-                measure.start(alone=self._everyone is None or self._everyone.world_size == 1)
+                measure.start(alone=self._everyone is None or self._everyone.size == 1)
 
     @torch.no_grad()
     def feed(self, outputs: Any, batch: Any, loss: Tensor | None, samples: int) -> None:
@@ -122,8 +122,8 @@ def _copy(measure: Measure) -> Measure | None:
 def _is_counted(world: World) -> bool:
     """Whether this rank's batches count: of the ranks that hold one model, the first that reports (and reads) data."""
     everyone = world.everyone
-    ranks = all_gather(everyone, (world.rank, not world.reports, not world.loads))
-    own = [(quiet, idle, number) for number, (data, quiet, idle) in enumerate(ranks) if data == world.rank]
+    ranks = all_gather(everyone, (world.data_rank, not world.reports, not world.loads))
+    own = [(quiet, idle, number) for number, (data, quiet, idle) in enumerate(ranks) if data == world.data_rank]
     quiet, _, number = min(own)
     return not quiet and number == everyone.rank
 

@@ -59,7 +59,7 @@ class Occasions:
         *,
         grace: float = math.inf,
     ) -> None:
-        self._spec, self._world, self._request, self._clock = spec, world.everyone, request, clock
+        self._spec, self._world, self._request, self._clock = spec, world, request, clock
         self._grace = grace
         self._asked, self._stopped = False, 0
         self._stuck, self._over = "", threading.Event()
@@ -95,15 +95,15 @@ class Occasions:
             raise KeyboardInterrupt
         if self._stuck:
             raise Interrupted(number, f"stopped by SIGTERM, and nothing moved for {self._grace:g} s: {self._stuck}")
-        if number == signal.SIGTERM and not self._stopped and self._world.world_size == 1 and self._grace < math.inf:
+        if number == signal.SIGTERM and not self._stopped and self._world.everyone.size == 1 and self._grace < math.inf:
             threading.Thread(target=self._end_stuck, name="dsjob-grace", daemon=True).start()
         self._asked, self._try_at = True, -math.inf
         self._stopped = self._stopped or (number if number != signal.SIGUSR1 else 0)
         if number != signal.SIGINT:
             return
-        if self._world.rank == 0:
+        if self._world.everyone.rank == 0:
             os.write(2, _INTERRUPTED)
-        if self._world.world_size > 1:  # a rank may sit in a collective that no handler can interrupt
+        if self._world.everyone.size > 1:  # a rank may sit in a collective that no handler can interrupt
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def _end_stuck(self) -> None:
@@ -153,7 +153,7 @@ class Occasions:
 
     def agree(self, step: int, *, news: bool) -> Agreed:
         """What is due after `step`, on all ranks alike; `news`: of a save in the background, as this rank knows it."""
-        if self._world.world_size == 1:
+        if self._world.everyone.size == 1:
             return Agreed(self._is_due(), self._stopped, news)
         if step < self._next:
             return Agreed()
@@ -176,7 +176,7 @@ class Occasions:
         return self._asked or waited or self._is_touched()
 
     def _is_touched(self) -> bool:
-        return self._world.rank == 0 and self._request is not None and os.path.exists(self._request)
+        return self._world.everyone.rank == 0 and self._request is not None and os.path.exists(self._request)
 
 
 def crosses(every: float, before: float, after: float) -> bool:

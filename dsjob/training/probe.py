@@ -106,7 +106,7 @@ def size_model(model: nn.Module) -> Model:
 def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> TrainingLoader | GivenLoader:  # noqa: B008 (frozen)
     """The training data as rank 0 of the job reads it. Raises DataError where it is missing or empty."""
     collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
-    world = World(rank=0, local_rank=0, world_size=world_size, device=torch.device("cpu"))
+    world = World(data_rank=0, local_rank=0, data_size=world_size, device=torch.device("cpu"))
     return build_training(spec, world, collate, trust)
 
 

@@ -72,7 +72,7 @@ def record(run: Run, meter: Meter) -> None:
         run.loader.passes.require_same(world, loads=world.loads)
     scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
     tokens = float(meter.tokens)
-    if world.everyone.world_size > 1:
+    if world.everyone.size > 1:
         reported = torch.cat([scalars, scalars.new_ones(1)])  # and the number of ranks that report
         reported = reported if world.reports else torch.zeros_like(reported)
         read = scalars.new_tensor([tokens, 1.0] if world.loads else [0.0, 0.0])  # and of those that read data
@@ -99,7 +99,7 @@ def record(run: Run, meter: Meter) -> None:
         "lr": engine.last_lr[0],
         "grad_norm": norm,
         "samples_per_second": steps * engine.train_batch_size() / seconds,
-        "tokens_per_second": tokens * world.world_size / seconds,
+        "tokens_per_second": tokens * world.data_size / seconds,
         "eta_seconds": meter.estimate(steps, run.max_steps - run.step),
     }
     if engine.precision.needs_scale:

@@ -19,7 +19,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
     spec, world, trainer = run.spec, run.engine.world, run.spec.trainer
     size = run.loader.samples_per_epoch
     epochs = f", {run.max_steps * trainer.train_batch / size:.3g} epochs" if size else ""
-    ranks = _count_ranks(world)
+    ranks = _count_ranks(world.data_size)
     batch = f"{trainer.train_batch} = {trainer.micro_batch} micro x {trainer.grad_accum} accumulated x {ranks}"
     models: Rows = []
     for name, engine in run.engines.items():
@@ -31,7 +31,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         ("batch", batch),
         ("steps", f"{run.max_steps:,}{epochs}"),
         *([] if spec.models else models[1:]),
-        ("device", f"{world.device.type}, {_count_ranks(world.everyone)}{_describe_parts(world)}"),
+        ("device", f"{world.device.type}, {_count_ranks(world.everyone.size)}{_describe_parts(world)}"),
         ("output", run_dir),
     ]
     if loaded is not None:
@@ -40,8 +40,8 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
     return rows
 
 
-def _count_ranks(world: World) -> str:
-    return f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+def _count_ranks(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def _describe_parts(world: World) -> str:
@@ -54,7 +54,7 @@ def _describe_engine(engine: Engine) -> Rows:
     share = "" if trainable == total else f", {shorten(trainable)} trainable" if trainable else ", none trainable"
     path = spec.model.path if isinstance(spec, JobSpec) and spec.model else ""
     stage = spec.zero_optimization.stage
-    alone = " (one rank: nothing to shard)" if stage and engine.world.world_size == 1 else ""
+    alone = " (one rank: nothing to shard)" if stage and engine.world.data_size == 1 else ""
     rows = [
         ("model", f"{path}, {shorten(total)} parameters{share}"),
         ("precision", _describe_precision(engine)),

@@ -74,7 +74,7 @@ def show(value: Any) -> Any:
 def save(world: World, folder: str, stage: int) -> None:
     engine = make_engine(stage)
     train_engine(engine, 0, 1)
-    engine.save_checkpoint(folder, client_state=make_state(world.rank))
+    engine.save_checkpoint(folder, client_state=make_state(world.data_rank))
 
 
 def load(world: World, folder: str, stage: int) -> Any:

@@ -40,23 +40,23 @@ def follow(world: World, names: list[str], universal: bool) -> list[tuple[str, l
     found = []
     for name in names:
         for stage in range(4):
-            engine = make_engine(name, stage, world.world_size)
+            engine = make_engine(name, stage, world.data_size)
             url, client_state = engine.load_checkpoint(f"{RUNS[name]}_universal" if universal else RUNS[name])
             assert url is not None
             assert url.endswith("/global_step3_uc" if universal else "/global_step3")
             assert client_state == {"epoch": 1, "note": "hello", "pair": (1, 2)}
             assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (3, 36, 0)
             losses = []
-            part = ROWS // world.world_size
+            part = ROWS // world.data_size
             for step in range(3, 7):
                 x, y = make_rows(step)
-                mine = slice(world.rank * part, (world.rank + 1) * part)
+                mine = slice(world.data_rank * part, (world.data_rank + 1) * part)
                 loss = engine(x[mine], y[mine])
                 losses.append(float(loss.detach()))
                 engine.backward(loss)
                 engine.step()
             assert engine.get_lr()[0] == pytest.approx(0.01 * (20 - 6) / 16)
-            found.append((f"{name} at stage {stage} on {world.world_size}", losses))
+            found.append((f"{name} at stage {stage} on {world.data_size}", losses))
     return found
 
 

@@ -42,7 +42,7 @@ def make(case: str, world_size: int = 1, stage: int = 0) -> tuple[SmallNet, dict
 
 
 def train(engine: Any, first: int, steps: int, world: World | None = None) -> list[float]:
-    rank, world_size = (world.rank, world.world_size) if world else (0, 1)
+    rank, world_size = (world.data_rank, world.data_size) if world else (0, 1)
     part, losses = ROWS // world_size, []
     for step in range(first, first + steps):
         x, y = make_rows(step)
@@ -104,7 +104,7 @@ def follow(world: World, folder: str) -> dict[str, list[float]]:
     found = {}
     for case in CASES:
         for stage in (1, 2, 3):
-            net, config, groups = make(case, world.world_size, stage)
+            net, config, groups = make(case, world.data_size, stage)
             engine = deepspeed.initialize(model=net, model_parameters=groups, config=config)[0]
             path, client_state = engine.load_checkpoint(f"{folder}/{case}-{stage}")
             assert path is not None

@@ -26,7 +26,7 @@ MODEL = {"_target_": "small_jobs.Net", "width": 512}  # 5 k parameters: a checkp
 def train(world: World | None, folder: str, disk: str, hooks: list[Callable[..., None]], **checkpoint: Any) -> str:
     """Runs a job of 8 steps whose checkpoints are on `disk`; the error that it ends with on this rank."""
     small_jobs.MORE[:] = hooks
-    ranks = world.world_size if world else 1
+    ranks = world.data_size if world else 1
     sections = {"zero_optimization": {"stage": 2}} if ranks > 1 else {}
     options = {"every": 1, "keep": 0, "dir": f"{disk}/checkpoints", **checkpoint}
     try:
@@ -38,14 +38,14 @@ def train(world: World | None, folder: str, disk: str, hooks: list[Callable[...,
 
 def fill_up(world: World | None, folder: str, disk: str, policy: str, behind: bool) -> dict[str, Any]:
     """A job whose disk is full after a few steps, and which has room again for step 7 where it still runs."""
-    more = at_step(7, lambda: remount(disk, size=SIZE * 8) if world is None or world.rank == 0 else None)
+    more = at_step(7, lambda: remount(disk, size=SIZE * 8) if world is None or world.data_rank == 0 else None)
     ended = train(world, folder, disk, [more], save_on_error=policy, **{"async": behind})
     return {"ended": ended, "steps": list_steps(f"file://{disk}/checkpoints")}
 
 
 def become_read_only(world: World | None, folder: str, disk: str) -> dict[str, Any]:
     """A job whose disk becomes read-only before step 3 is saved."""
-    first = world is None or world.rank == 0
+    first = world is None or world.data_rank == 0
     ended = train(world, folder, disk, [at_step(3, lambda: remount(disk, read_only=True) if first else None)])
     return {"ended": ended, "steps": list_steps(f"file://{disk}/checkpoints")}
 

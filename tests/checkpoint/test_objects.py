@@ -20,9 +20,9 @@ from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.live.objects import Kept, capture_objects, restore_objects
 from dsjob.compute.activation.rng import TRACKER
 from dsjob.errors import CheckpointError, Interrupted, Preempted
-from dsjob.ranks.mesh import World
+from dsjob.ranks.mesh import Ranks
 
-ONE = World(0, 0, 1, torch.device("cpu"))
+ALONE = Ranks()
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_what_a_job_is_not_to_lose_a_save_for() -> None:
     told: list[str] = []
     kept = Kept(lambda title, text: told.append(text), odd={**odd, "broken": Broken()}, good={"a": Holds({"a": 1})})
     for _ in range(2):
-        assert capture_objects(ONE, kept) == {"good.a": [{"values": {"a": 1}}]}
+        assert capture_objects(ALONE, kept) == {"good.a": [{"values": {"a": 1}}]}
     assert len(told) == len(states) + 1
     assert "odd.broken.state_dict(): RuntimeError: mine" in told[-1]
     assert "it has 2,097,152 bytes of tensors, more than 1,048,576" in told[7]
@@ -161,7 +161,7 @@ def test_a_signal_is_no_state_that_cannot_be_kept() -> None:
             raise Interrupted(signal.SIGTERM)
 
     with pytest.raises(Interrupted):
-        capture_objects(ONE, Kept(a={"b": Ended()}))
+        capture_objects(ALONE, Kept(a={"b": Ended()}))
 
 
 def test_a_callback_that_cannot_take_its_state_back_is_named(tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_tensors_keep_their_dtype_shape_and_bits() -> None:
     given = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype).T for dtype in dtypes}
     given |= {"none": torch.zeros(0, 4), "number": torch.tensor(3), "shared": given["torch.bool"]}
     holder = Holds({**given, "text": ("x", 1.5)})
-    saved = json.loads(json.dumps(capture_objects(ONE, Kept(a={"b": holder}))))
+    saved = json.loads(json.dumps(capture_objects(ALONE, Kept(a={"b": holder}))))
     holder.state = None
-    assert restore_objects(ONE, Kept(a={"b": holder}), saved) == ()
+    assert restore_objects(ALONE, Kept(a={"b": holder}), saved) == ()
     assert holder.state.pop("text") == ("x", 1.5)
     assert holder.state.keys() == given.keys()
     for name, tensor in given.items():
@@ -205,6 +205,6 @@ def test_a_callback_copies_what_comes_back_on_the_cpu_into_tensors_of_its_own() 
     saving, loading = Patience(), Patience()
     saving.mean += 3
     own = loading.mean
-    assert restore_objects(ONE, Kept(a={"b": loading}), capture_objects(ONE, Kept(a={"b": saving}))) == ()
+    assert restore_objects(ALONE, Kept(a={"b": loading}), capture_objects(ALONE, Kept(a={"b": saving}))) == ()
     assert loading.mean is own
     assert own.tolist() == [3, 3]

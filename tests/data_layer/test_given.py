@@ -22,7 +22,7 @@ NUMBERS = list(range(10))
 
 
 def make_world(rank: int = 0, world_size: int = 1) -> World:
-    return World(rank=rank, local_rank=rank, world_size=world_size, device=torch.device("cpu"))
+    return World(data_rank=rank, local_rank=rank, data_size=world_size, device=torch.device("cpu"))
 
 
 def first_batches(loader: Any, count: int, seek: int = 0, micro_batch: int = 2, **options: Any) -> list[list[int]]:
@@ -252,8 +252,8 @@ def test_evaluation_counts_what_has_no_length_and_refuses_what_is_read_once() ->
 
 
 def read_on_rank(world: World, kind: str) -> Any:
-    torch.manual_seed(world.rank)
-    own = [[10 * world.rank, i] for i in range(2 + world.rank)]
+    torch.manual_seed(world.data_rank)
+    own = [[10 * world.data_rank, i] for i in range(2 + world.data_rank)]
     makers = {
         "same stream": lambda: DataLoader(Stream(12), batch_size=2),
         "unknown": lambda: Batches([0, 1], [2, 3], [4, 5]),
@@ -299,7 +299,7 @@ def test_an_order_that_differs_by_rank_is_refused() -> None:
 
 def end_elsewhere(world: World) -> list[str]:
     found = []
-    for ends in ([4, 8], [4, 8 + world.rank]):
+    for ends in ([4, 8], [4, 8 + world.data_rank]):
         passes = Passes("data.train")
         for batch in ends:
             passes.end(batch)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def make_world(rank: int = 0, world_size: int = 1) -> World:
-    return World(rank=rank, local_rank=rank, world_size=world_size, device=CPU)
+    return World(data_rank=rank, local_rank=rank, data_size=world_size, device=CPU)
 
 
 class Stream(IterableDataset[int]):

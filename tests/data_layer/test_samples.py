@@ -20,7 +20,7 @@ from dsjob.data.samples import require_sound
 from dsjob.errors import DataError
 from dsjob.ranks.mesh import World
 
-WORLD = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+WORLD = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 WORKERS = pytest.mark.parametrize("workers", [0, 1])
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dsjob.data import EvaluationBatches, TrainingLoader, take_loader
 from dsjob.ranks.mesh import World
 
-WORLD = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+WORLD = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 BEGUN = "BEGUN_BY_ITS_OWN"
 signalled: set[int] = set()  # processes; a second SIGTERM, maybe while the next pass is read ahead, would end them
 

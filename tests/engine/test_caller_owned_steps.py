@@ -36,13 +36,13 @@ def train(engine: Engine, *, own: bool, counts: tuple[int, ...] = COUNTS) -> tup
     managed = engine.managed_gradient_accumulation()
     norms, samples = [], []
     for step, count in enumerate(counts):
-        x, y = make_tokens(step, 2 * count * engine.world.world_size)
+        x, y = make_tokens(step, 2 * count * engine.world.data_size)
         for micro in range(count):
             if managed:
                 engine.set_gradient_accumulation_boundary(micro == count - 1)
             else:
                 assert not engine.is_gradient_accumulation_boundary()
-            rows = slice(*((2 * (micro * engine.world.world_size + engine.world.rank) + k) for k in (0, 2)))
+            rows = slice(*((2 * (micro * engine.world.data_size + engine.world.data_rank) + k) for k in (0, 2)))
             loss = engine(x[rows], y[rows])
             if own:
                 engine.scale(loss * 4 / count).backward()  # the engine divides by 4

@@ -15,7 +15,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 4e-3}
 
 def follow(world: World, dtype: str) -> list[tuple[str, float, float]]:
     """For each run of the fixtures and each stage: the largest differences of losses and of rates."""
-    batches = read_fixture("batches.json")[str(world.rank)]
+    batches = read_fixture("batches.json")[str(world.data_rank)]
     found = []
     for run in read_fixture("losses.json"):
         if run["dtype"] != dtype:

@@ -59,13 +59,13 @@ CASES: list[tuple[str, int, int, dict[str, Any], float]] = [
 def make_engine(
     world: World, engine: str, stage: int, accumulation: int = 1, net: nn.Module | None = None, **sections: Any
 ) -> Engine:
-    micro = ROWS // world.world_size // accumulation
+    micro = ROWS // world.data_size // accumulation
     zero = {"stage": stage, **sections.pop("zero_optimization", {})}
     document = make_document(
         trainer={"micro_batch": micro, "grad_accum": accumulation, "max_steps": 10},
         **{"optimizer": ADAMW, "zero_optimization": zero, "engine": engine, **sections},
     )
-    resolved = resolve(document, world_size=world.world_size)
+    resolved = resolve(document, world_size=world.data_size)
     spec = view(JobSpec, resolved)
     model, config = net or build_net(), complete_config(resolved, spec)
     if engine == "dsjob":
@@ -102,7 +102,7 @@ def compare(world: World) -> dict[str, Any]:
 
 def run_all(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"compared": compare(world), "saved": save_and_load(world), "anew": begin_anew(world)}
-    return {**found, "odd": train_odd(world)} if world.world_size > 1 else {**found, "refused": refuse(world)}
+    return {**found, "odd": train_odd(world)} if world.data_size > 1 else {**found, "refused": refuse(world)}
 
 
 @functools.cache
@@ -160,8 +160,8 @@ def save_and_load(world: World) -> dict[str, Any]:
     for number, (name, stage, sections) in enumerate(SAVED):
         if not can_run(name):
             continue
-        shared: list[Any] = [tempfile.mkdtemp() if world.rank == 0 else None]
-        if world.world_size > 1:
+        shared: list[Any] = [tempfile.mkdtemp() if world.data_rank == 0 else None]
+        if world.data_size > 1:
             torch.distributed.broadcast_object_list(shared)
         folder = f"{shared[0]}/{number}"
         first = make_engine(world, "deepspeed", stage, **sections)
@@ -198,8 +198,8 @@ def begin_anew(world: World) -> list[Any]:
     """Losses of an engine, and of one that has taken other steps and loads what that one saved before its first."""
     found = []
     for stage in range(4):
-        shared: list[Any] = [tempfile.mkdtemp() if world.rank == 0 else None]
-        if world.world_size > 1:
+        shared: list[Any] = [tempfile.mkdtemp() if world.data_rank == 0 else None]
+        if world.data_size > 1:
             torch.distributed.broadcast_object_list(shared)
         first, other = make_engine(world, "deepspeed", stage), make_engine(world, "deepspeed", stage)
         first.save_checkpoint(shared[0])
@@ -226,7 +226,7 @@ def train_odd(world: World) -> list[Any]:
             evaluated = engine.eval()(torch.ones(2, 4))
         engine.train()
         for _ in range(2):
-            engine.backward(engine(torch.ones(2, 4) * (1 + world.rank)))
+            engine.backward(engine(torch.ones(2, 4) * (1 + world.data_rank)))
             engine.step()
         state = engine.state()
         kept = {name: tensor.clone() for name, tensor in state.model_tensors().items()}

@@ -14,7 +14,7 @@ from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
 from dsjob.trust.grant import Trust
 
-ALONE = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+ALONE = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 
 
 def test_a_missing_package_is_told_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def train_engine(world: World, case: str, stage: int, bf16: bool) -> list[dict[s
     found: list[dict[str, Tensor]] = []
 
     def pass_over(x: Tensor, y: Tensor) -> None:
-        rows, targets = (tokens.chunk(world.world_size)[world.rank] for tokens in (x, y))
+        rows, targets = (tokens.chunk(world.data_size)[world.data_rank] for tokens in (x, y))
         engine.backward(engine(rows, targets))
         engine.step()
         if engine.micro_steps % ACCUMULATION == 0:
@@ -91,7 +91,7 @@ def train_engine(world: World, case: str, stage: int, bf16: bool) -> list[dict[s
 
 
 def train_all(world: World) -> dict[tuple[str, int, bool], list[dict[str, Tensor]]]:
-    stages = range(4) if world.world_size > 1 else (0,)  # on one rank all stages are one
+    stages = range(4) if world.data_size > 1 else (0,)  # on one rank all stages are one
     fp32 = itertools.product((case for case, *_ in CASES), stages, (False,))
     bf16 = itertools.product(("before the first step", "after an evaluation"), stages, (True,))
     return {cell: train_engine(world, *cell) for cell in (*fp32, *bf16)}

@@ -46,11 +46,11 @@ def train(engine: Any, tokens: torch.Tensor, steps: int = 2) -> list[float]:
 
 
 def use_module(world: World, stage: int, bf16: bool) -> dict[str, Any]:
-    tokens = torch.randint(0, 53, (2, 8), generator=torch.Generator().manual_seed(world.rank))
+    tokens = torch.randint(0, 53, (2, 8), generator=torch.Generator().manual_seed(world.data_rank))
     engine, other = make_engine(stage, bf16), make_engine(stage, bf16)
     train(engine, tokens)
     train(other, tokens)
-    shared: list[Any] = [tempfile.mkdtemp() if world.rank == 0 else None]
+    shared: list[Any] = [tempfile.mkdtemp() if world.data_rank == 0 else None]
     dist.broadcast_object_list(shared)
     engine.module.save_pretrained(shared[0])
     state = engine.module.state_dict()
@@ -61,7 +61,9 @@ def use_module(world: World, stage: int, bf16: bool) -> dict[str, Any]:
     dist.barrier()
     engine.eval()
     # One rank stops four tokens before the other, which needs its parts of the weights until the end.
-    text = engine.module.generate(tokens[:, :3], max_new_tokens=4 + 4 * world.rank, do_sample=False, pad_token_id=0)
+    text = engine.module.generate(
+        tokens[:, :3], max_new_tokens=4 + 4 * world.data_rank, do_sample=False, pad_token_id=0
+    )
     engine.train()
     dist.barrier()
     return {

@@ -170,7 +170,7 @@ def test_module_state_dicts_are_whole_and_load_at_every_stage(stage: int, bf16: 
 def save_apart(world: World, folder: str, mode: str) -> str:
     engine = make_engine(1, checkpoint={"tag_validation": mode})
     try:
-        engine.save_checkpoint(folder, tag=f"tag{world.rank}")
+        engine.save_checkpoint(folder, tag=f"tag{world.data_rank}")
     except CheckpointError as error:
         return error.message
     return Path(folder, "latest").read_text().strip()

@@ -70,7 +70,7 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
     behind = {**every, "async": True}
     found["behind"] = attempt(make_document(f"{folder}/behind", **sections, checkpoint=behind), world)
 
-    term = at_step(3, lambda: send(signal.SIGTERM)) if world.rank == 1 else at_step(0, lambda: None)
+    term = at_step(3, lambda: send(signal.SIGTERM)) if world.data_rank == 1 else at_step(0, lambda: None)
     document = make_document(f"{folder}/term", **sections, checkpoint=behind)
     found["term"] = attempt(document, world, term)
     found["term again"] = attempt(document, world)
@@ -78,7 +78,7 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
     original = storage.open_write
     for name, options in (("fails", every), ("fails behind", behind)):
         for policy in ("stop", "warn"):
-            if world.rank == 1:
+            if world.data_rank == 1:
                 fail_to_write(4)
             options = {**options, "save_on_error": policy}
             key = f"{name} {policy}"

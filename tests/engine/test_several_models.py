@@ -46,12 +46,12 @@ def make_document(folder: str, **sections: Any) -> dict[str, Any]:
 
 def run(document: dict[str, Any], world: World) -> list[dict[str, Any]]:
     """Runs a job on this rank; its log records, of rank 0."""
-    resolved = resolve(document, world_size=world.world_size)
+    resolved = resolve(document, world_size=world.data_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
     job.run_job(complete_job(resolved), folder, world, TRUST)
     metrics = Path(folder, "metrics.jsonl")
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if world.rank == 0 else []
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if world.data_rank == 0 else []
 
 
 def run_stages(world: World, folder: str) -> list[list[dict[str, Any]]]:

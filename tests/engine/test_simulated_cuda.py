@@ -150,7 +150,7 @@ def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
     losses, norms, waits = [], [], []
     for step in range(3):
         for micro in range(2):
-            start = (2 * micro + world.rank) * 2
+            start = (2 * micro + world.data_rank) * 2
             x, y = (part[start : start + 2].to(engine.device) for part in make_tokens(step, 8))
             if device is not None:
                 device.take_waits()
@@ -194,7 +194,7 @@ def overflow(world: World, stage: int, asks: bool) -> dict[str, Any]:
     engine = make_engine(0, **at(stage, BF16, {"scheduler": warm_up}))
     told, losses = [], []
     for step in range(6):
-        start = 2 * world.rank
+        start = 2 * world.data_rank
         x, y = (part[start : start + 2].to(engine.device) for part in make_tokens(step, 8))
         loss = engine(x, y)
         engine.backward(loss * (torch.inf if step in (2, 5) else 1.0))

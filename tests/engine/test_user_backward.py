@@ -100,10 +100,10 @@ WAYS: dict[str, Way] = {
 
 def train(engine: Engine, way: Way) -> dict[str, Tensor]:
     world, accumulation = engine.world, engine.gradient_accumulation_steps()
-    part = ROWS // world.world_size // accumulation
+    part = ROWS // world.data_size // accumulation
     for step in range(STEPS):
         x, y = make_tokens(step, ROWS)
-        starts = [(micro * world.world_size + world.rank) * part for micro in range(accumulation)]
+        starts = [(micro * world.data_size + world.data_rank) * part for micro in range(accumulation)]
         way(engine, [(x[start : start + part], y[start : start + part]) for start in starts])
     assert engine.global_steps == STEPS
     return whole_state(engine)
@@ -111,7 +111,7 @@ def train(engine: Engine, way: Way) -> dict[str, Tensor]:
 
 def train_every_way(world: World, stage: int, accumulation: int, fp16: bool) -> dict[str, dict[str, Tensor]]:
     options: dict[str, Any] = {"fp16": FP16} if fp16 else {}
-    config = {"train_micro_batch_size_per_gpu": ROWS // world.world_size // accumulation, **options}
+    config = {"train_micro_batch_size_per_gpu": ROWS // world.data_size // accumulation, **options}
     return {name: train(make_engine(stage, accumulation=accumulation, **config), way) for name, way in WAYS.items()}
 
 
@@ -174,7 +174,7 @@ def train_together(world: World, stages: tuple[int, int]) -> list[Tensor]:
         engines.append(dsjob.initialize(model=Pair(), config=config)[0])
     for step in range(3):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-        losses = [engine(x[2 * world.rank : 2 * world.rank + 2])[0] for engine in engines]
+        losses = [engine(x[2 * world.data_rank : 2 * world.data_rank + 2])[0] for engine in engines]
         loss = sum(loss / (i + 1) for i, loss in enumerate(losses))
         loss.backward()  # type: ignore[union-attr]
         for engine in engines:
@@ -302,7 +302,7 @@ def read_own_gradients(world: World, op: str) -> list[tuple[bool, bool, bool, bo
 
         with engine.no_sync():
             for micro in range(2):
-                engine.backward(engine(*make_tokens(10 * micro + world.rank, 2)))
+                engine.backward(engine(*make_tokens(10 * micro + world.data_rank, 2)))
                 own.append(safe_get_full_grad(weight))
             safe_update_full_grad_vectorized([weight], change)
         inside = len(written) == (stage == 0)  # where the gradient itself is what is there
@@ -314,7 +314,7 @@ def read_own_gradients(world: World, op: str) -> list[tuple[bool, bool, bool, bo
         dist.all_reduce(sums)
         plain = build_net()
         for micro in range(2):
-            plain(*make_tokens(10 * micro + world.rank, 2)).backward()
+            plain(*make_tokens(10 * micro + world.data_rank, 2)).backward()
         expected = plain.head.weight.grad * factor
         safe_update_full_grad_vectorized([weight], change)
         after = torch.equal(written[-1], mean) and torch.equal(safe_get_full_grad(weight), mean)

@@ -85,7 +85,7 @@ def train(world: World, stage: int, offload: str, by: str = "config") -> Tensor:
         engine = dsjob.initialize(model=net, config={**config, "optimizer": optimizer})[0]
     else:
         engine = dsjob.initialize(model=net, config=config, optimizer=FusedAdam(net.parameters(), **params))[0]
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(world.data_rank)
     for _ in range(3):
         engine.backward(engine(torch.randn(4, 5, generator=generator)).square().mean())
         engine.step()

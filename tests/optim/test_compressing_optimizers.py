@@ -97,7 +97,7 @@ def measure(world: World, optimizer: dict[str, Any], steps: int) -> list[tuple[i
     engine = make_engine(0, net=Net(211, 64, 3), optimizer=optimizer, gradient_clipping=1.0)
     seen = []
     for step in range(steps):
-        with Wire(world.world_size) as wire:
+        with Wire(world.data_size) as wire:
             train_engine(engine, step, 1)
         seen.append((wire.given, wire.sent))
     return seen
@@ -152,7 +152,7 @@ def overflow_on_one_rank(world: World) -> tuple[bool, bool, float]:
     engine.optimizer.zero_grad()
     before = [p.detach().clone() for p in engine.module.parameters()]
     x, y = make_tokens(9, 2)
-    engine.backward(engine(x, y) * (float("inf") if world.rank == 1 else 1.0))
+    engine.backward(engine(x, y) * (float("inf") if world.data_rank == 1 else 1.0))
     engine.step()
     same = all(torch.equal(p, old) for p, old in zip(engine.module.parameters(), before, strict=True))
     return engine.was_step_applied(), same, engine.loss_scale()
@@ -167,7 +167,7 @@ def clip_own(world: World) -> tuple[float, float, float]:
     """This rank's own norm, what is left of it after clipping, and the norm that the engine tells."""
     engine = make_engine(0, optimizer=EARLY[0], gradient_clipping=0.01)
     train_engine(engine, 0, 2)
-    x, y = make_tokens(50 + world.rank, 2)
+    x, y = make_tokens(50 + world.data_rank, 2)
     loss = engine(x, y)
     own = torch.autograd.grad(loss, list(engine.module.parameters()), retain_graph=True)
     engine.backward(loss)
@@ -218,7 +218,7 @@ def measure_state(world: World, optimizer: dict[str, Any], folder: str) -> tuple
     train_engine(engine, 0, 5)
     engine.save_checkpoint(folder)
     held = sum(t.nbytes for entry in engine.optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
-    layout = Layout(0, world.world_size)
+    layout = Layout(0, world.data_size)
     planned = next(i.bytes for i in predict_memory(model, layout, state).items if i.name == "optimizer state")
     return held, planned, predict_checkpoint(model, layout, state).whole
 
@@ -286,9 +286,9 @@ class Branches(nn.Module):
 
 def use_branches(world: World, optimizer: dict[str, Any]) -> tuple[list[float], list[list[float]]]:
     torch.manual_seed(0)
-    net = Branches(world.rank)
+    net = Branches(world.data_rank)
     engine = make_engine(0, net=net, optimizer=optimizer)
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(world.data_rank)
     for _ in range(12):  # ZeroOneAdam's ranks meet at the last
         engine.backward(engine(torch.randn(2, 4, generator=generator)))
         engine.step()

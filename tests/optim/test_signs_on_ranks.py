@@ -30,11 +30,11 @@ def make_masks() -> list[Tensor]:
 
 
 def average_on_rank(world: World, one_scale: bool) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-    widths = [chunk_width(torch.Size(shape).numel(), world.world_size) for shape in SHAPES]
-    workers, servers = [torch.zeros(world.world_size, w) for w in widths], [torch.zeros(w) for w in widths]
+    widths = [chunk_width(torch.Size(shape).numel(), world.data_size) for shape in SHAPES]
+    workers, servers = [torch.zeros(world.data_size, w) for w in widths], [torch.zeros(w) for w in widths]
     rounds = []
     for turn in range(ROUNDS):
-        means = average_signs(make_values(world.rank, turn), make_masks(), workers, servers, one_scale=one_scale)
+        means = average_signs(make_values(world.data_rank, turn), make_masks(), workers, servers, one_scale=one_scale)
         rounds.append((means, [w.clone() for w in workers], [s.clone() for s in servers]))
     return rounds
 

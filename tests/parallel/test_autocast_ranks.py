@@ -59,7 +59,7 @@ def find_rounded(world: World, classes: list[str] | None) -> list[set[str]]:
     for stage in range(4):
         safe = {} if classes is None else {"lower_precision_safe_modules": classes}
         engine = make_engine(stage, torch_autocast={"enabled": True, "dtype": "bf16", **safe})
-        x, y = make_tokens(world.rank, 4)
+        x, y = make_tokens(world.data_rank, 4)
         engine.backward(engine(x, y))
         engine.strategy.finish_gradients()
         shares = {n: local(m.grad) for n, m in engine.strategy.masters.items() if m.grad is not None}

@@ -54,7 +54,7 @@ def train(world: World, stage: int, precision: dict[str, Any], folder: str) -> d
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(6):
-        x = torch.randn(8, 1, 5, 5, generator=generator)[world.rank * 4 :][:4]
+        x = torch.randn(8, 1, 5, 5, generator=generator)[world.data_rank * 4 :][:4]
         loss = (engine(x.to(dtype)).float() - x.mean((1, 2, 3), keepdim=True)[:, :, 0, 0]).square().mean()
         engine.backward(loss)
         engine.step()
@@ -66,7 +66,7 @@ def train(world: World, stage: int, precision: dict[str, Any], folder: str) -> d
     buffers, kept = (dict(each.named_buffers()) for each in (norm, loaded))
     with torch.no_grad():
         evaluated = engine.eval()(torch.ones(4, 1, 5, 5).to(dtype)).float()
-    same = all(torch.equal(buffers[name], kept[name]) for name in buffers) or world.rank > 0
+    same = all(torch.equal(buffers[name], kept[name]) for name in buffers) or world.data_rank > 0
     return {"losses": losses, "buffers": buffers, "same": same, "evaluated": evaluated}
 
 

@@ -52,7 +52,7 @@ def overflow_on_one_rank(world: World, accumulation: int) -> list[dict[str, Any]
         engine = make_engine(stage, net=Spiky(), accumulation=accumulation, scheduler=WARM, **low)
         spike(engine, 1.0)
         before, rate = whole_state(engine), engine.get_lr()
-        last = world.rank == world.world_size - 1
+        last = world.data_rank == world.data_size - 1
         spike(engine, math.inf if last else 1.0)
         after, norm = whole_state(engine), engine.get_global_grad_norm()
         kept = all(torch.equal(before[name], after[name]) for name in before)
@@ -125,7 +125,7 @@ def exhaust(world: World) -> list[tuple[str, list[float]]]:
         scales = []
         try:
             for _ in range(3):
-                spike(engine, math.nan if world.rank == 0 else 1.0)
+                spike(engine, math.nan if world.data_rank == 0 else 1.0)
                 scales.append(engine.loss_scale())
         except LossScaleError as error:
             said.append((error.message, scales))
@@ -171,7 +171,7 @@ def test_stages_agree_with_each_other_and_with_fp32(world_size: int, accumulatio
 
 def follow_fp32_curves(world: World) -> list[tuple[str, float]]:
     """The largest difference from DeepSpeed's own fp32 losses, of fp16 at every stage."""
-    batches, found = read_fixture("batches.json")[str(world.rank)], []
+    batches, found = read_fixture("batches.json")[str(world.data_rank)], []
     for run in read_fixture("losses.json"):
         if run["dtype"] != "fp32" or run["stage"] not in (0, 3):
             continue

@@ -30,11 +30,11 @@ def find_exchanges(world: World) -> tuple[Any, Any]:
 def compare(world: World) -> list[tuple[str, Tensor, Tensor]]:
     """What was done, by messages, and by gloo."""
     gather, reduce = find_exchanges(world)
-    ranks, group = world.world_size, world.make_mesh().get_group()
+    ranks, group = world.data_size, world.make_mesh().get_group()
     rows = []
     for dtype in DTYPES:
         for size in SIZES:
-            torch.manual_seed(100 * world.rank + size)
+            torch.manual_seed(100 * world.data_rank + size)
             own = torch.randn(size).to(dtype)
             ours = gather.allocate((ranks * size,), dtype=dtype, device=own.device)
             gather(ours, own, group)
@@ -47,7 +47,7 @@ def compare(world: World) -> list[tuple[str, Tensor, Tensor]]:
                 reduce(part, whole.clone(), group, op)
                 exact = whole.double()
                 dist.all_reduce(exact)
-                exact = exact.view(ranks, -1)[world.rank] / (ranks if op == dist.ReduceOp.AVG else 1)
+                exact = exact.view(ranks, -1)[world.data_rank] / (ranks if op == dist.ReduceOp.AVG else 1)
                 rows.append((f"reduce {size} {dtype} {op}", part, exact.to(dtype)))
     return rows
 

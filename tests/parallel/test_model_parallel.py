@@ -46,10 +46,10 @@ def train(engine: Engine, steps: range = range(STEPS)) -> tuple[list[float], lis
     accumulation = engine.gradient_accumulation_steps()
     for step in steps:
         x, y = make_rows(step, ROWS)
-        own = [part.chunk(accumulation * engine.world.world_size) for part in (x, y)]
+        own = [part.chunk(accumulation * engine.world.data_size) for part in (x, y)]
         total = 0.0
         for micro in range(accumulation):
-            place = micro * engine.world.world_size + engine.world.rank
+            place = micro * engine.world.data_size + engine.world.data_rank
             loss = engine(own[0][place], own[1][place])
             engine.backward(loss)
             engine.step()
@@ -125,7 +125,7 @@ def overflow(unit: Unit, stage: int, counted: bool = True) -> list[Any]:
     if not counted and engine.world.model.rank == 1:
         engine.module.head.bias.register_hook(lambda gradient: gradient * float("inf"))
     loss = engine(x[:MICRO], y[:MICRO])
-    if counted and engine.world.rank == 1 and engine.world.model.rank == 1:
+    if counted and engine.world.data_rank == 1 and engine.world.model.rank == 1:
         loss = loss * 1e9
     engine.backward(loss)
     engine.set_gradient_accumulation_boundary(True)

@@ -54,7 +54,7 @@ def offloaded(stage: int, ratio: float) -> Engine:
 
 
 def train(engine: Engine, step: int) -> None:
-    x, y = (part[engine.world.rank * 2 :][:2].to(engine.device) for part in make_tokens(step, 4))
+    x, y = (part[engine.world.data_rank * 2 :][:2].to(engine.device) for part in make_tokens(step, 4))
     engine.backward(engine(x, y))
 
 

@@ -201,7 +201,7 @@ def test_fp32_is_what_plain_pytorch_gives(grid: str, kind: str) -> None:
 
 def follow_curves(world: World) -> dict[tuple[str, int, str], float]:
     """The largest difference from each of DeepSpeed's curves, by precision, stage and curve."""
-    batches, found = read_fixture("batches.json")[str(world.rank)], {}
+    batches, found = read_fixture("batches.json")[str(world.data_rank)], {}
     for precision, stage in product(PRECISIONS, STAGES):
         dtype = precision if precision == "bf16" else "fp32"
         for number, run in enumerate(read_fixture("losses.json")):

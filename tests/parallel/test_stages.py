@@ -115,7 +115,7 @@ def train_buffers(world: World) -> list[Tensor]:
         torch.manual_seed(0)
         engine = make_engine(stage, net=Counting())
         for step in range(3):
-            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + world.data_rank))
             engine.backward(engine(x))
             engine.step()
         engine(torch.zeros(2, 4))  # a step begins with rank 0's buffers on every rank
@@ -147,7 +147,7 @@ def start_apart(world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For each stage and precision: the weight before and after a step, and that which the model computes with."""
     found = []
     for stage, bf16 in itertools.product(range(4), (False, True)):
-        engine = make_engine(stage, net=Diverging(world.rank), bf16=bf16)
+        engine = make_engine(stage, net=Diverging(world.data_rank), bf16=bf16)
         before = whole_state(engine)["model.fc.weight"]
         engine.backward(engine(torch.ones(2, 5)).float())
         engine.step()
@@ -255,7 +255,7 @@ def train_averaging(world: World) -> list[list[float]]:
         engine = make_engine(stage, net=Averaging())
         seen = []
         for _ in range(3):
-            engine.backward(engine(torch.ones(2, 4) * (world.rank + 1)))
+            engine.backward(engine(torch.ones(2, 4) * (world.data_rank + 1)))
             engine.step()
             seen.append(float(engine.module.average[0]))
         found.append(seen)
@@ -306,7 +306,7 @@ def train_unused(world: World) -> list[dict[str, Tensor]]:
         torch.manual_seed(0)
         engine = make_engine(stage, net=Unused())
         for step in range(4):
-            engine.backward(engine(torch.ones(2, 4) * (step + world.rank)))
+            engine.backward(engine(torch.ones(2, 4) * (step + world.data_rank)))
             engine.step()
         found.append({n: t for n, t in whole_state(engine).items() if n.startswith("model.")})
     return found
@@ -353,12 +353,12 @@ def train_summed(world: World) -> list[list[dict[str, Tensor]]]:
     found = []
     for stage in range(4):
         pair = []
-        for op, rate in (("sum", 0.1), ("mean", 0.1 * world.world_size)):
+        for op, rate in (("sum", 0.1), ("mean", 0.1 * world.data_size)):
             sgd = {"type": "SGD", "params": {"lr": rate}}
             engine = make_engine(stage, optimizer=sgd, gradient_clipping=0, gradient_allreduce_op=op)
             train_engine(engine, 0, 3)
             pair.append({n: t for n, t in whole_state(engine).items() if n.startswith("model.")})
-            pair[-1].update(read_gradients(engine, 1 if op == "sum" else world.world_size))
+            pair[-1].update(read_gradients(engine, 1 if op == "sum" else world.data_size))
         found.append(pair)
     return found
 

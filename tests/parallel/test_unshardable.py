@@ -59,9 +59,9 @@ def train(engine: Engine, first: int, steps: int) -> list[float]:
     found = []
     for step in range(first, first + steps):
         for micro in range(2):
-            generator = torch.Generator().manual_seed(100 * step + 10 * micro + engine.world.rank)
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + engine.world.data_rank)
             x = torch.randn(2, 4, generator=generator)
-            loss = engine(x.to(engine.device), extra=engine.world.rank == 0)
+            loss = engine(x.to(engine.device), extra=engine.world.data_rank == 0)
             engine.backward(loss)
             engine.step()
             found.append(loss.item())
@@ -208,7 +208,7 @@ def read_gradients(world: World, stage: int) -> list[Any]:
     """Of logit_scale: before the boundary, after it, and what a loss of the program's own leaves; then its weights."""
     engine = make(stage)
     scale, found = engine.module.logit_scale, []
-    x = torch.eye(2, 4) * (1 + world.rank)
+    x = torch.eye(2, 4) * (1 + world.data_rank)
     for _ in range(2):
         engine.backward(engine(x, extra=False))
         found.append(parameters.safe_get_full_grad(scale))
@@ -218,7 +218,7 @@ def read_gradients(world: World, stage: int) -> list[Any]:
     found += [parameters.safe_get_full_fp32_param(scale), engine.module.logit_scale.detach().clone()]
     found.append(parameters.safe_get_full_optimizer_state(scale, "exp_avg"))
     with zero.GatheredParameters(engine.module.parameters(), modifier_rank=1):
-        scale.data.fill_(3.0 + world.rank)
+        scale.data.fill_(3.0 + world.data_rank)
     found += [parameters.safe_get_full_fp32_param(scale), engine.module.state_dict()["logit_scale"].clone()]
     for _ in range(2):
         (engine(x, extra=False) / 2).backward()

@@ -73,16 +73,16 @@ def engine_of(model: nn.Module, stage: int, **config: Any) -> Engine:
 
 
 def train_stack(world: World, stage: int, sharded: bool) -> dict[str, Tensor]:
-    torch.manual_seed(world.rank if sharded else 0)  # rank 0's values count
+    torch.manual_seed(world.data_rank if sharded else 0)  # rank 0's values count
     with zero.Init(enabled=sharded):
         model = Stack()
-    if sharded and world.world_size > 1:
+    if sharded and world.data_size > 1:
         assert isinstance(model.blocks[0].inner[0].weight, DTensor)  # type: ignore[index,union-attr]
         assert model.head.weight is model.first.weight
     engine = engine_of(model, stage)
     for step in range(2):
-        x = torch.randn(2 * world.world_size, WIDTH, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(x[2 * world.rank : 2 * world.rank + 2]))
+        x = torch.randn(2 * world.data_size, WIDTH, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x[2 * world.data_rank : 2 * world.data_rank + 2]))
         engine.step()
     return whole_state(engine)
 
@@ -127,7 +127,7 @@ def maybe_whole(parameter: Any) -> Tensor:
 
 
 def collect(world: World) -> list[Tensor]:
-    torch.manual_seed(world.rank)
+    torch.manual_seed(world.data_rank)
     with zero.Init():
         lone = nn.Linear(WIDTH, WIDTH)
         late = nn.Sequential(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH))  # on meta while it is made
@@ -189,10 +189,10 @@ def edit(world: World, stage: int, bf16: bool) -> dict[str, Any]:
     with zero.GatheredParameters([head.weight]):
         seen["shape"] = tuple(head.weight.detach().clone().shape)
         seen["plain"] = type(head.weight.detach().clone()) is Tensor
-        if stage and world.world_size > 1:
+        if stage and world.data_size > 1:
             head.weight.data.fill_(7)  # lost: nobody was said to modify
     with zero.GatheredParameters(head.weight, modifier_rank=1):
-        if world.rank == 1:
+        if world.data_rank == 1:
             nn.init.constant_(head.weight, 0.25)
         with zero.GatheredParameters(list(head.parameters())):
             seen["inside"] = head.weight.detach().clone()
@@ -271,8 +271,8 @@ def read_values(world: World, stage: int, bf16: bool) -> dict[str, Tensor | None
     engine = make_engine(stage, bf16=bf16, gradient_clipping=0.0)
     train_engine(engine, 0, 1, rows=4)
     x, y = make_tokens(1, 4)
-    part = 4 // world.world_size
-    engine.backward(engine(x[world.rank * part :][:part], y[world.rank * part :][:part]))
+    part = 4 // world.data_size
+    engine.backward(engine(x[world.data_rank * part :][:part], y[world.data_rank * part :][:part]))
     weight = engine.module.head.weight  # type: ignore[union-attr]
     assert isinstance(weight, Tensor)
     values = {
@@ -281,7 +281,7 @@ def read_values(world: World, stage: int, bf16: bool) -> dict[str, Tensor | None
         "exp_avg": safe_get_full_optimizer_state(weight, "exp_avg"),
     }
     shares = safe_get_local_fp32_param(weight), safe_get_local_grad(weight)
-    rows = weight.shape[0] if stage == 0 or world.world_size == 1 else len(range(weight.shape[0])[:27])
+    rows = weight.shape[0] if stage == 0 or world.data_size == 1 else len(range(weight.shape[0])[:27])
     assert shares[0] is not None
     assert shares[1] is not None
     assert shares[0].shape == shares[1].shape
@@ -364,7 +364,7 @@ def train_experts(world: World, by_config: bool) -> bool:
         engine = engine_of(model, 3)
     assert zero.get_z3_leaf_modules(model) == [model.experts]
     before = whole_state(engine)
-    engine.backward(engine(torch.ones(2, WIDTH), world.rank))
+    engine.backward(engine(torch.ones(2, WIDTH), world.data_rank))
     engine.step()
     after = whole_state(engine)
     return all(not torch.equal(before[f"model.experts.{n}.gain"], after[f"model.experts.{n}.gain"]) for n in range(2))

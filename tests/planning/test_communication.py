@@ -45,7 +45,7 @@ class Collectives(TorchDispatchMode):
 
 def make_layout(world: World, stage: int, bf16: bool, accumulation: int) -> Layout:
     size = 2 if bf16 else 4
-    return Layout(stage, world.world_size, size, size, accumulation)
+    return Layout(stage, world.data_size, size, size, accumulation)
 
 
 def count_collectives(world: World) -> list[tuple[str, dict[str, int], dict[str, int]]]:

@@ -91,10 +91,10 @@ def predict(
     with torch.device("meta"):
         model = size_model(make_net(kind))
     size = SIZES[precision]
-    layout = Layout(stage, world.world_size, size, SIZES[reduce] if reduce else size, accumulation, **changes)
+    layout = Layout(stage, world.data_size, size, SIZES[reduce] if reduce else size, accumulation, **changes)
     params = {**ADAMW["params"], "eps": 1e-8, "amsgrad": False, "fused": False, "bias_correction": True}
     state = probe_optimizer(Method("AdamW", params, None))
-    return predict_memory(model, layout, state, rank=world.rank)
+    return predict_memory(model, layout, state, rank=world.data_rank)
 
 
 def compare(world: World, kind: str, reduce: str | None) -> list[tuple[str, dict[str, int], Memory]]:
@@ -102,7 +102,7 @@ def compare(world: World, kind: str, reduce: str | None) -> list[tuple[str, dict
     rows = []
     for stage, precision, accumulation in itertools.product(range(4), SIZES, (1, 2)):
         found = measure(stage, precision, accumulation, kind, **config)
-        name = f"rank {world.rank} of {world.world_size}, stage {stage}, {precision}, accumulation {accumulation}"
+        name = f"rank {world.data_rank} of {world.data_size}, stage {stage}, {precision}, accumulation {accumulation}"
         rows.append((name, found, predict(world, stage, precision, accumulation, kind, reduce)))
     return rows
 
@@ -154,7 +154,7 @@ def compare_offloaded(world: World, kind: str, reduce: str | None) -> list[tuple
     for (stage, zero, changes), precision, accumulation in itertools.product(OFFLOADED, SIZES, (1, 2)):
         asked = {"stage": stage, **zero}
         found = measure(stage, precision, accumulation, kind, zero_optimization=asked, **config)
-        name = f"rank {world.rank}, {asked}, {precision}, accumulation {accumulation}"
+        name = f"rank {world.data_rank}, {asked}, {precision}, accumulation {accumulation}"
         rows.append((name, found, predict(world, stage, precision, accumulation, kind, reduce, **changes)))
     return rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 from typing import Any
@@ -15,13 +14,13 @@ from simulated_cuda.build import build, find_obstacle
 
 from dsjob.errors import DataError
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_all_ranks, on_rank_0, scatter
-from dsjob.ranks.mesh import World, join_world
+from dsjob.ranks.mesh import Ranks, World, join_world
 
 pytestmark = pytest.mark.slow
 
 
-def fail_on_rank_1(world: World) -> str:
-    if world.rank == 1:
+def fail_on_rank_1(ranks: Ranks) -> str:
+    if ranks.rank == 1:
         raise DataError("rank 1 has no data")
     return "fine"
 
@@ -30,17 +29,17 @@ def talk(world: World) -> dict[str, Any]:
     """All ways to tell objects, among all ranks and in pairs, and how often the host has waited for the device."""
     dist.new_group([0, 1, 2])  # ranks need not be in equally many groups
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair = dataclasses.replace(world, rank=world.rank % 2, world_size=2, group=groups[world.rank // 2])
+    pair = Ranks(world.data_rank % 2, 2, groups[world.data_rank // 2])
     device = find_device()
     if device is not None:
         device.take_waits()
     told: dict[str, Any] = {}
-    for name, ranks in (("all", world), ("pair", pair)):
+    for name, ranks in (("all", world.everyone), ("pair", pair)):
         told[name] = {
-            "all_gather": all_gather(ranks, {"rank": world.rank}),
-            "on_rank_0": on_rank_0(ranks, lambda: world.rank),
-            "gather_on_rank_0": gather_on_rank_0(ranks, lambda: world.rank),
-            "scatter": scatter(ranks, lambda: [10 + world.rank + i for i in range(ranks.world_size)]),  # noqa: B023
+            "all_gather": all_gather(ranks, {"rank": world.data_rank}),
+            "on_rank_0": on_rank_0(ranks, lambda: world.data_rank),
+            "gather_on_rank_0": gather_on_rank_0(ranks, lambda: world.data_rank),
+            "scatter": scatter(ranks, lambda: [10 + world.data_rank + i for i in range(ranks.size)]),  # noqa: B023
         }
         with pytest.raises(DataError, match="rank 1 has no data"):
             on_all_ranks(ranks, lambda: fail_on_rank_1(ranks))  # noqa: B023
@@ -75,7 +74,7 @@ def talk_with_few_files(world: World) -> list[int]:
     dist.get_backend_config = lambda group=None: "cuda:nccl"  # type: ignore[assignment]
     limit = len(os.listdir("/proc/self/fd")) + 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return all_gather(join_world(device="cpu"), world.rank)
+    return all_gather(join_world(device="cpu").everyone, world.data_rank)
 
 
 def test_the_limit_of_open_files_does_not_bound_the_ranks() -> None:

@@ -10,7 +10,7 @@ from dsjob.ranks import patience
 from dsjob.ranks.mesh import World
 from dsjob.ranks.nodes import check_shared
 
-WORLD = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+WORLD = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)

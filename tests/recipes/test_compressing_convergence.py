@@ -50,8 +50,8 @@ def train(world: World, steps: int, optimizers: list[dict[str, Any]]) -> list[fl
         )[0]
         generator = torch.Generator().manual_seed(1)
         for _ in range(steps):
-            rows = torch.randint(len(data), (world.world_size * ROWS,), generator=generator).tolist()
-            engine.backward(engine(**stack(data, rows[world.rank :: world.world_size]))["loss"])
+            rows = torch.randint(len(data), (world.data_size * ROWS,), generator=generator).tolist()
+            engine.backward(engine(**stack(data, rows[world.data_rank :: world.data_size]))["loss"])
             engine.step()
         with torch.no_grad():
             losses.append(float(engine.module(**stack(held_out, list(range(len(held_out)))))["loss"]))

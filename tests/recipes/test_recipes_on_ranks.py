@@ -22,7 +22,7 @@ def train_t5(world: World) -> list[list[float]]:
             warnings.simplefilter("error")
             t5.build("tiny")  # brings its own filter, which has to be enough
             for step in range(4):
-                first = (step * world.world_size + world.rank) * 2
+                first = (step * world.data_size + world.data_rank) * 2
                 loss = engine(**t5.collate([dataset[first], dataset[first + 1]])).loss
                 losses.append(loss.item())
                 engine.backward(loss)

@@ -63,13 +63,13 @@ def make_tokens(step: int, rows: int) -> tuple[Tensor, Tensor]:
 def train_engine(engine: Engine, first: int, steps: int, rows: int = 12) -> list[float]:
     """Trains on this rank's rows of each global batch; this rank's mean loss of each step."""
     world, accumulation = engine.world, engine.gradient_accumulation_steps()
-    part = rows // world.world_size // accumulation
+    part = rows // world.data_size // accumulation
     losses = []
     for step in range(first, first + steps):
         x, y = make_tokens(step, rows)
         total = 0.0
         for micro in range(accumulation):
-            start = (micro * world.world_size + world.rank) * part
+            start = (micro * world.data_size + world.data_rank) * part
             loss = engine(x[start : start + part], y[start : start + part])
             total += float(loss.detach()) / accumulation
             engine.backward(loss)

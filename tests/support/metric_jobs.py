@@ -236,7 +236,7 @@ def make_document(folder: str, *, n: int = 37, **sections: Any) -> dict[str, Any
 def run(document: dict[str, Any], world: World | None = None) -> list[dict[str, float]]:
     """Runs a job on this rank: what it has logged, where it is rank 0."""
     world = world or join_world(device="cpu")
-    resolved = resolve(document, world_size=world.world_size)
+    resolved = resolve(document, world_size=world.data_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
     job.run_job(complete_job(resolved), folder, world, TRUST)

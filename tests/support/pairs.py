@@ -69,7 +69,7 @@ def uneven(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
 
 def named_by_rank(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
     found = step(engines, batch)
-    return {**found, f"of_{engines['student'].world.rank}": 1.0}
+    return {**found, f"of_{engines['student'].world.data_rank}": 1.0}
 
 
 def named_as_lr(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
@@ -83,7 +83,7 @@ def now_and_then(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
 
 def in_another_order(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
     found = {"loss": step(engines, batch)["loss"], "a": 1.0, "b": 3}
-    return found if engines["student"].world.rank else dict(reversed(found.items()))
+    return found if engines["student"].world.data_rank else dict(reversed(found.items()))
 
 
 def evaluate(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:

@@ -72,7 +72,7 @@ def make_document(folder: str | Path, **sections: Any) -> dict[str, Any]:
 def run(document: dict[str, Any], world: World | None = None) -> dict[int, float]:
     """Runs a job on this rank; its losses by step, as metrics.jsonl has them."""
     world = world or join_world(device="cpu")
-    resolved = resolve(document, world_size=world.world_size)
+    resolved = resolve(document, world_size=world.data_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
     job.run_job(complete_job(resolved), folder, world, TRUST)

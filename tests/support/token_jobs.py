@@ -140,7 +140,7 @@ def make_document(folder: str, *, stage: int = 0, micro_batch: int = 8, **sectio
 def run(document: dict[str, Any], world: World | None = None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Runs a job on this rank: what it has logged (where it is rank 0), and its weights at the end."""
     world = world or join_world(device="cpu")
-    resolved = resolve(document, world_size=world.world_size)
+    resolved = resolve(document, world_size=world.data_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
     ENDS.clear()

@@ -112,12 +112,12 @@ def test_what_would_batch_a_loader_again_is_refused(tmp_path: Path) -> None:
 
 
 def run_on_rank(world: World, folder: str, data: dict[str, Any], stage: int) -> Any:
-    trainer = {"train_batch": 8, "micro_batch": 8 // world.world_size, "max_steps": 8, "seed": 0, "log_every": 1}
+    trainer = {"train_batch": 8, "micro_batch": 8 // world.data_size, "max_steps": 8, "seed": 0, "log_every": 1}
     zero = {"stage": stage}
     document = make_document(
         folder, model=PLAIN, scheduler=None, data=data, trainer=trainer, callbacks={}, zero_optimization=zero
     )
-    resolved = resolve(document, world_size=world.world_size)
+    resolved = resolve(document, world_size=world.data_size)
     storage.make_folder(folder)
     try:
         job.run_job(complete_job(resolved), folder, world, TRUST)
@@ -190,7 +190,7 @@ def test_initialize_takes_a_loader_as_it_is() -> None:
 
 
 def share_in_a_program(world: World) -> Any:
-    data = Data(40 - world.rank)
+    data = Data(40 - world.data_rank)
     try:
         dsjob.initialize(model=torch.nn.Linear(8, 1), training_data=data, config=CONFIG)
     except DataError as error:
@@ -212,4 +212,4 @@ def test_a_plan_looks_at_a_loader_too() -> None:
     assert loader.samples_per_epoch == 40
     assert next(iter(loader))[0].shape == (4, 8)
     assert isinstance(make_loader(), DataLoader)
-    assert join_world(device="cpu").world_size == 1
+    assert join_world(device="cpu").data_size == 1

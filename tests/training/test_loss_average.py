@@ -24,7 +24,7 @@ def run_job(world: World, folder: str, **given: Any) -> tuple[list[dict[str, flo
 
 
 def run_all(world: World, folder: str, loss: dict[str, Any] | None) -> dict[Any, Any]:
-    sizes = [size for size in (8, 4, 2, 1) if size * world.world_size <= token_jobs.BATCH]
+    sizes = [size for size in (8, 4, 2, 1) if size * world.data_size <= token_jobs.BATCH]
     given: dict[str, Any] = {"loss": loss} if loss else {}
     return {
         (stage, size): run_job(world, folder, stage=stage, micro_batch=size, **given)

@@ -61,11 +61,11 @@ def make_document(folder: str, trainer: dict[str, Any], **sections: Any) -> dict
 
 def run(document: dict[str, Any], world: World) -> list[dict[str, Any]]:
     """Runs a job on this rank; its log records and evaluations."""
-    resolved = resolve(document, world_size=world.world_size)
+    resolved = resolve(document, world_size=world.data_size)
     folder = resolved["output"]["dir"]
     storage.make_folder(folder)
     job.run_job(complete_job(resolved), folder, world, TRUST)
-    if world.rank:
+    if world.data_rank:
         return []
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
@@ -100,19 +100,19 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
         found[name] = f"{caught.value.message}. {caught.value.hint}"
     for name, fields in {
         "nobody": {"should_report_metrics": False},
-        "unread": {"should_build_dataloader": world.rank < 2},
-        "uneven": {"data_parallel_rank": int(world.rank == 0)},
+        "unread": {"should_build_dataloader": world.data_rank < 2},
+        "uneven": {"data_parallel_rank": int(world.data_rank == 0)},
     }.items():
-        given = {"data_parallel_rank": world.rank // 2, "data_parallel_world_size": 2, **fields}
+        given = {"data_parallel_rank": world.data_rank // 2, "data_parallel_world_size": 2, **fields}
         with pytest.raises(UsageError) as caught_too:
             divide(world, given)
         found[name] = caught_too.value.message
-    whole = {"data_parallel_rank": world.rank // 2, "data_parallel_world_size": 2}
+    whole = {"data_parallel_rank": world.data_rank // 2, "data_parallel_world_size": 2}
     with pytest.raises(UsageError) as one:
-        divide(world, whole if world.rank != 1 else {**whole, "data_rank": 0})
+        divide(world, whole if world.data_rank != 1 else {**whole, "data_rank": 0})
     found["one"] = one.value.message
     divided = divide(world, whole)
-    groups: list[Any] = [divided.group, divided.model.group]
+    groups: list[Any] = [divided.data_group, divided.model.group]
     found["timeouts"] = [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
     return found
 
@@ -215,7 +215,7 @@ def test_both_spellings_are_one_field() -> None:
     assert ModelParallelUnit(0, 1, True, True).should_build_data_loader
     with pytest.raises(UsageError, match="different things"):
         ModelParallelUnit(0, 1, should_build_dataloader=True, should_build_data_loader=False)
-    alone = World(0, 0, 1, tensor_parallel.torch.device("cpu"))
+    alone = World(data_rank=0, local_rank=0, data_size=1, device=tensor_parallel.torch.device("cpu"))
     with pytest.raises(UsageError, match="other keys"):
         divide(alone, {"data_parallel_rank": 0, "data_rank": 1})
     with pytest.raises(UsageError, match="has no get_data_parallel_rank"):

@@ -35,7 +35,12 @@ class Asked:
 
     def __init__(self, folder: Path) -> None:
         self.file, self.now = folder / "save-now", 0.0
-        self.occasions = Occasions(SPEC, World(0, 0, 1, torch.device("cpu")), str(self.file), lambda: self.now)
+        self.occasions = Occasions(
+            SPEC,
+            World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu")),
+            str(self.file),
+            lambda: self.now,
+        )
         self.file.touch()
 
     def is_due(self) -> bool:

@@ -54,11 +54,11 @@ class Checkpointer:
         objects: Kept | None = None,
     ) -> None:
         self.url, self._job, self._objects = url, job, Kept() if objects is None else objects
-        self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
+        self._everyone, self._data_rank, self._model = world.everyone, world.data_rank, world.model
         self._retention, self._single_writer, self._timeout = retention or Retention(), single_writer, timeout
         self._catalog = Catalog(url)
         self._loader = Loader(url, world, self._catalog, self._objects)
-        self._planner, self._staging = Planner(self._world), Staging()
+        self._planner, self._staging = Planner(self._everyone), Staging()
         self._background: Background | None = None
         self._attempt: Attempt | None = None  # rank 0 alone has one
         self._last: tuple[str, dict[str, Any]] | None = None  # tag and values of the last save
@@ -75,25 +75,25 @@ class Checkpointer:
             for note in clear(self.url, self._attempt):
                 warnings.warn(f"what older runs left is not cleared away: {note}", stacklevel=2)
 
-        on_rank_0(self._world, begin)
+        on_rank_0(self._everyone, begin)
 
     def tags(self) -> list[str]:
         """See Catalog.tags."""
-        return on_rank_0(self._world, self._catalog.tags)
+        return on_rank_0(self._everyone, self._catalog.tags)
 
     def rated(self) -> list[dict[str, Any]]:
         """Step, tag and metrics of the checkpoints whose metrics were kept."""
         keys = ("step", "tag", "metrics")
         read = lambda: [{key: r[key] for key in keys} for r in self._catalog.records() if "metrics" in r]  # noqa: E731
-        return on_rank_0(self._world, read)
+        return on_rank_0(self._everyone, read)
 
     def set_aside_damaged(self, tags: Sequence[str]) -> None:
         """See Catalog.set_aside_damaged."""
-        on_rank_0(self._world, lambda: self._catalog.set_aside_damaged(tags, self._attempt))
+        on_rank_0(self._everyone, lambda: self._catalog.set_aside_damaged(tags, self._attempt))
 
     def set_aside(self, *, newer_than: int) -> None:
         """See Catalog.set_aside."""
-        on_rank_0(self._world, lambda: self._catalog.set_aside(newer_than, self._attempt))
+        on_rank_0(self._everyone, lambda: self._catalog.set_aside(newer_than, self._attempt))
 
     def save(
         self,
@@ -117,11 +117,11 @@ class Checkpointer:
         try:
             # Doubles as the barrier: rank 0 goes on once every rank's file is durable, or with the error of one.
             records = gather_on_rank_0(
-                self._world, lambda: write_shard(save.url, save.rank, save.world_size, save.parts)
+                self._everyone, lambda: write_shard(save.url, save.rank, save.world_size, save.parts)
             )
-            size, notes = on_rank_0(self._world, lambda: self._commit(save, records, latest, replace, metrics or {}))
+            size, notes = on_rank_0(self._everyone, lambda: self._commit(save, records, latest, replace, metrics or {}))
         except DsjobError:
-            on_rank_0(self._world, lambda: self._discard(save))
+            on_rank_0(self._everyone, lambda: self._discard(save))
             raise
         self._last = (tag, save.values)
         return Saved(tag, save.url, size, time.monotonic() - started, notes)
@@ -145,7 +145,7 @@ class Checkpointer:
                 self._add(tag, metrics, self._attempt)
             return True
 
-        return on_rank_0(self._world, add)
+        return on_rank_0(self._everyone, add)
 
     def _add(self, tag: str, metrics: Mapping[str, float], attempt: Attempt) -> None:
         self._catalog.rate(tag, metrics, attempt)
@@ -158,7 +158,7 @@ class Checkpointer:
         assert self._background is None
         save = self._prepare(engine, tag, None, frozen=True)
         # The copies are all that the loop waits for.
-        save = dataclasses.replace(save, parts=on_all_ranks(self._world, lambda: self._staging.copy(save.parts)))
+        save = dataclasses.replace(save, parts=on_all_ranks(self._everyone, lambda: self._staging.copy(save.parts)))
 
         def commit(records: Sequence[dict[str, Any]]) -> tuple[int, tuple[str, ...]]:
             return self._commit(save, records, latest=True, replace=replace, metrics=metrics or {})
@@ -170,7 +170,7 @@ class Checkpointer:
     def has_news(self) -> bool:
         """Whether a save in the background has ended, as far as this rank knows: then all have to `settle`."""
         running = self._background
-        return running is not None and (running.error is not None or (self._world.rank == 0 and running.ended))
+        return running is not None and (running.error is not None or (self._everyone.rank == 0 and running.ended))
 
     def settle(self) -> Saved | None:
         """Waits for a save in the background; None where there is none. Raises on every rank what it ended with."""
@@ -180,14 +180,14 @@ class Checkpointer:
         errors, ended = [], False
         while not ended:  # together, so that no rank waits in a collective longer than that may take
             running.wait(1.0)
-            told = all_gather(self._world, (running.ended, running.error))  # in this order: an end is final
+            told = all_gather(self._everyone, (running.ended, running.error))  # in this order: an end is final
             errors, ended = [error for _, error in told if error is not None], all(done for done, _ in told)
             if errors:
                 running.abandon()
         if errors:
             self._last = None
             raise next((error for error in errors if not isinstance(error, ElsewhereError)), errors[0])
-        size, notes = on_rank_0(self._world, lambda: self._finish(running))
+        size, notes = on_rank_0(self._everyone, lambda: self._finish(running))
         return Saved(running.save.tag, running.save.url, size, time.monotonic() - running.started, notes)
 
     def _finish(self, running: Background) -> tuple[int, tuple[str, ...]]:
@@ -223,20 +223,20 @@ class Checkpointer:
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
         stored: dict[str, Tensor] = {}
         client = on_all_ranks(
-            self._world, lambda: encode(dict(client_state or {}), "client_state", tensors=True, stored=stored)
+            self._everyone, lambda: encode(dict(client_state or {}), "client_state", tensors=True, stored=stored)
         )
         # Roles are asked for before the client's tensors join: these are no tensors of the model.
         plain, values = self._describe(engine, state, tensors, client)
-        tensors.update(stored if self._world.rank == 0 else {})  # the client state of rank 0 is the one that is kept
+        tensors.update(stored if self._everyone.rank == 0 else {})  # the client state of rank 0 is the one that is kept
         parts, described = self._planner.plan(tensors)
         # Only rank 0 knows the attempt, so it names the folder for all.
-        folder = on_rank_0(self._world, lambda: self._begin_attempt().name_folder(tag))
+        folder = on_rank_0(self._everyone, lambda: self._begin_attempt().name_folder(tag))
         manifest = {
             "format": layout.FORMAT,
             "version": layout.VERSION,
             "tag": tag,
             "step": engine.counters()["global_steps"],
-            "world_size": self._world.world_size,
+            "world_size": self._everyone.size,
             "zero_stage": engine.zero_optimization_stage(),
             "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
             **({"models": plain["models"]} if plain["models"] else {}),
@@ -247,8 +247,8 @@ class Checkpointer:
             url=storage.join(self.url, folder),
             folder=folder,
             tag=tag,
-            rank=self._world.rank,
-            world_size=self._world.world_size,
+            rank=self._everyone.rank,
+            world_size=self._everyone.size,
             parts=parts,
             described=described,
             roles={**plain["roles"], **dict.fromkeys(stored, CLIENT)},
@@ -264,10 +264,10 @@ class Checkpointer:
         client: Any,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `describe_state` gives, and on rank 0 what state.json holds. A collective."""
-        own = on_all_ranks(self._world, lambda: describe_state(state, tensors))
+        own = on_all_ranks(self._everyone, lambda: describe_state(state, tensors))
         plain = self._join_parts(own)
-        objects = capture_objects(self._world, self._objects)
-        random = gather_on_rank_0(self._world, lambda: capture_rng(state.device))
+        objects = capture_objects(self._everyone, self._objects)
+        random = gather_on_rank_0(self._everyone, lambda: capture_rng(state.device))
         values = {
             "counters": engine.counters(),
             **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler")},
@@ -281,7 +281,7 @@ class Checkpointer:
         """What `describe_state` gives, with the parts of all model-parallel ranks. A collective where there are any."""
         if self._model.size == 1:
             return own
-        found = all_gather(self._world, own if self._data_rank == 0 else None)
+        found = all_gather(self._everyone, own if self._data_rank == 0 else None)
         parts = [part for part in found if part is not None]
         models = sorted(name for part in parts for name in part.pop("models"))
         joined = {key: {name: value for part in parts for name, value in part[key].items()} for key in parts[0]}
@@ -312,7 +312,7 @@ class Checkpointer:
 
     def follow_latest(self) -> tuple[str | None, str]:
         """See Catalog.follow_latest. A collective."""
-        return on_rank_0(self._world, self._catalog.follow_latest)
+        return on_rank_0(self._everyone, self._catalog.follow_latest)
 
     def load(
         self,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsjob.checkpoint.live.state import Shapes, TrainingState
-from dsjob.ranks.mesh import ModelRanks
+from dsjob.ranks.mesh import Ranks
 
 
 def name_part(model_rank: int) -> str:
@@ -103,7 +103,7 @@ class Savable(Protocol):
     def zero_optimization_stage(self) -> int: ...
 
 
-def view_state(engine: Savable, model: ModelRanks) -> TrainingState | JointState:
+def view_state(engine: Savable, model: Ranks) -> TrainingState | JointState:
     """The state of an engine; on model-parallel ranks by the name of this one's part."""
     state = engine.state()
     return JointState({name_part(model.rank): state}) if model.size > 1 else state

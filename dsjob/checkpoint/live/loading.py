@@ -70,7 +70,7 @@ class Loader:
 
     def __init__(self, url: str, world: World, catalog: Catalog, objects: Kept) -> None:
         self._url, self._catalog, self._objects = url, catalog, objects
-        self._world, self._data_rank, self._model = world.everyone, world.rank, world.model
+        self._everyone, self._data_rank, self._model = world.everyone, world.data_rank, world.model
 
     def load(
         self,
@@ -85,7 +85,7 @@ class Loader:
     ) -> Loaded:
         """See Checkpointer.load."""
         state = view_state(engine, self._model)
-        foreign = on_rank_0(self._world, lambda: self._find_foreign(state, tag))
+        foreign = on_rank_0(self._everyone, lambda: self._find_foreign(state, tag))
         if foreign is None:
             opened = self._open(tag)
         else:
@@ -103,7 +103,7 @@ class Loader:
             # The program takes whole tensors; nothing is matched, because it may map names as it likes.
             weights = _make_tensors(checkpoint, layout.ROLES)
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
-        job = on_all_ranks(self._world, lambda: read_job(opened.root, checkpoint)) if foreign is None else None
+        job = on_all_ranks(self._everyone, lambda: read_job(opened.root, checkpoint)) if foreign is None else None
         kept = _make_tensors(checkpoint, (CLIENT,))
         client_state = self._restore(url, lambda: decode(values.get("client_state", {}), stored=kept))
         # Everything is matched and allocated before the first byte is read: from here on the engine changes.
@@ -113,9 +113,9 @@ class Loader:
             weights.update({name: weights[first] for name, first in checkpoint.aliases.items()})
             take({name.removeprefix("model."): weight for name, weight in weights.items()})
         # Generators belong to a rank. On another number of ranks they begin anew, from a seed that depends on the step.
-        same_world = len(values.get("rng", {})) == self._world.world_size
+        same_world = len(values.get("rng", {})) == self._everyone.size
         objects = values.get("objects", {})
-        told = self._restore(url, lambda: restore_objects(self._world, self._objects, objects))
+        told = self._restore(url, lambda: restore_objects(self._everyone, self._objects, objects))
 
         def put_back() -> None:
             if optimizer:
@@ -124,7 +124,7 @@ class Loader:
             if scheduler:
                 state.load_scheduler(values["scheduler"], rates=optimizer)
             if same_world:
-                restore_rng(values["rng"][str(self._world.rank)], state.device)
+                restore_rng(values["rng"][str(self._everyone.rank)], state.device)
             else:
                 seed_rng(seed + 1_000_003 * checkpoint.step + self._data_rank)
 
@@ -144,28 +144,28 @@ class Loader:
                 root, record = locate(source, None)
                 return root.root, record
 
-        url, record = on_rank_0(self._world, find)
+        url, record = on_rank_0(self._everyone, find)
         root = open_root(url)
-        checkpoint = on_all_ranks(self._world, lambda: read_checkpoint(root, record))
+        checkpoint = on_all_ranks(self._everyone, lambda: read_checkpoint(root, record))
         opened = Opened(root, checkpoint, storage.join(url, checkpoint.folder), {})
         ours = view_state(engine, self._model).model_tensors()
         found = self._match(ours, checkpoint, opened.url)
         if strict or not found.taken:
             hint = "checkpoint.strict=false takes what matches" if found.taken else "none of its weights is the model's"
             require_match(found, ours, checkpoint, strict=True, hint=hint)
-        on_rank_0(self._world, lambda: require_sizes(opened.url, checkpoint))
+        on_rank_0(self._everyone, lambda: require_sizes(opened.url, checkpoint))
         self._read(opened, {name: ours[name] for name in found.taken})
         engine.restore_counters(engine.counters())  # compute copies follow the masters
         return found
 
     def _open(self, tag: str | None) -> Opened:
         """A checkpoint of dsjob's, the newest where no tag is given."""
-        record = on_rank_0(self._world, lambda: self._catalog.find(tag))
+        record = on_rank_0(self._everyone, lambda: self._catalog.find(tag))
         root = open_root(self._url)
-        checkpoint = on_all_ranks(self._world, lambda: read_checkpoint(root, record))
+        checkpoint = on_all_ranks(self._everyone, lambda: read_checkpoint(root, record))
         url = storage.join(self._url, checkpoint.folder)
-        values = on_all_ranks(self._world, lambda: read_values(root, checkpoint))
-        on_rank_0(self._world, lambda: require_sizes(url, checkpoint))
+        values = on_all_ranks(self._everyone, lambda: read_values(root, checkpoint))
+        on_rank_0(self._everyone, lambda: require_sizes(url, checkpoint))
         return Opened(root, checkpoint, url, values)
 
     def _find_foreign(self, state: TrainingState | JointState, tag: str | None) -> Foreign | None:
@@ -202,4 +202,4 @@ class Loader:
             with restoring(url):
                 return action()
 
-        return on_all_ranks(self._world, act)
+        return on_all_ranks(self._everyone, act)

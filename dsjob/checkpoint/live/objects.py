@@ -20,7 +20,7 @@ from torch import Tensor
 from dsjob.checkpoint.format.values import decode, encode, encode_json
 from dsjob.errors import CheckpointError, DsjobError, Interrupted
 from dsjob.ranks.agreement import gather_on_rank_0
-from dsjob.ranks.mesh import World
+from dsjob.ranks.mesh import Ranks
 
 MOST_BYTES = 1 << 20  # of one object: state.json holds it
 
@@ -49,7 +49,7 @@ class Kept(dict[str, Any]):
         self._told.add(name)
 
 
-def capture_objects(world: World, objects: Kept) -> dict[str, list[Any]]:
+def capture_objects(everyone: Ranks, objects: Kept) -> dict[str, list[Any]]:
     """On rank 0 the state of each object by its name: a list of one where all ranks have the same, else by rank.
 
     What cannot be kept, or not of every rank, is told and left out. A collective, unless there are no objects.
@@ -57,7 +57,7 @@ def capture_objects(world: World, objects: Kept) -> dict[str, list[Any]]:
     if not objects:
         return {}
     found: list[dict[str, Any]] = gather_on_rank_0(
-        world, lambda: {n: _try(n, v) for n, v in objects.items() if _is_stateful(v)}
+        everyone, lambda: {n: _try(n, v) for n, v in objects.items() if _is_stateful(v)}
     )
     states = {}
     for name in (name for name in objects if any(name in of_rank for of_rank in found)):
@@ -71,7 +71,7 @@ def capture_objects(world: World, objects: Kept) -> dict[str, list[Any]]:
     return states
 
 
-def restore_objects(world: World, objects: Kept, saved: Mapping[str, list[Any]]) -> tuple[str, ...]:
+def restore_objects(everyone: Ranks, objects: Kept, saved: Mapping[str, list[Any]]) -> tuple[str, ...]:
     """Gives this rank's objects their state back; what of that cannot be done, in words. Raises CheckpointError."""
     notes, stateful = [], {name: value for name, value in objects.items() if _is_stateful(value)}
     for name, value in stateful.items():
@@ -79,9 +79,9 @@ def restore_objects(world: World, objects: Kept, saved: Mapping[str, list[Any]])
         if states is None:
             notes.append(f"{name} begins anew: the checkpoint has no state of it")
             continue
-        if len(states) not in (1, world.world_size):
+        if len(states) not in (1, everyone.size):
             notes.append(f"{name} goes on with the state that rank 0 had: each of {len(states)} ranks had its own")
-        _restore(name, value, states[world.rank if len(states) == world.world_size else 0])
+        _restore(name, value, states[everyone.rank if len(states) == everyone.size else 0])
     unused = sorted(saved.keys() - stateful)
     notes += [f"the state of {name} is not used: there is nothing of that name to take it" for name in unused]
     return tuple(notes)

@@ -39,7 +39,7 @@ from dsjob.checkpoint.format.dtypes import DTYPES, NAMES
 from dsjob.checkpoint.format.values import encode_json
 from dsjob.errors import CorruptCheckpointError
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, scatter
-from dsjob.ranks.mesh import World
+from dsjob.ranks.mesh import Ranks
 
 _SLICE, _SMALL = 8 << 20, 64 << 10  # bytes; what is small is not worth another thread's waking
 _READERS = 4  # threads of a rank that read, each a chunk at a time, and verify what they have read
@@ -64,8 +64,8 @@ class Planner:
     """Says what each rank writes of a state. DCP plans it, which takes ranks longer than to copy what they hold, so a
     plan is kept while no rank has other tensors than it was made for."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, everyone: Ranks) -> None:
+        self._everyone = everyone
         self._key: list[Any] | None = None
         self._places: list[tuple[str, tuple[int, ...]]] = []
         self._described: dict[str, TensorStorageMetadata] = {}
@@ -77,22 +77,22 @@ class Planner:
         """
         # All that a plan depends on. A new key on any rank makes all of them plan, since planning is a collective.
         key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
-        if not all(all_gather(self._world, key == self._key)):
+        if not all(all_gather(self._everyone, key == self._key)):
             self._key = None  # it may fail on one rank alone, which has to be planned anew with the others
-            self._places, self._described = _plan_anew(tensors, self._world)
+            self._places, self._described = _plan_anew(tensors, self._everyone)
             self._key = key
         parts = [Part(name, offsets, _take_own(tensors[name])) for name, offsets in self._places]
         return parts, self._described
 
 
 def _plan_anew(
-    tensors: dict[str, Tensor], world: World
+    tensors: dict[str, Tensor], everyone: Ranks
 ) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, TensorStorageMetadata]]:
     """The names and offsets of this rank's boxes, and on rank 0 what all tensors are."""
     # dedup: of a replicated tensor only the lowest rank that has it writes a box.
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-    planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
-    plans = gather_on_rank_0(world, planner.create_local_plan)
+    planner.set_up_planner(tensors, is_coordinator=everyone.rank == 0)
+    plans = gather_on_rank_0(everyone, planner.create_local_plan)
     described: dict[str, TensorStorageMetadata] = {}
 
     def plan_all() -> list[SavePlan]:
@@ -100,7 +100,7 @@ def _plan_anew(
         described.update(cast("dict[str, TensorStorageMetadata]", metadata.state_dict_metadata))
         return final
 
-    plan = planner.finish_plan(scatter(world, plan_all))
+    plan = planner.finish_plan(scatter(everyone, plan_all))
     boxes = [
         (item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items if item.tensor_data is not None
     ]

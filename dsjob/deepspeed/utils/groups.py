@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch.distributed as _dist
 
 from dsjob import checkpointing as _checkpointing
-from dsjob.ranks.mesh import ModelRanks as _ModelRanks
+from dsjob.ranks.mesh import Ranks as _Ranks
 
 
-def _model_ranks() -> _ModelRanks:
+def _model_ranks() -> _Ranks:
     world = _checkpointing.find_ranks()
-    return world.model if world is not None else _ModelRanks()
+    return world.model if world is not None else _Ranks()
 
 
 def _get_data_parallel_group() -> _dist.ProcessGroup | None:
     world = _checkpointing.find_ranks()
-    return _dist.group.WORLD if world is None or world.group is None else world.group
+    return _dist.group.WORLD if world is None or world.data_group is None else world.data_group
 
 
 def _get_data_parallel_world_size() -> int:
