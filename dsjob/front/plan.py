@@ -156,7 +156,7 @@ def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Lo
     """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
     from dsjob.compute.find_blocks import mark_leaves
     from dsjob.training import probe
-    from dsjob.training.job import count_steps
+    from dsjob.training.build import count_steps
 
     assert spec.model is not None
     built = probe.build_on_meta(spec.model, trust)

@@ -96,20 +96,16 @@ def load_model(
 
 
 def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str, Any]) -> nn.Module:
-    from torch import nn
-
     from dsjob.document.resolve import complete_job
     from dsjob.errors import ContractError
     from dsjob.launch.rank import add_import_folders
-    from dsjob.trust.targets import call_target
+    from dsjob.training.build import build_model
 
     add_import_folders(trust.importable)
     target = complete_job(document).models[name].spec.model
     assert target is not None
     where = ("models", name, "model") if document.get("models") else ("model",)
-    made = call_target(target, trust=trust, where=where)
-    if not isinstance(made, nn.Module):
-        raise ContractError(f"{'.'.join(where)}: {target.path} returned {type(made).__name__}, not a torch.nn.Module")
+    made = build_model(target, trust, where)
     try:
         made.load_state_dict(weights)
     except RuntimeError as error:

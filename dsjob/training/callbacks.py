@@ -1,4 +1,4 @@
-"""Callbacks: what happens beside training. A base class of harmless no-ops, and the metrics file."""
+"""Callbacks: what happens beside training. A base class of harmless no-ops, and the files that a run writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from dsjob.contract.environment import mask_texts
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.files import open_append, require_own
-from dsjob.run_folder import METRICS_NAME, SUPERSEDED_METRICS_NAME, drop_non_finite, supersede_metrics
+from dsjob.run_folder import (
+    METRICS_NAME,
+    SUPERSEDED_METRICS_NAME,
+    drop_non_finite,
+    supersede_metrics,
+    write_resolved,
+)
 
 
 class RunView(Protocol):
@@ -65,6 +71,21 @@ class Callback:
 
     def on_end(self, run: RunView) -> None:
         """Training has reached its last step."""
+
+
+class ResolvedFile(Callback):
+    """Writes resolved.json into a run's folder at the first log record; rank 0 alone.
+
+    A run that fails at once leaves the file of an earlier run.
+    """
+
+    def __init__(self, run_dir: str, document: Mapping[str, Any]) -> None:
+        self._run_dir, self._document, self._written = run_dir, document, False
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        if run.engine.global_rank == 0 and not self._written:
+            write_resolved(self._run_dir, self._document)
+            self._written = True
 
 
 class MetricsFile(Callback):

@@ -18,14 +18,23 @@ from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 from dsjob.trust.grant import Trust
-from dsjob.trust.targets import call_target, find_target
+from dsjob.trust.targets import build_callable, call_target, find_target
 
 Collate = Callable[..., Any] | None
 _DIVIDING = {"rank", "world_size", "num_replicas"}
 
 
-def build_training(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> TrainingLoader | GivenLoader:
-    """The training data of this rank. Raises DataError; what the user's own code raises passes through."""
+def build_collate(spec: JobSpec, trust: Trust) -> Collate:
+    """`data.collate`, which training and evaluation share; None for the default. Raises TargetError."""
+    return build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
+
+
+def build_training_data(
+    spec: JobSpec, world: World, collate: Collate, trust: Trust
+) -> TrainingLoader | GivenLoader | NoLoader:
+    """The training data of this rank. Raises DataError, also for what the user's own code raises."""
+    if not world.loads:
+        return NoLoader()
     data = _call_data(spec.data.train, "train", trust)
     given = [key for key in ("loader", "collate") if getattr(spec.data, key) is not None]
     if is_loader(data) and given:
@@ -48,9 +57,13 @@ def build_training(spec: JobSpec, world: World, collate: Collate, trust: Trust) 
     )
 
 
-def build_evaluation(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> Any:
-    """The evaluation data: a dataset, or a LoaderEvaluation. Raises as `build_training` does."""
-    assert spec.data.eval is not None
+def build_evaluation_data(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> Any:
+    """The evaluation data: a dataset, or a LoaderEvaluation; None without data.eval, or where this rank reads no data.
+
+    A collective. Raises as `build_training_data` does.
+    """
+    if spec.data.eval is None or not world.loads:
+        return None
     data, seed = _call_data(spec.data.eval, "eval", trust), spec.trainer.seed
     if is_loader(data):  # beside a dataset as data.train, for which data.loader and data.collate are
         return LoaderEvaluation(data, world=world, seed=seed)

@@ -25,7 +25,7 @@ from dsjob.compute.calls import call_model, find_loss
 from dsjob.compute.find_blocks import find_blocks
 from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.spec import ActivationCheckpointing, JobSpec, Method, Target, make_target
-from dsjob.data import TrainingLoader
+from dsjob.data import NoLoader, TrainingLoader
 from dsjob.data.given import GivenLoader
 from dsjob.errors import DsjobError, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
@@ -34,7 +34,8 @@ from dsjob.optim.schedules import settle_length
 from dsjob.planning.model import COMPRESSING, Model, OptimizerState, Weight
 from dsjob.planning.report import Activations
 from dsjob.ranks.mesh import World
-from dsjob.training.loaders import build_training
+from dsjob.training.build import build_model
+from dsjob.training.loaders import build_collate, build_training_data
 from dsjob.trust.grant import Trust
 from dsjob.trust.targets import build_callable, call_target, find_target
 
@@ -48,7 +49,7 @@ def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa:
         return _build_from_config(target, trust)
     try:
         with torch.device("meta"):
-            model = call_target(target, trust=trust, where=("model",))
+            return build_model(target, trust)
     except DsjobError:
         raise
     except Exception as error:
@@ -56,9 +57,6 @@ def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa:
             f"{target.path} cannot be built on torch's meta device, without memory: {type(error).__name__}: {error}",
             hint="give the number of parameters in its place: --params 7B",
         ) from error
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model: {target.path} returned {type(model).__name__}, not a torch.nn.Module")
-    return model
 
 
 def _build_from_config(target: Target, trust: Trust) -> nn.Module:
@@ -103,11 +101,10 @@ def size_model(model: nn.Module) -> Model:
     return Model(weights, buffers=sum(buffer.nbytes for buffer in model.buffers()))
 
 
-def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> TrainingLoader | GivenLoader:  # noqa: B008 (frozen)
+def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> TrainingLoader | GivenLoader | NoLoader:  # noqa: B008 (frozen)
     """The training data as rank 0 of the job reads it. Raises DataError where it is missing or empty."""
-    collate = build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
     world = World(data_rank=0, local_rank=0, data_size=world_size, device=torch.device("cpu"))
-    return build_training(spec, world, collate, trust)
+    return build_training_data(spec, world, build_collate(spec, trust), trust)
 
 
 def measure_activations(
