@@ -205,7 +205,7 @@ class ByHand(Side):
         self.optimizer = make_optimizer(self.model.parameters() if self.sharded else self.masters)
 
     def _shard(self) -> None:
-        mesh = self.world.make_mesh()
+        mesh = self.world.data_mesh
         policy = MixedPrecisionPolicy(param_dtype=self.cell.dtype, reduce_dtype=self.cell.dtype)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         for block in cast(GPT, self.model).blocks:

@@ -94,7 +94,7 @@ def run_by_hand(spec: JobSpec, world: World, dataset: Any, warm_up: int) -> floa
     assert spec.model is not None
     model: nn.Module = call_target(spec.model)
     if world.data_size > 1:
-        mesh = world.make_mesh()
+        mesh = world.data_mesh
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)

@@ -173,7 +173,7 @@ def build_engine(
     return Engine(
         strategy,
         spec=spec,
-        world=world,
+        world=strategy.world,
         precision=precision,
         optimizer=built,
         lr_scheduler=scheduler,

@@ -16,6 +16,7 @@ at stages 1 to 3 on all ranks alike: FSDP2 reduces what a rank has.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -48,13 +49,15 @@ class Sharded(Strategy):
     """The repeated blocks of a model, and what remains, each sharded as one unit."""
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
+        _refuse_sharded(model)
+        _refuse_groups(zero, world)
+        if zero.mics_shard_size > 0:
+            world = dataclasses.replace(world, copies=world.data_size // zero.mics_shard_size)
         super().__init__(model, world)
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
-        _refuse_sharded(model)
-        _refuse_groups(zero, world)
-        mesh = self._mesh = world.make_mesh(max(zero.mics_shard_size, 0))
+        mesh = self._mesh = world.data_mesh
         require_shards(model, world)
         if mesh.ndim > 1:
             make_whole(model)  # its shards are those of another mesh

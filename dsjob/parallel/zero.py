@@ -71,7 +71,7 @@ class Init:
         if enabled:
             init_distributed()
             world = _find_world(mpu, data_parallel_group)
-            self._mesh = world.make_mesh() if world.data_size > 1 else None
+            self._mesh = world.data_mesh if world.data_size > 1 else None
             self._group = world.data_group
         if module is not None and enabled:
             self._place(module)
@@ -124,7 +124,13 @@ def _find_world(mpu: Any, group: dist.ProcessGroup | None) -> World:
     world = join_world()
     if group is None or group is dist.group.WORLD:
         return divide(world, mpu)
-    return replace(world, data_rank=dist.get_rank(group), data_size=dist.get_world_size(group), data_group=group)
+    return replace(
+        world,
+        data_rank=dist.get_rank(group),
+        data_size=dist.get_world_size(group),
+        data_group=group,
+        order=tuple(dist.get_process_group_ranks(group)),
+    )
 
 
 @contextmanager

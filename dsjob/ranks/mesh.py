@@ -12,14 +12,16 @@ import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
 from dsjob.errors import LaunchError
+from dsjob.ranks.axes import Axes, build_mesh
 from dsjob.ranks.meeting import STORE_VARIABLE, open_store
 
 
@@ -38,11 +40,13 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process in a job: its device, and its place among the ranks that train on other data than it does.
+    """This process in a job: its device, and its place among the ranks.
 
-    Those are all of the job's, unless a model-parallel unit divides them; then `model` are the ranks that hold one
-    model together. `data_group`: what the data-parallel ranks communicate in, where they are not all of the job's.
-    `loads`, `reports`: whether this one reads data, and whether its metrics count.
+    Those that train on other data are all of the job's, unless a model-parallel unit divides them; then `model` are the
+    ranks that hold one model together. `data_group`: what the data-parallel ranks communicate in, where they are not
+    all of the job's. `loads`, `reports`: whether this one reads data, and whether its metrics count. `copies`: of the
+    sharded state, each on `data_size / copies` ranks. `order`: the job's ranks as the mesh has them, if it is not 0, 1,
+    2, ...
     """
 
     data_rank: int
@@ -54,6 +58,8 @@ class World:
     loads: bool = True
     reports: bool = True
     timeout: float = 1800.0  # seconds that a collective may take
+    copies: int = 1
+    order: tuple[int, ...] = ()
 
     @property
     def data(self) -> Ranks:
@@ -67,22 +73,46 @@ class World:
             return self.data
         return Ranks(dist.get_rank(), dist.get_world_size(), timeout=self.timeout)
 
+    @property
+    def axes(self) -> Axes:
+        """The size of the mesh along each axis."""
+        return Axes(replicate=self.copies, shard=self.data_size // self.copies, tensor=self.model.size)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the job, with all axes of `Axes`. All ranks ask for it together, since it may need new groups.
+
+        It is built when it is first asked for: a job that neither shards nor divides its ranks never needs it.
+        """
+        self.ensure_group()
+        groups = {"shard": self.data_group, "tensor": self.model.group}
+        known = {name: group for name, group in groups.items() if group is not None}
+        key = (dist.group.WORLD, self.device.type, self.axes, self.order, *known.values())
+        if key not in _meshes:
+            # Groups of an earlier world are of no use, and would keep its connections open.
+            for stale in [other for other in _meshes if other[0] is not dist.group.WORLD]:
+                del _meshes[stale]
+            _meshes[key] = build_mesh(self.axes, self.device.type, ranks=self.order, groups=known)
+        return _meshes[key]
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The part of `mesh` that a model's state is spread over, as FSDP2 takes it.
+
+        One axis, `shard`; with copies two of them, [replicate, shard].
+        """
+        return self.mesh["replicate", "shard"] if self.copies > 1 else self.mesh["shard"]
+
     def ensure_group(self) -> None:
         """Makes the process group of a rank that is alone, where there is none yet."""
         if not dist.is_initialized():
             backend = _choose_backend("auto", self.device)
             dist.init_process_group(backend, store=HashStore(), rank=self.data_rank, world_size=self.data_size)
 
-    def make_mesh(self, group: int = 0) -> DeviceMesh:
-        """A mesh of one axis, `data`, over these ranks; of groups of `group` successive ones: `replica` and `data`."""
-        self.ensure_group()
-        if self.data_group is not None:
-            assert not group  # the groups would have to be made by all ranks of the job together
-            return DeviceMesh.from_group(self.data_group, self.device.type, mesh_dim_names=("data",))
-        if not group:
-            return init_device_mesh(self.device.type, (self.data_size,), mesh_dim_names=("data",))
-        shape = (self.data_size // group, group)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "data"))
+
+# Built once, since each would make groups of its own. Keys hold what is the same on all ranks, or needs no new groups:
+# otherwise one rank would build a mesh where another has it already, and wait.
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 1800.0) -> World:
@@ -120,12 +150,14 @@ def _allow_connections(world_size: int) -> None:
 
 def leave_world() -> None:
     """Leaves the process group, if there is one."""
+    _meshes.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abandon_world() -> None:
     """Drops the process group of a run that has failed, if there is one: other ranks that wait in it get an error."""
+    _meshes.clear()
     if dist.is_initialized():
         for group in list(_world.pg_map):
             group.abort()

@@ -75,12 +75,18 @@ def divide(world: World, mpu: Any) -> World:
         model, group = find_model_ranks(mpu), mpu.get_data_parallel_group()
     else:
         model, group = _form_groups(everyone, world.timeout)
-    _make_together(lambda: _require_sizes(said, model, group, world), world)
+    places = _make_together(lambda: _find_place(said, model, group, world), world)
     world = dataclasses.replace(world, reports=said.reports, loads=said.loads)
     if model.size == 1:
         return world
-    model = dataclasses.replace(model, timeout=world.timeout)
-    return dataclasses.replace(world, data_rank=said.rank, data_size=said.size, data_group=group, model=model)
+    return dataclasses.replace(
+        world,
+        data_rank=said.rank,
+        data_size=said.size,
+        data_group=group,
+        model=dataclasses.replace(model, timeout=world.timeout),
+        order=_order_ranks(places, model.size),
+    )
 
 
 def read_data_ranks(mpu: Any) -> tuple[int, int]:
@@ -97,7 +103,8 @@ def _read(mpu: Any) -> _Said:
     return _Said(*read_data_ranks(mpu), reports, all(builds), unit is None)
 
 
-def _require_sizes(said: _Said, model: Ranks, group: dist.ProcessGroup | None, world: World) -> None:
+def _find_place(said: _Said, model: Ranks, group: dist.ProcessGroup | None, world: World) -> tuple[int, int]:
+    """The data-parallel rank of this process, and its rank in its model. Raises UsageError where sizes do not fit."""
     if said.size * model.size != world.everyone.size:
         raise UsageError(
             f"the mpu speaks of {said.size} data-parallel x {model.size} model-parallel ranks, and the job has"
@@ -105,13 +112,27 @@ def _require_sizes(said: _Said, model: Ranks, group: dist.ProcessGroup | None, w
             hint="these have to multiply out: pipeline and sequence parallelism are not supported through an mpu",
         )
     if model.size == 1:
-        return
+        return said.rank, 0
     found = dist.get_rank(group), dist.get_world_size(group)
     if found != (said.rank, said.size):
         raise UsageError(
             f"the mpu says that this is data-parallel rank {said.rank} of {said.size}, and its group that it is"
             f" {found[0]} of {found[1]}"
         )
+    return said.rank, model.rank
+
+
+def _order_ranks(places: list[tuple[int, int]], size: int) -> tuple[int, ...]:
+    """The job's ranks by their places: rank m of model d is number d * `size` + m. `places`: (d, m) of each rank."""
+    order: dict[int, int] = {}
+    for rank, (data, model) in enumerate(places):
+        other = order.setdefault(data * size + model, rank)
+        if other != rank:
+            raise UsageError(
+                f"the mpus of ranks {other} and {rank} both say data-parallel rank {data} and model-parallel rank"
+                f" {model}"
+            )
+    return tuple(order[place] for place in range(len(order)))
 
 
 def _make_together(make: Callable[[], T], world: World) -> list[T]:

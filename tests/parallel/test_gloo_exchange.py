@@ -20,7 +20,7 @@ SIZES = (0, 1, 7, 5000)
 
 def find_exchanges(world: World) -> tuple[Any, Any]:
     """The two functions as a unit of FSDP2 has them."""
-    unit = fully_shard(nn.Linear(2, 2), mesh=world.make_mesh())
+    unit = fully_shard(nn.Linear(2, 2), mesh=world.data_mesh)
     exchange_directly(unit)
     state: Any = unit._get_fsdp_state()
     group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
@@ -30,7 +30,7 @@ def find_exchanges(world: World) -> tuple[Any, Any]:
 def compare(world: World) -> list[tuple[str, Tensor, Tensor]]:
     """What was done, by messages, and by gloo."""
     gather, reduce = find_exchanges(world)
-    ranks, group = world.data_size, world.make_mesh().get_group()
+    ranks, group = world.data_size, world.data_mesh.get_group()
     rows = []
     for dtype in DTYPES:
         for size in SIZES:
