@@ -15,6 +15,7 @@ from dsjob.checkpoint.pretrained.folder import Pretrained
 from dsjob.cli.bar import show_progress
 from dsjob.cli.flags import make_parser
 from dsjob.errors import UsageError
+from dsjob.front.weights import convert
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -22,8 +23,37 @@ def main(arguments: list[str], debug: bool) -> int:
     args = _parse(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     conversion.logger.setLevel(logging.INFO)
+    hf = args.to == "hf"
+    _require_fitting(args)
+    with show_progress("converting") as progress:
+        written = convert(
+            args.checkpoint,
+            args.out,
+            to=args.to,
+            dtype=args.dtype,
+            tag=args.tag,
+            model=args.model,
+            form=args.format,
+            max_shard_size=args.max_shard_size,
+            overwrite=args.overwrite,
+            names=conversion.Names(args.strip, args.prefix, args.exclude_frozen),
+            pretrained=Pretrained(args.tokenizer, args.merge, args.adapter, args.adapter_config) if hf else None,
+            zero_stage=args.zero_stage,
+            world_size=args.world_size,
+            progress=progress,
+        )
     if args.to == "deepspeed":
-        return _write_deepspeed(args)
+        _show_deepspeed(written, args.out)
+    else:
+        _show(written, hf)
+    return 0
+
+
+def _require_fitting(args: argparse.Namespace) -> None:
+    """Raises UsageError for flags without effect on what --to asks for, and for those that it lacks."""
+    if args.to == "deepspeed":
+        _require_deepspeed(args)
+        return
     if args.zero_stage or args.world_size:
         raise UsageError("--zero-stage and --world-size belong to --to deepspeed", hint="leave them out")
     hf = args.to == "hf"
@@ -38,45 +68,17 @@ def main(arguments: list[str], debug: bool) -> int:
         raise UsageError("--to hf makes a folder, and none was named", hint="dsjob convert --to hf CKPT FOLDER")
     if hf and (args.strip or args.prefix):
         raise UsageError("--to hf keeps the names that transformers knows", hint="leave --prefix and --strip out")
-    with show_progress("converting") as progress:
-        written = conversion.convert(
-            args.checkpoint,
-            args.out,
-            to=(args.dtype or "fp32") if hf else args.to,
-            tag=args.tag,
-            model=args.model,
-            max_shard_size=conversion.parse_size(args.max_shard_size),
-            overwrite=args.overwrite,
-            form=args.format,
-            names=conversion.Names(args.strip, args.prefix, args.exclude_frozen),
-            pretrained=Pretrained(args.tokenizer, args.merge, args.adapter, args.adapter_config) if hf else None,
-            progress=progress,
-        )
-    _show(written, hf)
-    return 0
 
 
-def _write_deepspeed(args: argparse.Namespace) -> int:
+def _require_deepspeed(args: argparse.Namespace) -> None:
     if args.out is None or args.zero_stage is None or args.world_size is None or args.world_size < 1:
         raise UsageError("--to deepspeed needs OUT, --zero-stage 1, 2 or 3, and --world-size N, at least 1")
     other = ("model", "strip", "prefix", "exclude_frozen", "format", "tokenizer", "merge", "adapter", "adapter_config")
     given = [f"--{name.replace('_', '-')}" for name in other if getattr(args, name)]
     if given:
-        raise UsageError(f"{', '.join(given)} cannot be had with --to deepspeed", hint="a run goes on with all it had")
-    written = conversion.convert_to_deepspeed(
-        args.checkpoint,
-        args.out,
-        stage=args.zero_stage,
-        world_size=args.world_size,
-        to=args.dtype,
-        tag=args.tag,
-        overwrite=args.overwrite,
-    )
-    for path in written:
-        print(path)  # noqa: T201
-    print("\nThese files are pickles: DeepSpeed loads nothing else.")  # noqa: T201
-    print(f"load with:  engine.load_checkpoint({args.out!r})")  # noqa: T201
-    return 0
+        raise UsageError(
+            f"{', '.join(given)} is not available with --to deepspeed", hint="DeepSpeed resumes the full state"
+        )
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -115,6 +117,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
     add("--overwrite", action="store_true", help="replace earlier output of the same form")
     return parser.parse_intermixed_args(arguments)
+
+
+def _show_deepspeed(written: list[plain.Written], out: str) -> None:
+    for file in written:
+        print(file.path)  # noqa: T201
+    print("\nThese files are pickles: DeepSpeed loads nothing else.")  # noqa: T201
+    print(f"load with:  engine.load_checkpoint({out!r})")  # noqa: T201
 
 
 def _name_class(folder: str) -> str:

@@ -27,14 +27,24 @@ if TYPE_CHECKING:
     from torch import nn
 
 _Url = str | os.PathLike[str]
+_WEIGHTS = ("fp32", "bf16", "fp16", "hf")
+_FORMS = {  # what each argument of `convert` is for
+    "dtype": ("hf", "deepspeed"),
+    "model": _WEIGHTS,
+    "form": _WEIGHTS,
+    "names": _WEIGHTS,
+    "pretrained": ("hf",),
+    "zero_stage": ("deepspeed",),
+    "world_size": ("deepspeed",),
+}
 
 
 def convert(
     checkpoint: _Url,
     out: _Url | None = None,
     *,
-    to: Literal["fp32", "bf16", "fp16", "hf"] = "fp32",
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    to: Literal["fp32", "bf16", "fp16", "hf", "deepspeed"] = "fp32",
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     tag: str | None = None,
     model: str | None = None,
     form: Literal["safetensors", "torch", ""] = "",
@@ -42,32 +52,70 @@ def convert(
     overwrite: bool = False,
     names: conversion.Names = conversion.Names(),  # noqa: B008 (frozen)
     pretrained: Pretrained | None = None,
+    zero_stage: Literal[1, 2, 3] | None = None,
+    world_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Written]:
-    """Turns a checkpoint into plain weights, or (`to="hf"`) into a folder for transformers; the files written.
+    """Turns a checkpoint into plain weights, into a folder for transformers (`to="hf"`), or into a checkpoint that
+    DeepSpeed resumes from (`to="deepspeed"`); the files written.
 
     checkpoint: a run's folder, a checkpoint folder or one step's in it; a path or URL. out: a folder, or a file that
     ends in .safetensors, .bin, .pt, .pth or .ckpt; by default `weights-TAG-DTYPE` in the checkpoint folder.
-    to, dtype: the dtype of the weights, with `hf` in `dtype`. tag: which checkpoint (the newest). model: one of the
-    job's several models (all). form, max_shard_size, overwrite, names: as the flags of `dsjob convert`.
+    to: the dtype of the weights, or "hf" or "deepspeed". dtype: with these two, the dtype of the weights (fp32), or of
+    the run that DeepSpeed resumes (the job's). tag: which checkpoint (the newest). model: one of the job's several
+    models (all). form, max_shard_size, overwrite, names: as the flags of `dsjob convert`. zero_stage, world_size: with
+    "deepspeed", the ZeRO stage and the number of ranks of the run that resumes; these files have no sha256. progress:
+    told the bytes written and those to write in all, except with "deepspeed".
+
+    Raises UsageError, NoCheckpointError, CorruptCheckpointError, StorageError.
     """
-    hf = to == "hf"
-    if hf and out is None:
+    source, target = os.fspath(checkpoint), os.fspath(out) if out is not None else None
+    _require_fitting(
+        to,
+        dtype=dtype,
+        model=model,
+        form=form,
+        names=names != conversion.Names(),
+        pretrained=pretrained,
+        zero_stage=zero_stage,
+        world_size=world_size,
+    )
+    if to == "deepspeed":
+        if target is None or zero_stage not in (1, 2, 3) or world_size is None or world_size < 1:
+            raise UsageError(
+                'to="deepspeed" needs out, zero_stage (1, 2 or 3) and world_size (at least 1)',
+                hint='convert(checkpoint, "out", to="deepspeed", zero_stage=3, world_size=8)',
+            )
+        paths = conversion.convert_to_deepspeed(
+            source, target, stage=zero_stage, world_size=world_size, to=dtype, tag=tag, overwrite=overwrite
+        )
+        return [Written(path, os.path.getsize(path), sha256="", tensors=0) for path in paths]
+    if to == "hf" and target is None:
         raise UsageError('to="hf" makes a folder, and none was named', hint='convert(checkpoint, "model", to="hf")')
+    if to == "hf" and (names.strip or names.prefix):
+        raise UsageError('to="hf" keeps the names that transformers knows', hint="leave strip and prefix out of names")
     size = conversion.parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     return conversion.convert(
-        os.fspath(checkpoint),
-        os.fspath(out) if out is not None else None,
-        to=dtype if to == "hf" else to,
+        source,
+        target,
+        to=(dtype or "fp32") if to == "hf" else to,
         tag=tag,
         model=model,
         max_shard_size=size,
         overwrite=overwrite,
         form=form,
         names=names,
-        pretrained=(pretrained or Pretrained()) if hf else None,
+        pretrained=(pretrained or Pretrained()) if to == "hf" else None,
         progress=progress,
     )
+
+
+def _require_fitting(to: str, **given: Any) -> None:
+    """Raises UsageError for an argument without effect on what `to` asks for."""
+    for name, value in given.items():
+        if value and to not in _FORMS[name]:
+            forms = " or ".join(f'to="{form}"' for form in _FORMS[name])
+            raise UsageError(f'{name} has no effect with to="{to}"', hint=f"leave it out; it is for {forms}")
 
 
 def load_model(

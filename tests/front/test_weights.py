@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from safetensors.torch import load_file
 
 import dsjob
 from dsjob import errors
+from dsjob.checkpoint.offline.convert import Names
+from dsjob.checkpoint.pretrained.folder import Pretrained
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +71,33 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
         dsjob.load_model(tmp_path)
     with pytest.raises(errors.UsageError, match="none was named"):
         dsjob.convert(tmp_path, to="hf")
+
+
+def test_a_checkpoint_is_written_for_deepspeed(folder: Path, tmp_path: Path) -> None:
+    written = dsjob.convert("run", tmp_path / "ds", to="deepspeed", zero_stage=2, world_size=2)
+    names = sorted(Path(file.path).name for file in written)
+    assert names == sorted(path.name for path in (tmp_path / "ds" / "global_step2").iterdir())
+    assert [file.size for file in written] == [Path(file.path).stat().st_size for file in written]
+    dsjob.convert(tmp_path / "ds", tmp_path / "back.safetensors")
+    back, model = load_file(tmp_path / "back.safetensors"), dsjob.load_model("run").state_dict()
+    assert all(torch.equal(back[name], model[name]) for name in model)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"to": "deepspeed", "out": "ds", "zero_stage": 2}, "world_size"),
+        ({"to": "deepspeed", "zero_stage": 2, "world_size": 2}, "needs out"),
+        ({"to": "deepspeed", "out": "ds", "zero_stage": 4, "world_size": 2}, "zero_stage"),
+        ({"to": "deepspeed", "out": "ds", "zero_stage": 2, "world_size": 2, "model": "a"}, "model has no effect"),
+        ({"to": "bf16", "world_size": 2}, "world_size has no effect"),
+        ({"to": "bf16", "dtype": "fp16"}, "dtype has no effect"),
+        ({"to": "fp32", "pretrained": Pretrained()}, "pretrained has no effect"),
+        ({"to": "hf", "out": "model", "names": Names(prefix="a.")}, "keeps the names"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(folder: Path, given: dict[str, Any], told: str) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(errors.UsageError, match=told):
+        dsjob.convert("run", **given)
+    assert sorted(path.name for path in folder.iterdir()) == before
