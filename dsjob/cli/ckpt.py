@@ -10,20 +10,33 @@ from typing import Any
 
 from dsjob.cli import ckpt_text as text
 from dsjob.cli.bar import show_progress
-from dsjob.cli.flags import make_parser
+from dsjob.cli.flags import describe, make_parser
 from dsjob.errors import UsageError
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+EXAMPLES = {
+    "ls": ("dsjob ckpt ls runs/a", "dsjob ckpt ls s3://bucket/a/checkpoints --json"),
+    "info": ("dsjob ckpt info runs/a", "dsjob ckpt info runs/a --tag step-00000100 --tensors"),
+    "verify": ("dsjob ckpt verify runs/a", "dsjob ckpt verify s3://bucket/a/checkpoints --all"),
+    "diff": (
+        "dsjob ckpt diff runs/a runs/b",
+        "dsjob ckpt diff runs/a --tag step-00000100 --tag step-00000200",
+        "dsjob ckpt diff runs/a weights.safetensors",
+    ),
+    "gc": ("dsjob ckpt gc runs/a --dry-run", "dsjob ckpt gc runs/a --older-than 7d"),
+    "copy": ("dsjob ckpt copy runs/a s3://bucket/a", "dsjob ckpt copy runs/a best --tag step-00000100"),
+}
 
 
 def main(arguments: list[str], debug: bool) -> int:
     """Runs a subcommand; its exit code: 1 also where `verify` finds damage or `diff` a difference."""
-    args = _parse(arguments)
+    args = parse_arguments(arguments)
     code: int = args.action(args)
     return code
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """A subcommand with its arguments; `action` runs it."""
     parser = make_parser(
         "ckpt",
         "Look into checkpoints, check, compare, copy and tidy them up.",
@@ -38,7 +51,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     below = parser.add_subparsers(required=True, metavar="ls|info|verify|diff|gc|copy")
 
     def add(name: str, action: Any, help_text: str, places: tuple[str, ...] = ("CKPT",)) -> argparse.ArgumentParser:
-        made = below.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
+        description = help_text[0].upper() + help_text[1:] + "."
+        made = below.add_parser(name, help=help_text, **describe(description, EXAMPLES[name]))
         made.set_defaults(action=action)
         for place in places:
             made.add_argument(

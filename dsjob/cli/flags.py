@@ -14,14 +14,18 @@ from dsjob.trust.user import Flags
 
 def make_parser(command: str, description: str, examples: Sequence[str], **options: Any) -> argparse.ArgumentParser:
     """A command's parser; its help ends with `examples`."""
-    lines = [*textwrap.wrap(options.pop("epilog", ""), 80), "", "examples:", *(f"  {line}" for line in examples)]
-    return argparse.ArgumentParser(
-        prog=f"dsjob {command}",
-        description=textwrap.fill(description, 80),
-        epilog="\n".join(lines).lstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    return argparse.ArgumentParser(prog=f"dsjob {command}", **describe(description, examples, **options))
+
+
+def describe(description: str, examples: Sequence[str], *, epilog: str = "", **options: Any) -> dict[str, Any]:
+    """The options of a parser whose help ends with `examples`."""
+    lines = [*textwrap.wrap(epilog, 80), "", "examples:", *(f"  {line}" for line in examples)]
+    return {
+        "description": textwrap.fill(description, 80),
+        "epilog": "\n".join(lines).lstrip(),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
         **options,
-    )
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob.cli.flags import add_arguments, allow_protocols, read_flags
+from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
 from dsjob.cli.overrides import is_override
 from dsjob.contract.secrets import hide_secrets
 from dsjob.document import Document
@@ -28,9 +29,7 @@ def main(arguments: list[str], debug: bool) -> int:
     """Runs a recipe or a job file, sweeps, or answers one of Hydra's questions."""
     args = composition.parse_arguments(arguments, add_arguments)
     if args.help:
-        from dsjob.cli import USAGE
-
-        sys.stdout.write(USAGE)
+        sys.stdout.write(make_help().format_help())
         return 0
     allow_protocols(args.trust)
     file, overrides = split_source(args.overrides)
@@ -67,6 +66,47 @@ def main(arguments: list[str], debug: bool) -> int:
     if launcher.read_world_size() is not None:
         end_rank(0)
     return 0
+
+
+def make_help() -> argparse.ArgumentParser:
+    """What `dsjob run --help` prints; Hydra's own parser, which reads the words, explains less."""
+    parser = make_parser(
+        "run",
+        "Run a job document, a recipe or a sweep, or resume a run. `dsjob` without a command does the same.",
+        (
+            "dsjob +recipe=quickstart",
+            "dsjob run cfg.yaml trainer.max_steps=100 launch.nproc=2",
+            "dsjob run outputs/mine trainer.max_steps=200",
+            "dsjob run -m cfg.yaml optimizer.params.lr=1e-3,3e-4",
+            "dsjob run cfg.yaml --cfg job",
+        ),
+        usage="dsjob [run] [flags] [FILE | FOLDER] [+recipe=NAME] [key=value ...]",
+        add_help=False,
+    )
+    for name, text in (
+        ("FILE", "a job document: JSON or YAML, a path or URL; - reads standard input"),
+        ("FOLDER", "a run's folder: resumes that run, or extends it with trainer.max_steps=N"),
+        ("+recipe=NAME", "build on a recipe: quickstart, zero2_gpt, zero3_t5, vision_digits, ..."),
+        ("key=value", "change a value of the document, such as optimizer.params.lr=1e-3; ~key removes one"),
+    ):
+        parser.add_argument(name, help=text)
+    for names, metavar, text in (
+        (("--help", "-h"), None, "show this help"),
+        (("--multirun", "-m"), None, "sweep: one run for each combination of key=a,b,c"),
+        (("--cfg", "-c"), "job|hydra|all", "print the composed document, and run nothing"),
+        (("--package", "-p"), "PATH", "with --cfg: this section alone"),
+        (("--info", "-i"), "WHAT", "print what Hydra knows, such as searchpath or defaults-tree"),
+        (("--config-dir", "-cd"), "DIR", "a folder with recipes and groups of your own"),
+        (("--shell-completion", "-sc"), "install=SHELL", "print the completion for bash, fish or zsh"),
+        (("--hydra-help",), None, "explain Hydra's other flags"),
+        (("--debug",), None, "show tracebacks"),
+    ):
+        if metavar:
+            parser.add_argument(*names, metavar=metavar, help=text)
+        else:
+            parser.add_argument(*names, action="store_true", help=text)
+    add_arguments(parser)
+    return parser
 
 
 def split_source(words: Sequence[str], *, bare: bool = False) -> tuple[Document | None, list[str]]:

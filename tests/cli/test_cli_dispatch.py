@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.utils import get_args_parser
 
 import dsjob
 from dsjob import errors
 from dsjob.cli import USAGE, main, parse_count
+from dsjob.cli.flags import add_arguments
+from dsjob.cli.run import make_help
 from dsjob.errors import DocumentError, DsjobError, Interrupted, Problem, UsageError
 
 COMMANDS = ["run", "validate", "show", "schema", "convert", "ckpt"]
@@ -91,9 +94,20 @@ def test_each_command_has_help(capsys: pytest.CaptureFixture[str], command: str)
     assert f"usage: dsjob {command}" in capsys.readouterr().out
 
 
-def test_help_after_other_words_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["+recipe=quickstart", "--help"]) == 0
-    assert capsys.readouterr().out == USAGE
+@pytest.mark.parametrize("words", [["run", "--help"], ["run", "cfg.yaml", "-h"], ["+recipe=quickstart", "--help"]])
+def test_help_of_run_explains_it(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: dsjob [run]")
+    assert "  dsjob run outputs/mine" in shown
+
+
+def test_help_of_run_lists_flags_that_run_takes() -> None:
+    taken = get_args_parser()
+    add_arguments(taken)
+    listed = {name for action in make_help()._actions for name in action.option_strings}
+    assert len(listed) > 15
+    assert listed - set(taken._option_string_actions) == {"--debug"}  # `dsjob.cli` takes that one
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from jobs import clean_env, dsjob
 
 from dsjob.cli import COMMANDS, main
+from dsjob.cli.ckpt import EXAMPLES, parse_arguments
 from dsjob.cli.init import FILES
 
 
@@ -48,14 +49,19 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.Cap
     assert "cannot write" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"ckpt {name}" for name in EXAMPLES)])
 def test_the_help_of_a_command_has_examples_of_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):  # argparse prints, and exits
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     _, _, examples = capsys.readouterr().out.partition("examples:\n")
     lines = [line.strip() for line in examples.splitlines() if line]
     assert len(lines) >= 2
     assert all(line.startswith(("dsjob +", "dsjob cfg.yaml", "dsjob -m", f"dsjob {command}")) for line in lines[:2])
+
+
+@pytest.mark.parametrize("example", [line for lines in EXAMPLES.values() for line in lines])
+def test_the_examples_of_ckpt_can_be_typed(example: str) -> None:
+    assert parse_arguments(example.split()[2:]).action
 
 
 @pytest.mark.parametrize(
