@@ -100,9 +100,13 @@ def limit_problems(problems: Sequence[Problem]) -> list[Problem]:
 
 
 class DsjobError(Exception):
-    """Base of all errors that dsjob raises on purpose."""
+    """Base of all errors that dsjob raises on purpose.
+
+    `path`: the place in the document that is at fault, where one is; the message then begins with it.
+    """
 
     exit_code = 1
+    path: tuple[str | int, ...] = ()
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         if len(message) > MAX_MESSAGE * 10 and not isinstance(self, DocumentError):
@@ -113,6 +117,23 @@ class DsjobError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+    def put_at(self, path: tuple[str | int, ...]) -> None:
+        """Says which place in the document is at fault, unless that is known."""
+        if path and not self.path:
+            self.path = path
+            if not self.message.startswith(f"{name_target(path)}: "):
+                self.message = f"{_dot(path)}: {self.message}"
+
+    def to_problem(self) -> Problem:
+        """The same as a problem of the document; the caller fills in file, line and column."""
+        message = self.message.removeprefix(f"{_dot(self.path)}: ").removeprefix(f"{name_target(self.path)}: ")
+        return Problem(message, self.path, "target", self.hint)
+
+
+def name_target(path: Sequence[str | int]) -> str:
+    """What a message calls the target at `path`, which may be that of its `_target_`."""
+    return _dot(path[:-1] if path[-1:] == ("_target_",) else path)
 
 
 class UsageError(DsjobError, ValueError):
@@ -146,24 +167,9 @@ class ConfigWarning(UserWarning):
 
 
 class TargetError(DsjobError):
-    """A `_target_` cannot be imported, or does not take the arguments that the document gives it.
-
-    `path`: the place in the document, where it is known; the message then begins with it.
-    """
+    """A `_target_` cannot be imported, or does not take the arguments that the document gives it."""
 
     exit_code = 2
-    path: tuple[str | int, ...] = ()
-
-    def put_at(self, path: tuple[str | int, ...]) -> None:
-        """Says where in the document the target or its argument is, unless that is known."""
-        if path and not self.path:
-            self.path = path
-            self.message = f"{_dot(path)}: {self.message}"
-
-    def to_problem(self) -> Problem:
-        """The same as a problem of the document; the caller fills in file, line and column."""
-        message = self.message.removeprefix(f"{_dot(self.path)}: ")
-        return Problem(message, self.path, "target", self.hint)
 
 
 class ContractError(DsjobError):

@@ -12,13 +12,14 @@ from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.secrets import list_texts
 from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.resolve import complete_job, place_problems, read_nproc, resolve_job
-from dsjob.errors import DocumentError, Problem, TargetError
+from dsjob.errors import DocumentError, Problem
+from dsjob.front.places import placing_errors
 from dsjob.launch import launcher
 from dsjob.run_folder import describe_other_job, list_commits, make_run_dir
 from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
 from dsjob.trust.grant import Trust
-from dsjob.trust.user import find_program, list_untrusted, place_origins
+from dsjob.trust.user import find_program, list_untrusted
 
 
 def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
@@ -51,7 +52,8 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         launcher.quiet_torch()
         from dsjob.launch.joined import join
 
-        return join(complete_job(document), trust=trust, run_dir=run_dir)
+        with placing_errors(composed):
+            return join(complete_job(document), trust=trust, run_dir=run_dir)
     job = complete_job(document)
     if run_dir is not None:
         with launcher.telling_what_is_kept(run_dir, document):
@@ -73,12 +75,8 @@ def _find_origin(composed: Composed) -> str | None:
 def _start(composed: Composed, job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
     if list_commits(run_dir, job.document) and (other := describe_other_job(run_dir, job.document)):
         raise DocumentError([Problem(other, ("output", "dir"), "another-job", "choose another output.dir")])
-    try:
+    with placing_errors(composed):
         return launcher.start(job, run_dir, trust=trust, debug=debug)
-    except TargetError as error:
-        if not error.path:
-            raise
-        raise DocumentError(place_origins([error.to_problem()], composed)) from error
 
 
 def _say_first(composed: Composed, world_size: int) -> None:

@@ -10,6 +10,7 @@ from dsjob.contract.spec import Dtype, JobSpec, view
 from dsjob.document.origins import Composed
 from dsjob.document.resolve import choose_world_size, resolve_job
 from dsjob.errors import DataError, DocumentError, UsageError
+from dsjob.front.places import placing_errors
 from dsjob.front.unnamed import complete
 from dsjob.launch import launcher
 from dsjob.launch.rank import add_import_folders
@@ -53,7 +54,8 @@ def plan_composed(composed: Composed, asked: Asked, trust: Trust) -> Plan:
     if problems:
         raise DocumentError(problems)
     add_import_folders(trust.importable)
-    return _make_plan(document, world_size, asked, trust)
+    with placing_errors(composed):
+        return _make_plan(document, world_size, asked, trust)
 
 
 def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: Trust) -> Plan:

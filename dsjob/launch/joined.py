@@ -8,19 +8,20 @@ Kubernetes' pods: such jobs need an `output.dir` without `%time`.
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dsjob.contract.resolved import ResolvedJob
-from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, LostRankError, Preempted
+from dsjob.errors import DocumentError, DsjobError, Interrupted, LostRankError, Preempted
 from dsjob.launch.launcher import telling_what_is_kept
 from dsjob.launch.rank import add_import_folders, show_crashes
 from dsjob.ranks import meeting
 from dsjob.ranks.agreement import on_rank_0
-from dsjob.ranks.failures import follows_from_another, has_hung_up, has_waited
+from dsjob.ranks.failures import Failure, has_hung_up, has_waited
 from dsjob.ranks.mesh import World, abandon_world, join_world, leave_world
 from dsjob.ranks.nodes import check_shared
 from dsjob.ranks.watchdog import (
@@ -34,7 +35,7 @@ from dsjob.ranks.watchdog import (
 )
 from dsjob.run_folder import make_run_dir, read_result
 from dsjob.training.job import run_job
-from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
+from dsjob.trust.frames import drop_path
 from dsjob.trust.grant import Trust
 
 _runs = count()  # of this process: a sweep under torchrun has several
@@ -44,7 +45,8 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
     """Runs a resolved job as one of the ranks that somebody else has started; rank 0's job and `run_dir` count.
 
     `run_dir`: the run's folder, where it is made already. Returns what `result.json` says, on every rank. Raises
-    LostRankError where another rank has the cause, LaunchError with this rank's number for what it failed with itself.
+    LostRankError where another rank has the cause; else, with this rank's number, TargetError for a target of the
+    document and LaunchError for anything else that it failed with.
     """
     add_import_folders(trust.importable)
     show_crashes()
@@ -77,11 +79,24 @@ def _run(job: ResolvedJob, world: World, trust: Trust, run_dir: str | None) -> d
     check_shared(settled.spec.checkpoint.dir or os.path.join(run_dir, "checkpoints"), world)
     if os.path.isdir(run_dir):  # another node may lack it, where checkpoints go to a store
         place_records(run_dir)
-    with telling_what_is_kept(run_dir, settled.document) if world.everyone.rank == 0 else nullcontext():
+    telling = telling_what_is_kept(run_dir, settled.document) if world.everyone.rank == 0 else nullcontext()
+    with telling, _dropping_foreign_places(job, settled):
         run_job(settled, run_dir, world, trust)
     result = on_rank_0(world.everyone, lambda: read_result(run_dir))
     leave_world()  # not after a failure: it would wait for ranks that are in a collective
     return {**result, "run_dir": run_dir}
+
+
+@contextmanager
+def _dropping_foreign_places(own: ResolvedJob, counts: ResolvedJob) -> Iterator[None]:
+    """Lets errors tell no place where this rank has composed another document than the one that counts, rank 0's: its
+    file may have other lines."""
+    try:
+        yield
+    except Exception as error:
+        if {**own.document, "checkpoint": None} != {**counts.document, "checkpoint": None}:  # a restart resumes
+            drop_path(error)
+        raise
 
 
 def _settle_folder(job: ResolvedJob, run_dir: str | None) -> tuple[ResolvedJob, str]:
@@ -99,13 +114,12 @@ def _settle_folder(job: ResolvedJob, run_dir: str | None) -> tuple[ResolvedJob, 
     return job, run_dir
 
 
-def _describe(error: BaseException, rank: int, board: StoreBoard, watchdog: Watchdog) -> LaunchError:
+def _describe(error: BaseException, rank: int, board: StoreBoard, watchdog: Watchdog) -> DsjobError:
     """What this rank has failed with, told apart from what another one has done to it."""
-    known = error if isinstance(error, DsjobError) else None
-    message = known.message if known else describe_failure(error)
-    if not follows_from_another(error):
-        hint = known.hint if known else TRACEBACK_HINT
-        return LaunchError(f"rank {rank}: {message}", hint=hint, exit_code=known.exit_code if known else 1)
+    failure = Failure.of(rank, error)
+    message = failure.message
+    if not failure.follows:
+        return failure.to_error()
     if not has_waited(error):
         told = ""
         with suppress(RuntimeError):  # the store is gone with rank 0

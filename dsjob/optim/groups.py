@@ -31,10 +31,8 @@ def split_groups(
         _check_patterns(name, _list_patterns(rule), [own for own, _ in named])
         chosen = [pair for pair in rest if _takes(rule, *pair)]
         if not chosen:
-            raise TargetError(
-                f"optimizer.param_groups.{name} takes no parameter",
-                hint="rules are asked in order, and the first that takes a parameter keeps it",
-            )
+            hint = "rules are asked in order, and the first that takes a parameter keeps it"
+            raise _refuse("takes no parameter", hint, name)
         taken = {own for own, _ in chosen}
         rest = [pair for pair in rest if pair[0] not in taken]
         groups.append({**list_overrides(rule), "name": name, "params": [parameter for _, parameter in chosen]})
@@ -53,10 +51,8 @@ def check_overrides(rules: Mapping[str, Mapping[str, Any]], known: Mapping[str, 
     for name, rule in rules.items():
         for key in list_overrides(rule):
             if key not in known:
-                raise TargetError(
-                    f"optimizer.param_groups.{name}.{key}: the optimizer has no such value for a group",
-                    hint=f"it has {', '.join(sorted(known))}",
-                )
+                hint = f"it has {', '.join(sorted(known))}"
+                raise _refuse("the optimizer has no such value for a group", hint, name, key)
 
 
 def _takes(rule: Mapping[str, Any], name: str, parameter: nn.Parameter) -> bool:
@@ -76,10 +72,8 @@ def _list_patterns(rule: Mapping[str, Any]) -> list[str]:
 def _check_patterns(rule: str, patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise TargetError(
-                f'optimizer.param_groups.{rule}.match: "{pattern}" matches no parameter that is trained',
-                hint=f"near it are {', '.join(_list_near(pattern, names))}",
-            )
+            hint = f"near it are {', '.join(_list_near(pattern, names))}"
+            raise _refuse(f'"{pattern}" matches no parameter that is trained', hint, rule, "match")
 
 
 def _list_near(pattern: str, names: Sequence[str], most: int = 3) -> list[str]:
@@ -91,3 +85,10 @@ def _list_near(pattern: str, names: Sequence[str], most: int = 3) -> list[str]:
         return max(difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts)
 
     return sorted(names, key=lambda name: -likeness(name))[:most]
+
+
+def _refuse(message: str, hint: str, *below: str) -> TargetError:
+    """The error for what a rule says; `below`: its place below optimizer.param_groups."""
+    error = TargetError(message, hint=hint)
+    error.put_at(("optimizer", "param_groups", *below))
+    return error

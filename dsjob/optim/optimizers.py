@@ -23,7 +23,7 @@ from dsjob.optim.onebit.onebit_lamb import OneBitLamb
 from dsjob.optim.onebit.zero_one_adam import ZeroOneAdam
 from dsjob.trust.grant import Trust
 from dsjob.trust.signatures import find_misfits
-from dsjob.trust.targets import call_target
+from dsjob.trust.targets import call_target, placing_target
 
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -55,12 +55,12 @@ def build_optimizer(
 
 def _build(method: Method, groups: list[Any], trust: Trust, names: Mapping[int, str]) -> Optimizer:
     if method.target is not None:
-        made = call_target(method.target, groups, trust=trust, where=("optimizer",))
-        if not isinstance(made, Optimizer):
-            raise TargetError(
-                f"optimizer: {method.target.path} returned {type(made).__name__}, not a torch.optim.Optimizer"
-            )
-        return made
+        with placing_target(("optimizer",)):
+            made = call_target(method.target, groups, trust=trust, where=("optimizer",))
+            if not isinstance(made, Optimizer):
+                found = f"{method.target.path} returned {type(made).__name__}, not a torch.optim.Optimizer"
+                raise TargetError(f"optimizer: {found}")
+            return made
     name = method.type or ""
     build = _NAMED.get(name.lower()) or (
         functools.partial(_muon, names=names) if name.lower() == "muon" else _find(name)
@@ -68,7 +68,9 @@ def _build(method: Method, groups: list[Any], trust: Trust, names: Mapping[int, 
     try:
         return build(groups, method.params)
     except (TypeError, ValueError) as error:
-        raise TargetError(f"optimizer {name}: {error}", hint="see optimizer.params in the document") from error
+        failed = TargetError(f"{name}: {error}", hint="see optimizer.params in the document")
+        failed.put_at(("optimizer", "params"))
+        raise failed from error
 
 
 def _build_adam(groups: list[Any], params: Mapping[str, Any], *, decoupled: bool) -> Optimizer:
@@ -144,7 +146,9 @@ def _find(name: str) -> Callable[[list[Any], Mapping[str, Any]], Optimizer]:
 
     def build(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
         for misfit in find_misfits(f"optimizer {name}", kind, 1, params):
-            raise TargetError(misfit.message, hint=misfit.hint)
+            failed = TargetError(misfit.message, hint=misfit.hint)
+            failed.put_at(("optimizer", "params", *([misfit.argument] if misfit.argument else [])))
+            raise failed
         return kind(groups, **params)
 
     return build

@@ -24,7 +24,7 @@ from dsjob.optim import transformers_schedules as theirs
 from dsjob.optim.closed_form import ClosedForm, Rates, spread
 from dsjob.trust.grant import Trust
 from dsjob.trust.signatures import find_misfits
-from dsjob.trust.targets import call_target
+from dsjob.trust.targets import call_target, placing_target
 
 LENGTHS = {  # the argument that says where a schedule ends, of those that have an end
     **dict.fromkeys(("WarmupDecayLR", "WarmupCosineLR"), "total_num_steps"),
@@ -262,19 +262,25 @@ def build_scheduler(method: Method, optimizer: Optimizer, trust: Trust = Trust()
     Raises TargetError for a name that torch does not have, or arguments that it does not take.
     """
     if method.target is not None:
-        made = call_target(method.target, optimizer, trust=trust, where=("scheduler",))
-        if not hasattr(made, "step") or not hasattr(made, "state_dict"):
-            raise TargetError(f"scheduler: {method.target.path} returned {type(made).__name__}, which has no step()")
+        with placing_target(("scheduler",)):
+            made = call_target(method.target, optimizer, trust=trust, where=("scheduler",))
+            if not hasattr(made, "step") or not hasattr(made, "state_dict"):
+                found = f"{method.target.path} returned {type(made).__name__}, which has no step()"
+                raise TargetError(f"scheduler: {found}")
         scheduler: LRScheduler = made
         return scheduler
     name = method.type or ""
     kind: Callable[..., LRScheduler] = _NAMED.get(name) or _find(name)
     for misfit in find_misfits(f"scheduler {name}", kind, 1, method.params):
-        raise TargetError(misfit.message, hint=misfit.hint)
+        failed = TargetError(misfit.message, hint=misfit.hint)
+        failed.put_at(("scheduler", "params", *([misfit.argument] if misfit.argument else [])))
+        raise failed
     try:
         return kind(optimizer, **method.params)
     except (TypeError, ValueError) as error:
-        raise TargetError(f"scheduler {name}: {error}", hint="see scheduler.params in the document") from error
+        failed = TargetError(f"{name}: {error}", hint="see scheduler.params in the document")
+        failed.put_at(("scheduler", "params"))
+        raise failed from error
 
 
 def _find(name: str) -> Callable[..., LRScheduler]:

@@ -36,7 +36,7 @@ from dsjob.ranks.stalls import (
     parse_stack,
     show_stack,
 )
-from dsjob.trust.frames import TRACEBACK_HINT, describe_failure, find_place, list_frames
+from dsjob.trust.frames import TRACEBACK_HINT, describe_failure, find_path, find_place, list_frames
 
 # What gloo, NCCL and torch's stores say on ranks that wait for another one in vain.
 _WAITED = re.compile(
@@ -62,7 +62,8 @@ _LINES = 12  # of a rank's last output that are shown
 @dataclass(frozen=True)
 class Failure:
     """How one rank failed. `time`: nanoseconds since the epoch. `follows`: another rank has caused it; `waited`: by not
-    coming. `frames`: where the main thread was, innermost first."""
+    coming. `frames`: where the main thread was, innermost first. `path`: the place in the document that is at fault, if
+    one is; `of_target`: the document itself is wrong there."""
 
     rank: int
     time: int
@@ -72,6 +73,35 @@ class Failure:
     follows: bool
     waited: bool = False
     frames: list[str] = field(default_factory=list)
+    path: list[str | int] = field(default_factory=list)
+    of_target: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """How `rank` failed, where `error` ended it."""
+        known = error if isinstance(error, DsjobError) else None
+        return cls(
+            rank=rank,
+            time=time.time_ns(),
+            message=mask(known.message) if known else describe_failure(error),
+            hint=mask(known.hint) if known else TRACEBACK_HINT,
+            exit_code=known.exit_code if known else 1,
+            follows=follows_from_another(error),
+            waited=has_waited(error),
+            frames=list_frames(error)[:40],
+            path=list(find_path(error)),
+            of_target=isinstance(error, TargetError),
+        )
+
+    def to_error(self) -> DsjobError:
+        """The error to raise for it where all ranks are known."""
+        error: DsjobError
+        if self.of_target and self.path:
+            error = TargetError(f"{self.message} (rank {self.rank})", hint=self.hint)
+        else:
+            error = LaunchError(f"rank {self.rank}: {self.message}", hint=self.hint, exit_code=self.exit_code)
+        error.path = tuple(self.path)
+        return error
 
 
 @dataclass(frozen=True)
@@ -126,17 +156,7 @@ def _find_cause(error: BaseException) -> BaseException | None:
 
 def record_failure(folder: str, rank: int, error: BaseException) -> Failure:
     """Writes what `rank` failed with into `folder`."""
-    known = error if isinstance(error, DsjobError) else None
-    failure = Failure(
-        rank=rank,
-        time=time.time_ns(),
-        message=mask(known.message) if known else describe_failure(error),
-        hint=mask(known.hint) if known else TRACEBACK_HINT,
-        exit_code=known.exit_code if known else 1,
-        follows=follows_from_another(error),
-        waited=has_waited(error),
-        frames=list_frames(error)[:40],
-    )
+    failure = Failure.of(rank, error)
     path = os.path.join(folder, f"error-{rank:05d}.json")
     with open(f"{path}.new", "w", encoding="utf-8") as file:
         json.dump(asdict(failure), file)
@@ -197,13 +217,8 @@ def blame(scene: Scene) -> DsjobError:
         return saved
     told = {failure.rank for failure in scene.failures}
     sudden = [end for end in scene.ends if end.rank not in told and not (end.finished and end.code == 0)]
-    own: list[tuple[int, LaunchError]] = [
-        (
-            failure.time,
-            LaunchError(f"rank {failure.rank}: {failure.message}", hint=failure.hint, exit_code=failure.exit_code),
-        )
-        for failure in scene.failures
-        if not failure.follows
+    own: list[tuple[int, DsjobError]] = [
+        (failure.time, failure.to_error()) for failure in scene.failures if not failure.follows
     ]
     own += [(end.time, _describe_end(end, scene.logs)) for end in sudden if not _end_follows(end)]
     if own:

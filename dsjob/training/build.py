@@ -41,7 +41,7 @@ from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measures, to_job_device
 from dsjob.training.steps import MicroStep, make_micro_step
 from dsjob.trust.grant import Trust
-from dsjob.trust.targets import build_callable, call_target
+from dsjob.trust.targets import build_callable, build_instance, call_target, placing_section
 
 
 def build_model(target: Target, trust: Trust, where: Path = ("model",)) -> nn.Module:
@@ -49,11 +49,7 @@ def build_model(target: Target, trust: Trust, where: Path = ("model",)) -> nn.Mo
 
     Raises ContractError where the target returns something else than a torch.nn.Module, TargetError.
     """
-    model = call_target(target, trust=trust, where=where)
-    if not isinstance(model, nn.Module):
-        place = ".".join(map(str, where)).removesuffix(".model")
-        raise ContractError(f"{place}: {target.path} returned {type(model).__name__}, not a torch.nn.Module")
-    return model
+    return build_instance(target, nn.Module, "a torch.nn.Module", trust, where)
 
 
 def build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
@@ -111,9 +107,11 @@ def build_engines(
     `steps`: optimizer steps of the whole run, for the length of schedules; None for engines that do not train, which
     have no optimizer and no schedule and are dsjob's own. `mpu`: see `divide_ranks`. Raises UsageError, TargetError.
     """
-    return Engines(
-        {name: _build_engine(model, job.models[name], world, trust, steps, mpu) for name, model in models.items()}
-    )
+    engines = {}
+    for name, model in models.items():
+        with placing_section(job.document, name):
+            engines[name] = _build_engine(model, job.models[name], world, trust, steps, mpu)
+    return Engines(engines)
 
 
 def _build_engine(
@@ -199,15 +197,15 @@ def build_callbacks(spec: JobSpec, trust: Trust) -> dict[str, Callback]:
 
 
 def _build_callback(name: str, target: Target, trust: Trust) -> Callback:
-    built = call_target(target, trust=trust, where=("callbacks", name))
-    if not isinstance(built, Callback):
-        raise ContractError(f"callbacks.{name}: {target.path} returned {type(built).__name__}, not a dsjob Callback")
+    where = ("callbacks", name)
+    built = build_instance(target, Callback, "a dsjob Callback", trust, where)
     hooks = [hook for hook in vars(Callback) if hook.startswith("on_")]
     for hook in dir(type(built)):
         if hook.startswith("on_") and hook not in hooks and callable(getattr(type(built), hook)):
-            raise ContractError(
-                f"callbacks.{name}: {target.path} has {hook}, which is never called", hint=f"hooks: {', '.join(hooks)}"
-            )
+            message = f"callbacks.{name}: {target.path} has {hook}, which is never called"
+            error = ContractError(message, hint=f"hooks: {', '.join(hooks)}")
+            error.put_at((*where, "_target_"))
+            raise error
     return built
 
 

@@ -16,9 +16,9 @@ from dsjob.data.passes import require_same_length
 from dsjob.errors import DataError, DsjobError
 from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
-from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
+from dsjob.trust.frames import TRACEBACK_HINT, describe_failure, find_path
 from dsjob.trust.grant import Trust
-from dsjob.trust.targets import build_callable, call_target, find_target
+from dsjob.trust.targets import build_callable, call_target, find_target, placing_target
 
 Collate = Callable[..., Any] | None
 _DIVIDING = {"rank", "world_size", "num_replicas"}
@@ -84,7 +84,9 @@ def _call_data(target: Target, role: str, trust: Trust) -> Any:
     except Exception as error:
         if follows_from_another(error):
             raise
-        raise DataError(f"data.{role}: {describe_failure(error)}", hint=TRACEBACK_HINT) from error
+        failed = DataError(describe_failure(error), hint=TRACEBACK_HINT)
+        failed.put_at(find_path(error))
+        raise failed from error
 
 
 def share_samples(loader: TrainingLoader | GivenLoader | NoLoader, world: World) -> None:
@@ -116,16 +118,18 @@ def _call_loader(
         "train": train,
         **shuffles,
     }
-    names = inspect.signature(find_target(target.path, trust)).parameters
+    where = ("data", "loader")
+    with placing_target(where):
+        names = inspect.signature(find_target(target.path, trust)).parameters
     free = {name: value for name, value in offered.items() if name in names and name not in target.arguments}
     if {"sampler", "batch_sampler"} & target.arguments.keys():
         free.pop("shuffle", None)
     if "batch_sampler" in target.arguments:
         free.pop("batch_size", None)
-    loader = call_target(Target(target.path, {**target.arguments, **free}), dataset, trust=trust)
+    loader = call_target(Target(target.path, {**target.arguments, **free}), dataset, trust=trust, where=where)
     if not hasattr(loader, "__iter__"):
-        raise DataError(
-            f"data.loader: {target.path} gave {type(loader).__name__}, which cannot be iterated over",
-            hint="return an iterable of batches, such as torch.utils.data.DataLoader",
-        )
+        message = f"data.loader: {target.path} returned {type(loader).__name__}, which cannot be iterated over"
+        error = DataError(message, hint="return an iterable of batches, such as torch.utils.data.DataLoader")
+        error.put_at((*where, "_target_"))
+        raise error
     return loader, bool(_DIVIDING & free.keys())

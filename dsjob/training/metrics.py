@@ -27,7 +27,7 @@ from dsjob.ranks.mesh import World
 from dsjob.training.metric_inputs import Inputs, Seen
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 from dsjob.trust.grant import Trust
-from dsjob.trust.targets import build_callable, build_object
+from dsjob.trust.targets import build_callable, build_object, placing_target
 
 T = TypeVar("T")
 _NO_NUMBER = "return one number, or a dict of numbers by name: averaged over classes, for example"
@@ -346,7 +346,7 @@ def make_measure(
         return Gathered(made, given, device)
     if not callable(made):
         raise ContractError(
-            f"metrics.{name} is {type(made).__name__}, which is no metric",
+            f"metrics.{name}: {type(made).__name__} is not a metric",
             hint="a function, an object with update, compute and reset, or a MetricReducer",
         )
     given = Inputs(name, inputs, None)
@@ -367,7 +367,8 @@ def build_measures(
             continue
         made = objects[name] = to_job_device(build_object(spec.target, trust, ("metrics", name)), world.device)
         reduce = _build_reduce(spec.reduce, name, trust)
-        measures[name] = make_measure(name, made, inputs=spec.inputs, reduce=reduce, device=world.device)
+        with placing_target(("metrics", name)):
+            measures[name] = make_measure(name, made, inputs=spec.inputs, reduce=reduce, device=world.device)
     return Measures(phase, world, measures), objects
 
 

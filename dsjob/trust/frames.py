@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import dsjob
 from dsjob.contract.environment import mask
+from dsjob.errors import DsjobError, name_target
 
+_PATH, _PLACE = "_dsjob_path", "_dsjob_place"  # attributes of errors that the user's own code raises
 TRACEBACK_HINT = "run again with --debug for the traceback"
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(dsjob.__file__)), "")
 
@@ -33,7 +35,41 @@ def describe_failure(error: BaseException) -> str:
     """An error of somebody else's code in one line, with the last place in it that is neither dsjob's nor torch's."""
     users = list_users_frames(list_frames(error))
     place = f" ({users[0]})" if users else ""
+    blamed = getattr(error, _PLACE, "")
     if isinstance(error, SystemExit):
         called = getattr(error, "called", "sys.exit")
         return mask(f"user code called {called}({error.code!r}) before the last step{place}")
-    return mask(f"{type(error).__name__}{f': {error}' if str(error) else ''}{place}")
+    told = f"{blamed}: " if blamed else ""
+    return mask(f"{told}{type(error).__name__}{f': {error}' if str(error) else ''}{place}")
+
+
+def put_at(error: BaseException, path: tuple[str | int, ...]) -> None:
+    """Notes on an error of any type which target of the document has raised it, unless that is known."""
+    if isinstance(error, DsjobError):
+        error.put_at(path)
+    elif path and not find_path(error):
+        setattr(error, _PATH, path)
+        setattr(error, _PLACE, name_target(path))
+
+
+def find_path(error: BaseException) -> tuple[str | int, ...]:
+    """The place in the document that is at fault for an error; empty where none is known to be."""
+    found: tuple[str | int, ...] = error.path if isinstance(error, DsjobError) else getattr(error, _PATH, ())
+    return found
+
+
+def drop_path(error: BaseException) -> None:
+    """Forgets the place in the document; the message still begins with the path."""
+    if isinstance(error, DsjobError):
+        error.path = ()
+    elif hasattr(error, _PATH):
+        delattr(error, _PATH)
+
+
+def tell_place(error: BaseException, place: str) -> None:
+    """Says in an error that has a path where that is: `file:line:column`, or what gives the value instead."""
+    if isinstance(error, DsjobError):
+        error.message = f"{place}: {error.message}"
+    else:
+        setattr(error, _PLACE, f"{place}: {getattr(error, _PLACE)}")
+        error.add_note(f"raised by {getattr(error, _PLACE)}")  # for who sees the traceback

@@ -18,6 +18,7 @@ class Misfit:
     argument: str
     message: str
     hint: str = ""
+    too_many: bool = False
 
 
 def find_misfits(
@@ -38,7 +39,7 @@ def find_misfits(
     taken = [p.name for p in by_place[:positional]]
     found = []
     if positional > len(by_place) and Parameter.VAR_POSITIONAL not in kinds:
-        found.append(Misfit("", f"{name} takes {len(by_place)} arguments by position, not {positional}"))
+        found.append(Misfit("", f"{name} takes {len(by_place)} arguments by position, not {positional}", too_many=True))
     for key in keywords:
         if key in by_name and key in taken:
             found.append(Misfit(key, f'{name} is given "{key}" twice: by position and by name', "keep one of the two"))

@@ -12,25 +12,27 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from dsjob.contract.environment import parse_reference
 from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
 from dsjob.contract.spec import Target, make_target
-from dsjob.errors import DsjobError, Problem, TargetError
+from dsjob.errors import ContractError, DsjobError, Interrupted, Preempted, Problem, TargetError, name_target
 from dsjob.trust import grant as trusting
 from dsjob.trust.data_folders import check_data
 from dsjob.trust.exits import refuse_exits
-from dsjob.trust.frames import describe_failure
+from dsjob.trust.frames import describe_failure, put_at
 from dsjob.trust.grant import Trust
 from dsjob.trust.hub import check_models
 from dsjob.trust.signatures import find_misfits, takes_keyword
 
+T = TypeVar("T")
 MAKERS = ("evaluate.load",)  # functions that are called to make what the loop calls
 _MOVED = {"dsjob.callbacks": "Callback"}  # modules of earlier versions, and what users import from dsjob instead
 
@@ -45,10 +47,10 @@ def call_target(
 
     `${oc.env:NAME}` is read from the environment, where it need not be set if a default follows the name.
     `_partial_: true` binds the arguments instead. Raises TargetError where the target is not trusted, cannot be
-    imported or does not take the arguments; an error inside the target passes through. `where`: the target's place in
-    the document, for errors.
+    imported or does not take the arguments; an error inside the target passes through, with `where` noted on it: the
+    target's place in the document.
     """
-    with _placing((*where, "_target_") if where else ()):
+    with placing_target(where):
         return _call(target, positional, trust, where)
 
 
@@ -75,12 +77,19 @@ def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) 
         _require_trusted(target.path, check_data(passed, trust.protocols))
     for misfit in find_misfits(target.path, function, len(listed), keywords, partial=partial):
         error = TargetError(misfit.message, hint=misfit.hint)
-        error.put_at((*where, misfit.argument or "_target_") if where else ())
+        at_fault = misfit.argument or ("_args_" if "_args_" in given and misfit.too_many else "_target_")
+        error.put_at((*where, at_fault) if where else ())
         raise error
     if partial:
         return functools.partial(function, *listed, **keywords)
-    with refuse_exits():
-        return function(*listed, **keywords)
+    try:
+        with refuse_exits():
+            return function(*listed, **keywords)
+    except (Interrupted, Preempted):  # a signal came meanwhile
+        raise
+    except Exception as error:
+        put_at(error, (*where, "_target_") if where else ())
+        raise
 
 
 def _read_references(value: Any) -> Any:
@@ -111,27 +120,55 @@ def build_callable(
     `_partial_` says otherwise where it is given: false calls a function that makes the callable, true binds a class.
     Raises TargetError where what was made cannot be called.
     """
-    made: Any = build_object(target, trust, where or tuple(role.split(".", 1)))
+    where = where or tuple(role.split(".", 1))
+    made: Any = build_object(target, trust, where)
     if not callable(made):
-        raise TargetError(f"{role}: {target.path} made {type(made).__name__}, which cannot be called")
+        error = TargetError(f"{role}: {target.path} returned {type(made).__name__}, which cannot be called")
+        error.put_at((*where, "_target_"))
+        raise error
     built: Callable[..., Any] = made
     return built
 
 
 def build_object(target: Target, trust: Trust = Trust(), where: Path = ()) -> Any:  # noqa: B008 (frozen)
     """As `build_callable`, for what need not be called. `where`: its place in the document."""
-    with _placing((*where, "_target_")):
+    with placing_target(where):
         binds = inspect.isroutine(find_target(target.path, trust)) and target.path not in MAKERS
     return call_target(Target(target.path, {"_partial_": binds, **target.arguments}), trust=trust, where=where)
 
 
+def build_instance(target: Target, kind: type[T], called: str, trust: Trust, where: Path) -> T:
+    """What calling the target at `where` returns, which has to be of `kind`. Raises as `call_target`; ContractError."""
+    made = call_target(target, trust=trust, where=where)
+    if not isinstance(made, kind):
+        found = f"{target.path} returned {type(made).__name__}, not {called}"
+        error = ContractError(f"{name_target(where)}: {found}")
+        error.put_at((*where, "_target_"))
+        raise error
+    return made
+
+
 @contextmanager
-def _placing(path: Path) -> Iterator[None]:
-    """Says of a TargetError where in the document it comes from."""
+def placing_section(document: Mapping[str, Any], model: str) -> Iterator[None]:
+    """Says of an error about the optimizer or schedule of one of several models where the document has it: in the
+    model's own entry, or in the job."""
     try:
         yield
-    except TargetError as error:
-        error.put_at(path)
+    except (TargetError, ContractError) as error:
+        own = (document.get("models") or {}).get(model, {})
+        if error.path and error.path[0] in own:
+            error.message = error.message.replace(str(error.path[0]), f"models.{model}.{error.path[0]}", 1)
+            error.path = ("models", model, *error.path)
+        raise
+
+
+@contextmanager
+def placing_target(where: Path) -> Iterator[None]:
+    """Says of a TargetError or ContractError that it is about the target at `where`, unless it says more itself."""
+    try:
+        yield
+    except (TargetError, ContractError) as error:
+        error.put_at((*where, "_target_") if where else ())
         raise
 
 
@@ -144,7 +181,9 @@ def _build(value: Any, trust: Trust, where: Path) -> Any:
         return [_build(item, trust, where and (*where, index)) for index, item in enumerate(value)]
     if reference := parse_reference(value):
         if missing := reference.find_missing():
-            raise TargetError(f"{value}: environment variable {missing} is not set", hint=f"export {missing}=...")
+            error = TargetError(f"{value}: environment variable {missing} is not set", hint=f"export {missing}=...")
+            error.put_at(where)
+            raise error
         return reference.read()
     return value
 
@@ -158,10 +197,10 @@ def find_target(path: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noq
     if len(parts) == 1 or trusting.find_top(parts[0], trust.folders) is None:
         if rejected := trusting.explain_rejected(path, trust):
             raise TargetError(f"cannot import {path}: {rejected}", hint=trusting.hint(path, trust))
-        raise TargetError(
-            f"cannot import {path}: there is no module {parts[0]!r}",
-            hint="modules in the current folder or beside the job file can be named; an installed package with --trust",
-        )
+        found = [module.name for module in pkgutil.iter_modules([*trust.folders])]
+        advice = "modules in the current folder or beside the job file can be named; an installed package with --trust"
+        hint = "; ".join(filter(None, (suggest(parts[0], found), advice)))
+        raise TargetError(f"cannot import {path}: there is no module {parts[0]!r}", hint=hint)
     module, length = _import(path, parts[0]), 1
     while length < len(parts) - 1 and hasattr(module, "__path__"):
         name = ".".join(parts[: length + 1])
@@ -206,7 +245,8 @@ def _descend(found: Any, parts: list[str], length: int, trust: Trust) -> Callabl
         if part.startswith("__") and not trust.names(path):
             _require(path, f"{part} is Python's own way into {owner}", trust)
         if not hasattr(found, part):
-            names = [name for name in dir(found) if not name.startswith("_")]
+            inside = pkgutil.iter_modules(getattr(found, "__path__", None) or [])  # those that are not imported yet
+            names = [name for name in (*dir(found), *(each.name for each in inside)) if not name.startswith("_")]
             raise TargetError(f"cannot import {path}: {owner} has no {part!r}", hint=suggest(part, names))
         above, found = found, getattr(found, part)
         if isinstance(found, ModuleType) and not (

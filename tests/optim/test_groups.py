@@ -55,7 +55,7 @@ def test_a_pattern_without_a_match_is_told_with_names_near_it() -> None:
 
 
 def test_a_rule_that_is_left_with_nothing_is_told() -> None:
-    with pytest.raises(TargetError, match=r"param_groups\.again takes no parameter"):
+    with pytest.raises(TargetError, match=r"param_groups\.again: takes no parameter"):
         group({"biases": {"match": "*bias", "lr": 1.0}, "again": {"match": "*fc.bias", "lr": 2.0}})
 
 
