@@ -141,7 +141,9 @@ def _find(name: str) -> Callable[[list[Any], Mapping[str, Any]], Optimizer]:
     if not (inspect.isclass(found) and issubclass(found, Optimizer) and found is not Optimizer):
         known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, Optimizer)]
         known.remove("Optimizer")
-        raise TargetError(f"there is no optimizer {name!r}", hint=f"known: {', '.join(sorted(known))}, or a _target_")
+        error = TargetError(f"there is no optimizer {name!r}", hint=f"known: {', '.join(sorted(known))}, or a _target_")
+        error.put_at(("optimizer", "type"))
+        raise error
     kind: type[Optimizer] = found
 
     def build(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:

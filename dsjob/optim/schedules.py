@@ -291,5 +291,7 @@ def _find(name: str) -> Callable[..., LRScheduler]:
     }
     if name not in known:
         names = ", ".join([*_NAMED, *sorted(known)])
-        raise TargetError(f"there is no scheduler {name!r}", hint=f"known: {names}, or a _target_")
+        error = TargetError(f"there is no scheduler {name!r}", hint=f"known: {names}, or a _target_")
+        error.put_at(("scheduler", "type"))
+        raise error
     return known[name]
