@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).parents[2]
 # The repository's folder goes last: the folder dsjob there would hide an installed one.
@@ -20,7 +20,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     figures = tmp_path / "gpu.json"
     options = ["--smoke", "--sections", *SECTIONS, "--json", str(figures)]
     command = [sys.executable, "-P", "-c", PROGRAM, str(ROOT), *options]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    found = run_program(command, cwd=tmp_path, timeout=500)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     sections = json.loads(figures.read_text())["sections"]
     assert list(sections) == SECTIONS

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from job_documents import make_job as make_document
 from job_documents import resolve
-from jobs import DSJOB, dsjob, make_job
+from jobs import dsjob, make_job
+from programs import DSJOB, Program, clean_env, find_processes
 
 from dsjob.cli import main
 from dsjob.cli.compare_engines import to_json, to_text
@@ -135,9 +133,8 @@ def test_a_signal_ends_the_side_that_is_training_and_leaves_nothing(tmp_path: Pa
     make_job(tmp_path, launch={"nproc": 2})
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    marked = {**os.environ, "TMPDIR": str(temporary)}
     command = [DSJOB, "compare-engines", "cfg.json", "+data.train.pause=0.05", "--steps", "100000"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=marked, stderr=subprocess.PIPE, text=True)
+    process = Program(command, cwd=tmp_path, env=clean_env(TMPDIR=str(temporary)))
     try:
         until = time.monotonic() + 60
         while not any(file.stat().st_size for file in temporary.glob("dsjob-*/dsjob/metrics.jsonl")):
@@ -150,19 +147,9 @@ def test_a_signal_ends_the_side_that_is_training_and_leaves_nothing(tmp_path: Pa
         process.kill()
     assert list(temporary.glob("dsjob-*")) == []
     until = time.monotonic() + 10  # multiprocessing's own tracker ends a little later
-    while list_processes(f"TMPDIR={temporary}") and time.monotonic() < until:
+    while find_processes(tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
-    assert list_processes(f"TMPDIR={temporary}") == []
-
-
-def list_processes(marker: str) -> list[str]:
-    """Processes that have `marker` in their environment."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended, or somebody else's
-            if marker.encode() in (place / "environ").read_bytes().split(b"\0"):
-                found.append((place / "cmdline").read_text())
-    return found
+    assert find_processes(tmp_path) == []
 
 
 def test_what_deepspeed_does_not_do_is_told_before_anything_runs() -> None:

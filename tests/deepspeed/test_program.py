@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_program
 from torch import nn
 
 import dsjob.checkpointing
@@ -74,7 +74,7 @@ def test_a_program_runs_unchanged_but_for_its_import(tmp_path: Path, ranks: int)
     (tmp_path / "ds.json").write_text(json.dumps(config))
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*start, "program.py", "--deepspeed", "--deepspeed_config", "ds.json"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    result = run_program(command, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.split() == ["True", "9", "0.0", "40", deepspeed.get_accelerator().device_name()]
 

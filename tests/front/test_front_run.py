@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import clean_env, make_job
+from jobs import make_job
+from programs import clean_env, run_program
 
 import dsjob
 from dsjob import errors
@@ -210,26 +211,28 @@ def test_a_script_without_a_guard_runs_its_job_from_any_folder(tmp_path: Path, f
     (folder / "train.py").write_text(SCRIPT)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    ran = run_program(["../train.py", str(nproc)], elsewhere)
+    ran = run_python(["../train.py", str(nproc)], elsewhere, fresh=nproc == 1)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("the program begins __main__") == 1
     assert ran.stdout.endswith("the program ends 3\n")
-    longer = run_program(["-m", "dsjob", "run", "run", "trainer.max_steps=4"], elsewhere)
+    longer = run_python(["-m", "dsjob", "run", "run", "trainer.max_steps=4"], elsewhere)
     assert longer.returncode == 0, longer.stderr
     assert "step 4/4 100%" in longer.stdout
 
 
 def test_each_rank_of_torchrun_gets_the_result(folder: Path) -> None:
     (folder / "train.py").write_text(SCRIPT)
-    ran = run_program(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", "2"], folder)
+    ran = run_python(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", "2"], folder)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("the program ends 3") == 2
     assert ran.stdout.count("starting job (a dict) on 2 ranks") == 1
 
 
-def run_program(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_python(arguments: list[str], folder: Path, fresh: bool = False) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     environment = clean_env(PYTHONSAFEPATH="") if arguments[0] != "-m" else clean_env(PYTHONSAFEPATH="1")
+    if not fresh:
+        return run_program(command, cwd=folder, env=environment)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 

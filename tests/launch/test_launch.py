@@ -7,29 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DSJOB, clean_env, dsjob, list_commits, make_job, read_metrics
+from jobs import dsjob, list_commits, make_job, read_metrics
+from programs import DSJOB, Program, clean_env, find_processes, run_program
 
 pytestmark = pytest.mark.slow
-
-
-def find_processes(marker: str) -> list[int]:
-    """The processes in whose environment `marker` is."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z" and marker.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
 
 
 def wait_until(condition: object, seconds: float = 60) -> None:
@@ -42,27 +28,27 @@ def wait_until(condition: object, seconds: float = 60) -> None:
 class Started:
     """A job that runs on while the test does something to it."""
 
-    def __init__(
-        self, folder: Path, *arguments: str, command: Sequence[str] = (), stderr: Any = subprocess.PIPE
-    ) -> None:
-        self.marker = f"DSJOB_TEST={uuid.uuid4().hex}"
-        key, value = self.marker.split("=")
-        self.run = folder / "run"
-        self.process = subprocess.Popen(
-            [*command, DSJOB, "cfg.json", *arguments],
-            cwd=folder,
-            env=clean_env(**{key: value}),
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
+    def __init__(self, folder: Path, *arguments: str, command: Sequence[str] = (), fresh: bool = False) -> None:
+        self.folder, self.run = folder, folder / "run"
+        command = [*command, DSJOB, "cfg.json", *arguments]
+        self.process: Any = start_fresh(command, folder) if fresh else Program(command, cwd=folder)
+
+    def wait_until_gone(self) -> None:
+        wait_until(lambda: not find_processes(self.folder), 10)
 
     def wait_for_step(self, step: int) -> None:
         file = self.run / "metrics.jsonl"
         reached = lambda: file.exists() and f'"step": {step},' in file.read_text()  # noqa: E731
         wait_until(lambda: reached() or self.process.poll() is not None)
         assert self.process.poll() is None, self.process.communicate()
+
+
+def start_fresh(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """The command in new interpreters."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=clean_env(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,8 +74,8 @@ def test_after_kill_9_the_run_goes_on_bit_for_bit(tmp_path: Path, arguments: lis
     started = Started(tmp_path, *options, "+data.train.pause=0.01")
     started.wait_for_step(9)
     os.kill(started.process.pid, signal.SIGKILL)
-    started.process.communicate()
-    wait_until(lambda: not find_processes(started.marker), 10)
+    started.process.wait(10)
+    started.wait_until_gone()
     assert list_commits(started.run) == ["step-00000006"]
     done = dsjob("cfg.json", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -126,7 +112,7 @@ def test_a_signal_saves_and_stops_everything(tmp_path: Path, arguments: list[str
     assert errors.count("press it again to stop at once") == (number == signal.SIGINT)
     assert "Traceback" not in errors + output
     assert "error" not in errors
-    wait_until(lambda: not find_processes(started.marker), 10)
+    started.wait_until_gone()
 
 
 def test_workers_that_load_data_outlive_a_signal_to_all_processes(tmp_path: Path) -> None:
@@ -137,7 +123,7 @@ def test_workers_that_load_data_outlive_a_signal_to_all_processes(tmp_path: Path
     _, errors = started.process.communicate(timeout=60)
     assert started.process.returncode == 75, errors
     assert "dsjob: stopped by SIGTERM after step " in errors
-    wait_until(lambda: not find_processes(started.marker), 10)
+    started.wait_until_gone()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -145,21 +131,19 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, nproc: int) -> None:
     """The step that the first one waits for never ends."""
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
     (tmp_path / "stuck.py").write_text(STUCK)
-    options, told = ("checkpoint.every=2", "model._target_=stuck.Stuck"), tmp_path / "told"
-    with told.open("w") as file:
-        started = Started(tmp_path, f"launch.nproc={nproc}", *options, stderr=file)
+    started = Started(tmp_path, f"launch.nproc={nproc}", "checkpoint.every=2", "model._target_=stuck.Stuck")
     wait_until(lambda: (tmp_path / "stuck").exists() or started.process.poll() is not None)
     os.killpg(started.process.pid, signal.SIGINT)
-    wait_until(lambda: "press it again" in told.read_text() or started.process.poll() is not None)
-    assert started.process.poll() is None, told.read_text()
+    wait_until(lambda: "press it again" in started.process.stderr or started.process.poll() is not None)
+    assert started.process.poll() is None, started.process.stderr
     os.killpg(started.process.pid, signal.SIGINT)
     started.process.wait(timeout=60)
-    errors = told.read_text()
+    errors = started.process.stderr
     assert started.process.returncode == 130, errors
     assert "the newest checkpoint is step-00000002; to resume: dsjob run run" in errors
     assert "dsjob: interrupted" in errors
     assert "Traceback" not in errors
-    wait_until(lambda: not find_processes(started.marker), 10)
+    started.wait_until_gone()
 
 
 STUCK = """
@@ -191,7 +175,7 @@ def test_ctrl_c_before_training_stops_at_once(tmp_path: Path) -> None:
     assert started.process.returncode == 130, errors
     assert "dsjob: nothing was saved\n" in errors
     assert not (tmp_path / "run").exists()
-    wait_until(lambda: not find_processes(started.marker), 10)
+    started.wait_until_gone()
 
 
 def test_ctrl_c_saves_under_torchrun(tmp_path: Path) -> None:
@@ -209,12 +193,12 @@ def test_ctrl_c_saves_under_torchrun(tmp_path: Path) -> None:
             break
     assert "dsjob: stopped by Ctrl-C after step" in errors
     assert len(list_commits(started.run)) == 1
-    wait_until(lambda: not find_processes(started.marker), 10)
+    started.wait_until_gone()
 
 
 def test_a_signal_to_the_launcher_saves_and_training_goes_on(tmp_path: Path) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
-    started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01")
+    started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01", fresh=True)
     started.wait_for_step(3)
     os.kill(started.process.pid, signal.SIGUSR1)
     wait_until(lambda: list_commits(started.run))
@@ -247,16 +231,11 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
     started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01")
     started.wait_for_step(3)
-    ranks = [
-        pid
-        for pid in find_processes(started.marker)
-        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    ]
-    os.kill(ranks[0], signal.SIGKILL)
+    os.kill(started.process.ranks[1], signal.SIGKILL)
     _, errors = started.process.communicate(timeout=30)
     assert started.process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in errors
-    wait_until(lambda: not find_processes(started.marker), 10)
+    started.wait_until_gone()
 
 
 def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
@@ -265,7 +244,7 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     try:
         started.wait_for_step(2)
         inodes = set()
-        for pid in find_processes(started.marker):
+        for pid in find_processes(tmp_path):
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 try:
                     inodes.add(os.readlink(link))
@@ -288,9 +267,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path: Path) -> None:
     make_job(tmp_path)
     assert dsjob("cfg.json", "launch.nproc=2", "output.dir=own", cwd=tmp_path).returncode == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
-    done = subprocess.run(
-        torchrun, cwd=tmp_path, env=clean_env(), text=True, capture_output=True, timeout=120, check=False
-    )
+    done = run_program(torchrun, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "cpu, 2 ranks" in done.stdout
     assert done.stdout.count("my_model.build") == 1
@@ -306,13 +283,10 @@ def test_tasks_of_srun_are_joined(tmp_path: Path) -> None:
         "SLURM_JOB_ID": str(os.getpid()),
     }
     tasks = [
-        subprocess.Popen(
+        Program(
             [DSJOB, "cfg.json"],
             cwd=tmp_path,
             env=clean_env(**common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
@@ -326,15 +300,7 @@ def test_tasks_of_srun_are_joined(tmp_path: Path) -> None:
 def test_a_mistake_in_the_document_stops_every_joined_rank(tmp_path: Path) -> None:
     make_job(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
-    done = subprocess.run(
-        [*torchrun, "trainer.train_batch=7"],
-        cwd=tmp_path,
-        env=clean_env(),
-        text=True,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_program([*torchrun, "trainer.train_batch=7"], cwd=tmp_path)
     assert done.returncode != 0
     assert (
         "is not micro_batch 3 (derived) x grad_accum 1 (the default) x world size 2 (ranks that were started)"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from jobs import DSJOB, clean_env, make_job, read_metrics
+from jobs import dsjob, make_job, read_metrics
+from programs import DSJOB, Program, clean_env
 
 pytestmark = pytest.mark.slow
 
@@ -76,26 +76,22 @@ def torchrun(
     else:
         each = [f"--master-port={port}", *each]
     running = [
-        subprocess.Popen(
+        Program(
             [sys.executable, "-m", "torch.distributed.run", *each],
             cwd=folder,
             env=clean_env(GLOO_SOCKET_IFNAME="lo", **env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            merged=True,
         )
         for folder in folders
     ]
-    outputs = [process.communicate(timeout=300)[0] for process in running]
-    return [(process.returncode, output) for process, output in zip(running, outputs, strict=True)]
+    outputs = [process.communicate(300)[0] for process in running]
+    return [(process.wait(0), output) for process, output in zip(running, outputs, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = make(tmp_path_factory.mktemp("whole"))
-    done = subprocess.run(
-        [DSJOB, "cfg.json", "launch.nproc=2"], cwd=folder, env=clean_env(), text=True, capture_output=True, check=False
-    )
+    done = dsjob("cfg.json", "launch.nproc=2", cwd=folder)
     assert done.returncode == 0, done.stderr
     (run,) = (folder / "outputs" / "cfg").iterdir()
     return read_metrics(run)

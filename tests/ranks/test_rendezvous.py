@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import Program
 
 from dsjob.errors import LaunchError
 from dsjob.ranks.rendezvous import discover_mpi
@@ -21,40 +21,37 @@ print(dist.get_rank(), dist.get_world_size(), int(total))
 """
 
 
-def run(call: str, environments: list[dict[str, str]]) -> list[str]:
+def run(folder: Path, call: str, environments: list[dict[str, str]]) -> list[str]:
     plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
     processes = [
-        subprocess.Popen(
+        Program(
             [sys.executable, "-c", PROGRAM.format(call=call)],
+            cwd=folder,
             env={**plain, "GLOO_SOCKET_IFNAME": "lo", **environment},
-            stdout=subprocess.PIPE,
-            text=True,
         )
         for environment in environments
     ]
-    return [process.communicate(timeout=120)[0].strip() for process in processes]
+    return [process.communicate()[0].strip() for process in processes]
 
 
 @pytest.mark.slow
-def test_nothing_set_is_a_group_of_one() -> None:
-    assert run("dsjob.init_distributed()", [{}]) == ["0 1 1"]
+def test_nothing_set_is_a_group_of_one(tmp_path: Path) -> None:
+    assert run(tmp_path, "dsjob.init_distributed()", [{}]) == ["0 1 1"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")])
-def test_mpi_tells_rank_and_size(words: tuple[str, str], unused_port: int) -> None:
+def test_mpi_tells_rank_and_size(tmp_path: Path, words: tuple[str, str], unused_port: int) -> None:
     environments = [{words[0]: str(rank), words[1]: "2", "MASTER_PORT": str(unused_port)} for rank in range(2)]
-    assert run("dsjob.init_distributed()", environments) == ["0 2 3", "1 2 3"]
+    assert run(tmp_path, "dsjob.init_distributed()", environments) == ["0 2 3", "1 2 3"]
 
 
 @pytest.mark.slow
 def test_a_rendezvous_is_given(tmp_path: Path) -> None:
     calls = f'init_method="file://{tmp_path}/store", world_size=2, dist_backend="gloo"'
     environments = [{"NUMBER": str(rank)} for rank in range(2)]
-    assert run(f'import os; dsjob.init_distributed({calls}, rank=int(os.environ["NUMBER"]))', environments) == [
-        "0 2 3",
-        "1 2 3",
-    ]
+    call = f'import os; dsjob.init_distributed({calls}, rank=int(os.environ["NUMBER"]))'
+    assert run(tmp_path, call, environments) == ["0 2 3", "1 2 3"]
 
 
 def test_ranks_on_several_machines_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

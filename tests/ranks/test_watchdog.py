@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from jobs import DSJOB, clean_env, list_commits, make_job
+from jobs import list_commits, make_job
+from programs import DSJOB, Program, clean_env, run_program
 from torch.distributed import HashStore
 
 from dsjob.ranks.stalls import Beat
@@ -65,13 +65,10 @@ def test_a_rank_0_that_takes_the_store_with_it_ends_the_others(
     (tmp_path / "lone.py").write_text(MODULE)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
     ranks = [
-        subprocess.Popen(
+        Program(
             [DSJOB, "cfg.json"],
             cwd=tmp_path,
             env=clean_env(**common, RANK=str(rank), GLOO_SOCKET_IFNAME="lo"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
@@ -91,14 +88,10 @@ def test_a_rank_0_that_takes_the_store_with_it_ends_the_others(
 def test_a_sweep_under_torchrun_goes_on_after_a_run_that_fails(tmp_path: Path, unused_port: int, failing: str) -> None:
     make_job(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={unused_port}"]
-    done = subprocess.run(
+    done = run_program(
         [*command, "--no-python", DSJOB, "-m", "cfg.json", f"model._target_=my_model.{failing},my_model.Net"],
         cwd=tmp_path,
         env=clean_env(GLOO_SOCKET_IFNAME="lo"),
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode == 1
     results = [json.loads((tmp_path / "run" / str(number) / "result.json").read_text()) for number in range(2)]
@@ -115,14 +108,10 @@ def test_a_sweep_under_torchrun_goes_on_after_a_run_that_fails(tmp_path: Path, u
 def test_the_runs_of_a_sweep_under_torchrun_do_not_continue_one_another(tmp_path: Path, unused_port: int) -> None:
     make_job(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={unused_port}"]
-    done = subprocess.run(
+    done = run_program(
         [*command, "--no-python", DSJOB, "-m", "cfg.json", "optimizer.params.lr=0.01,0.001"],
         cwd=tmp_path,
         env=clean_env(GLOO_SOCKET_IFNAME="lo"),
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     results = [json.loads((tmp_path / "run" / str(number) / "result.json").read_text()) for number in range(2)]

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
-from forks import Rank, begin_anew, get_forks
-
-DSJOB = str(Path(sys.executable).with_name("dsjob"))
-TESTS = Path(__file__).parent.parent
-RANKS = "ranks"  # the file with the process ids of the ranks that a command has started
+from programs import DSJOB, clean_env, run_program
 
 MODULE = """
 import time
@@ -137,64 +128,13 @@ def make_job(folder: Path, **changes: Any) -> Path:
 def dsjob(
     *arguments: str, cwd: Path, timeout: float = 120, fresh: bool = False, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end, in a process of its own: a fork (`call`), or, `fresh`, a new interpreter."""
+    """Runs the command to its end, in a process of its own: a fork (`programs`), or, `fresh`, a new interpreter."""
     command, environment = [DSJOB, *arguments], clean_env(**env)
     if fresh:
         return subprocess.run(
             command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout, check=False
         )
-    with tempfile.TemporaryDirectory() as folder:
-        process = get_forks().Process(target=call, args=(command, str(cwd), environment, folder))
-        process.start()
-        try:
-            process.join(timeout)
-            if process.exitcode is None:
-                raise subprocess.TimeoutExpired(command, timeout)
-        finally:
-            process.kill()
-        outputs = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(command, process.exitcode, *outputs)
-
-
-def call(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
-    """Runs the command in this process, a fork, and its ranks in forks of this one, with their process ids in RANKS.
-
-    All is as in production but how a rank begins: new interpreters would take seconds to import torch, and differ in
-    their hash seeds.
-    """
-    enter(command, cwd, environment, folder)
-    from dsjob.launch import supervisor
-
-    def start(command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | None) -> Rank:
-        rank = Rank(command, env, output)
-        with open(f"{folder}/{RANKS}", "a") as file:
-            file.write(f"{rank.pid}\n")
-        return rank
-
-    supervisor.start_process = start
-    from dsjob.cli import main
-
-    sys.exit(main())
-
-
-def enter(command: Sequence[str], cwd: str, environment: dict[str, str], folder: str) -> None:
-    """Makes this process, a fork, what the command's script finds: its sys.path, its arguments; output to `folder`."""
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    os.chdir(cwd)
-    begin_anew(environment)
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    root, tests = str(TESTS.parent), str(TESTS)
-    installed = [path for path in sys.path if path not in ("", root) and not path.startswith(tests)]
-    given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [str(Path(DSJOB).parent), *given, *installed]
-    sys.argv[:] = command
-
-
-def clean_env(**changes: str) -> dict[str, str]:
-    """This environment without what a launcher of ranks may have left in it."""
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DSJOB_STORE")
-    return {**{k: v for k, v in os.environ.items() if k not in dropped}, "OMP_NUM_THREADS": "1", **changes}
+    return run_program(command, cwd=cwd, env=environment, timeout=timeout)
 
 
 def read_metrics(run: Path, key: str = "loss") -> dict[int, float]:
