@@ -6,6 +6,7 @@ Each is as good as a new interpreter, without the seconds that importing takes.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from multiprocessing import connection, forkserver, get_context, parent_process, set_start_method
 from multiprocessing.context import ForkServerContext
@@ -34,6 +35,7 @@ def begin_anew(environment: Mapping[str, str]) -> None:
     """Gives this process the environment and nothing else. What torch reads at its import it has read before."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # else that of the process that was forked
     set_start_method(None, force=True)  # a fork's own children would be such forks, but without anything imported
 
 
