@@ -112,4 +112,5 @@ def test_freezing_and_training_again_is_that_of_plain_pytorch(ranks: int) -> Non
             moves = [not torch.equal(before[name], after[name]) for before, after in itertools.pairwise(course)]
             assert moves == [not (name.startswith(FROZEN) and k in frozen) for k in range(1, STEPS)], f"{at}: {name}"
             if not bf16:
-                torch.testing.assert_close(course[-1][name], weight, rtol=0, atol=2e-6, msg=f"{at}: {name}")
+                # A fused AdamW rounds differently, and divides gradients near zero by their own size: 1/500 of lr.
+                torch.testing.assert_close(course[-1][name], weight, rtol=0, atol=2e-5, msg=f"{at}: {name}")

@@ -201,7 +201,7 @@ result = dsjob.run({
     "output": {"dir": "run"},
     "launch": {"nproc": int(sys.argv[1])},
 })
-print("the program ends", result.step)
+print(f"the program ends {result.step}\\n", end="")  # one write: ranks share the pipe
 """
 
 
