@@ -1,7 +1,8 @@
-"""Reading and writing by URL: the home of fsspec. Everything that dsjob keeps goes through here.
+"""Reads and writes files at paths and URLs. The only module that uses fsspec; everything dsjob stores goes through it.
 
-A URL is a plain string: a local path, or `scheme://...` with a protocol that `locations` allows; never a `Path`, which
-folds `s3://` into `s3:/`. Errors of file systems become `StorageError`. Each store's own library finds credentials.
+A URL is a plain string: a local path, or `scheme://...` with a protocol that `locations` allows. It is never a `Path`,
+which would turn `s3://` into `s3:/`. Errors of file systems become `StorageError`. The library of each store finds its
+own credentials.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from dsjob.contract.secrets import describe_secret, redact
 from dsjob.errors import DsjobError, StorageError
 from dsjob.files import FOLDER_MODE, is_plain, open_new, sync_names, walk_files, write_temporary
 
-_BEHIND = 32 << 20  # bytes that wait for the disk before it is told to begin
-_PATIENCE, _BLOCK = 15, 1 << 16  # for a document from the web: seconds in all, bytes at a time
-_CONFLICTS = 5  # how often a creation is tried again where another one of the same file is under way
+_BEHIND = 32 << 20  # write to disk whenever this many bytes are waiting
+_PATIENCE, _BLOCK = 15, 1 << 16  # for a document from the web: seconds in total, bytes per read
+_CONFLICTS = 5  # tries to create a file while another creation of the same file is in progress
 
 
 @contextmanager
 def _renamed(action: str, url: str, passing: tuple[type[OSError], ...] = ()) -> Iterator[None]:
-    """Renames what a file system raises into StorageError, but for what is `passing`."""
+    """Turns the errors of file systems into StorageError, except those in `passing`."""
     try:
         yield
     except DsjobError:
@@ -37,38 +38,40 @@ def _renamed(action: str, url: str, passing: tuple[type[OSError], ...] = ()) -> 
         raise
     except PermissionError as error:
         detail = "permission denied" if is_local(url) else f"permission denied: {error}"
-        raise _name(action, url, detail, "choose a folder you may write") from error
+        raise _make_error(action, url, detail, "choose a folder that you can write to") from error
     except FileNotFoundError as error:
         bucket = "bucket" in str(error).lower()
-        detail = "there is no such bucket" if bucket else "no such file or folder"
-        raise _name(action, url, detail, "dsjob makes none: correct its name, or make it" if bucket else "") from error
+        detail = "the bucket does not exist" if bucket else "no such file or folder"
+        hint = "dsjob does not create buckets: create it, or correct its name" if bucket else ""
+        raise _make_error(action, url, detail, hint) from error
     except OSError as error:
+        # EFBIG, ENOSPC, EDQUOT: too large a file, a full disk, an exhausted quota.
         full = "free some space, or point checkpoint.dir at another disk" if error.errno in (27, 28, 122) else ""
-        raise _name(action, url, error.strerror or str(error), full) from error
-    except Exception as error:  # what the libraries of stores raise: no credentials, no connection, no answer
+        raise _make_error(action, url, error.strerror or str(error), full) from error
+    except Exception as error:  # stores' libraries have many types for missing credentials, no connection, no answer
         if is_local(url):
             raise
-        raise _name(action, url, f"{type(error).__name__}: {error}") from error
+        raise _make_error(action, url, f"{type(error).__name__}: {error}") from error
 
 
-def _name(action: str, url: str, detail: str, hint: str = "") -> StorageError:
+def _make_error(action: str, url: str, detail: str, hint: str = "") -> StorageError:
     return StorageError(redact(f"cannot {action} {url}: {detail}"), hint=hint)
 
 
 def _open_file_system(url: str, *, write: bool = False) -> tuple[Any, str]:
     if secret := describe_secret(url):
-        hint = "leave it out: credentials come from the environment or the profile of the store's own tools"
+        hint = "remove it: credentials come from the environment, or from the profile of the store's own tools"
         raise StorageError(f"cannot open {redact(url)}: {secret}", hint=hint)
     _, refusal, hint = explain_url(url, write=write)
     if refusal:
         raise StorageError(f"cannot open {shorten(url)}: {refusal}", hint=hint)
-    # Listings of object stores go stale within the process that made them: never cached.
+    # Cached listings of object stores would miss files that this process has just written.
     options = {} if is_local(url) or url.startswith("memory:") else {"use_listings_cache": False}
     try:
         if b"\0" in os.fsencode(url):
-            raise ValueError("a path holds no NUL")
+            raise ValueError("a path cannot contain NUL")
         return cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **options))
-    except (ImportError, ValueError) as error:  # unknown protocol, its package not installed, not to be encoded
+    except (ImportError, ValueError) as error:  # an unknown protocol, a missing package, or an invalid path
         raise StorageError(redact(f"cannot open {url}: {error}")) from error
 
 
@@ -89,7 +92,7 @@ def join(url: str, *names: str) -> str:
 
 
 def exists(url: str) -> bool:
-    """Whether a file or folder is there; StorageError where that cannot be told."""
+    """Whether a file or folder exists. Raises StorageError if that cannot be determined."""
     with _renamed("look at", url):
         fs, path = _open_file_system(url)
         if not is_local(url):
@@ -109,16 +112,16 @@ def size(url: str) -> int:
 
 
 class Found(NamedTuple):
-    """A file: its size in bytes, and when it was written, in seconds since 1970 (None where nobody says)."""
+    """A file: its size in bytes, and when it was written, in seconds since 1970 (None if unknown)."""
 
     size: int
     written: float | None
 
 
 def find_files(url: str, *, deep: bool = True) -> dict[str, Found]:
-    """Every file below a folder, by its path there with `/` between names; links to folders are not entered.
+    """All files of a folder, by their path relative to it (with `/`). Does not follow links to folders.
 
-    `deep`: in folders of it too, at whatever depth.
+    deep: include its subfolders, at any depth.
     """
     with _renamed("list", url):
         fs, path = _open_file_system(url)
@@ -142,19 +145,21 @@ def _list_entries(fs: Any, path: str, deep: bool) -> list[tuple[str, Any]]:
 
 
 def list_names(url: str) -> list[str]:
-    """The names directly below a folder, sorted; empty where there is no such folder."""
+    """The names in a folder, sorted. Empty if the folder does not exist."""
     with _renamed("list", url):
         fs, path = _open_file_system(url)
         try:
             found = fs.ls(path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        below = (name for item in found if (name := str(item).rstrip("/")) != path.rstrip("/"))  # a file lists itself
+        below = (
+            name for item in found if (name := str(item).rstrip("/")) != path.rstrip("/")
+        )  # listing a file gives itself
         return sorted(name.rsplit("/", 1)[-1] for name in below)
 
 
 def make_folder(url: str) -> None:
-    """Makes a folder and its parents; object stores need none."""
+    """Creates a folder and its parents, durably. Does nothing for object stores, which have no folders."""
     with _renamed("create", url):
         fs, path = _open_file_system(url, write=True)
         if not is_local(url):
@@ -170,21 +175,22 @@ def make_folder(url: str) -> None:
                 os.mkdir(folder, FOLDER_MODE)
             except FileExistsError:  # another rank was faster
                 pass
-            sync_names(os.path.dirname(folder))  # names of folders have to be as durable as what goes into them
-        os.makedirs(missing[0] if missing else path, exist_ok=True)  # raises where a file has the name
+            sync_names(os.path.dirname(folder))  # a folder's name must be as durable as its content
+        os.makedirs(missing[0] if missing else path, exist_ok=True)  # raises if a file has this name
 
 
 def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:
-    """A file's bytes, or those from `start` up to `end`; StorageError for a pipe or a device, which may have no end."""
+    """A file's bytes, or those from `start` to `end`. Raises StorageError for pipes and devices: they may never end."""
     with _renamed("read", url):
         fs, path = _open_file_system(url)
         if is_local(url) and not is_plain(path):
-            raise StorageError(f"cannot read {url}: not a plain file", hint="give the path of a file")
+            raise StorageError(f"cannot read {url}: not a regular file", hint="give the path of a file")
         return bytes(fs.cat_file(path, start=start, end=end))
 
 
 def read_text(url: str, limit: int | None = None) -> str:
-    """A file's text, UTF-8; of a longer one its first `limit` bytes, which a web server has to give soon."""
+    """A file's text, decoded as UTF-8; at most its first `limit` bytes. With `limit`, a web server must also answer
+    within a few seconds."""
     data = _read_page(url, limit) if limit and url.startswith(("http://", "https://")) else None
     data = read_bytes(url, 0 if limit else None, limit) if data is None else data
     try:
@@ -194,25 +200,25 @@ def read_text(url: str, limit: int | None = None) -> str:
 
 
 def _read_page(url: str, limit: int) -> bytes:
-    """The first `limit` bytes that a web server sends, which may send them slowly, or without an end."""
+    """The first `limit` bytes from a web server. The server may send slowly, or endlessly."""
     data = bytearray()
     with _renamed("read", url):
         fs, path = _open_file_system(url)
         from aiohttp import ClientTimeout
 
         try:
-            # A size, or the server is asked for it; which one does not matter to a stream.
+            # Without a size, fsspec would ask the server for one. A stream ignores its value.
             with fs.open(path, "rb", block_size=0, size=1, timeout=ClientTimeout(total=_PATIENCE)) as file:
                 while len(data) < limit and (block := file.read(min(_BLOCK, limit - len(data)))):
                     data += block
         except TimeoutError as error:
-            raise StorageError(f"cannot read {shorten(url)}: it takes more than {_PATIENCE} s") from error
+            raise StorageError(f"cannot read {shorten(url)}: no complete answer within {_PATIENCE} s") from error
     return bytes(data)
 
 
 @contextmanager
 def open_write(url: str) -> Iterator[BinaryIO]:
-    """A file to write; durable once the block ends, and absent (never cut short) when the block raises."""
+    """Opens a file for writing. It is durable when the block ends. If the block raises, the file is deleted."""
     with _renamed("write", url):
         fs, path = _open_file_system(url, write=True)
         file: Any = open_new(path) if is_local(url) else fs.open(path, "wb")
@@ -226,7 +232,7 @@ def open_write(url: str) -> Iterator[BinaryIO]:
     except BaseException:
         with _renamed("write", url):
             try:
-                # To close an upload is to commit what is there of it; a local file knows nothing else.
+                # Closing an upload would commit it, so discard it. A local file can only be closed, then deleted.
                 file.close() if is_local(url) or not hasattr(file, "discard") else _discard(file)
             finally:
                 if fs.exists(path):
@@ -237,11 +243,11 @@ def open_write(url: str) -> Iterator[BinaryIO]:
 def _discard(file: Any) -> None:
     file.discard()
     if isinstance(file, fsspec.spec.AbstractBufferedFile):
-        file.closed = True  # or its destructor commits what is there
+        file.closed = True  # otherwise its destructor would commit the upload
 
 
 class _Renamed:
-    """A file that is written, with the errors of this module."""
+    """A file for writing whose errors are translated to StorageError."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
@@ -258,13 +264,13 @@ class _Renamed:
 
 
 def _start_writeback(handle: int, start: int, end: int) -> None:
-    """Lets the disk begin with bytes that were just written, so that it works meanwhile and not in fsync alone."""
-    if sys.platform == "linux":  # elsewhere the same hint starts nothing
+    """Makes the kernel start writing these bytes to disk at once, so that the final fsync has little left to do."""
+    if sys.platform == "linux":  # on other systems, the hint does not start writing
         os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def write_bytes(url: str, data: bytes) -> None:
-    """Replaces a file as a whole, durably: readers see the old bytes or the new ones."""
+    """Replaces a file atomically and durably: readers see either the old bytes or the new ones."""
     with _renamed("write", url):
         fs, path = _open_file_system(url, write=True)
         if not is_local(url):
@@ -280,10 +286,11 @@ def write_bytes(url: str, data: bytes) -> None:
 
 
 def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
-    """Creates a file durably; FileExistsError when somebody else has created it first, with other bytes.
+    """Creates a file durably. Raises FileExistsError if another writer created it first, with other bytes.
 
-    Give bytes that no other writer has: where an answer was lost on its way, what is there tells whose creation it was.
-    Not `exclusive`: for stores that cannot refuse a second creation (see checkpoint.attempts); two at once both pass.
+    `data` must be unique to this writer: if the store's answer is lost, reading the file back shows who created it.
+    exclusive: False is for stores that cannot refuse a second creation (see checkpoint.root.attempts); two concurrent
+    creations then both succeed.
     """
     with _renamed("create", url, passing=(FileExistsError,)):
         if not exclusive:
@@ -299,7 +306,7 @@ def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
         try:
             os.link(temporary, path)  # exclusive and atomic: the file appears whole, or FileExistsError
         except FileExistsError:
-            if read_bytes(url) != data:  # the same: on NFS, one's own whose answer was lost
+            if read_bytes(url) != data:  # equal bytes: our own link succeeded, but NFS lost the answer
                 raise
         finally:
             os.unlink(temporary)
@@ -311,10 +318,11 @@ def _create_object(fs: Any, path: str, data: bytes) -> None:
         try:
             fs.pipe_file(path, data, mode="create")
             return
-        except (NotImplementedError, TypeError, ValueError):  # it knows no such mode
+        except (NotImplementedError, TypeError, ValueError):  # this file system has no such mode
             raise
         except Exception as error:
-            # Refused, or done with the acknowledgement lost and a second try refused: reading back tells.
+            # Either the file existed, or our creation succeeded but its answer was lost, and the library's retry was
+            # refused. Reading the file back shows which.
             try:
                 found = fs.cat_file(path)
             except FileNotFoundError:
@@ -329,14 +337,14 @@ def _create_object(fs: Any, path: str, data: bytes) -> None:
 
 
 def sync_folder(url: str) -> None:
-    """Makes the names in a folder durable; object stores need no such thing."""
+    """Makes the names in a folder durable. Does nothing for object stores, which do not need it."""
     if is_local(url):
         with _renamed("write", url):
             sync_names(local_path(url))
 
 
 def delete(url: str, *, recursive: bool = True) -> None:
-    """Deletes a file, or where `recursive` a folder with all in it; nothing happens where there is nothing."""
+    """Deletes a file, or with `recursive` also a folder and its content. Does nothing if it does not exist."""
     with _renamed("delete", url):
         fs, path = _open_file_system(url, write=True)
         try:
@@ -348,10 +356,11 @@ def delete(url: str, *, recursive: bool = True) -> None:
 
 
 def abort_uploads(url: str, *, hours: float, of: Callable[[str], bool] = bool) -> int:
-    """Ends uploads below a folder that were begun more than `hours` ago and never finished; how many there were. `of`:
-    whether one with that path there is meant.
+    """Aborts uploads below a folder that began more than `hours` ago and never finished. Returns their number. `of`:
+    whether to consider an upload, by its path relative to the folder.
 
-    A writer that is killed leaves them on S3, unseen and paid for. Other stores clear them away by themselves.
+    Killed writers leave such uploads on S3, where they are invisible but cost money. Other stores delete them on their
+    own.
     """
     fs, path = _open_file_system(url, write=True)
     if not hasattr(fs, "list_multipart_uploads"):
@@ -371,6 +380,6 @@ def abort_uploads(url: str, *, hours: float, of: Callable[[str], bool] = bool) -
         for upload in old:
             try:
                 fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
-            except FileNotFoundError:  # it has ended meanwhile
+            except FileNotFoundError:  # it ended in the meantime
                 continue
         return len(old)

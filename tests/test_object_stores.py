@@ -61,9 +61,9 @@ def test_a_bucket_that_is_not_there_is_told_and_never_made(s3: str) -> None:
         lambda: storage.create_bytes(url, b"1"),
         lambda: storage.read_bytes(url),
     ):
-        with pytest.raises(StorageError, match=r"mistyped-bucket/run/x: there is no such bucket") as caught:
+        with pytest.raises(StorageError, match=r"mistyped-bucket/run/x: the bucket does not exist") as caught:
             call()
-        assert "dsjob makes none" in caught.value.hint
+        assert "dsjob does not create buckets" in caught.value.hint
     storage.make_folder("s3://mistyped-bucket/run")
     with pytest.raises(StorageError, match="mistyped-bucket"), storage.open_write(url) as file:
         file.write(b"1" * (60 << 20))

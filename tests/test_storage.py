@@ -405,7 +405,7 @@ def nobody(local: str) -> Iterator[None]:
 def test_a_place_where_one_may_not_write_is_named_with_what_to_do(local: str, action: str, call: Any) -> None:
     with pytest.raises(StorageError, match=f"cannot {action} {local}/x: permission denied") as caught:
         call(f"{local}/x")
-    assert caught.value.hint == "choose a folder you may write"
+    assert caught.value.hint == "choose a folder that you can write to"
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])

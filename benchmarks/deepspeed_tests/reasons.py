@@ -111,7 +111,10 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("another class of error", r"elastic_checkpoint_is_deprecated"),  # told by a warning, not by a logger
     ("another class of error", r"with managed_gradient_accumulation=False|error\[finite\]: fp16\."),
     ("another class of error", r"Regex pattern did not match|error\[(range|type)\]: fp16\.|ValidationError"),
-    ("another class of error", r"holds converted weights already|gradients overflowed fp16 at the smallest loss scale"),
+    (
+        "another class of error",
+        r"already contains converted weights|gradients overflowed fp16 at the smallest loss scale",
+    ),
     ("a model in two engines", r"sharded for another engine"),
     ("refused here", r"ConfigError: |TargetError: |UsageError: "),
     ("allowed here", r"Empty parameters should be filtered out"),

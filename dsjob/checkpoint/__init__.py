@@ -1,1 +1,1 @@
-"""Checkpoints: their format, what lies in a root, saving and loading, and work on them without a running job."""
+"""Checkpoints: their format, the root folder, saving and loading, and tools that need no running job."""

@@ -133,7 +133,7 @@ def test_ls_says_what_is_damaged(root: Path, capsys: pytest.CaptureFixture[str])
     problems = [entry["problem"] for entry in found]
     assert "state.json is missing" in problems[0]
     assert "has 100 bytes; the manifest says" in problems[1]
-    assert "is not JSON" in problems[2]
+    assert "is not valid JSON" in problems[2]
     assert not any(entry["newest"] for entry in found)
     ckpt("ls", root)
     assert "state.json is missing" in capsys.readouterr().out
@@ -215,7 +215,7 @@ def test_verify_names_every_damage(root: Path, capsys: pytest.CaptureFixture[str
 def test_verify_a_manifest_and_a_record(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "step-00000120-a0002" / "manifest.json").write_text("{}")
     found = answer(capsys, "verify", root, "--all", code=1)
-    assert "differs from the sha256" in found[1]["damages"][0]["what"]
+    assert "does not match the sha256" in found[1]["damages"][0]["what"]
     ckpt("verify", root, "--all", "--tag", "step-00000120", code=2)
 
 
@@ -325,7 +325,7 @@ def test_diff_of_other_boxes_and_many_blocks(tmp_path: Path) -> None:
 def test_diff_of_a_file_that_is_none(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "w.safetensors").write_bytes(b"\xff" * 100)
     ckpt("diff", root, tmp_path / "w.safetensors", code=1)
-    assert "is no safetensors file" in capsys.readouterr().err
+    assert "is not a valid safetensors file" in capsys.readouterr().err
     ckpt("diff", root, code=2)
 
 
@@ -344,7 +344,7 @@ def test_gc_leaves_what_may_be_alive(root: Path, capsys: pytest.CaptureFixture[s
     found = answer(capsys, "gc", root)["found"]
     assert {entry["path"]: entry["kept"] for entry in found} == {
         partial.name: "written too recently",
-        mine.name: "a run of the newest attempt may be writing it",
+        mine.name: "a running job may still be writing it",
     }
     age(partial, 2 * 3600)
     age(mine, 2 * 3600)
@@ -406,7 +406,7 @@ def test_gc_leaves_what_a_damaged_record_may_mean(root: Path, capsys: pytest.Cap
     before = {path for path in root.rglob("*") if "step-00000130" not in path.name and "130" not in path.parent.name}
     age(root, 1e6)
     ckpt("gc", root)
-    assert "cannot be read" in capsys.readouterr().out
+    assert "is unreadable" in capsys.readouterr().out
     assert before <= set(root.rglob("*"))
     assert not (root / "step-00000130-a0001").exists()
 
@@ -536,7 +536,7 @@ def test_copy_over_another_checkpoint(root: Path, tmp_path: Path, capsys: pytest
     finish(save(tmp_path / "b", {"model.w": floats(3)}, step=120))
     before = read_all(str(tmp_path / "b"))
     ckpt("copy", root, tmp_path / "b", "--tag", "step-00000120", code=1)
-    assert "holds another checkpoint step-00000120 already" in capsys.readouterr().err
+    assert "already has a different checkpoint step-00000120" in capsys.readouterr().err
     assert read_all(str(tmp_path / "b")) == before
 
 

@@ -115,11 +115,14 @@ def test_weights_are_not_those_of_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda: None, r"client_state\.args\.f is function"),
-        (torch.zeros(5000, device="meta"), r"client_state\.args\.f cannot be kept: Tensor of torch.float32 on meta"),
-        (torch.eye(3).to_sparse(), r"client_state\.args\.f cannot be kept"),
-        (np.array([object()]), r"client_state\.args\.f cannot be kept: its elements are object"),
-        (b"x" * (1 << 21), r"client_state\.args\.f cannot be kept: it has 2,097,152 bytes"),
+        (lambda: None, r"cannot save client_state\.args\.f: .* of type function"),
+        (
+            torch.zeros(5000, device="meta"),
+            r"cannot save client_state\.args\.f: it is a Tensor of torch.float32 on meta",
+        ),
+        (torch.eye(3).to_sparse(), r"cannot save client_state\.args\.f"),
+        (np.array([object()]), r"cannot save client_state\.args\.f: its elements are object"),
+        (b"x" * (1 << 21), r"cannot save client_state\.args\.f: it has 2,097,152 bytes"),
     ],
 )
 def test_what_cannot_be_kept_is_named_before_anything_is_written(value: Any, message: str, tmp_path: Path) -> None:
@@ -159,7 +162,7 @@ def test_what_was_never_saved_is_refused_as_damage(value: Any, tmp_path: Path) -
     manifest["state_sha256"] = hashlib.sha256(text.encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))
     commit_manifest(tmp_path, folder, "one", 0)
-    with pytest.raises(CorruptCheckpointError, match="what it holds cannot be restored"):
+    with pytest.raises(CorruptCheckpointError, match="cannot restore the state in"):
         engine.load_checkpoint(tmp_path)
 
 

@@ -96,9 +96,9 @@ def test_by_default_beside_a_local_checkpoint(run: Path) -> None:
         assert path == str(root / f"weights-step-00000120-{to}" / "model.safetensors")
     subprocess.run([sys.executable, plain.__file__, str(root)], check=True, capture_output=True)
     assert convert(str(run), None, to="fp32", tag="step-00000100")[0].tensors == 1
-    with pytest.raises(UsageError, match="holds converted weights already"):
+    with pytest.raises(UsageError, match="already contains converted weights"):
         convert(str(run), None, to="fp32")
-    with pytest.raises(UsageError, match="no output was named"):
+    with pytest.raises(UsageError, match="the output needs a name"):
         convert(upload(run), None, to="fp32")
 
 
@@ -207,18 +207,18 @@ def test_overflow_is_counted_by_tensor(tmp_path: Path, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         convert(str(tmp_path / "c"), str(tmp_path / "16"), to="fp16")
     assert [record.getMessage() for record in caplog.records] == [
-        "4 values are beyond the range of fp16 and became infinite, in wide (2), brain (1), double (1)"
+        "4 values exceed the range of fp16 and became infinite, in wide (2), brain (1), double (1)"
     ]
     caplog.clear()
     convert(str(tmp_path / "c"), str(tmp_path / "32"), to="fp32")
-    assert "1 values are beyond the range of fp32 and became infinite, in double (1)" in caplog.text
+    assert "1 values exceed the range of fp32 and became infinite, in double (1)" in caplog.text
     caplog.clear()
     save(
         tmp_path / "d",
         {"model.edge": Raw("F32", np.array([0x7F7F8000, 0xFF7FFFFF, 0x7F7F7FFF, 0x7F800000], "<u4").view("<f4"))},
     )
     convert(str(tmp_path / "d"), str(tmp_path / "b"), to="bf16")
-    assert "2 values are beyond the range of bf16 and became infinite, in edge (2)" in caplog.text
+    assert "2 values exceed the range of bf16 and became infinite, in edge (2)" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
@@ -256,14 +256,14 @@ def test_shards(place: str, tmp_path: Path) -> None:
 
 def test_errors_have_the_projects_names(place: str, run: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    with pytest.raises(NoCheckpointError, match="no checkpoint 'step-7'") as caught:
+    with pytest.raises(NoCheckpointError, match="no committed checkpoint 'step-7'") as caught:
         convert(place, out, to="fp32", tag="step-7")
-    assert caught.value.hint == "there is step-00000100, step-00000120"
+    assert caught.value.hint == "available: step-00000100, step-00000120"
     with pytest.raises(NoCheckpointError, match="no committed checkpoint in"):
         convert(place + "/nothing/here", out, to="fp32")
     assert not Path(out).exists()
     convert(place, out, to="fp32")
-    with pytest.raises(UsageError, match="holds converted weights already"):
+    with pytest.raises(UsageError, match="already contains converted weights"):
         convert(place, out, to="fp32")
     convert(place, out, to="bf16", overwrite=True)
     Path(tmp_path / "file").write_text("")
@@ -318,7 +318,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 apples", "0", "0.1B", "5XB", "5GB5", "nan", "1e9"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
 
 

@@ -204,7 +204,7 @@ def test_names_that_the_architecture_does_not_have_are_refused(
     code, out = convert(tmp_path)
     assert (code, out.exists()) == (2, False)
     error = capsys.readouterr().err
-    assert "does not fit LlamaForCausalLM: names that it does not have: score.bias, score.weight" in error
+    assert "does not match LlamaForCausalLM: unexpected tensors: score.bias, score.weight" in error
 
 
 def test_a_configuration_names_an_architecture_of_transformers() -> None:

@@ -59,7 +59,7 @@ def test_names_that_cannot_be(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no name begins with 'modul:'"):
         convert(str(root), str(tmp_path / "o"), to="fp32", names=Names(strip="modul:"))
     save(tmp_path / "d", {"model.a.x": floats(2), "model.x": floats(2)})
-    with pytest.raises(UsageError, match="two tensors would be called x"):
+    with pytest.raises(UsageError, match="two tensors would be named x"):
         convert(str(tmp_path / "d"), str(tmp_path / "o"), to="fp32", names=Names(strip="a."))
     assert not (tmp_path / "o").exists()
 
@@ -139,7 +139,7 @@ def test_half_precision_and_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFi
     assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
     assert main(given) == 2
-    assert "holds config.json" in capsys.readouterr().err
+    assert "already contains config.json" in capsys.readouterr().err
     assert main([*given, "--overwrite"]) == 0
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.float32
     assert main([*given, "--overwrite", "--tokenizer", str(tmp_path / "c")]) == 2

@@ -75,7 +75,7 @@ def test_the_folder_that_the_job_names(tmp_path: Path, caplog: pytest.LogCapture
     folder = make_tokenizer(tmp_path / "tok")
     code, names = convert(save_with_job(tmp_path / "c", make_job(tokenizer=str(folder))))
     assert (code, names) == (0, {path.name for path in folder.iterdir()} - {"secret"})
-    assert f"which the job names, from '{folder}'" in caplog.text
+    assert f"from '{folder}'" in caplog.text
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert again("two one three")["input_ids"] == [2, 1, 0]
 
@@ -118,31 +118,40 @@ def test_a_name_on_the_hub_is_taken_from_the_cache(tmp_path: Path, cached: Path,
 
 def test_nothing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert convert(save_with_job(tmp_path / "c", None)) == (0, set())
-    assert "the folder has no tokenizer: --tokenizer FOLDER copies one from FOLDER" in caplog.text
+    assert "no tokenizer was copied: add --tokenizer FOLDER to copy one from FOLDER" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("job", "told"),
     [
-        ({}, "no tokenizer: --tokenizer"),
-        (make_job(tokenizer=None), "no tokenizer: --tokenizer"),
-        (make_job(tokenizer="other/model"), "names 'other/model'; no files of it are here, and nothing is downloaded"),
-        ({"data": LOADER | {"_args_": ["some/model"], "revision": "f" * 40}}, "names 'some/model'; no files"),
-        ({"data": LOADER | {"_args_": ["some/model"], "revision": "../refs/main"}}, "names 'some/model'; no files"),
-        (make_job(tokenizer="../hub"), "names '../hub'; no files"),
-        (make_job(tokenizer="s3://bucket/tok"), "no files of it are here"),
-        (make_job(tokenizer="a" * 5000), "no files of it are here"),
-        (make_job(tokenizer="\x00\x1b[2J"), r"names '\x00\x1b[2J'; no files"),
+        ({}, "no tokenizer was copied: add --tokenizer"),
+        (make_job(tokenizer=None), "no tokenizer was copied: add --tokenizer"),
+        (make_job(tokenizer="other/model"), "'other/model' is not on this machine, and dsjob downloads nothing"),
+        ({"data": LOADER | {"_args_": ["some/model"], "revision": "f" * 40}}, "'some/model' is not on this machine"),
+        (
+            {"data": LOADER | {"_args_": ["some/model"], "revision": "../refs/main"}},
+            "'some/model' is not on this machine",
+        ),
+        (make_job(tokenizer="../hub"), "'../hub' is not on this machine"),
+        (make_job(tokenizer="s3://bucket/tok"), "is not on this machine"),
+        (make_job(tokenizer="a" * 5000), "is not on this machine"),
+        (make_job(tokenizer="\x00\x1b[2J"), r"'\x00\x1b[2J' is not on this machine"),
         ({"data": {"train": LOADER | {"_args_": ["a"]}, "eval": {"tokenizer": "b"}}}, "names several ('a', 'b')"),
-        ({"data": {"collate": {"tokenizer": LOADER | {"pretrained_model_name_or_path": "c/d"}}}}, "names 'c/d'"),
-        ({"data": [LOADER | {"_args_": [7]}, LOADER | {"_args_": {}}, LOADER, 3]}, "no tokenizer: --tokenizer"),
+        (
+            {"data": {"collate": {"tokenizer": LOADER | {"pretrained_model_name_or_path": "c/d"}}}},
+            "the job's tokenizer 'c/d'",
+        ),
+        (
+            {"data": [LOADER | {"_args_": [7]}, LOADER | {"_args_": {}}, LOADER, 3]},
+            "no tokenizer was copied: add --tokenizer",
+        ),
     ],
 )
 def test_what_is_not_here_is_told(job: dict[str, Any], told: str, cached: Path) -> None:
     files, text = find_tokenizer(job)
     assert not files
     assert told in text
-    assert text.endswith("--tokenizer FOLDER copies one from FOLDER")
+    assert text.endswith("add --tokenizer FOLDER to copy one from FOLDER")
 
 
 def make_pipe(path: Path) -> None:
@@ -173,7 +182,7 @@ def test_only_plain_files_of_the_folder_that_a_checkpoint_names(
     folder = make_tokenizer(tmp_path / "tok")
     BAD[bad](folder / "vocab.json")
     assert convert(save_with_job(tmp_path / "c", make_job(tokenizer=str(folder)))) == (0, set())
-    assert "cannot be taken" in caplog.text
+    assert "cannot read the job's tokenizer" in caplog.text
 
 
 @pytest.mark.parametrize("bad", ["a pipe", "a folder"])
@@ -184,7 +193,7 @@ def test_only_plain_files_of_the_folder_that_the_user_names(
     BAD[bad](tmp_path / "tok" / "vocab.json")
     code, names = convert(save_with_job(tmp_path / "c", None), "--tokenizer", str(tmp_path / "tok"))
     assert code == 2
-    assert "vocab.json' is no plain file" in capsys.readouterr().err
+    assert "vocab.json' is not a regular file" in capsys.readouterr().err
     assert names == set()
 
 

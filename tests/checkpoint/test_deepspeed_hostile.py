@@ -45,7 +45,7 @@ def test_pickles_are_refused_at_every_place_of_every_file(source: str, tmp_path:
     assert len(results) >= {"z0_bf16_ws2_plain": 10}.get(source, 40)
     check(results)
     for name, (raised, _) in results.items():
-        assert "asks for code to be run" in raised, name
+        assert "would execute code" in raised, name
         if name.endswith("system"):
             assert "posix.system" in raised, name
 
@@ -60,7 +60,7 @@ def test_zips_that_lie_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_long_list_in_many_groups_is_counted_before_it_is_copied() -> None:
     numbers = list(range(1 << 16))
-    with pytest.raises(ValueError, match="name more than"):
+    with pytest.raises(ValueError, match="have more than"):
         list_numbers([{"params": numbers}] * (1 << 16))
     assert list_numbers([{"params": [0, 1]}, {"params": [2]}]) == [[0, 1], [2]]
 

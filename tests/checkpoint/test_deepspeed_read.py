@@ -107,7 +107,7 @@ def test_tags_and_latest(tmp_path: Path) -> None:
 def test_a_save_that_did_not_end_is_told(tmp_path: Path) -> None:
     shutil.copytree(RUNS["z2_fp32_ws4_plain"], tmp_path / "run")
     (tmp_path / "run" / "global_step3" / "zero_pp_rank_3_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CorruptCheckpointError, match="saved by 4 ranks, but files of 3 are there"):
+    with pytest.raises(CorruptCheckpointError, match="saved by 4 ranks, but has files of 3"):
         convert(str(tmp_path / "run"), None, to="fp32")
     for path in (tmp_path / "run" / "global_step3").glob("*optim*"):
         path.unlink()
@@ -130,7 +130,7 @@ def test_files_of_an_older_larger_world_are_left_out(tmp_path: Path) -> None:
     [
         ("layer_3_expert_1_mp_rank_00_model_states.pt", "mixture of experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),
-        ("layer_02-model_00-model_states.pt", "pipeline of layers"),
+        ("layer_02-model_00-model_states.pt", "pipeline-parallel model"),
         ("mp_rank_01_model_states.pt", "tensor- or pipeline-parallel"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor- or pipeline-parallel"),
         ("offloaded_tensors", "NVMe"),
@@ -149,7 +149,7 @@ def test_optimizer_state_without_names_is_left_out_of_a_conversion_and_refused_o
     found = find_elsewhere(url)
     assert found is not None
     assert not any(name.startswith("optimizer.") for name in found.checkpoint.tensors)
-    with pytest.raises(CheckpointError, match="numbers and no names"):
+    with pytest.raises(CheckpointError, match="numbers instead of names"):
         find_elsewhere(url, groups=[["emb.weight"], ["ln_f.bias"]])
 
 

@@ -129,7 +129,7 @@ def test_housekeeping_that_fails_keeps_no_run_from_beginning(
         raise StorageError("cannot list: access denied")
 
     monkeypatch.setattr(storage, call, fail)
-    with pytest.warns(UserWarning, match="not cleared away: cannot list"):
+    with pytest.warns(UserWarning, match="could not delete leftovers of older runs: cannot list"):
         train(tmp_path, trainer={"max_steps": 1})
     assert list_steps(tmp_path) == [1]
 

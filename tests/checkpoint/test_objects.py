@@ -94,8 +94,11 @@ def test_what_has_no_state_there_or_none_to_take_it_is_told_and_the_run_goes_on(
     run_to(3, make(tmp_path, "Patience"))
     run_to(5, make(tmp_path, "OwnNumber"))
     told = capsys.readouterr().out
-    assert told.count("callbacks.ownnumber begins anew: the checkpoint has no state of it") == 1
-    assert told.count("the state of callbacks.patience is not used: there is nothing of that name to take it") == 1
+    assert told.count("callbacks.ownnumber was reset: the checkpoint does not contain its state") == 1
+    assert (
+        told.count("the state of callbacks.patience was not restored: this job has no stateful object of that name")
+        == 1
+    )
     run(make(tmp_path, "OwnNumber"))
     assert "anew" not in capsys.readouterr().out
     assert read_state(tmp_path, 8)["objects"] == {
@@ -108,15 +111,15 @@ def test_state_that_cannot_be_kept_is_told_once_and_the_rest_is_saved(
 ) -> None:
     run(make(tmp_path, "Nested", "Grows", "OwnNumber", checkpoint={"every": 1, "keep": 0}))
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("not kept") == 2
-    assert "callbacks.nested is left out of checkpoints, and begins anew on a resume" in told
-    assert "callbacks.nested.deep[0] is Tensor, which a checkpoint cannot keep" in told
-    assert "it has 1,200,011 bytes of state, more than 1,048,576" in told
+    assert told.count("not saved") == 2
+    assert "checkpoints will not contain the state of callbacks.nested; a resume resets it" in told
+    assert "cannot save callbacks.nested.deep[0]: checkpoints cannot store values of type Tensor" in told
+    assert "it has 1,200,011 bytes of state; the limit is 1,048,576" in told
     assert list_steps(tmp_path) == list(range(1, 9))
     kept = ["callbacks.grows", "callbacks.ownnumber"]
     assert [sorted(read_state(tmp_path, step)["objects"]) for step in (3, 4)] == [kept, kept[1:]]
     run(make(tmp_path, "Nested", "Grows", "OwnNumber", trainer={"max_steps": 9}))
-    assert "callbacks.nested begins anew" in capsys.readouterr().out
+    assert "callbacks.nested was reset" in capsys.readouterr().out
 
 
 def test_what_a_job_is_not_to_lose_a_save_for() -> None:
@@ -136,7 +139,7 @@ def test_what_a_job_is_not_to_lose_a_save_for() -> None:
         assert capture_objects(ALONE, kept) == {"good.a": [{"values": {"a": 1}}]}
     assert len(told) == len(states) + 1
     assert "odd.broken.state_dict(): RuntimeError: mine" in told[-1]
-    assert "it has 2,097,152 bytes of tensors, more than 1,048,576" in told[7]
+    assert "it has 2,097,152 bytes of tensors; the limit is 1,048,576" in told[7]
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -175,7 +178,7 @@ def test_a_module_with_many_weights_is_no_state_and_that_is_told(
 ) -> None:
     metrics = {name: {"_target_": "stateful.Judge", "width": width} for name, width in (("large", 300), ("small", 2))}
     run(make(tmp_path, **{**EVALUATED, "metrics": metrics}))
-    assert "it has 1,228,800 bytes of tensors, more than" in capsys.readouterr().out
+    assert "it has 1,228,800 bytes of tensors; the limit is" in capsys.readouterr().out
     assert list(read_state(tmp_path, 8)["objects"]) == ["metrics.small"]
 
 

@@ -45,16 +45,16 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "twice": (b'{"a": %s, "a": %s}' % ((json.dumps(SPAN).encode(),) * 2), "a key is given twice"),
-    "a key of an entry twice": (b'{"a": {"dtype": "F32", "dtype": "F32", "shape": [3]}}', "a key is given twice"),
-    "no object": (b"[1]", "no JSON object"),
-    "no entry": ({"a": 3}, "has not dtype"),
-    "no offsets": ({"a": {"dtype": "F32", "shape": [3]}}, "has not dtype"),
-    "negative": ({"a": {**SPAN, "shape": [-3]}}, "no list of whole numbers"),
-    "truth": ({"a": {**SPAN, "data_offsets": [False, 12]}}, "no list of whole numbers"),
-    "three offsets": ({"a": {**SPAN, "data_offsets": [0, 4, 12]}}, "no two data_offsets"),
-    "backwards": ({"a": {**SPAN, "data_offsets": [12, 0]}}, "no two data_offsets"),
-    "a dtype that is no text": ({"a": {**SPAN, "dtype": ["F32"]}}, "no text"),
+    "twice": (b'{"a": %s, "a": %s}' % ((json.dumps(SPAN).encode(),) * 2), "it has a duplicate key"),
+    "a key of an entry twice": (b'{"a": {"dtype": "F32", "dtype": "F32", "shape": [3]}}', "it has a duplicate key"),
+    "no object": (b"[1]", "not a JSON object"),
+    "no entry": ({"a": 3}, "lacks dtype"),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [3]}}, "lacks dtype"),
+    "negative": ({"a": {**SPAN, "shape": [-3]}}, "must be lists of non-negative integers"),
+    "truth": ({"a": {**SPAN, "data_offsets": [False, 12]}}, "must be lists of non-negative integers"),
+    "three offsets": ({"a": {**SPAN, "data_offsets": [0, 4, 12]}}, "data_offsets two increasing numbers"),
+    "backwards": ({"a": {**SPAN, "data_offsets": [12, 0]}}, "data_offsets two increasing numbers"),
+    "a dtype that is no text": ({"a": {**SPAN, "dtype": ["F32"]}}, "must be a string"),
     "an overlap": ({"a": SPAN, "b": {**NEXT, "data_offsets": [4, 12], "shape": [2]}}, "'b' does not begin where"),
     "a hole": ({"a": SPAN, "b": {**NEXT, "data_offsets": [9, 13]}}, "'b' does not begin where"),
     "beyond the end": ({"a": SPAN, "b": {**NEXT, "data_offsets": [8, 1 << 62]}}, "its tensors end at"),
@@ -68,12 +68,12 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_every_reader_refuses_what_the_format_does_not_allow(tmp_path: Path, name: str) -> None:
     header, told = WRONG[name]
     path = write(tmp_path, header)
-    with pytest.raises(layout.Damaged, match=rf"model\.safetensors is no safetensors file: .*{told}"):
+    with pytest.raises(layout.Damaged, match=rf"model\.safetensors is not a valid safetensors file: .*{told}"):
         read_header(layout.Folder(str(tmp_path)), path.name)
-    with pytest.raises(layout.Damaged, match="is no safetensors file"):
+    with pytest.raises(layout.Damaged, match="is not a valid safetensors file"):
         find_weights(str(path))
     save(tmp_path / "checkpoint", {"model.a": floats(2)})
-    with pytest.raises(CorruptCheckpointError, match="is no safetensors file"):
+    with pytest.raises(CorruptCheckpointError, match="is not a valid safetensors file"):
         compare(str(tmp_path / "checkpoint"), str(path))
 
 
@@ -92,7 +92,7 @@ def test_the_length_of_a_header_is_bounded_before_it_is_read(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", length))
         file.truncate(MAX_HEADER * 2 if length == MAX_HEADER + 1 else 1000)
-    with pytest.raises(layout.Damaged, match="is no safetensors file"):
+    with pytest.raises(layout.Damaged, match="is not a valid safetensors file"):
         read_header(layout.Folder(str(tmp_path)), path.name)
     assert max(asked) <= 8
 
@@ -101,5 +101,5 @@ def test_an_index_with_a_key_twice_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a": SPAN, "b": NEXT})
     entry = b'"a": "model.safetensors"'
     (tmp_path / "model.safetensors.index.json").write_bytes(b'{"weight_map": {%s, %s}}' % (entry, entry))
-    with pytest.raises(layout.Damaged, match="a key is given twice"):
+    with pytest.raises(layout.Damaged, match="it has a duplicate key"):
         find_weights(str(tmp_path))

@@ -196,7 +196,7 @@ def save_with_faults(url: str, faulty: FaultyStore, engine: Engine, kinds: list[
         *(pytest.param([kind], 4, FOREVER, marks=pytest.mark.full, id=f"{kind} for good") for kind in KINDS),
     ],
 )
-@pytest.mark.filterwarnings("ignore:what older runs left")
+@pytest.mark.filterwarnings("ignore:could not delete leftovers of older runs")
 def test_a_fault_of_any_request_of_a_save(
     s3: str,
     faulty: FaultyStore,

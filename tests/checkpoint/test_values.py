@@ -40,7 +40,9 @@ def test_nan_and_numpy_scalars_are_kept() -> None:
 
 @pytest.mark.parametrize("value", [object(), torch.zeros(1), lambda: None, Ellipsis, np.array([object()])])
 def test_what_json_cannot_keep_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"client_state\.a\[1\] (is|cannot be kept: its elements are object)"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot save client_state\.a\[1\]: (checkpoints cannot store|its elements are object)"
+    ):
         encode({"a": [0, value]}, "client_state")
 
 
@@ -57,7 +59,7 @@ def test_small_tensors_come_back_where_they_are_asked_for(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("value", [torch.zeros(1025), torch.zeros(0), torch.tensor(1j)])
 def test_other_tensors_are_refused(value: torch.Tensor) -> None:
-    with pytest.raises(CheckpointError, match=r"optimizer\.x\[0\] is Tensor"):
+    with pytest.raises(CheckpointError, match=r"cannot save optimizer\.x\[0\]: .* of type Tensor"):
         encode([value], "optimizer.x", tensors=True)
 
 
@@ -102,5 +104,5 @@ def test_values_of_no_form_are_not_converted(tmp_path: Path, name: str, values: 
     manifest[f"{name}_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))
     commit_manifest(tmp_path / "own", folder, "one", 0)
-    with pytest.raises(CorruptCheckpointError, match="cannot be restored"):
+    with pytest.raises(CorruptCheckpointError, match="cannot restore the state in"):
         convert_to_deepspeed(str(tmp_path / "own"), str(tmp_path / "out"), stage=1, world_size=2)

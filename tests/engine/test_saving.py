@@ -215,11 +215,11 @@ def test_load_checkpoint_follows_latest(tmp_path: Path) -> None:
     assert load() == 1
     for wrong in ("third", "../first", ""):
         (tmp_path / "latest").write_text(wrong)
-        with pytest.warns(UserWarning, match="was never committed: the newest checkpoint is loaded"):
+        with pytest.warns(UserWarning, match="was never committed; loading the newest checkpoint"):
             assert load() == 1
     (tmp_path / "latest").unlink()
     with pytest.warns(UserWarning, match="there is no file `latest`"):
         assert load() == 1
     (tmp_path / "latest").mkdir()
-    with pytest.warns(UserWarning, match="the newest checkpoint is loaded"):
+    with pytest.warns(UserWarning, match="loading the newest checkpoint"):
         assert load() == 1

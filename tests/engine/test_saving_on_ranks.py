@@ -132,12 +132,12 @@ def test_ranks_save_together_or_fail_together(tmp_path: Path, capsys: pytest.Cap
     assert first["flips"] == ""
     assert read_digests(tmp_path / "flips", 2) == read_digests(tmp_path / "whole", 2)
     assert first["flips on"].startswith("CorruptCheckpointError: ")
-    assert first["flips on"].endswith("done/r00001.json is not what rank 1 wrote")
+    assert first["flips on"].endswith("done/r00001.json is damaged: it does not match the digest that rank 1 wrote")
     assert list_steps(tmp_path / "flips on") == []
     assert first["own 4"] == first["own 8"] == ""
     assert read_own(tmp_path / "own", 8) == [[10 * step + rank for step in range(1, 9)] for rank in range(2)]
     run(make_own(f"{tmp_path}/own", 9))
-    told = "callbacks.own goes on with the state that rank 0 had: each of 2 ranks had its own"
+    told = "callbacks.own resumes with rank 0's state on all ranks: it was saved on 2 ranks"
     shown = " ".join(capsys.readouterr().out.split())
     assert told in shown
     assert "at step 8; random numbers begin anew" in shown

@@ -247,7 +247,7 @@ def load_elsewhere(world: World, folder: str, optimizer: dict[str, Any]) -> dict
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     losses = train_engine(engine, 5, 7)
     after = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    notes = [str(note.message) for note in told if "begin anew" in str(note.message)]
+    notes = [str(note.message) for note in told if "were reset" in str(note.message)]
     return {"weights": weights, "losses": losses, "after": after, "notes": notes}
 
 
@@ -261,7 +261,7 @@ def test_on_another_number_of_ranks_the_errors_begin_anew_and_that_is_told(
     loaded = run_ranks(load_elsewhere, ranks, str(tmp_path), optimizer)
     for own in loaded:
         assert len(own["notes"]) == 1
-        assert "server_error, worker_error begin anew" in own["notes"][0]
+        assert "server_error, worker_error were reset" in own["notes"][0]
         assert all(torch.equal(weight, saved[name]) for name, weight in own["weights"].items())
         assert all(torch.equal(weight, loaded[0]["after"][name]) for name, weight in own["after"].items())
         assert max(own["losses"]) < 5.0

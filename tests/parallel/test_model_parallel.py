@@ -283,4 +283,4 @@ def test_what_does_not_fit_is_refused_with_reasons() -> None:
     assert "zero_hpz_partition_size is 2" in told["hpz"]
     assert "zero.Init(mpu=mpu)" in told["init"]
     assert "dsjob convert --model mp_rank_00" in told["16bit"]
-    assert "parts of 2 model-parallel ranks, and there are 1 now" in told["load"]
+    assert "was saved with 2 model-parallel ranks; this run has 1" in told["load"]

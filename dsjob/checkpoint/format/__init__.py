@@ -1,1 +1,1 @@
-"""How a checkpoint is written down: the standalone reader, and values, dtypes and headers as it knows them."""
+"""The checkpoint format: the standalone reader, and how values, dtypes and headers are encoded."""

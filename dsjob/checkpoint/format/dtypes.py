@@ -1,4 +1,4 @@
-"""What torch's dtypes are called in a checkpoint: as safetensors calls them."""
+"""The names of torch's dtypes in a checkpoint. They are those of safetensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Values of Python and NumPy that programs keep in a checkpoint and JSON lacks: each kind has a tag and a plain form.
+"""Encodes Python and NumPy values that JSON cannot represent. Each kind of value has a tag and a plain form.
 
-Nothing here imports or calls what a checkpoint names, so a hostile one makes harmless values. Imports no torch.
+Decoding only builds the types listed here. It never imports or calls anything that a checkpoint names, so an untrusted
+checkpoint can only produce harmless values. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MOST_BYTES = 1 << 20  # of an array, or of bytes, in JSON
+MOST_BYTES = 1 << 20  # the limit for one array, or one bytes object, stored inline in JSON
 
 
 class Kind(NamedTuple):
-    """`encode` gives a form of which JSON lacks no part but nested values; `decode` takes it, its parts decoded."""
+    """How values of one type are encoded.
+
+    `encode` returns JSON values; nested values in it may still need encoding. `decode` reverses it, after nested values
+    were decoded.
+    """
 
     type: type | tuple[type, ...]
     encode: Callable[[Any], Any]
@@ -29,17 +34,18 @@ class Kind(NamedTuple):
 def pack(data: bytes) -> str:
     """Base64. Raises ValueError for more than MOST_BYTES."""
     if len(data) > MOST_BYTES:
-        raise ValueError(f"it has {len(data):,} bytes, more than {MOST_BYTES:,}")
+        raise ValueError(f"it has {len(data):,} bytes; the limit is {MOST_BYTES:,}")
     return base64.b64encode(data).decode("ascii")
 
 
 def unpack(text: str) -> bytes:
-    """The bytes that `pack` was given."""
+    """Reverses `pack`."""
     return base64.b64decode(text, validate=True)
 
 
 def describe_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The dtype and shape of an array of plain numbers, texts or times. Raises ValueError for other elements."""
+    """The dtype and shape of an array of numbers, strings or times. Raises ValueError for any other dtype."""
+    # Object arrays are excluded: they could only be stored with pickle.
     if array.dtype.kind not in "biufcSUmM":
         raise ValueError(f"its elements are {array.dtype}")
     return {"dtype": array.dtype.newbyteorder("<").str, "shape": list(array.shape)}
@@ -51,15 +57,18 @@ def array_bytes(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def make_array(described: dict[str, Any], data: bytearray | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array of `describe_array` over the memory of `data`. Raises ValueError, TypeError for what fits no array."""
+    """Builds the array that `describe_array` described. It shares the memory of `data`.
+
+    Raises ValueError or TypeError if `described` and `data` do not fit together.
+    """
     dtype = np.dtype(str(described["dtype"]))
     if dtype.kind not in "biufcSUmM":
-        raise ValueError(f"an array of {dtype}")
+        raise ValueError(f"arrays of {dtype} are not supported")
     return np.frombuffer(data, dtype=dtype).reshape([int(size) for size in described["shape"]])
 
 
 def _sorted(values: Any) -> list[Any]:
-    """Members of a set in an order that all ranks share."""
+    """The members of a set, in the same order on every rank. (Hashes of strings differ between processes.)"""
     return sorted(values, key=lambda value: (type(value).__name__, repr(value)[:200]))
 
 
@@ -67,7 +76,7 @@ def _scalar(value: Any) -> dict[str, Any]:
     return {**describe_array(np.asarray(value)), "data": pack(array_bytes(np.asarray(value)))}
 
 
-# Subclasses before their bases: a datetime is a date.
+# Subclasses come before their bases, because find_kind takes the first match: a datetime is also a date.
 KINDS: dict[str, Kind] = {
     "$bytes": Kind((bytes, bytearray), lambda value: pack(bytes(value)), unpack),
     "$frozenset": Kind(frozenset, _sorted, frozenset),
@@ -87,5 +96,5 @@ KINDS: dict[str, Kind] = {
 
 
 def find_kind(value: object) -> str | None:
-    """The tag of a value's kind; None where it has none."""
+    """The tag for this value's type, or None if the type is not supported."""
     return next((tag for tag, kind in KINDS.items() if isinstance(value, kind.type)), None)

@@ -1,6 +1,6 @@
-"""Rounding tensors on their way into a file: any floating dtype to fp32, bf16 or fp16, as torch's `to` rounds.
+"""Rounds tensors while they are written to a file: any floating dtype to fp32, bf16 or fp16, exactly as torch's `to`.
 
-Imports no torch.
+Imports no torch, so `dsjob convert` starts fast.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dsjob.checkpoint.format import zero_to_fp32 as plain
 Array = npt.NDArray[Any]
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_PART = 1 << 16  # elements: what stays in a core's cache from one step of the arithmetic to the next
-LARGEST = {"F32": 3.4e38, "BF16": 3.38e38, "F16": 65504.0}  # below these nothing is rounded to infinity
+_PART = 1 << 16  # elements per pass; small enough to stay in a core's cache between the steps of the arithmetic
+LARGEST = {"F32": 3.4e38, "BF16": 3.38e38, "F16": 65504.0}  # smaller magnitudes never round to infinity
 
 
 class Rounded(plain.Fp32):
-    """What is written: floating dtypes become `dtype` (F32, BF16 or F16) by way of F32, as torch's `to` does.
+    """Converts floating dtypes to `dtype` (F32, BF16 or F16). F64 is rounded to F32 first, as torch's `to` does.
 
-    `overflows` counts, by tensor, the finite values that became infinite.
+    `overflows` counts, per tensor, the finite values that became infinite.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -53,13 +53,16 @@ class Rounded(plain.Fp32):
         else:
             _ROUND[self.dtype](wide.view("<u4"), out)
         limit = LARGEST[self.dtype]
-        if before.max() < limit and before.min() > -limit:  # nothing becomes infinite, and nothing is nan
+        # The common case: no overflow and no NaN. (Comparisons with NaN are false.)
+        if before.max() < limit and before.min() > -limit:
             return
         if self.dtype == "F32":
             infinite = np.isinf(out)
         else:
             infinity, shift = (0x7F80, 16) if self.dtype == "BF16" else (0x7C00, 13)
-            one = infinity & -infinity  # of the exponent; below it are the payload of a NaN and what makes it quiet
+            # _round_to_* mishandle NaN, so write those elements again: the sign, all exponent bits, the quiet bit, and
+            # the upper bits of the payload. `one` is the lowest exponent bit; the quiet bit lies right below it.
+            one = infinity & -infinity
             nan = np.isnan(wide)
             bits = wide.view("<u4")[nan]
             out[nan] = (bits >> 16) & 0x8000 | infinity | one >> 1 | (bits >> shift) & (one - 1)
@@ -70,14 +73,15 @@ class Rounded(plain.Fp32):
 
 
 def widen(dtype: str, block: memoryview) -> Array:
-    """Elements of F32, BF16 or F16 as float32; bit for bit what the script makes of them."""
+    """Elements of F32, BF16 or F16 as float32, bit-identical to what `zero_to_fp32.py` produces."""
     if dtype == "F32":
         return np.frombuffer(block, "<f4")
     bits = np.frombuffer(block, "<u2")
     if dtype == "BF16":
         wide: Array = (bits.astype("<u4") << 16).view("<f4")
         return wide
-    by_table: Array = _half_bits()[bits].view("<f4")  # the machine's own conversion makes signalling NaNs quiet
+    # A table, because the processor's own conversion would turn signalling NaNs into quiet ones.
+    by_table: Array = _half_bits()[bits].view("<f4")
     return by_table
 
 
@@ -88,8 +92,9 @@ def _half_bits() -> Array:
 
 
 def _round_to_bf16(bits: Array, out: Array) -> None:
-    """The bits of float32, none of them NaN, to bfloat16's, to nearest even."""
-    # Half of the last place that is kept, less one unless that place is odd: ties go to even.
+    """Rounds float32 bits (not NaN) to bfloat16 bits, to nearest, ties to even."""
+    # Adding 0x7FFF rounds up everything above a tie. Adding the lowest kept bit as well rounds a tie up if that bit is
+    # odd, so ties go to even.
     rounded = bits >> 16
     rounded &= 1
     rounded += 0x7FFF
@@ -98,22 +103,23 @@ def _round_to_bf16(bits: Array, out: Array) -> None:
 
 
 def _round_to_f16(bits: Array, out: Array) -> None:
-    """The same to float16. numpy's own conversion takes 20 times as long where results are subnormal.
+    """Rounds float32 bits (not NaN) to float16 bits, to nearest, ties to even.
 
-    To a magnitude is added 2^13 times its power of two, or that of the smallest normal number: what the processor keeps
-    of the sum, to nearest even, ends where float16 ends. The difference of the bits is how many last places there are.
+    numpy's own conversion takes 20 times as long for subnormal results. Here the processor's float32 addition does the
+    rounding: adding 2^13 times a value's power of two (at least 2^-14, for subnormal results) leaves exactly as many
+    mantissa bits as float16 has. Subtracting the bits of the added number gives the rounded mantissa.
     """
-    size = bits & 0x7FFFFFFF
-    np.minimum(size, 0x47800000, out=size)  # 2^16, which is infinity
-    power = np.maximum(size, 0x38800000)  # 2^-14
-    power &= 0x7F800000
+    size = bits & 0x7FFFFFFF  # the magnitude, without the sign
+    np.minimum(size, 0x47800000, out=size)  # clamp to 2^16, which becomes infinity
+    power = np.maximum(size, 0x38800000)  # at least 2^-14, the smallest normal float16
+    power &= 0x7F800000  # keep the exponent: a power of two
     added = power + (13 << 23)
     total = size.view("<f4")
     total += added.view("<f4")
     size -= added
-    power >>= 13
+    power >>= 13  # move the exponent to its place in float16
     size += power
-    size -= (127 - 15 + 1) << 10
+    size -= (127 - 15 + 1) << 10  # change the exponent's bias from 127 to 15
     sign = bits >> 16
     sign &= 0x8000
     size |= sign

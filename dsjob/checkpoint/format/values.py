@@ -1,9 +1,9 @@
-"""Plain values in JSON: what state dicts hold beside tensors, so that nothing is ever pickled.
+"""Stores the plain values of state dicts (everything but tensors) as JSON, so that nothing is ever pickled.
 
-Tuples, infinities, keys that are not strings and the kinds of `kinds` have no form of their own in JSON: they are
-tagged. So are tensors, where the caller asks for it: small ones, such as a rate that a compiled optimizer reads, as
-numbers, others by the name of a tensor that is stored beside the values. Anything else is refused when it is saved, not
-when it is missed. Imports no torch: what copies checkpoints reads this.
+JSON cannot represent tuples, infinities, keys that are not strings, or the types in `kinds`, so these are tagged.
+Tensors are tagged too, if the caller asks for it: small ones (such as the learning rate of a compiled optimizer) as
+numbers, others by the name of a tensor stored beside the values. Any other type is an error at save time, rather than
+a loss that is noticed on resume. Does not import torch at the top, because tools that copy checkpoints import this.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from dsjob.checkpoint.format.kinds import (
 from dsjob.checkpoint.format.zero_to_fp32 import is_dense
 from dsjob.errors import CheckpointError
 
-CLIENT = "client"  # role of a tensor that belongs to the client_state of a program
-MOST_ELEMENTS = 1024  # of a tensor among plain values: a rate, or one of each layer
+CLIENT = "client"  # the role of a tensor from a program's client_state
+MOST_ELEMENTS = 1024  # the largest tensor stored inline: enough for a learning rate, or one value per layer
 
 
 def encode(value: Any, where: str = "value", *, tensors: bool = False, stored: dict[str, Any] | None = None) -> Any:
-    """`value` as JSON values, with `tensors` small ones too.
+    """Encodes `value` as JSON values.
 
-    stored: takes those tensors and arrays of a client_state that are too large for JSON, under the names that they are
-    to be saved by. Raises CheckpointError for what cannot be kept, naming it by `where`.
+    tensors: also encode small tensors. stored: an output; tensors and arrays too large for JSON are put here, under the
+    names that they must be saved by. where: how error messages name the value. Raises CheckpointError for a value that
+    cannot be stored.
     """
     return _Encoder(tensors, stored).encode(value, where)
 
 
 class _Encoder:
-    """`encode` with what it was called with."""
+    """The arguments of `encode`, for its recursion."""
 
     def __init__(self, tensors: bool, stored: dict[str, Any] | None) -> None:
         self._tensors, self._stored = tensors, stored
@@ -65,23 +66,25 @@ class _Encoder:
         try:
             kept = self._encode_other(value, where)
         except ValueError as error:
-            raise CheckpointError(f"{where} cannot be kept: {error}") from error
+            raise CheckpointError(f"cannot save {where}: {error}") from error
         if kept is not None:
             return kept
         raise CheckpointError(
-            f"{where} is {type(value).__name__}, which a checkpoint cannot keep",
-            hint="numbers, text, lists, tuples, dicts, sets, bytes, dates and arrays are kept"
-            + (f", and tensors of 1 to {MOST_ELEMENTS:,} real numbers" if self._tensors else ""),
+            f"cannot save {where}: checkpoints cannot store values of type {type(value).__name__}",
+            hint="use numbers, strings, lists, tuples, dicts, sets, bytes, dates or arrays"
+            + (f", or tensors of 1 to {MOST_ELEMENTS:,} real numbers" if self._tensors else ""),
         )
 
     def _encode_dict(self, value: dict[Any, Any], where: str) -> Any:
+        # A plain JSON object, unless a key is no string or could be mistaken for a tag.
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
         pairs = ((self.encode(key, where), self.encode(item, f"{where}.{key}")) for key, item in value.items())
         return {"$items": [list(pair) for pair in pairs]}
 
     def _encode_other(self, value: Any, where: str) -> dict[str, Any] | None:
-        """What JSON has no form for, tagged. Raises ValueError where its form would be too large."""
+        """Encodes a type that JSON lacks, with its tag. None if the type is not supported. Raises ValueError if the
+        encoded value would be too large."""
         tag = find_kind(value)
         if tag is not None:
             return {tag: self.encode(KINDS[tag].encode(value), where)}
@@ -96,7 +99,8 @@ class _Encoder:
         return {"$stored": self._store(value)} if self._stored is not None and _is_tensor(value) else None
 
     def _store(self, value: Any) -> str:
-        """The name under which a tensor is saved beside the values. Raises ValueError for one that cannot be."""
+        """Adds a tensor to those saved beside the values, and returns its name. Raises ValueError if the tensor cannot
+        be saved."""
         import torch
 
         from dsjob.checkpoint.format.dtypes import NAMES
@@ -105,7 +109,8 @@ class _Encoder:
         tensor = torch.as_tensor(value).detach()
         if tensor.dtype not in NAMES or not _is_whole(tensor):
             raise ValueError(
-                f"{type(value).__name__} of {tensor.dtype} on {tensor.device}: only whole, dense tensors are"
+                f"it is a {type(value).__name__} of {tensor.dtype} on {tensor.device}; only dense, unsharded tensors"
+                " can be saved"
             )
         name = f"client_state.{len(self._stored)}"
         self._stored[name] = tensor
@@ -113,10 +118,10 @@ class _Encoder:
 
 
 def decode(value: Any, device: Any = "cpu", stored: Mapping[str, Any] | None = None) -> Any:
-    """The value that `encode` was given; small tensors that were not on the CPU on `device`.
+    """Reverses `encode`. Small tensors that were not on the CPU are put on `device`.
 
-    stored: the tensors that were saved beside it. What `encode` never gives raises LookupError, TypeError, ValueError
-    or OverflowError.
+    stored: the tensors saved beside the values. Input that `encode` cannot have produced raises LookupError, TypeError,
+    ValueError or OverflowError.
     """
     if isinstance(value, list):
         return [decode(item, device, stored) for item in value]
@@ -134,7 +139,7 @@ def decode(value: Any, device: Any = "cpu", stored: Mapping[str, Any] | None = N
         return (stored or {})[value["$stored"]]
     if "$array" in value:
         kept = value["$array"]
-        # The tensor may be filled later: the array has its memory.
+        # The array shares the stored tensor's memory, because the tensor may be filled from the shards only later.
         own = (stored or {})[kept["stored"]].numpy() if "stored" in kept else bytearray(unpack(kept["data"]))
         return make_array(kept, own)
     tag = next(iter(value), None)
@@ -150,14 +155,14 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_whole(tensor: Any) -> bool:
-    """Whether all elements of a tensor are here: it is not sparse, without data, or a rank's part of one."""
+    """Whether this process holds all elements: the tensor is not sparse, on the meta device, or a DTensor."""
     import torch
 
     return tensor.layout == torch.strided and not tensor.is_meta and not hasattr(tensor, "placements")
 
 
 def _encode_tensor(value: Any) -> dict[str, Any] | None:
-    """A small tensor of real numbers, which JSON's hold exactly; None of anything else."""
+    """Encodes a small tensor of real numbers, exactly (JSON's numbers are doubles). None for anything else."""
     from dsjob.checkpoint.format.dtypes import NAMES
 
     if not _is_tensor(value) or value.dtype not in NAMES or value.is_complex():
@@ -183,17 +188,17 @@ def encode_json(value: Any) -> bytes:
 
 
 def encode_file(value: Any, place: str, limit: int) -> bytes:
-    """The same for a file at `place`.
+    """`value` as compact JSON, for the file `place`.
 
-    Raises CheckpointError where it has more than the `limit` bytes that readers take, or more small values than they
-    have memory for.
+    Raises CheckpointError if it exceeds the limits that readers enforce: `limit` bytes, or a number of small values
+    that would exhaust their memory (see is_dense). Otherwise dsjob would write a checkpoint that it cannot read.
     """
     text = encode_json(value)
-    hint = "keep less beside the tensors: client_state, what callbacks and metrics remember, metrics by name"
+    hint = "store less in client_state, in the state of callbacks and metrics, or in metrics by name"
     if len(text) > limit:
-        what = f"{place} would have {len(text):,} bytes, and what reads checkpoints takes {limit:,} at most"
+        what = f"{place} would have {len(text):,} bytes; the limit is {limit:,}"
         raise CheckpointError(what, hint=hint)
     if is_dense(text):
-        what = f"{place} would hold more small values than what reads checkpoints takes"
-        raise CheckpointError(what, hint=f"{hint}; long lists of numbers as arrays or tensors")
+        what = f"{place} would hold too many small values for readers of checkpoints"
+        raise CheckpointError(what, hint=f"{hint}; store long lists of numbers as arrays or tensors")
     return text

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Turns a dsjob checkpoint into plain fp32 weights in safetensors files, or in those that `torch.load` reads.
+"""Converts a dsjob checkpoint to plain fp32 weights: safetensors files, or files that `torch.load` reads.
 
-    python zero_to_fp32.py                                 the newest step, written beside this script
+    python zero_to_fp32.py                                 the newest step; output goes beside this script
     python zero_to_fp32.py checkpoints/ weights/           model.safetensors, or shards and an index
     python zero_to_fp32.py checkpoints/step-00000120-a0001 pytorch_model.bin
 
-Standalone: Python 3.8 or later and its standard library; a copy lies in every checkpoint folder. dsjob imports it too:
-it is the one place that reads commit records and manifests and streams tensors out of shards. Memory is bounded by a
-few buffers of 8 MiB, whatever the size of the model or of a tensor. Nothing that is read is trusted: names cannot leave
-the checkpoint, sizes are checked before memory is taken, and digests before the output gets its name.
+Standalone: it needs only Python 3.8 or later. Every checkpoint folder contains a copy. dsjob imports this module too:
+all code that reads commit records and manifests, and streams tensors from shards, is here. Memory use is a few buffers
+of 8 MiB, whatever the size of the model. Nothing in a checkpoint is trusted: names cannot point outside it, sizes are
+checked before memory is allocated, and digests before the output gets its final name.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ from typing import Any, NamedTuple, TypeVar, Union
 Bytes = Union[bytes, memoryview]  # noqa: UP007 (it is evaluated, also by Python 3.8)
 T = TypeVar("T")
 FORMAT, VERSION = "dsjob-checkpoint", 1
-NAME = re.compile(
-    r"(?!\.)[A-Za-z0-9._-]{1,255}"
-)  # whole names: no separator, no leading dot, so nothing leaves the root
+# For fullmatch. No separator and no leading dot, so that no name points outside the root.
+NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}")
 DIGEST = re.compile(r"([0-9a-f]{64})?")
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "BOOL": 1}  # bytes an element
 WIDTH.update({"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1})
 MAX_RECORD, MAX_MANIFEST, MAX_DIMS, MAX_OPEN, BUFFER = 1 << 20, 256 << 20, 64, 32, 8 << 20
-DENSITY = {b"{": 64, b"[": 64, b":": 128, b",": 32}  # bytes of memory: an object or list, a key, a value in either
-MEMORY, MEMORY_EACH = 256 << 20, 16  # bytes for the values of a JSON file, and for each byte of its text
-# One budget for all of a manifest: boxes that are looked at, and runs of bytes that are read one by one.
-LOOKS, LOOKS_EACH = 1 << 20, 64  # and for each chunk; a grid of ranks takes two or three
-RUNS, RUN_BYTES = 1 << 23, 256  # and one for so many bytes of tensors; a split of columns over 8 ranks has thousands
-MOST_EACH, MOST_EXTRA = 64, 64 << 20  # bytes of output for each byte of the shards, and beyond; tied weights are few
-TORCH = (".bin", ".pt", ".pth", ".ckpt")  # files that hold what `torch.save` writes
+DENSITY = {b"{": 64, b"[": 64, b":": 128, b",": 32}  # bytes of memory per object, list, key and value of parsed JSON
+MEMORY, MEMORY_EACH = 256 << 20, 16  # limit for parsed JSON: bytes, plus this many per byte of its text
+# Limits on the work that one manifest can cause. LOOKS: comparisons of chunks, plus LOOKS_EACH per chunk (a grid of
+# ranks needs two or three). RUNS: contiguous runs of bytes to read, plus one per RUN_BYTES bytes of tensors (splitting
+# columns over 8 ranks makes thousands).
+LOOKS, LOOKS_EACH = 1 << 20, 64
+RUNS, RUN_BYTES = 1 << 23, 256
+MOST_EACH, MOST_EXTRA = 64, 64 << 20  # output limit: bytes per byte of shards, plus extra; only tied weights repeat
+TORCH = (".bin", ".pt", ".pth", ".ckpt")  # files in the format of `torch.save`
 OUTPUT = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 STORAGES = {"F64": "Double", "F32": "Float", "F16": "Half", "BF16": "BFloat16", "C64": "ComplexFloat", "BOOL": "Bool"}
 STORAGES.update({"I64": "Long", "I32": "Int", "I16": "Short", "I8": "Char", "U8": "Byte"})
 LATER = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U16": "uint16", "U32": "uint32", "U64": "uint64"}
-ROLES = ("parameter", "frozen", "buffer")  # of what a model has; `frozen`: a parameter that is not trained
+ROLES = ("parameter", "frozen", "buffer")  # the roles of a model's tensors; `frozen`: a parameter that is not trained
 ELSEWHERE = "restore the checkpoint from a copy, or choose the tag of another step"
 
 
 class Problem(Exception):  # noqa: N818
-    """Base of what stops a conversion: `message` says what and where, `hint` what to do."""
+    """The base of all errors here: `message` says what is wrong and where, `hint` what to do."""
 
     exit_code = 2
 
@@ -68,46 +69,49 @@ class Problem(Exception):  # noqa: N818
 
 
 class Damaged(Problem):
-    """The bytes are not those that were saved."""
+    """The checkpoint does not contain what was saved."""
 
     exit_code = 1
 
 
 class NothingThere(Problem):
-    """No committed checkpoint is here, or none of this name."""
+    """There is no committed checkpoint, or none with this name."""
 
 
 class Refused(Problem):
-    """The arguments are wrong, or the output exists already."""
+    """The arguments are invalid, or the output exists already."""
 
 
 class Folder:
-    """A checkpoint root on this machine; dsjob derives roots elsewhere from it. Names have `/` between them."""
+    """A checkpoint root in the local file system. dsjob subclasses it for URLs. Names are relative, with `/`."""
 
     def __init__(self, root: str) -> None:
         self.root = os.path.realpath(root)
 
     def names(self, folder: str) -> list[str]:
-        """The names in a folder of the root; none where there is no such folder."""
+        """The names in a folder of the root. Empty if the folder does not exist."""
         path = os.path.join(self.root, folder)
         return os.listdir(path) if os.path.isdir(path) else []
 
     def open_file(self, name: str) -> io.RawIOBase:
-        """A seekable file; FileNotFoundError where there is none, Damaged where a link leads out of the root."""
+        """Opens a seekable file. Raises FileNotFoundError if it is missing, Damaged if a link points outside the root
+        or it is not a regular file."""
         path = os.path.realpath(os.path.join(self.root, name))
         if os.path.commonpath([path, self.root]) != self.root:
             raise Damaged(
-                f"{self.root}/{name} is a link to {path}, outside the checkpoint", "put the file itself there"
+                f"{self.root}/{name} is a link to {path}, outside the checkpoint", "replace the link with the file"
             )
+        # O_NONBLOCK: opening a pipe would otherwise wait for a writer, for ever if there is none.
         file = io.FileIO(path, opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe: who opens it to read waits for a writer
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
-            raise Damaged(f"{self.root}/{name} is no plain file")
+            raise Damaged(f"{self.root}/{name} is not a regular file")
         return file
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, in global coordinates, and the bytes of a shard that hold it in row-major order."""
+    """A box of a tensor (`offsets` and `sizes` per dim, in global coordinates), and the bytes of a shard that hold it
+    in row-major order."""
 
     file: str
     start: int
@@ -118,7 +122,8 @@ class Chunk(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a manifest; `nodes` walks its chunks in row-major order: (elements, chunk) or (repeats, nodes)."""
+    """A tensor of a manifest. `nodes` is the order in which to read its chunks for row-major output: a list of
+    (elements, chunk) or (repeats, nodes)."""
 
     role: str
     dtype: str
@@ -128,7 +133,8 @@ class Tensor(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A committed checkpoint, checked; `folder` is its name below the root, `files` maps shards to sizes in bytes."""
+    """A committed checkpoint with a valid manifest. `folder` is its name in the root, `files` maps shards to sizes in
+    bytes."""
 
     tag: str
     step: int
@@ -140,7 +146,7 @@ class Checkpoint(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor of the output; `source` is its name in the manifest, `size` in bytes."""
+    """A tensor of the output. `source` is its name in the manifest; `size` is in bytes."""
 
     source: str
     dtype: str
@@ -149,7 +155,7 @@ class Entry(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A file of the output: size in bytes, number of tensors in it."""
+    """A file of the output: its size in bytes, and the number of its tensors."""
 
     path: str
     size: int
@@ -158,7 +164,7 @@ class Written(NamedTuple):
 
 
 def read_exactly(file: io.RawIOBase, view: memoryview) -> bool:
-    """Fills `view` from the file; False where the file ends before."""
+    """Fills `view` from the file. False if the file ends too early."""
     while len(view):
         count = file.readinto(view)
         if not count:
@@ -168,20 +174,20 @@ def read_exactly(file: io.RawIOBase, view: memoryview) -> bool:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for `object_pairs_hook`; ValueError where it has a key twice, of which readers take either."""
+    """An `object_pairs_hook` that raises ValueError for duplicate keys. JSON readers differ in which one they keep."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key is given twice")
+        raise ValueError("it has a duplicate key")
     return found
 
 
 def is_dense(text: bytes | bytearray) -> bool:
-    """Whether Python would need many times more memory for the values of a JSON text than for the text itself."""
+    """Whether parsing a JSON text would need far more memory than the text itself: `[[[[...` takes 64 bytes each."""
     return sum(text.count(sign) * size for sign, size in DENSITY.items()) > MEMORY + MEMORY_EACH * len(text)
 
 
 def read_object(source: Folder, name: str, limit: int, digest: str = "") -> dict[str, Any]:
-    """A JSON object of at most `limit` bytes, with this sha256 if one is given. Raises Damaged."""
+    """Reads a JSON object of at most `limit` bytes, and verifies its sha256 if `digest` is given. Raises Damaged."""
     place = f"{source.root}/{name}"
     try:
         with source.open_file(name) as file:
@@ -189,70 +195,71 @@ def read_object(source: Folder, name: str, limit: int, digest: str = "") -> dict
             data = bytearray(size if size <= limit else 0)
             file.seek(0)
             if size > limit or not read_exactly(file, memoryview(data)):
-                raise Damaged(f"{place} is cut short, or has more than {limit} bytes")
+                raise Damaged(f"{place} is truncated, or larger than {limit} bytes")
         if digest and hashlib.sha256(data).hexdigest() != digest:
-            raise Damaged(f"{place} differs from the sha256 that was committed")
+            raise Damaged(f"{place} does not match the sha256 in the commit record or manifest")
         if is_dense(data):
-            raise Damaged(f"{place} holds more small values than any program saves: they would fill the memory")
+            raise Damaged(f"{place} contains an implausible number of small values, which would exhaust the memory")
         found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise Damaged(f"{place} is missing") from None
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{place} is not JSON: {error}") from None
+        raise Damaged(f"{place} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Damaged(f"{place} is no JSON object")
+        raise Damaged(f"{place} is not a JSON object")
     return found
 
 
 def read_json(source: Folder, name: str, limit: int, digest: str = "") -> dict[str, Any]:
-    """The same of this format and version."""
+    """As read_object, and checks the format and its version."""
     found, place = read_object(source, name, limit, digest), f"{source.root}/{name}"
     if found.get("format") != FORMAT:
-        raise Damaged(f'{place} does not say "format": "{FORMAT}"')
+        raise Damaged(f'{place} has no "format": "{FORMAT}"')
     if found.get("version") != VERSION or not is_count(found["version"]):
-        hint = "use the zero_to_fp32.py that lies in the checkpoint folder, or a newer dsjob"
+        hint = "use the zero_to_fp32.py in the checkpoint folder, or a newer dsjob"
         raise Damaged(f"{place} has version {str(found.get('version'))[:20]}; this program reads {VERSION}", hint)
     return found
 
 
 def is_count(value: object) -> bool:
-    return type(value) is int and value >= 0  # `true` of JSON is no number
+    return type(value) is int and value >= 0  # not isinstance: JSON's `true` would pass
 
 
 def read_commit(source: Folder, tag: str) -> dict[str, Any]:
-    """The commit record of a tag, checked: {tag, step, attempt, dir, manifest_sha256}."""
+    """Reads and checks the commit record of a tag: {tag, step, attempt, dir, manifest_sha256}. Raises Damaged."""
     name = f"commits/{tag}.json"
     record = read_json(source, name, MAX_RECORD)
     folder, digest = record.get("dir"), record.get("manifest_sha256") or "none"
     if record.get("tag") != tag or not is_count(record.get("step")) or not DIGEST.fullmatch(str(digest)):
-        raise Damaged(f"{source.root}/{name} is the record of another tag, or has no step and sha256")
+        raise Damaged(f"{source.root}/{name} belongs to another tag, or lacks a valid step or sha256")
     if not isinstance(folder, str) or not re.fullmatch(re.escape(tag) + r"-a[0-9]{4,}(\.[0-9]+)?", folder):
-        raise Damaged(f"{source.root}/{name} names the folder {str(folder)[:80]!r}, which no checkpoint can have")
+        raise Damaged(f"{source.root}/{name} names an invalid folder: {str(folder)[:80]!r}")
     metrics = record.get("metrics", {})
     if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
-        raise Damaged(f"{source.root}/{name} has metrics that are no numbers by name")
+        raise Damaged(f"{source.root}/{name} has invalid metrics: they must be numbers by name")
     return record
 
 
 def list_tags(source: Folder) -> list[str]:
-    """The tags of the committed checkpoints in a root, sorted."""
+    """The tags of all committed checkpoints in a root, sorted."""
     return sorted(name[:-5] for name in source.names("commits") if NAME.fullmatch(name) and name.endswith(".json"))
 
 
 def find_commit(source: Folder, wanted: str | None = None) -> dict[str, Any]:
-    """The commit record of a tag or of a step's folder; of the greatest step where none is wanted."""
+    """The commit record of a tag or of a step's folder, by default of the greatest step. Raises NothingThere."""
     tags = set(list_tags(source))
     if not tags:
         raise NothingThere(f"no committed checkpoint in {source.root}", "name the folder that holds `commits`")
     if wanted is None:
-        # A tag that tells its step need not be opened to be compared: on an object store each is a request.
+        # Tags such as step-00000120 contain their step, so their records need not be read: on an object store, each
+        # would be a request.
         numbered = {tag for tag in tags if re.fullmatch(r"step-[0-9]{8,}", tag)}
         newest = sorted(numbered, key=lambda tag: int(tag[5:]))[-1:] + sorted(tags - numbered)
         return max((read_commit(source, tag) for tag in newest), key=lambda record: (record["step"], record["tag"]))
     tag = wanted if wanted in tags else re.sub(r"-a[0-9]+(\.[0-9]+)?$", "", wanted)
     if tag not in tags:
         known = ", ".join(sorted(tags)[-5:])
-        raise NothingThere(f"no checkpoint {wanted[:80]!r} was committed in {source.root}", f"there is {known}")
+        raise NothingThere(f"no committed checkpoint {wanted[:80]!r} in {source.root}", f"available: {known}")
     record = read_commit(source, tag)
     if wanted not in (tag, record["dir"]):
         raise NothingThere(f"{source.root}/{wanted[:80]} was never committed", f"{tag} is in {record['dir']}")
@@ -266,11 +273,11 @@ def read_checkpoint(source: Folder, record: dict[str, Any]) -> Checkpoint:
     place: Any = "tag, step"
     try:
         if (manifest["tag"], manifest["step"]) != (record["tag"], record["step"]):
-            raise ValueError("those of another checkpoint")
+            raise ValueError("they are those of another checkpoint")
         files = {place: entry["size"] for place, entry in manifest["files"].items()}
         for place, size in files.items():
             if not NAME.fullmatch(place) or not is_count(size) or size >= 1 << 63:
-                raise ValueError("not the name and size of a file in the folder")
+                raise ValueError("not a valid file name and size")
         tensors: dict[str, Tensor] = {}
         budget = Budget()
         for place, entry in manifest["tensors"].items():
@@ -280,47 +287,50 @@ def read_checkpoint(source: Folder, record: dict[str, Any]) -> Checkpoint:
         aliases: dict[str, str] = manifest.get("aliases", {})
         for place, target in aliases.items():
             if place in tensors or target not in tensors:
-                raise ValueError("not another name of a tensor")
+                raise ValueError("an alias must be a new name for an existing tensor")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = error if isinstance(error, ValueError) else f"not as this format has it ({error!r})"
+        what = error if isinstance(error, ValueError) else f"it does not follow the format ({error!r})"
         raise Damaged(f"{source.root}/{name}: {str(place)[:200]!r}: {str(what)[:300]}") from None
     return Checkpoint(record["tag"], record["step"], record["dir"], files, tensors, aliases, manifest)
 
 
 class Budget:
-    """What the chunks of all tensors of a manifest may cost together, by their number and their bytes: one that many
-    boxes cut into small pieces would take for ever to read."""
+    """Limits the work for all chunks of a manifest together, in proportion to their number and bytes.
+
+    Without it, a small hostile manifest could describe boxes so fragmented that reading them would never end.
+    """
 
     def __init__(self) -> None:
         self.looks, self.runs = LOOKS, RUNS
 
     def add(self, chunks: int, length: int) -> None:
-        """What a tensor of so many chunks and bytes may cost."""
+        """Grants the budget for a tensor with so many chunks and bytes."""
         self.looks += LOOKS_EACH * chunks
         self.runs += length // RUN_BYTES
 
     def look(self, boxes: int) -> None:
-        """Counts boxes that are looked at; ValueError where no program saves so many that cut one another."""
+        """Counts comparisons of boxes. Raises ValueError beyond the limit."""
         self.looks -= boxes
         if self.looks < 0:
-            raise ValueError("chunks cut one another more often than any program saves them")
+            raise ValueError("its chunks are fragmented beyond the limit of this reader")
 
     def require_runs(self) -> None:
-        """ValueError where more runs of bytes were taken than there may be."""
+        """Raises ValueError if there are more runs of bytes than the limit."""
         if self.runs < 0:
-            raise ValueError("their bytes lie in more and smaller pieces than any program saves them")
+            raise ValueError("their bytes are fragmented beyond the limit of this reader")
 
 
 def count_runs(nodes: list[Any]) -> int:
-    """How many times `walk` yields."""
+    """How many items `walk` yields: contiguous runs of bytes to read."""
     return sum(1 if isinstance(item, Chunk) else count * count_runs(item) for count, item in nodes)
 
 
 def parse_tensor(entry: dict[str, Any], files: dict[str, int], budget: Budget) -> Tensor:
-    """A tensor of a manifest; ValueError, or what a wrong type raises, where it cannot be right."""
+    """Parses and checks a tensor of a manifest. Raises ValueError, or KeyError, TypeError or AttributeError for a value
+    of the wrong type."""
     role, dtype, shape = entry["role"], entry["dtype"], parse_counts(entry["shape"])
     if dtype not in WIDTH or type(role) is not str:
-        raise ValueError(f"role {str(role)[:80]!r} or dtype {str(dtype)[:80]!r} is not known")
+        raise ValueError(f"unknown role {str(role)[:80]!r} or dtype {str(dtype)[:80]!r}")
     chunks = []
     for item in entry["chunks"]:
         offsets, sizes = parse_counts(item["offsets"]), parse_counts(item["sizes"])
@@ -329,13 +339,13 @@ def parse_tensor(entry: dict[str, Any], files: dict[str, int], budget: Budget) -
             raise ValueError(f"chunk {list(offsets)} of sizes {list(sizes)} is not inside shape {list(shape)}")
         counted = is_count(chunk.start) and is_count(chunk.length)
         if not counted or chunk.length != math.prod(sizes) * WIDTH[dtype]:
-            raise ValueError(f"chunk {list(offsets)} of sizes {list(sizes)} cannot have {chunk.length} bytes")
+            raise ValueError(f"a chunk of sizes {list(sizes)} cannot have {chunk.length} bytes (at {list(offsets)})")
         if chunk.start + chunk.length > files.get(chunk.file, -1) or not DIGEST.fullmatch(chunk.sha256):
-            raise ValueError(f"chunk {list(offsets)} is not inside a file of the checkpoint, or has no sha256 in hex")
+            raise ValueError(f"chunk {list(offsets)} is not inside a file of the checkpoint, or its sha256 is invalid")
         chunks.append(chunk)
     filled = [chunk for chunk in chunks if chunk.length]
     if sum(chunk.length for chunk in filled) != math.prod(shape) * WIDTH[dtype]:
-        raise ValueError("its chunks hold more or fewer elements than it has")
+        raise ValueError("its chunks have more or fewer elements than its shape")
     budget.add(len(chunks), math.prod(shape) * WIDTH[dtype])
     nodes = tile(shape, filled, budget) if filled else []
     budget.runs -= count_runs(nodes)
@@ -344,15 +354,16 @@ def parse_tensor(entry: dict[str, Any], files: dict[str, int], budget: Budget) -
 
 def parse_counts(values: Any) -> tuple[int, ...]:
     if type(values) is not list or len(values) > MAX_DIMS or not all(is_count(n) and n < 1 << 63 for n in values):
-        raise ValueError("shape, offsets or sizes are no list of whole numbers")
+        raise ValueError("shape, offsets and sizes must be lists of non-negative integers")
     return tuple(values)
 
 
 def tile(shape: tuple[int, ...], chunks: list[Chunk], budget: Budget, dim: int = 0) -> list[Any]:
-    """The row-major walk over boxes (see Tensor); ValueError where they do not fill the tensor exactly.
+    """Plans the row-major walk over boxes (see Tensor.nodes). Raises ValueError unless they fill the tensor exactly.
 
-    Cuts `dim` wherever a box begins or ends. Between two cuts the same boxes take part: one that fills all later dims
-    gives its elements in one run; otherwise the later dims are walked again for each index in between.
+    Cuts `dim` wherever a box begins or ends. Between two cuts, the set of boxes does not change. If a single box fills
+    all later dims, its elements there are one contiguous run. Otherwise each index between the cuts repeats the same
+    walk over the later dims.
     """
     if dim == len(shape):
         if len(chunks) > 1:
@@ -369,7 +380,7 @@ def tile(shape: tuple[int, ...], chunks: list[Chunk], budget: Budget, dim: int =
             active.append(waiting.pop())
         budget.look(len(active))
         if not active:
-            raise ValueError(f"no chunk holds index {low} of dim {dim}")
+            raise ValueError(f"no chunk covers index {low} of dim {dim}")
         rows, rest = cuts[index + 1] - low, shape[dim + 1 :]
         whole = len(active) == 1 and active[0].sizes[dim + 1 :] == rest
         nodes.append((rows * math.prod(rest), active[0]) if whole else (rows, tile(shape, active, budget, dim + 1)))
@@ -377,7 +388,7 @@ def tile(shape: tuple[int, ...], chunks: list[Chunk], budget: Budget, dim: int =
 
 
 def walk(nodes: list[Any]) -> Iterator[tuple[int, Chunk]]:
-    """How many elements come next from which chunk, in row-major order of the tensor."""
+    """Yields (elements, chunk): how many elements to read next from which chunk, in row-major order of the tensor."""
     for count, item in nodes:
         if isinstance(item, Chunk):
             yield count, item
@@ -387,7 +398,7 @@ def walk(nodes: list[Any]) -> Iterator[tuple[int, Chunk]]:
 
 
 class Shards:
-    """The shards of a checkpoint: opened when they are needed, a bounded number at a time."""
+    """Reads the shards of a checkpoint. Opens files on demand, and keeps at most MAX_OPEN of them open."""
 
     def __init__(self, source: Folder, checkpoint: Checkpoint) -> None:
         self.source, self.checkpoint = source, checkpoint
@@ -398,7 +409,7 @@ class Shards:
             self.files.popitem()[1].close()
 
     def open_file(self, name: str) -> io.RawIOBase:
-        """A shard; Damaged where it is missing or has not the manifest's size."""
+        """Opens a shard. Raises Damaged if it is missing or does not have the size in the manifest."""
         file = self.files.pop(name, None)
         if file is None:
             path, size = f"{self.checkpoint.folder}/{name}", self.checkpoint.files[name]
@@ -412,13 +423,14 @@ class Shards:
                 raise Damaged(f"{self.source.root}/{path} has {found} bytes; the manifest says {size}")
             if len(self.files) >= MAX_OPEN:
                 self.files.pop(next(iter(self.files))).close()
-        self.files[name] = file  # the one used last comes last
+        self.files[name] = file  # inserted last: the dict is in order of use, and its first file is closed first
         return file
 
     def read(self, name: str, chunk: Chunk, position: int, digest: Any, view: memoryview) -> None:
-        """Fills `view` from a chunk of the tensor `name`, at a position in bytes. Raises Damaged.
+        """Fills `view` with bytes of a chunk of the tensor `name`, starting at `position`. Raises Damaged.
 
-        `digest` is a new sha256 at position 0 and goes from read to read; where a read ends the chunk, it is compared.
+        Reads of one chunk must follow each other from its first byte to its last and share `digest`, a sha256 that is
+        new at position 0. The read that ends the chunk verifies it.
         """
         file, end = self.open_file(chunk.file), position + len(view)
         file.seek(chunk.start + position)
@@ -427,23 +439,24 @@ class Shards:
             digest.update(view)
         if not complete or (chunk.sha256 and end == chunk.length and digest.hexdigest() != chunk.sha256):
             path = f"{self.source.root}/{self.checkpoint.folder}/{chunk.file}"
-            what = "differ from their sha256" if complete else "are cut short"
+            what = "do not match their sha256" if complete else "are truncated"
             place = f"chunk {list(chunk.offsets)} of tensor {name[:200]!r}"
             raise Damaged(f"{path}: the {chunk.length} bytes at {chunk.start}, {place}, {what}")
 
     def stream(
         self, name: str, elements: int = BUFFER // 8, buffers: Iterator[memoryview] | None = None
     ) -> Iterator[memoryview]:
-        """The bytes of a tensor in row-major order, in blocks of `elements`; each is valid until the next but one, or
-        until `buffers`, each as large as a block, comes to its place again.
+        """Yields the bytes of a tensor in row-major order, in blocks of `elements`.
 
-        A chunk is read once, from its first byte to its last, and its digest compared there: blocks are to be trusted
-        only after the last one. Raises Damaged.
+        A block stays valid until the next but one. With `buffers` (each as large as a block), it stays valid until its
+        buffer comes around again. Each chunk is read once, from its first byte to its last, and verified at its end, so
+        do not trust any block before the last one. Raises Damaged.
         """
         tensor, fill, block = self.checkpoint.tensors[name], 0, memoryview(b"")
         width = WIDTH[tensor.dtype]
         size = min(elements, math.prod(tensor.shape)) * width
         buffers = buffers or itertools.cycle((memoryview(bytearray(size)), memoryview(bytearray(size))))
+        # Chunks read in part: the position reached, and the digest so far. Rows of side-by-side chunks alternate.
         reading: dict[Chunk, tuple[int, Any]] = {}
         for count, chunk in walk(tensor.nodes):
             position, digest = reading.pop(chunk, None) or (0, hashlib.sha256())
@@ -463,14 +476,14 @@ class Shards:
 
 
 class Fp32:
-    """What is written: F16, BF16 and F64 become F32 (F64 rounded, the others exactly), the rest stays as it is."""
+    """Converts F16, BF16 and F64 to F32 (F64 rounded, the others exactly) and keeps other dtypes."""
 
     def target(self, dtype: str) -> str:
         return "F32" if dtype in ("F64", "BF16", "F16") else dtype
 
     def __call__(self, name: str, dtype: str, block: memoryview) -> memoryview:
-        """The bytes of some elements of the tensor `name`, as `target(dtype)`."""
-        if dtype == "BF16":  # the upper half of F32
+        """Converts the bytes of some elements of the tensor `name` to `target(dtype)`."""
+        if dtype == "BF16":  # BF16 is the upper half of F32
             data, out = bytes(block), bytearray(2 * len(block))
             out[2::4], out[3::4] = data[0::2], data[1::2]
             return memoryview(out)
@@ -482,7 +495,7 @@ class Fp32:
 
 
 def swap(values: array[Any]) -> array[Any]:
-    """Between a file's little-endian order and the machine's."""
+    """Swaps between the file's byte order (little-endian) and the machine's."""
     if sys.byteorder == "big":
         values.byteswap()
     return values
@@ -490,7 +503,7 @@ def swap(values: array[Any]) -> array[Any]:
 
 @functools.lru_cache(maxsize=None)  # noqa: UP033 (`cache` came with Python 3.9)
 def half_bits() -> list[int]:
-    """The F32 bits of each F16 value; NaNs keep sign and payload, which `struct` alone would lose."""
+    """The F32 bits of each F16 value. NaNs keep their sign and payload, which `struct` alone would lose."""
     values = struct.unpack("<32768e", struct.pack("<32768H", *range(1 << 15)))
     plus = list(struct.unpack("<32768I", struct.pack("<32768f", *values)))
     plus[0x7C00:] = [0x7F800000 | mantissa << 13 for mantissa in range(1 << 10)]
@@ -498,48 +511,54 @@ def half_bits() -> list[int]:
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, str]:
-    """The names that a model has for its parameters and buffers, tied ones under each, in order: to manifest names."""
+    """Maps the model's own names of its parameters and buffers to names in the manifest, sorted. Tied tensors appear
+    under each of their names."""
     names = {name: name for name, tensor in checkpoint.tensors.items() if tensor.role in ROLES}
     names.update({name: target for name, target in checkpoint.aliases.items() if target in names})
     found: dict[str, str] = {}
     for name, target in sorted(names.items()):
         short = name[6:] if name.startswith("model.") else name
         if short in found or short == "__metadata__" or not short.encode("utf-8", "ignore").decode() == short:
-            raise Damaged(f"the manifest of {checkpoint.tag} has the name {short[:80]!r} twice, or may not have it")
+            raise Damaged(f"the manifest of {checkpoint.tag} has a duplicate or invalid name: {short[:80]!r}")
         found[short] = target
     if not found:
-        raise NothingThere(f"{checkpoint.tag} holds no parameters and no buffers", "name another step with --tag")
+        raise NothingThere(f"{checkpoint.tag} has no parameters and no buffers", "choose another step with --tag")
     return found
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "500MB", "2GiB" or "1000"; Refused where it is none of these."""
+    """Bytes of "5GB", "500MB", "2GiB" or "1000". Raises Refused for anything else."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     size = found and float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
     if not size or size < 1:
-        raise Refused(f"{text!r} is no size", "write 5GB, 500MB or 2GiB")
+        raise Refused(f"{text!r} is not a size", "write 5GB, 500MB or 2GiB")
     return int(size)
 
 
 def without_frozen(checkpoint: Checkpoint) -> Checkpoint:
-    """The same without the parameters that were not trained."""
+    """The checkpoint without its frozen parameters."""
     kept = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.role != "frozen"}
     aliases = {name: target for name, target in checkpoint.aliases.items() if target in kept}
     return checkpoint._replace(tensors=kept, aliases=aliases)
 
 
 def plan_files(out: str, form: str, entries: dict[str, Entry], limit: int, overwrite: bool) -> dict[str, list[str]]:
-    """The paths to write and the names of each; Refused where something is in the way."""
+    """Which tensors go to which path. Raises Refused if the output exists or its name does not fit the format."""
     if out.endswith((".safetensors", *TORCH)):
         if form and (form == "torch") != out.endswith(TORCH):
-            raise Refused(f"{out} is no name for a file of format {form}", "name a folder, or leave --format out")
+            raise Refused(f"{out} does not have the extension of format {form}", "name a folder, or omit --format")
         taken, files = os.path.exists(out), {out: list(entries)}
     elif os.path.isfile(out):
-        raise Refused(f"cannot write {out}", f"name a folder, or a file that ends in .safetensors, {', '.join(TORCH)}")
+        raise Refused(
+            f"{out} is a file with an unknown extension",
+            f"name a folder, or a file that ends in .safetensors, {', '.join(TORCH)}",
+        )
     else:
         taken = os.path.isdir(out) and any(map(OUTPUT.fullmatch, os.listdir(out)))
         groups: list[list[str]] = [[]]
-        sources: set[str] = set()  # of what torch's files hold: a tensor of two names once, in the same file
+        # torch's files can share a tensor between two names, but only within one file: sorting by source puts the names
+        # of a tensor next to each other, and only the first one counts.
+        sources: set[str] = set()
         room = limit
         by_source = sorted(entries.items(), key=lambda item: item[1].source)
         for name, entry in by_source if form == "torch" else entries.items():
@@ -554,7 +573,7 @@ def plan_files(out: str, form: str, entries: dict[str, Entry], limit: int, overw
         many = f"{first}-%05d-of-{len(groups):05d}{last}" if groups[1:] else f"{first}{last}%.0s"
         files = {os.path.join(out, many % number): group for number, group in enumerate(groups, 1)}
     if taken and not overwrite:
-        raise Refused(f"{out} holds converted weights already", "choose another place, or add --overwrite")
+        raise Refused(f"{out} already contains converted weights", "choose another output, or add --overwrite")
     return files
 
 
@@ -569,23 +588,24 @@ def export(
     form: str = "",
     beside: dict[str, bytes] | None = None,
 ) -> list[Written]:
-    """Writes the weights to a local folder, or to one file; nothing is left there when it fails.
+    """Writes the weights to a local folder or a single file. Leaves nothing behind if it fails.
 
-    `limit`: bytes of tensors in one file of a folder; `progress` is told the bytes done and in all; `form`: safetensors
-    or torch, by default that of the file's name, of a folder safetensors; `beside`: more files of the folder. Raises
-    Problem.
+    `limit`: bytes of tensors per file of a folder. `progress`: called with bytes done and bytes in total. `form`:
+    safetensors or torch; by default what the file name says, and safetensors for a folder. `beside`: more files to put
+    into the folder. Raises Problem.
     """
     entries = plan_entries(checkpoint, cast)
     files = plan_files(out, form, entries, limit, overwrite)
     pack = pack_torch if form == "torch" or out.endswith(TORCH) else pack_safetensors
     once = {entry.source: entry.size for entry in entries.values()}
     total = sum(once.values() if pack is pack_torch else (entry.size for entry in entries.values()))
+    # A hostile manifest could let a million tensors share the same few bytes, and fill the disk.
     shards = {chunk.file for place in once for chunk in checkpoint.tensors[place].chunks}
     if total > MOST_EACH * sum(checkpoint.files[file] for file in shards) + MOST_EXTRA:
-        raise Damaged(f"{total} bytes would be written, many times what the shards hold: tensors share their bytes")
+        raise Damaged(f"the output would have {total} bytes, many times the size of the shards: tensors share bytes")
     folder = os.path.dirname(next(iter(files))) or "."
     if os.path.realpath(folder) == os.path.join(source.root, checkpoint.folder):
-        raise Refused(f"{folder} is the folder of a step, which is never changed", "choose another output")
+        raise Refused(f"{folder} is the folder of a step, which must not change", "choose another output")
     stream = Stream(Shards(source, checkpoint), entries, cast, lambda done: progress(done, total))
     contents: list[tuple[str, Iterator[Bytes], int]] = [
         (os.path.join(folder, name), iter([data]), 0) for name, data in (beside or {}).items()
@@ -594,7 +614,7 @@ def export(
     contents += [(*make_index(files, total), 0)] if len(files) > 1 else []
     temporary: dict[str, str] = {}
     try:
-        stream.open_files()  # what is missing or cut short is found before anything is written
+        stream.open_files()  # finds missing and truncated shards before anything is written
         os.makedirs(folder, exist_ok=True)
         written = [Written(path, *write_file(path, temporary, blocks), count) for path, blocks, count in contents]
         publish(folder, temporary, out in files)
@@ -607,15 +627,15 @@ def export(
 
 
 class Stream:
-    """The bytes of the output's tensors. While they are written, one thread reads and verifies what comes next, and
-    another makes the output's dtype of it."""
+    """Produces the bytes of the output's tensors in a pipeline: one thread reads and verifies, a second one converts
+    to the output's dtype, while the caller writes."""
 
     def __init__(self, shards: Shards, entries: dict[str, Entry], cast: Fp32, progress: Callable[[int], None]) -> None:
         self.shards, self.entries, self.cast, self.progress = shards, entries, cast, progress
         self.reader, self.caster, self.done = ThreadPoolExecutor(1), ThreadPoolExecutor(1), 0
         self.tensors = [shards.checkpoint.tensors[entry.source] for entry in entries.values()]
         largest = max(math.prod(tensor.shape) * WIDTH[tensor.dtype] for tensor in self.tensors)
-        # One is being filled, one cast, one written, and one still hashed.
+        # One buffer each for the stages of the pipeline: reading, casting, writing, and hashing what was written.
         self.buffers = itertools.cycle([memoryview(bytearray(min(largest, BUFFER // 2))) for _ in range(4)])
 
     def open_files(self) -> None:
@@ -623,7 +643,7 @@ class Stream:
             self.shards.open_file(file)
 
     def read(self, names: Iterable[str]) -> Iterator[memoryview]:
-        """The tensors one after another; no block holds bytes of two."""
+        """Yields the converted bytes of the tensors in order. A block never contains bytes of two tensors."""
         found = ahead(self.reader, self.verified(names))
         for block in ahead(self.caster, (self.cast(name, dtype, block) for name, dtype, block in found)):
             yield block
@@ -644,7 +664,7 @@ class Stream:
 
 
 def ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
-    """The same items, the next of which is made by the one thread of `pool` while one is used."""
+    """Yields the same items. The thread of `pool` produces the next one while the caller uses the current one."""
     coming = pool.submit(next, items, None)
     while (item := coming.result()) is not None:
         coming = pool.submit(next, items, None)
@@ -661,7 +681,7 @@ def plan_entries(checkpoint: Checkpoint, cast: Fp32) -> dict[str, Entry]:
 
 
 def make_index(files: dict[str, list[str]], total: int) -> tuple[str, Iterator[Bytes]]:
-    """The path and text of what says which tensor is in which file."""
+    """The path and content of the index: the JSON file that says which tensor is in which file."""
     weight_map = {name: os.path.basename(path) for path, names in files.items() for name in names}
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
     path = re.sub(r"-\d{5}-of-\d{5}(\.\w+)$", r"\1.index.json", next(iter(files)))
@@ -669,8 +689,8 @@ def make_index(files: dict[str, list[str]], total: int) -> tuple[str, Iterator[B
 
 
 def pack_safetensors(entries: dict[str, Entry], read: Callable[[Iterable[str]], Iterator[Bytes]]) -> Iterator[Bytes]:
-    """The bytes of a safetensors file; a tensor of two names is in it twice, since the format cannot share."""
-    names = sorted(entries, key=lambda name: (-WIDTH[entries[name].dtype], name))  # widest first: then all are aligned
+    """The bytes of a safetensors file. The format cannot share data, so a tensor with two names is written twice."""
+    names = sorted(entries, key=lambda name: (-WIDTH[entries[name].dtype], name))  # widest first keeps all aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -683,7 +703,7 @@ def pack_safetensors(entries: dict[str, Entry], read: Callable[[Iterable[str]], 
 
 
 class Pipe:
-    """What zipfile writes, to be taken out again: a zip is made as it is written, without seeking."""
+    """A file for zipfile to write to, from which the bytes are taken again. So a zip can be produced as a stream."""
 
     def __init__(self) -> None:
         self.blocks: list[Bytes] = []
@@ -703,8 +723,8 @@ class Pipe:
 
 
 def pack_torch(entries: dict[str, Entry], read: Callable[[Iterable[str]], Iterator[Bytes]]) -> Iterator[Bytes]:
-    """The bytes of a file as `torch.save` writes it: an uncompressed zip of a pickle and the tensors' bytes, each
-    at a multiple of 64. Tensors of one source share their bytes."""
+    """The bytes of a file in the format of `torch.save`: an uncompressed zip with a pickle and the data of each tensor,
+    aligned to 64 bytes. Tensors with the same source share their data."""
     pipe = Pipe()
     unique = {entries[name].source: name for name in reversed(entries)}
     keys = {source: str(number) for number, source in enumerate(unique)}
@@ -717,7 +737,9 @@ def pack_torch(entries: dict[str, Entry], read: Callable[[Iterable[str]], Iterat
         for name, size, blocks in members:
             info, large = zipfile.ZipInfo(f"archive/{name}"), size >= 1 << 31
             info.file_size = size
-            padding = -(pipe.position + 34 + len(info.filename) + 20 * large) % 64  # fixed part, and of zip64 20 bytes
+            # Before the data come a header of 30 bytes, the name, 20 bytes if zip64, and the padding field: 4 bytes and
+            # the padding itself.
+            padding = -(pipe.position + 34 + len(info.filename) + 20 * large) % 64
             info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
             with archive.open(info, "w", force_zip64=large) as member:
                 for block in blocks:
@@ -727,7 +749,7 @@ def pack_torch(entries: dict[str, Entry], read: Callable[[Iterable[str]], Iterat
 
 
 def take(blocks: Iterator[Bytes], size: int) -> Iterator[Bytes]:
-    """As many blocks as have `size` bytes."""
+    """Yields blocks until they add up to `size` bytes."""
     while size:
         block = next(blocks)
         size -= len(block)
@@ -735,9 +757,10 @@ def take(blocks: Iterator[Bytes], size: int) -> Iterator[Bytes]:
 
 
 def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
-    """The pickle of a dict of tensors, as torch loads it with `weights_only=True`; written out by its opcodes.
+    """The pickle of a dict of tensors, written opcode by opcode, so that it needs no torch. `torch.load` reads it with
+    `weights_only=True`.
 
-    Names of one source are names of one tensor, as they are in a model.
+    Names with the same source refer to the same tensor object, as tied parameters do in a model.
     """
 
     def text(value: str) -> bytes:
@@ -775,7 +798,7 @@ def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
 
 
 def write_file(path: str, temporary: dict[str, str], blocks: Iterator[Bytes]) -> tuple[int, str]:
-    """Writes what becomes `path` under a temporary name beside it, durably; its size in bytes and sha256."""
+    """Writes the content for `path` durably, under a temporary name beside it. Returns its size in bytes and sha256."""
     digest = hashlib.sha256()
     folder, name = os.path.split(path)
     hidden = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
@@ -784,7 +807,7 @@ def write_file(path: str, temporary: dict[str, str], blocks: Iterator[Bytes]) ->
         hashing, size = pool.submit(digest.update, b""), 0
         for block in blocks:
             hashing.result()
-            hashing = pool.submit(digest.update, block)  # beside the writing: both let go of the interpreter's lock
+            hashing = pool.submit(digest.update, block)  # in parallel with writing: both release the GIL
             write_all(file, block)
             start_writeback(file.fileno(), size, len(block))
             size += len(block)
@@ -800,14 +823,17 @@ def write_all(file: io.FileIO, block: Bytes) -> None:
 
 
 def start_writeback(handle: int, start: int, length: int) -> None:
-    """Lets the disk begin with bytes that were just written, so that it works meanwhile and not in fsync alone."""
-    if sys.platform == "linux":  # elsewhere the same hint starts nothing
+    """Makes the kernel start writing these bytes to disk at once, so that the final fsync has little left to do."""
+    if sys.platform == "linux":  # on other systems, the hint does not start writing
         os.posix_fadvise(handle, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def publish(folder: str, temporary: dict[str, str], alone: bool) -> None:
-    """Gives the files their names, the index last. Earlier output of the same form goes first (not for a file named
-    alone); what is there in the other form may be the only copy of something else."""
+    """Gives the files their final names, the index last.
+
+    First deletes earlier output in the same format, unless `alone` (the user named a single file). Output in the other
+    format stays: it may be the only copy of something else.
+    """
     names = {os.path.basename(path) for path in temporary}
     forms = [found.group(1, 3) for found in map(OUTPUT.fullmatch, names) if found]
     for found in filter(None, map(OUTPUT.fullmatch, [] if alone else sorted(os.listdir(folder), reverse=True))):
@@ -816,18 +842,18 @@ def publish(folder: str, temporary: dict[str, str], alone: bool) -> None:
             os.unlink(os.path.join(folder, name))
     for path, hidden in temporary.items():
         os.replace(hidden, path)
-    if os.name == "posix":  # an fsync of a file does not cover its name
+    if os.name == "posix":  # the new names are durable only after an fsync of the folder
         handle = os.open(folder, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
 
 
 def locate(place: Folder, parent: Folder, name: str, tag: str | None) -> tuple[Folder, dict[str, Any]]:
-    """The root and commit record for a place that may be a root or, as `name` in its `parent`, one step's folder."""
+    """The root and the commit record for `place`, which is a root, or the folder `name` of one step in `parent`."""
     if place.names("commits") or not parent.names("commits"):
         return place, find_commit(place, tag)
     if tag:
-        raise Refused(f"{place.root} is one step's folder already", "leave --tag out, or name the folder above")
+        raise Refused(f"{place.root} is already the folder of one step", "omit --tag, or name its parent folder")
     return parent, find_commit(parent, name)
 
 
@@ -837,7 +863,7 @@ def report(checkpoint: Checkpoint, written: list[Written]) -> None:
     print(f"{checkpoint.tag}, step {checkpoint.step}: {len(entries)} tensors, {parameters:,} parameters, fp32")
     unchecked = sum(not all(chunk.sha256 for chunk in checkpoint.tensors[entry].chunks) for entry in entries.values())
     if unchecked:
-        print(f"{unchecked} tensors were saved without sha256 and could not be verified")
+        print(f"{unchecked} tensors could not be verified: they were saved without sha256")
     for path, size, digest, count in written:
         print(f"{path}  {size:,} bytes  {count} tensors  sha256 {digest}")
     files = [path for path, _, _, count in written if count]
@@ -852,28 +878,32 @@ def report(checkpoint: Checkpoint, written: list[Written]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; its exit code: 0 done, 1 damaged or a system's error, 2 wrong arguments or nothing there."""
+    """The command line. Exit codes: 0 done, 1 damage or a system error, 2 invalid arguments or no checkpoint."""
     parser = argparse.ArgumentParser(
-        description="Turns a dsjob checkpoint into fp32 weights: safetensors files, or those that torch.load reads.",
-        epilog="DeepSpeed's arguments are understood: zero_to_fp32.py CKPT_DIR pytorch_model.bin, and today's.",
+        description="Converts a dsjob checkpoint to fp32 weights: safetensors, or files that torch.load reads.",
+        epilog="Also accepts DeepSpeed's arguments, old (zero_to_fp32.py CKPT_DIR pytorch_model.bin) and new.",
     )
     here = os.path.dirname(os.path.abspath(__file__))
-    parser.add_argument("checkpoint_dir", nargs="?", default=here, help="checkpoint folder, or a step's folder in it")
+    place_help = "checkpoint folder, or the folder of one step (default: where this script is)"
+    parser.add_argument("checkpoint_dir", nargs="?", default=here, help=place_help)
     files = f"a folder, or a file *.safetensors, *{', *'.join(TORCH)} (default: the checkpoint folder)"
     parser.add_argument("output", nargs="?", help=files)
     parser.add_argument("-t", "--tag", help="the checkpoint to convert, such as step-00000120 (default: the newest)")
-    size_help = "bytes of tensors in one file of a folder (default: 5GB)"
+    size_help = "most bytes of tensors per output file (default: 5GB)"
     parser.add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help=size_help)
-    form_help = "of the files in a folder: safetensors (default), or torch for pytorch_model.bin"
+    form_help = "format of the files in a folder: safetensors (default), or torch for pytorch_model.bin"
     parser.add_argument("--format", choices=("safetensors", "torch"), default="", help=form_help)
     safe = ("--safe-serialization", "--safe_serialization")
-    parser.add_argument(*safe, dest="format", action="store_const", const="safetensors", help="--format safetensors")
+    parser.add_argument(
+        *safe, dest="format", action="store_const", const="safetensors", help="same as --format safetensors"
+    )
     frozen = ("--exclude-frozen-parameters", "--exclude_frozen_parameters")
-    parser.add_argument(*frozen, action="store_true", help="leave out the parameters that were not trained")
-    parser.add_argument("--overwrite", action="store_true", help="replace earlier output of the same form")
+    parser.add_argument(*frozen, action="store_true", help="omit parameters that were not trained")
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier output in the same format")
     parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`: nothing half-written stays
+    # Exit through `finally`, so that SIGTERM leaves no half-written files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         limit, place = parse_size(given.max_shard_size), Folder(given.checkpoint_dir)
         parent, name = os.path.split(place.root)

@@ -1,1 +1,1 @@
-"""Saving and loading a running engine, all ranks together."""
+"""Saves and loads a running engine. All ranks take part."""

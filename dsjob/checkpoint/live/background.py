@@ -1,7 +1,7 @@
-"""Saves that go on while training does: copies of what is to be saved, and a thread of each rank that writes its own.
+"""Saves in the background: each rank copies its tensors to the host, and a thread writes them while training continues.
 
-No collective is used here, since the ranks' training uses them meanwhile: rank 0's thread waits for the completion
-records of the others, and commits.
+The threads use no collectives, because those would mix with the collectives of training. Instead, rank 0's thread polls
+for the completion records of the other ranks, then commits.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, Fe
 from dsjob.ranks import patience
 from dsjob.ranks.agreement import as_told
 
-# On rank 0: makes a checkpoint of all ranks' records; its bytes, and notes.
+# Runs on rank 0: commits the checkpoint, given the records of all ranks. Returns its size in bytes, and notes.
 Commit = Callable[[Sequence[dict[str, Any]]], tuple[int, tuple[str, ...]]]
 
 
 class ElsewhereError(CheckpointError):
-    """Another rank could not write its part; it has the error itself."""
+    """Another rank could not write its part. That rank reports the cause."""
 
 
 class Staging:
-    """Host memory for copies of a rank's parts, used again by each save; pinned where they come from a GPU."""
+    """Host memory for copies of a rank's parts. Every save reuses it. It is pinned if the parts are on a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts as they are now, whatever becomes of the tensors."""
+        """Copies the parts, so that training may change the originals."""
         buffers, devices = {}, set()
         for part in parts:
             key, tensor = (part.name, part.offsets), part.tensor
@@ -46,7 +46,7 @@ class Staging:
                 kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             buffers[key] = kept.copy_(tensor, non_blocking=True)
             devices |= {tensor.device} if tensor.is_cuda else set()
-        # One wait for all copies. Training must not change a tensor that is still being copied.
+        # Wait once for all copies: training must not change a tensor that is still being copied.
         for device in devices:
             torch.cuda.synchronize(device)
         self._buffers = buffers
@@ -54,7 +54,7 @@ class Staging:
 
 
 class Background:
-    """One save on one rank, under way. `error`: what it ended with, on this rank."""
+    """A running background save on one rank. `error`: why it failed on this rank."""
 
     def __init__(self, save: PreparedSave, commit: Commit, discard: Callable[[], None], timeout: float) -> None:
         self.save = save
@@ -62,30 +62,32 @@ class Background:
         self.error: DsjobError | None = None
         self.started = time.monotonic()
         self._commit, self._discard, self._timeout = commit, discard, timeout
-        self._took = 0.0  # seconds that its own part took
-        self._waiting: float | None = None  # since when other ranks' parts are missing, and none has come
+        self._took = 0.0  # seconds to write this rank's part
+        self._waiting: float | None = None  # when rank 0 began to wait for other ranks, or last saw one of them finish
         self._abandoned = threading.Event()
-        # A daemon: a process that ends leaves what is not committed, as one that is killed.
+        # A daemon thread: it does not keep an ending process alive. An uncommitted save is then left as after a kill.
         self._thread = threading.Thread(target=self._run, name="dsjob-save", daemon=True)
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Whether the thread is done on this rank."""
+        """Whether the thread has finished on this rank."""
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Makes rank 0 wait for other ranks no longer: one of them has failed."""
+        """Tells rank 0 to stop waiting for other ranks, because one of them has failed."""
         self._abandoned.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits for the thread; whether it is done."""
+        """Waits for the thread. Returns whether it has finished."""
         self._thread.join(seconds)
         return self.ended
 
     def give_up(self, seconds: float) -> None:
-        """Waits where the run ends with an error; while other ranks' parts are missing, which may never come, no longer
-        than for its own."""
+        """Waits up to `seconds` when the run ends with an error.
+
+        Parts of other ranks may never arrive, so rank 0 waits for them only about as long as its own part took.
+        """
         began = time.monotonic()
         while not self.wait(0.05) and time.monotonic() - began < seconds:
             since = self._waiting
@@ -99,12 +101,15 @@ class Background:
             self._took = time.monotonic() - self.started
             if save.rank == 0:
                 self.result = self._commit([own, *self._await_records()])
-        except BaseException as error:  # whatever it is: a save that ends silently would be taken for a good one
+        except BaseException as error:  # any error at all: otherwise a failed save would look like a successful one
             self.error = as_told(save.rank, error)
-            self._tell()
+            self._report_failure()
 
-    def _tell(self) -> None:
-        """Lets rank 0 know, and clears away there; whatever stands in the way of that has been told already."""
+    def _report_failure(self) -> None:
+        """Writes the error where rank 0 finds it; on rank 0, deletes the unfinished save.
+
+        Errors here are ignored, since they follow from the one that will be reported.
+        """
         try:
             if self.save.rank == 0:
                 self._discard()
@@ -119,19 +124,20 @@ class Background:
         for pause in (0.1, 1.0):
             try:
                 return read_record(self.save.url, rank)
-            except CorruptCheckpointError:  # damaged on its way here, or where it lies: the next answer tells
+            except CorruptCheckpointError:  # damaged in transit or in the store? Reading again shows which.
                 time.sleep(pause)
         return read_record(self.save.url, rank)
 
     def _await_records(self) -> list[dict[str, Any]]:
-        """The completion records of the other ranks, in their order."""
-        # Polled, not gathered: a collective here would mix with those of training, in an order that differs by rank.
+        """Waits for the completion records of the other ranks, and returns them in rank order."""
+        # Polled rather than gathered: a collective here would interleave with those of training, in a different order
+        # on each rank, and deadlock.
         folder, pause = storage.join(self.save.url, "done"), 0.02
         missing = {f"r{rank:05d}.json": rank for rank in range(1, self.save.world_size)}
         found: dict[int, dict[str, Any]] = {}
         while missing:
             there = missing.keys() & set(storage.list_names(folder))
-            # Restarts whenever a record comes: `give_up` measures how long nothing has come.
+            # Restarts whenever a record arrives: `give_up` measures how long none has.
             self._waiting = None if there else self._waiting or time.monotonic()
             for name in there:
                 rank = missing[name]
@@ -142,7 +148,7 @@ class Background:
                 found[rank] = record
             waited = time.monotonic() - self.started
             if missing and (waited > self._timeout or self._abandoned.wait(pause)):
-                self._waiting = None  # what is left is to clear away
+                self._waiting = None  # from here on, rank 0 only cleans up
                 ranks = ", ".join(map(str, sorted(missing.values())))
                 raise ElsewhereError(f"no completion record of rank {ranks} in {folder} after {waited:.0f} s")
             pause = min(1.0, pause * 1.5)

@@ -1,7 +1,7 @@
-"""Saving and loading an engine, all ranks together.
+"""Saves and loads an engine. All ranks take part.
 
-Order of a save: shards and completion records, state, manifest, commit record, `latest`, then retention. Nothing
-counts as saved before its commit record is durable.
+A save writes, in this order: shards and completion records, state, manifest, commit record, `latest`; then it applies
+retention. Nothing counts as saved before its commit record is durable.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from dsjob.ranks.mesh import World
 
 
 class Checkpointer:
-    """The checkpoints below one URL. Every rank calls each method; rank 0 does what is done once.
+    """The checkpoints in one root. Every rank must call each method; rank 0 does what needs doing only once.
 
-    Model-parallel ranks have a part of the model each, with names and values of its own: see `joint`.
-    A job opens it before it loads, and so fences its older runs; a program that saves now and then does not.
+    With model parallelism, each rank saves its own part of the model under names of its own (see `joint`). A job calls
+    `open` before it loads, which fences its older runs. A program that only calls `save_checkpoint` does not.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class Checkpointer:
         self._loader = Loader(url, world, self._catalog, self._objects)
         self._planner, self._staging = Planner(self._everyone), Staging()
         self._background: Background | None = None
-        self._attempt: Attempt | None = None  # rank 0 alone has one
-        self._last: tuple[str, dict[str, Any]] | None = None  # tag and values of the last save
-        self._unrated: Mapping[str, float] | None = None  # metrics of the one in the background, to be kept after it
+        self._attempt: Attempt | None = None  # only on rank 0
+        self._last: tuple[str, dict[str, Any]] | None = None  # tag and plain values of the last save
+        self._unrated: Mapping[str, float] | None = None  # metrics to add to the background save once it has finished
 
     def open(self) -> None:
-        """Begins a new attempt, which fences the older ones, and clears away what they have left unfinished.
+        """Begins a new attempt: fences older ones, and deletes their unfinished saves.
 
-        Raises CheckpointError where the store cannot tell which of two writers was first, StorageError.
+        Raises CheckpointError if the store cannot create files exclusively, StorageError.
         """
 
         def begin() -> None:
             self._attempt = claim(self.url, single_writer=self._single_writer)
             for note in clear(self.url, self._attempt):
-                warnings.warn(f"what older runs left is not cleared away: {note}", stacklevel=2)
+                warnings.warn(f"could not delete leftovers of older runs: {note}", stacklevel=2)
 
         on_rank_0(self._everyone, begin)
 
@@ -82,7 +82,7 @@ class Checkpointer:
         return on_rank_0(self._everyone, self._catalog.tags)
 
     def rated(self) -> list[dict[str, Any]]:
-        """Step, tag and metrics of the checkpoints whose metrics were kept."""
+        """Step, tag and metrics of all checkpoints that have metrics."""
         keys = ("step", "tag", "metrics")
         read = lambda: [{key: r[key] for key in keys} for r in self._catalog.records() if "metrics" in r]  # noqa: E731
         return on_rank_0(self._everyone, read)
@@ -106,16 +106,17 @@ class Checkpointer:
         frozen: bool = True,
         metrics: Mapping[str, float] | None = None,
     ) -> Saved:
-        """Saves and commits; `replace`: also where the tag is taken; `frozen`: with parameters that are not trained;
-        `metrics`: what `retention` may judge it by.
+        """Saves and commits a checkpoint.
 
-        Every rank gets CheckpointError or StorageError; older saves stay whole.
+        replace: overwrite an existing checkpoint with this tag. frozen: include parameters that are not trained.
+        metrics: what retention compares. Raises CheckpointError or StorageError on every rank; older checkpoints stay
+        intact.
         """
-        assert self._background is None  # callers settle it first, since they have to tell of it
+        assert self._background is None  # callers must settle it first, since they report how it ended
         started = time.monotonic()
         save = self._prepare(engine, tag, client_state, frozen)
         try:
-            # Doubles as the barrier: rank 0 goes on once every rank's file is durable, or with the error of one.
+            # The gather is also the barrier: rank 0 commits only when the files of all ranks are durable.
             records = gather_on_rank_0(
                 self._everyone, lambda: write_shard(save.url, save.rank, save.world_size, save.parts)
             )
@@ -127,11 +128,11 @@ class Checkpointer:
         return Saved(tag, save.url, size, time.monotonic() - started, notes)
 
     def rate(self, engine: Savable, *, tag: str, metrics: Mapping[str, float]) -> bool:
-        """Adds `metrics` to the checkpoint `tag`, if it was saved last and is, but for tensors, the state of now;
-        whether it is. One in the background gets them when it is settled. Every rank gets CheckpointError or
-        StorageError."""
-        # If anything but tensors has changed since the save, its state.json would be wrong: the caller then saves
-        # again.
+        """Adds `metrics` to the checkpoint `tag` if it is the last save and no plain value has changed since. Returns
+        whether it did. A background save gets its metrics when it is settled. Raises CheckpointError or StorageError on
+        every rank."""
+        # If a plain value has changed since the save (a callback's state, say), state.json is outdated. Then the caller
+        # must save again.
         state = view_state(engine, self._model)
         _, values = self._describe(engine, state, {**state.model_tensors(), **state.optimizer_tensors()}, encode({}))
 
@@ -154,10 +155,10 @@ class Checkpointer:
     def save_behind(
         self, engine: Savable, *, tag: str, metrics: Mapping[str, float] | None = None, replace: bool = False
     ) -> None:
-        """As `save`, but comes back once there are copies of everything: `settle` tells how it ended."""
+        """Like `save`, but returns as soon as everything is copied. `settle` returns the result."""
         assert self._background is None
         save = self._prepare(engine, tag, None, frozen=True)
-        # The copies are all that the loop waits for.
+        # Training waits only for these copies.
         save = dataclasses.replace(save, parts=on_all_ranks(self._everyone, lambda: self._staging.copy(save.parts)))
 
         def commit(records: Sequence[dict[str, Any]]) -> tuple[int, tuple[str, ...]]:
@@ -168,20 +169,23 @@ class Checkpointer:
 
     @property
     def has_news(self) -> bool:
-        """Whether a save in the background has ended, as far as this rank knows: then all have to `settle`."""
+        """Whether this rank knows that the background save has ended. Then all ranks must call `settle`."""
         running = self._background
         return running is not None and (running.error is not None or (self._everyone.rank == 0 and running.ended))
 
     def settle(self) -> Saved | None:
-        """Waits for a save in the background; None where there is none. Raises on every rank what it ended with."""
+        """Waits for the background save and returns it; None if there is none. Raises its error on every rank."""
         running, self._background = self._background, None
         if running is None:
             return None
         errors, ended = [], False
-        while not ended:  # together, so that no rank waits in a collective longer than that may take
+        # Ranks exchange their states once a second. Waiting until the own thread ends, then gathering, could keep the
+        # other ranks in the collective until it times out.
+        while not ended:
             running.wait(1.0)
-            told = all_gather(self._everyone, (running.ended, running.error))  # in this order: an end is final
-            errors, ended = [error for _, error in told if error is not None], all(done for done, _ in told)
+            # `ended` is read before `error`: once it is true, `error` no longer changes.
+            states = all_gather(self._everyone, (running.ended, running.error))
+            errors, ended = [error for _, error in states if error is not None], all(done for done, _ in states)
             if errors:
                 running.abandon()
         if errors:
@@ -191,7 +195,7 @@ class Checkpointer:
         return Saved(running.save.tag, running.save.url, size, time.monotonic() - running.started, notes)
 
     def _finish(self, running: Background) -> tuple[int, tuple[str, ...]]:
-        """What a save in the background comes to, on rank 0; adds the metrics that it was given while it went on."""
+        """The result of a background save, on rank 0. Adds the metrics that arrived while it ran."""
         (size, notes), metrics, attempt = running.result, self._unrated, self._attempt
         assert attempt is not None
         if metrics is not None:
@@ -199,25 +203,25 @@ class Checkpointer:
         return size, notes
 
     def give_up(self, seconds: float) -> None:
-        """Lets a save in the background end, where the run itself ends with an error; not a collective."""
+        """Waits up to `seconds` for a background save when the run ends with an error. Not a collective."""
         if self._background is not None:
             self._background.give_up(seconds)
 
     def _discard(self, save: PreparedSave) -> None:
-        """Clears away a save that has failed. Raises FencedError where a newer run has begun, which may be why."""
+        """Deletes a failed save. Raises FencedError if a newer run has begun, which may be why it failed."""
         assert self._attempt is not None
         try:
             self._catalog.discard(save.tag, save.folder)
             self._attempt.require_newest()
         except FencedError:
             raise
-        except DsjobError:  # what made the save fail stands in the way here too: the next run clears it away
+        except DsjobError:  # likely the same cause as the failed save; the next run deletes what is left
             pass
 
     def _prepare(self, engine: Savable, tag: str, client_state: Mapping[str, Any] | None, frozen: bool) -> PreparedSave:
-        """Plans a save, and takes down all that is no tensor. A collective."""
+        """Plans a save, and captures all plain values. A collective."""
         if not layout.NAME.fullmatch(tag):
-            raise CheckpointError(f"{tag!r} is no name for a checkpoint", hint="letters, digits, '.', '_' and '-'")
+            raise CheckpointError(f"invalid checkpoint tag {tag!r}", hint="use letters, digits, '.', '_' and '-'")
         state = view_state(engine, self._model)
         state = state if frozen else state.without_frozen()
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
@@ -225,11 +229,11 @@ class Checkpointer:
         client = on_all_ranks(
             self._everyone, lambda: encode(dict(client_state or {}), "client_state", tensors=True, stored=stored)
         )
-        # Roles are asked for before the client's tensors join: these are no tensors of the model.
+        # Describe before adding the client's tensors: they are not part of the model, so `state` has no role for them.
         plain, values = self._describe(engine, state, tensors, client)
-        tensors.update(stored if self._everyone.rank == 0 else {})  # the client state of rank 0 is the one that is kept
+        tensors.update(stored if self._everyone.rank == 0 else {})  # only rank 0's client state is saved
         parts, described = self._planner.plan(tensors)
-        # Only rank 0 knows the attempt, so it names the folder for all.
+        # Only rank 0 knows the attempt, so it chooses the folder for all ranks.
         folder = on_rank_0(self._everyone, lambda: self._begin_attempt().name_folder(tag))
         manifest = {
             "format": layout.FORMAT,
@@ -263,7 +267,7 @@ class Checkpointer:
         tensors: Mapping[str, Any],
         client: Any,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What `describe_state` gives, and on rank 0 what state.json holds. A collective."""
+        """The result of `describe_state`, and on rank 0 the content of state.json. A collective."""
         own = on_all_ranks(self._everyone, lambda: describe_state(state, tensors))
         plain = self._join_parts(own)
         objects = capture_objects(self._everyone, self._objects)
@@ -278,7 +282,7 @@ class Checkpointer:
         return plain, values
 
     def _join_parts(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What `describe_state` gives, with the parts of all model-parallel ranks. A collective where there are any."""
+        """Merges the results of `describe_state` of all model-parallel ranks. A collective, if there are several."""
         if self._model.size == 1:
             return own
         found = all_gather(self._everyone, own if self._data_rank == 0 else None)
@@ -288,7 +292,7 @@ class Checkpointer:
         return {**joined, "models": models}
 
     def _begin_attempt(self) -> Attempt:
-        """The attempt of this run, or of a program that has not opened the root."""
+        """The attempt of this run, or a new one for a program that has not called `open`."""
         self._attempt = self._attempt or claim_once(self.url)
         self._attempt.require_newest()
         return self._attempt
@@ -301,9 +305,9 @@ class Checkpointer:
         replace: bool,
         metrics: Mapping[str, float],
     ) -> tuple[int, tuple[str, ...]]:
-        """Rank 0's part once all shards are written; the bytes of them, and what failed once they were committed."""
+        """Rank 0's part after all shards are written. Returns their bytes, and what failed after the commit."""
         assert self._attempt is not None
-        # `complete` reads the sizes of all shards again: a store may have lost one after acknowledging it.
+        # `complete` checks the sizes of all shards again, in case a store lost one after acknowledging it.
         attempt = self._attempt
         manifest = save.complete(records, self._job)
         notes = self._catalog.commit(save.folder, manifest, attempt, latest=latest, replace=replace, metrics=metrics)
@@ -325,21 +329,20 @@ class Checkpointer:
         seed: int = 0,
         take: Take | None = None,
     ) -> Loaded:
-        """Loads a committed checkpoint (the newest where no tag is given) into the engine, whatever its world size.
+        """Loads a committed checkpoint (by default the newest) into the engine, whatever world size saved it.
 
-        What another program saved there (see `elsewhere`) is loaded too: a run goes on, or weights alone are taken.
-        `strict`: every parameter and buffer of the model has to be in it, and the other way round. `seed`: what random
-        generators are re-seeded from where the world size is another one. `take`: is given the weights by name, whole
-        on every rank, in place of reading them into the model. Raises NoCheckpointError, CorruptCheckpointError,
-        CheckpointError.
+        It also loads checkpoints of other programs (see `elsewhere`): a full training state, or only weights.
+        strict: the names of the model's and the checkpoint's parameters and buffers must be the same. seed: reseeds the
+        random generators if the world size differs. take: receives the weights by name, whole on every rank, instead of
+        loading them into the model. Raises NoCheckpointError, CorruptCheckpointError, CheckpointError.
         """
         return self._loader.load(
             engine, tag=tag, strict=strict, optimizer=optimizer, scheduler=scheduler, seed=seed, take=take
         )
 
     def load_weights(self, engine: Savable, source: str, *, strict: bool = True) -> Matched:
-        """Loads the weights alone from another job's checkpoint: its run folder, root or step folder, by path or URL.
+        """Loads only the weights from a checkpoint of another job: its run folder, root or step folder, path or URL.
 
-        `strict`: all have to match in name and shape; where not, what does is loaded. Returns what matched.
+        strict: all names and shapes must match. Otherwise, what matches is loaded. Returns what matched.
         """
         return self._loader.load_weights(engine, source, strict=strict)

@@ -1,4 +1,4 @@
-"""Reading what was committed, verified: the parts that do not depend on what is done with it."""
+"""Reads and verifies committed checkpoints: the steps that all ways of loading share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was committed: its folder, bytes of tensors, and seconds that saving took.
+    """A committed checkpoint: its folder, the bytes of its shards, and how many seconds the save took.
 
-    `notes`: what could not be done once it was one.
+    `notes`: what failed after the commit.
     """
 
     tag: str
@@ -34,9 +34,9 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded; `job`: the resolved document that it carries.
+    """A loaded checkpoint. `job`: the resolved document stored in it.
 
-    `exact`: the run goes on bit for bit (same world size, all state restored). `notes`: what else begins anew.
+    `exact`: the run continues bit for bit (same world size, all state restored). `notes`: what was not restored.
     """
 
     tag: str
@@ -50,13 +50,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Matched:
-    """How the weights of a checkpoint and of a model go together, by the model's names."""
+    """How the weights of a checkpoint match those of a model, by the model's names."""
 
     url: str
     taken: list[str]
-    missing: list[str]  # in the checkpoint
-    unused: list[str]
-    reshaped: list[str]
+    missing: list[str]  # from the checkpoint
+    unused: list[str]  # in the checkpoint only
+    reshaped: list[str]  # in both, with different shapes
 
 
 def read_checkpoint(root: layout.Folder, record: dict[str, Any]) -> layout.Checkpoint:
@@ -65,7 +65,8 @@ def read_checkpoint(root: layout.Folder, record: dict[str, Any]) -> layout.Check
 
 
 def require_sizes(url: str, checkpoint: layout.Checkpoint) -> None:
-    """Raises CorruptCheckpointError where a shard is missing or has another size, before anything is overwritten."""
+    """Raises CorruptCheckpointError if a shard is missing or has the wrong size. Called before a load changes
+    anything."""
     for name, size in checkpoint.files.items():
         place = storage.join(url, name)
         found = storage.size(place) if storage.exists(place) else None
@@ -75,7 +76,7 @@ def require_sizes(url: str, checkpoint: layout.Checkpoint) -> None:
 
 
 def match(ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str, start: str) -> Matched:
-    """Compares the names and shapes of a model's tensors with those of a checkpoint whose names begin with `start`."""
+    """Compares names and shapes of the model's tensors with those of a checkpoint's tensors that begin with `start`."""
     theirs = {n: t.shape for n, t in checkpoint.tensors.items() if t.role != "optimizer" and n.startswith(start)}
     common = [name for name in ours if name in theirs]
     reshaped = [name for name in common if tuple(ours[name].shape) != theirs[name]]
@@ -86,14 +87,14 @@ def match(ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str, s
 def require_match(
     found: Matched, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, *, strict: bool, hint: str
 ) -> None:
-    """Raises CheckpointError where shapes differ, and if `strict` where names do."""
+    """Raises CheckpointError if shapes differ, or with `strict` if names do."""
     lines = [f"not in the checkpoint: {_list(found.missing)}"] if found.missing and strict else []
     lines += [f"not in the model: {_list(found.unused)}"] if found.unused and strict else []
     for name in found.reshaped[:3]:
         there = list(checkpoint.tensors[name].shape)
         lines.append(f"{name} is {list(ours[name].shape)} in the model, {there} in the checkpoint")
     if lines:
-        raise CheckpointError(f"{found.url} holds another model: {'; '.join(lines)}", hint=hint)
+        raise CheckpointError(f"{found.url} does not match the model: {'; '.join(lines)}", hint=hint)
 
 
 def _list(names: list[str]) -> str:
@@ -101,11 +102,11 @@ def _list(names: list[str]) -> str:
 
 
 def run_dcp(call: Callable[..., Any]) -> None:
-    """Runs a load of DCP; what one rank raised is raised on all, as itself."""
+    """Runs a DCP load. DCP collects the errors of all ranks; this raises the first one under its own type."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP warns that one process is one process
+            warnings.simplefilter("ignore")  # DCP warns when it runs in a single process
             call(no_dist=alone)
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
@@ -115,7 +116,9 @@ def run_dcp(call: Callable[..., Any]) -> None:
 
 
 def describe_left_out(saved: Shapes, loaded: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of a saved optimizer was not loaded, as a note."""
+    """Notes about optimizer state that was saved but not loaded."""
     left_out = [name for name in saved if name.endswith(BY_RANK) and name not in loaded]
     gone = sorted({name.rpartition(".")[2].removesuffix(BY_RANK) for name in left_out})
-    return (f"the optimizer's {', '.join(gone)} begin anew: they belong to another number of ranks",) if gone else ()
+    if not gone:
+        return ()
+    return (f"the optimizer's {', '.join(gone)} were reset: they were saved on a different number of ranks",)

@@ -1,4 +1,4 @@
-"""Writing the whole model from a live engine: the weights alone, for other programs."""
+"""Writes the weights of a live engine to one file, for other programs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from dsjob.optim.shards import whole
 
 
 def save_model(url: str, state: TrainingState, *, dtype: torch.dtype, writes: bool) -> None:
-    """Gathers every weight and writes one file from the rank that `writes`. A collective: every rank must call it.
+    """Gathers all weights, and writes them to one file on the rank where `writes` is true. A collective.
 
-    `url` ending in `.safetensors`: safetensors; any other: torch.save's format. Floating-point weights become `dtype`.
+    The format is safetensors if `url` ends in `.safetensors`, otherwise that of torch.save. Floating-point weights are
+    converted to `dtype`.
     """
     gathered: dict[str, Tensor] = {}
+    # One tensor at a time, so that a rank's device holds at most one whole tensor beside its shards.
     for name, tensor in {**state.weights, **state.buffers}.items():
         full = whole(tensor.detach())
         if writes:
@@ -31,6 +33,7 @@ def save_model(url: str, state: TrainingState, *, dtype: torch.dtype, writes: bo
     if folder:
         storage.make_folder(folder)
     if url.endswith(".safetensors"):
+        # safetensors refuses tensors that share memory.
         untied = {name: tensor.clone() if name in state.aliases else tensor for name, tensor in gathered.items()}
         storage.write_bytes(url, to_safetensors(untied, metadata={"format": "pt"}))
         return

@@ -1,8 +1,8 @@
-"""The state of several engines as one: what a checkpoint of them holds.
+"""Presents the state of several engines as one, so that one checkpoint can hold it.
 
-A tensor `model.<parameter>` of the engine called `student` becomes `model.student.<parameter>`, as if its model were a
-module of that name in a larger one; so it is with the optimizer's, and with what is kept as plain values. The parts of
-a model that model-parallel ranks hold are called `mp_rank_00`, `mp_rank_01`, ...: a rank's joint state has its own.
+The tensor `model.<parameter>` of the engine `student` becomes `model.student.<parameter>`, as if its model were a
+submodule of a larger one. Optimizer tensors and plain values are named the same way. With model parallelism, each rank
+holds one part of the model, named `mp_rank_00`, `mp_rank_01`, ...; its joint state contains only that part.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dsjob.ranks.mesh import Ranks
 
 
 def name_part(model_rank: int) -> str:
-    """What the part of a model that a model-parallel rank holds is called; DeepSpeed's files are called so."""
+    """The name for the part of the model on a model-parallel rank. DeepSpeed's files use the same names."""
     return f"mp_rank_{model_rank:02d}"
 
 
 class JointState:
-    """The same as TrainingState, over several of them, or of itself, by name."""
+    """The interface of TrainingState over several named states, which may be joint states themselves."""
 
     def __init__(self, states: Mapping[str, TrainingState | JointState]) -> None:
         self._states = states
@@ -35,7 +35,7 @@ class JointState:
 
     @property
     def pretrained(self) -> dict[str, Any]:
-        """See TrainingState; by model."""
+        """See TrainingState. Maps each model's name to its value."""
         return {name: state.pretrained for name, state in self._states.items() if state.pretrained}
 
     def model_tensors(self) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ class JointState:
 
 
 class Savable(Protocol):
-    """What can be saved: an engine, or several."""
+    """What can be saved: one engine, or several together."""
 
     def state(self) -> TrainingState | JointState: ...
     def counters(self) -> dict[str, int]: ...
@@ -104,18 +104,19 @@ class Savable(Protocol):
 
 
 def view_state(engine: Savable, model: Ranks) -> TrainingState | JointState:
-    """The state of an engine; on model-parallel ranks by the name of this one's part."""
+    """The state of an engine. With model parallelism, its names include that of this rank's part."""
     state = engine.state()
     return JointState({name_part(model.rank): state}) if model.size > 1 else state
 
 
 def _name(full: str, owner: str) -> str:
+    """`model.weight` of `student` becomes `model.student.weight`."""
     kind, _, rest = full.partition(".")
     return f"{kind}.{owner}.{rest}"
 
 
 def _take(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Those of `values` that belong to one engine, under the names that they have there."""
+    """The entries of `values` that belong to one engine, under the engine's own names."""
     return {
         f"{kind}.{rest}": value
         for full, value in values.items()

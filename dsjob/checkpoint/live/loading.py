@@ -1,6 +1,6 @@
-"""Loading what was committed, or what another program saved, into an engine: all ranks together.
+"""Loads committed checkpoints, and those of other programs, into an engine. All ranks take part.
 
-Nothing of the engine is overwritten before the checkpoint is known to be whole in its sizes, and to hold this model.
+The engine changes only after the sizes of all files and the names and shapes of the model's tensors were checked.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from dsjob.ranks.seeding import seed_rng
 T = TypeVar("T")
 
 
-Take = Callable[[dict[str, Tensor]], None]  # what a program does with weights by name, whole, on the CPU
+Take = Callable[[dict[str, Tensor]], None]  # receives the weights by name: whole tensors, on the CPU
 
 
 def _make_tensors(checkpoint: layout.Checkpoint, roles: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors to read those of `roles` into, whole, on the CPU."""
+    """Empty tensors for all tensors with one of `roles`: whole, on the CPU."""
     found = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.role in roles}
     return {name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype]) for name, tensor in found.items()}
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint to be read: its root, folder and plain values; `foreign` where another program saved it."""
+    """An open checkpoint: its root, manifest, folder and plain values; `foreign` if another program saved it."""
 
     root: layout.Folder
     checkpoint: layout.Checkpoint
@@ -66,7 +66,7 @@ class Opened:
 
 
 class Loader:
-    """Loads from the checkpoints below one URL, whatever the world size that saved them. A collective, each method."""
+    """Loads checkpoints from one root, whatever world size saved them. Each method is a collective."""
 
     def __init__(self, url: str, world: World, catalog: Catalog, objects: Kept) -> None:
         self._url, self._catalog, self._objects = url, catalog, objects
@@ -100,27 +100,28 @@ class Loader:
             require_match(found, ours, checkpoint, strict=strict, hint=hint)
             weights = {name: ours[name] for name in found.taken}
         else:
-            # The program takes whole tensors; nothing is matched, because it may map names as it likes.
+            # The program receives whole tensors and may map names as it likes, so there is nothing to match.
             weights = _make_tensors(checkpoint, layout.ROLES)
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
         job = on_all_ranks(self._everyone, lambda: read_job(opened.root, checkpoint)) if foreign is None else None
         kept = _make_tensors(checkpoint, (CLIENT,))
         client_state = self._restore(url, lambda: decode(values.get("client_state", {}), stored=kept))
-        # Everything is matched and allocated before the first byte is read: from here on the engine changes.
+        # Everything was matched and is now allocated. From `_read` on, the engine changes.
         tensors = self._restore(url, lambda: state.make_optimizer_tensors(saved) if optimizer else {})
         self._read(opened, {**weights, **tensors, **kept})
         if take is not None:
             weights.update({name: weights[first] for name, first in checkpoint.aliases.items()})
             take({name.removeprefix("model."): weight for name, weight in weights.items()})
-        # Generators belong to a rank. On another number of ranks they begin anew, from a seed that depends on the step.
+        # Each rank has its own random generators. On a different number of ranks, they are reseeded from the seed and
+        # the step, so that resuming twice gives the same numbers.
         same_world = len(values.get("rng", {})) == self._everyone.size
         objects = values.get("objects", {})
-        told = self._restore(url, lambda: restore_objects(self._everyone, self._objects, objects))
+        notes = self._restore(url, lambda: restore_objects(self._everyone, self._objects, objects))
 
         def put_back() -> None:
             if optimizer:
                 state.load_optimizer(tensors, values["optimizer"])
-                state.load_scaler(values.get("loss_scaler"))  # absent before there was fp16
+                state.load_scaler(values.get("loss_scaler"))  # the first checkpoints did not have this key
             if scheduler:
                 state.load_scheduler(values["scheduler"], rates=optimizer)
             if same_world:
@@ -132,7 +133,7 @@ class Loader:
         with restoring(url):
             engine.restore_counters(values.get("counters", engine.counters()))  # a collective: ranks gather weights
         exact = same_world and optimizer and scheduler
-        notes = told + (describe_left_out(saved, tensors) if optimizer else ())
+        notes += describe_left_out(saved, tensors) if optimizer else ()
         notes += foreign.notes if foreign is not None else ()
         return Loaded(checkpoint.tag, url, checkpoint.step, client_state, exact, job, notes)
 
@@ -151,15 +152,15 @@ class Loader:
         ours = view_state(engine, self._model).model_tensors()
         found = self._match(ours, checkpoint, opened.url)
         if strict or not found.taken:
-            hint = "checkpoint.strict=false takes what matches" if found.taken else "none of its weights is the model's"
+            hint = "checkpoint.strict=false loads what matches" if found.taken else "no weight matches the model"
             require_match(found, ours, checkpoint, strict=True, hint=hint)
         on_rank_0(self._everyone, lambda: require_sizes(opened.url, checkpoint))
         self._read(opened, {name: ours[name] for name in found.taken})
-        engine.restore_counters(engine.counters())  # compute copies follow the masters
+        engine.restore_counters(engine.counters())  # also refreshes the low-precision copies from the fp32 masters
         return found
 
     def _open(self, tag: str | None) -> Opened:
-        """A checkpoint of dsjob's, the newest where no tag is given."""
+        """Opens one of dsjob's own checkpoints, by default the newest."""
         record = on_rank_0(self._everyone, lambda: self._catalog.find(tag))
         root = open_root(self._url)
         checkpoint = on_all_ranks(self._everyone, lambda: read_checkpoint(root, record))
@@ -174,29 +175,28 @@ class Loader:
         with renamed(f"read {self._url}"):
             found = find_elsewhere(self._url, tag, groups)
         if found is not None and joint:
-            raise CheckpointError(f"{self._url} holds one whole model of {found.program}, and there are several here")
+            raise CheckpointError(f"{self._url} holds a single model, saved by {found.program}; this job has several")
         return found
 
     def _match(self, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str) -> Matched:
-        """See `match`. Raises CheckpointError where the checkpoint is of another number of model-parallel ranks."""
+        """See `match`. Raises CheckpointError if the number of model-parallel ranks differs."""
         saved = checkpoint.manifest.get("model_ranks", 1)
         if saved != self._model.size:
             raise CheckpointError(
-                f"{url} holds the parts of {saved} model-parallel rank{'s' * (saved > 1)}, and there are"
-                f" {self._model.size} now",
-                hint="load it with as many; `dsjob convert --model mp_rank_00` gives the weights of a part",
+                f"{url} was saved with {saved} model-parallel rank{'s' * (saved > 1)}; this run has {self._model.size}",
+                hint="use the same number, or convert the weights of one part: `dsjob convert --model mp_rank_00`",
             )
         start = f"model.{name_part(self._model.rank)}." if saved > 1 else "model."
         return match(ours, checkpoint, url, start)
 
     def _read(self, opened: Opened, tensors: dict[str, Tensor]) -> None:
-        """Fills tensors, each rank its own boxes of them."""
+        """Fills `tensors`. Each rank reads only the boxes that it holds."""
         reader = ShardReader(opened.root, opened.checkpoint)
         with renamed(f"read {opened.url}"):
             run_dcp(lambda **how: dcp.load(tensors, storage_reader=reader, **how))
 
     def _restore(self, url: str, action: Callable[[], T]) -> T:
-        """Does, on every rank or on none, what puts values back and is no collective."""
+        """Runs `action`, which restores values and must not be a collective. An error on one rank is raised on all."""
 
         def act() -> T:
             with restoring(url):

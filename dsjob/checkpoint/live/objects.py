@@ -1,10 +1,10 @@
-"""The state of a job's own objects, its callbacks and metrics: plain values and small tensors, as JSON values.
+"""Saves and restores the state of callbacks and metrics: plain values and small tensors, as JSON values.
 
-Where ranks have the same state it is kept once; where they do not, by rank. State that cannot be kept is told of and
-left out of a save, which loses nothing else by it.
+If all ranks have the same state, it is saved once, otherwise per rank. State that cannot be saved is left out with a
+message; the rest of the checkpoint is not affected.
 
-State is taken once before the first step, so that problems are reported then and not hours later. On another number of
-ranks the state of rank 0 counts where ranks differ, with a note.
+The state is captured once before the first step, so that problems are reported then and not hours later. If ranks
+differ and the number of ranks has changed, all ranks restore the state of rank 0, with a note.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from dsjob.errors import CheckpointError, DsjobError, Interrupted
 from dsjob.ranks.agreement import gather_on_rank_0
 from dsjob.ranks.mesh import Ranks
 
-MOST_BYTES = 1 << 20  # of one object: state.json holds it
+MOST_BYTES = 1 << 20  # per object, because its state is part of state.json
 
 
 class Stateful(Protocol):
-    """An object whose state checkpoints keep."""
+    """An object whose state is part of checkpoints."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
 class Kept(dict[str, Any]):
-    """A job's own objects by `<kind>.<name>`, those without state too: the names are the same on every rank.
+    """A job's callbacks and metrics by `<kind>.<name>`. Includes those without state, so that all ranks have the same
+    names.
 
-    `say`: shows a title and a text to the user.
+    say: shows a title and a text to the user.
     """
 
     def __init__(self, say: Callable[[str, str], None] | None = None, **objects: Mapping[str, Any]) -> None:
         super().__init__({f"{kind}.{name}": value for kind, named in objects.items() for name, value in named.items()})
-        self._say, self._told = say, set[str]()
+        self._say, self._warned = say, set[str]()
 
-    def tell(self, name: str, why: str) -> None:
-        """Says, once for each object, that its state is left out of checkpoints."""
-        if self._say is not None and name not in self._told:
-            self._say("not kept", f"{name} is left out of checkpoints, and begins anew on a resume: {why}")
-        self._told.add(name)
+    def warn(self, name: str, why: str) -> None:
+        """Tells the user, once per object, that checkpoints do not contain its state."""
+        if self._say is not None and name not in self._warned:
+            self._say("not saved", f"checkpoints will not contain the state of {name}; a resume resets it: {why}")
+        self._warned.add(name)
 
 
 def capture_objects(everyone: Ranks, objects: Kept) -> dict[str, list[Any]]:
-    """On rank 0 the state of each object by its name: a list of one where all ranks have the same, else by rank.
+    """The states of all objects by name, on rank 0: a list of one state if all ranks have the same, else one per rank.
 
-    What cannot be kept, or not of every rank, is told and left out. A collective, unless there are no objects.
+    State that cannot be saved, even on a single rank, is left out with a message. A collective, unless there are no
+    objects.
     """
     if not objects:
         return {}
@@ -65,25 +67,25 @@ def capture_objects(everyone: Ranks, objects: Kept) -> dict[str, list[Any]]:
         refused = [(rank, state) for rank, state in enumerate(own) if isinstance(state, str)]
         if refused:
             rank, why = refused[0]
-            objects.tell(name, why if len(refused) == len(own) else f"on rank {rank}, {why}")
+            objects.warn(name, why if len(refused) == len(own) else f"on rank {rank}, {why}")
         else:
             states[name] = own if any(state != own[0] for state in own) else own[:1]
     return states
 
 
 def restore_objects(everyone: Ranks, objects: Kept, saved: Mapping[str, list[Any]]) -> tuple[str, ...]:
-    """Gives this rank's objects their state back; what of that cannot be done, in words. Raises CheckpointError."""
+    """Restores the state of this rank's objects. Returns notes about what was not restored. Raises CheckpointError."""
     notes, stateful = [], {name: value for name, value in objects.items() if _is_stateful(value)}
     for name, value in stateful.items():
         states = saved.get(name)
         if states is None:
-            notes.append(f"{name} begins anew: the checkpoint has no state of it")
+            notes.append(f"{name} was reset: the checkpoint does not contain its state")
             continue
         if len(states) not in (1, everyone.size):
-            notes.append(f"{name} goes on with the state that rank 0 had: each of {len(states)} ranks had its own")
+            notes.append(f"{name} resumes with rank 0's state on all ranks: it was saved on {len(states)} ranks")
         _restore(name, value, states[everyone.rank if len(states) == everyone.size else 0])
     unused = sorted(saved.keys() - stateful)
-    notes += [f"the state of {name} is not used: there is nothing of that name to take it" for name in unused]
+    notes += [f"the state of {name} was not restored: this job has no stateful object of that name" for name in unused]
     return tuple(notes)
 
 
@@ -92,21 +94,21 @@ def _is_stateful(value: object) -> TypeGuard[Stateful]:
 
 
 def _try(name: str, value: Stateful) -> dict[str, Any] | str:
-    """The state as JSON values, or why there is none."""
+    """The state as JSON values, or why it cannot be saved."""
     try:
         return _capture(name, value)
-    except Interrupted:  # by a signal, which has nothing to do with what was going on
+    except Interrupted:  # a signal; it has nothing to do with this state
         raise
     except DsjobError as error:
         return error.message
-    except Exception as error:  # it is the user's own code
+    except Exception as error:  # user code may raise anything
         return f"{name}.state_dict(): {type(error).__name__}: {error}"
 
 
 def _capture(name: str, value: Stateful) -> dict[str, Any]:
     state = value.state_dict()
     if not isinstance(state, Mapping):
-        raise TypeError(f"it gave {type(state).__name__}, not a dict")
+        raise TypeError(f"it returned {type(state).__name__}, not a dict")
     tensors = {key: item for key, item in state.items() if isinstance(item, Tensor)}
     size = sum(tensor.nbytes for tensor in tensors.values())
     _require_small(size, "tensors")
@@ -119,7 +121,7 @@ def _capture(name: str, value: Stateful) -> dict[str, Any]:
 
 def _require_small(size: int, what: str) -> None:
     if size > MOST_BYTES:
-        raise CheckpointError(f"it has {size:,} bytes of {what}, more than {MOST_BYTES:,}")
+        raise CheckpointError(f"it has {size:,} bytes of {what}; the limit is {MOST_BYTES:,}")
 
 
 def _restore(name: str, value: Stateful, state: Mapping[str, Any]) -> None:
@@ -133,5 +135,5 @@ def _restore(name: str, value: Stateful, state: Mapping[str, Any]) -> None:
     except Exception as error:
         raise CheckpointError(
             f"{name}.load_state_dict(): {type(error).__name__}: {error}",
-            hint="it is given what state_dict() gave when the checkpoint was saved",
+            hint="it receives what state_dict() returned when the checkpoint was saved",
         ) from error

@@ -1,4 +1,4 @@
-"""A save that is planned: what this rank writes, and on rank 0 what the manifest will say."""
+"""A planned save: what this rank will write, and on rank 0 the content of the manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsjob.errors import CheckpointError
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """One save on one rank. Nothing here changes while training goes on, once the parts are copies."""
+    """One save on one rank. For a background save, `parts` are copies, so training does not change them."""
 
     url: str
     folder: str
@@ -34,9 +34,9 @@ class PreparedSave:
     manifest: dict[str, Any]
 
     def complete(self, records: Sequence[dict[str, Any]], job: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Makes sure that every rank's file is there, and writes what lies beside them; the manifest.
+        """Checks the size of every rank's file, writes state.json and job.json, and returns the manifest.
 
-        Raises CheckpointError for what is larger than readers take.
+        Raises CheckpointError if a file has the wrong size, or if a value exceeds the limits of readers.
         """
         files = {}
         for record in records:
@@ -44,7 +44,9 @@ class PreparedSave:
                 continue
             found = storage.size(storage.join(self.url, record["file"]))
             if found != record["size"]:
-                raise CheckpointError(f"{self.url}/{record['file']} has {found} bytes, not {record['size']} as written")
+                raise CheckpointError(
+                    f"{self.url}/{record['file']} has {found} bytes, but {record['size']} were written"
+                )
             files[record["file"]] = {"size": record["size"]}
         plain = {"state": self.values, **({"job": job} if job is not None else {})}
         places = {name: storage.join(self.url, f"{name}.json") for name in plain}
@@ -60,7 +62,8 @@ class PreparedSave:
 
 
 def describe_state(state: TrainingState | JointState, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of a state beside its tensors. Raises CheckpointError for what it cannot keep."""
+    """The plain values of a state, which checkpoints store beside tensors. Raises CheckpointError for unsupported
+    values."""
     return {
         "optimizer": state.optimizer_values(),
         "scheduler": state.scheduler_values(),

@@ -1,4 +1,4 @@
-"""The state of every random generator of a rank, and named states of model-parallel ranks, as JSON values."""
+"""Captures and restores all random generators of a rank, and the named ones of model parallelism, as JSON values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsjob.compute.activation.rng import TRACKER, read_state
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators; of the GPU's too where there is one."""
+    """The states of the generators of Python, NumPy and torch, and of the GPU if `device` is one."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state = {
         "python": encode(random.getstate()),
@@ -29,14 +29,14 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    """Sets all generators to a captured state, without what is of a GPU where there is none, or the other way round."""
+    """Restores all generators. Skips those of a GPU if `state` or this rank has none."""
     random.setstate(decode(state["python"]))
     kind, keys, *rest = decode(state["numpy"])
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_from_text(state["torch"]))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
-    size = read_state().numel()  # a state of another kind of device is none of this generator's
+    size = read_state().numel()  # states of another type of device have another size, and cannot be restored here
     saved = {name: _from_text(own) for name, own in state.get("tracked", {}).items()}
     TRACKER.set_states({**TRACKER.get_states(), **{n: own for n, own in saved.items() if own.numel() == size}})
 

@@ -1,12 +1,11 @@
-"""Where boxes of tensors meet bytes: safetensors shards, over any URL.
+"""Writes and reads safetensors shards, at any path or URL.
 
-DCP plans which rank writes and reads which box of which tensor. A rank writes one file, header first, each chunk hashed
-on its way. Reading verifies each chunk that it uses.
+DCP (torch.distributed.checkpoint) plans which rank writes and reads which box of which tensor. Each rank writes one
+file, and hashes each chunk while writing it. Reading verifies each chunk that it uses.
 
-DCP's storage formats are not used: they execute code on load and carry no checksums. Hashing is the greatest cost of a
-save on the processor, so it runs in a thread beside writing. Readers read chunks straight into the tensors where they
-can: a damaged chunk is reported when its bytes are there already, so an engine whose load has failed holds parts of
-both states.
+DCP's own storage formats are not used: they execute code on load and have no checksums. Hashing takes most of the CPU
+time of a save, so it runs in a thread beside writing. Where possible, chunks are read straight into the tensors, and
+verified afterwards. So after a failed load, an engine contains parts of both states and must not be used.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from dsjob.errors import CorruptCheckpointError
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, scatter
 from dsjob.ranks.mesh import Ranks
 
-_SLICE, _SMALL = 8 << 20, 64 << 10  # bytes; what is small is not worth another thread's waking
-_READERS = 4  # threads of a rank that read, each a chunk at a time, and verify what they have read
-_Chunk = dict[str, Any]  # of a manifest: file, start, length, offsets, sizes, sha256
+_SLICE, _SMALL = 8 << 20, 64 << 10  # bytes; anything smaller is hashed without waking another thread
+_READERS = 4  # threads per rank; each reads and verifies one chunk at a time
+_Chunk = dict[str, Any]  # as in a manifest: file, start, length, offsets, sizes, sha256
 
 
 def shard_name(rank: int, world_size: int) -> str:
-    """The file that a rank writes."""
+    """The name of a rank's file."""
     return f"r{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A box of the tensor `name` that one rank writes; `offsets`: where it begins in global coordinates."""
+    """A box of the tensor `name` that one rank writes. `offsets`: its first index per dim, in global coordinates."""
 
     name: str
     offsets: tuple[int, ...]
@@ -61,8 +60,8 @@ class Part:
 
 
 class Planner:
-    """Says what each rank writes of a state. DCP plans it, which takes ranks longer than to copy what they hold, so a
-    plan is kept while no rank has other tensors than it was made for."""
+    """Decides which boxes each rank writes. DCP's planning takes longer than copying the tensors, so the plan is reused
+    as long as the tensors of all ranks have the same names, shapes, dtypes and placements."""
 
     def __init__(self, everyone: Ranks) -> None:
         self._everyone = everyone
@@ -71,14 +70,14 @@ class Planner:
         self._described: dict[str, TensorStorageMetadata] = {}
 
     def plan(self, tensors: dict[str, Tensor]) -> tuple[list[Part], dict[str, TensorStorageMetadata]]:
-        """What this rank is to write of `tensors`, and on rank 0 what all of them are. A collective.
+        """The parts of `tensors` that this rank writes, and on rank 0 the metadata of all tensors. A collective.
 
-        Replicated tensors are rank 0's: where ranks differ (buffers of batch norm), it is rank 0's that are kept.
+        Rank 0 writes replicated tensors. If ranks differ (as the buffers of batch norm may), rank 0's values are saved.
         """
-        # All that a plan depends on. A new key on any rank makes all of them plan, since planning is a collective.
+        # Everything a plan depends on. Planning is a collective, so a new key on any rank makes all ranks plan.
         key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
         if not all(all_gather(self._everyone, key == self._key)):
-            self._key = None  # it may fail on one rank alone, which has to be planned anew with the others
+            self._key = None  # if planning fails on one rank only, all ranks must plan again next time
             self._places, self._described = _plan_anew(tensors, self._everyone)
             self._key = key
         parts = [Part(name, offsets, _take_own(tensors[name])) for name, offsets in self._places]
@@ -88,8 +87,8 @@ class Planner:
 def _plan_anew(
     tensors: dict[str, Tensor], everyone: Ranks
 ) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, TensorStorageMetadata]]:
-    """The names and offsets of this rank's boxes, and on rank 0 what all tensors are."""
-    # dedup: of a replicated tensor only the lowest rank that has it writes a box.
+    """The names and offsets of this rank's boxes, and on rank 0 the metadata of all tensors."""
+    # dedup_save_to_lowest_rank: only the lowest rank that holds a replicated tensor writes it.
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     planner.set_up_planner(tensors, is_coordinator=everyone.rank == 0)
     plans = gather_on_rank_0(everyone, planner.create_local_plan)
@@ -104,7 +103,7 @@ def _plan_anew(
     boxes = [
         (item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items if item.tensor_data is not None
     ]
-    # With fewer rows than ranks, some ranks hold an empty shard: nothing to write.
+    # If a tensor has fewer rows than there are ranks, some ranks hold empty shards, which need not be written.
     return [(name, offsets) for name, offsets in boxes if _take_own(tensors[name]).numel()], described
 
 
@@ -113,12 +112,12 @@ def _find_layout(tensor: Tensor) -> Any:
 
 
 def _take_own(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: one box."""
+    """This rank's part of a tensor: one box."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict[str, Any]:
-    """Writes a rank's parts into the folder `url`, then its completion record, which it returns."""
+    """Writes a rank's parts into the folder `url`, then its completion record. Returns the record."""
     storage.make_folder(storage.join(url, "done"))
     name = shard_name(rank, world_size)
     chunks, size = _write_file(storage.join(url, name), parts) if parts else ([], 0)
@@ -128,14 +127,14 @@ def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict
 
 
 def write_record(url: str, rank: int, record: dict[str, Any]) -> None:
-    """Writes what a rank says of its part of a save: that it is whole, or why it is not."""
+    """Writes a rank's completion record: what it wrote, or the error."""
     text = encode_json(record)
     text = encode_json({**record, "record_sha256": hashlib.sha256(text).hexdigest()})
     storage.write_bytes(storage.join(url, "done", f"r{rank:05d}.json"), text)
 
 
 def read_record(url: str, rank: int) -> dict[str, Any]:
-    """What `write_record` was given. Raises CorruptCheckpointError where it differs, and StorageError."""
+    """Reads the record that `write_record` wrote. Raises CorruptCheckpointError if its digest differs, StorageError."""
     place = storage.join(url, "done", f"r{rank:05d}.json")
     try:
         record: dict[str, Any] = json.loads(storage.read_bytes(place))
@@ -144,22 +143,22 @@ def read_record(url: str, rank: int) -> dict[str, Any]:
             return record
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         pass
-    raise CorruptCheckpointError(f"{place} is not what rank {rank} wrote")
+    raise CorruptCheckpointError(f"{place} is damaged: it does not match the digest that rank {rank} wrote")
 
 
 def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
-    """Writes a file of safetensors; its chunks for the manifest, and its size in bytes."""
+    """Writes a safetensors file. Returns its chunks for the manifest, and its size in bytes."""
     header, spans, position = {}, [], 0
     for part in parts:
         end = position + part.tensor.numel() * part.tensor.dtype.itemsize
-        # The offsets tell whoever opens this file alone which box of the tensor it holds.
+        # The offsets in the key say which box of the tensor this is, for someone who has only this file.
         key = f"{part.name}@{','.join(map(str, part.offsets))}"
         span = [position, end]
         header[key] = {"dtype": NAMES[part.tensor.dtype], "shape": list(part.tensor.shape), "data_offsets": span}
         spans.append(span)
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    # safetensors wants the data to begin at a multiple of 8; a JSON header may end in spaces.
+    # The data must begin at a multiple of 8. The JSON header may end in spaces.
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     chunks: list[_Chunk] = []
@@ -173,9 +172,9 @@ def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) -> str:
-    """Writes a tensor's bytes in row-major order; their sha256."""
+    """Writes a tensor's bytes in row-major order. Returns their sha256."""
     digest = hashlib.sha256()
-    # One tensor at a time comes to the host: the whole shard may not fit beside the model.
+    # Copy one tensor at a time to the host, whose memory may not hold the whole shard.
     flat = tensor.cpu().contiguous().reshape(-1)
     data = memoryview(flat.view(torch.uint8).numpy().data)
     for offset in range(0, len(data), _SLICE):
@@ -184,7 +183,7 @@ def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) ->
             digest.update(part)
             file.write(part)
             continue
-        hashing = hasher.submit(digest.update, part)  # beside the writing: both let go of the interpreter's lock
+        hashing = hasher.submit(digest.update, part)  # in parallel with writing: both release the GIL
         file.write(part)
         hashing.result()
     return digest.hexdigest()
@@ -193,7 +192,7 @@ def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) ->
 def list_tensors(
     described: dict[str, TensorStorageMetadata], records: list[dict[str, Any]], role: Callable[[str], str]
 ) -> dict[str, Any]:
-    """The entries of a manifest: every tensor with the chunks that the ranks' records have of it."""
+    """The `tensors` of a manifest: each tensor with its chunks, collected from the records of all ranks."""
     tensors: dict[str, Any] = {}
     for name, entry in described.items():
         dtype = NAMES[entry.properties.dtype]
@@ -206,7 +205,7 @@ def list_tensors(
 
 
 class ShardReader(StorageReader):
-    """Reads the boxes that a load plan asks for from a committed checkpoint."""
+    """DCP's storage interface over a committed checkpoint: reads the boxes that a load plan asks for."""
 
     def __init__(self, source: layout.Folder, checkpoint: layout.Checkpoint) -> None:
         self._source, self._checkpoint = source, checkpoint
@@ -233,7 +232,7 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        # By chunk, since a chunk is verified as a whole: targets that need parts of one chunk share its reading.
+        # Group the items by chunk: a chunk can only be verified as a whole, so it is read once for all its targets.
         wanted: dict[tuple[str, int], list[tuple[ReadItem, Tensor]]] = {}
         for item in plan.items:
             tensor = self._checkpoint.tensors[item.storage_index.fqn]
@@ -266,12 +265,13 @@ class ShardReader(StorageReader):
     def _read_chunk(
         self, free: SimpleQueue[layout.Shards], name: str, number: int, pairs: list[tuple[ReadItem, Tensor]]
     ) -> None:
-        """Reads a chunk, verifies it, and gives each target its part of it; one thread's work."""
+        """Reads and verifies a chunk, and copies its parts to their targets. Runs in a thread of the pool."""
         tensor = self._checkpoint.tensors[name]
         chunk = tensor.chunks[number]
         (item, target), *more = pairs
         whole = tuple(item.lengths) == chunk.sizes and not more
-        # Straight into the target where its bytes are exactly the chunk's; elsewhere through a buffer of one chunk.
+        # If the target's memory has exactly the layout of the chunk, read straight into it. Otherwise, read the chunk
+        # into a buffer.
         direct = whole and target.is_cpu and target.is_contiguous() and target.dtype == DTYPES[tensor.dtype]
         box = target.detach() if direct else torch.empty(chunk.sizes, dtype=DTYPES[tensor.dtype])
         data = memoryview(box.reshape(-1).view(torch.uint8).numpy().data)
@@ -282,6 +282,6 @@ class ShardReader(StorageReader):
         finally:
             free.put(shards)
         for item, target in [] if direct else pairs:
-            # The overlap of the chunk's box and the target's, in the chunk's own coordinates.
+            # The overlap of the boxes of chunk and target, in the chunk's own coordinates.
             part = box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
             target.detach().copy_(part)

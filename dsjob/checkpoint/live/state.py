@@ -1,8 +1,9 @@
-"""What a checkpoint holds of a training run, as tensors by name and plain values; and the way back.
+"""The training state of an engine as checkpoints store it: tensors by name, and plain values.
 
-Names: `model.<parameter or buffer>` and `optimizer.<parameter>.<key>`, the parameter as the unsharded model calls it,
-so that a save of any world size and stage loads into any other. What an optimizer keeps that differs by rank (its
-`own_state`) is `optimizer.<parameter>.<key>@rank`, [ranks, ...], and loads at the same world size alone.
+Tensors are named `model.<parameter or buffer>` and `optimizer.<parameter>.<key>`, where `<parameter>` is its name in
+the unsharded model. So a checkpoint of any world size and stage loads at any other. Optimizer state that differs by
+rank (`own_state`) is stored as `optimizer.<parameter>.<key>@rank` with shape [ranks, ...], and loads only at the same
+world size.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from dsjob.optim.onebit.signs import count_ranks
 
 BY_RANK = "@rank"
 _ELSEWHERE = "dsjob run FOLDER/resolved.json output.dir=OTHER_FOLDER checkpoint.resume=FOLDER/, with your changes"
-NOT_KEPT = ("params", "exp_avg_mask")  # of a parameter group
+NOT_KEPT = ("params", "exp_avg_mask")  # keys of a parameter group that checkpoints do not store
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Views of the live objects of one engine: reading them saves, writing into them loads."""
+    """References to the live objects of one engine. A save reads their tensors; a load writes into them."""
 
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -62,19 +63,19 @@ class TrainingState:
         return tensors
 
     def without_frozen(self) -> TrainingState:
-        """The same without parameters that are not trained."""
+        """This state without frozen parameters."""
         kept = {name: tensor for name, tensor in self.weights.items() if name in self.masters}
         return replace(self, weights=kept, aliases={n: first for n, first in self.aliases.items() if first in kept})
 
     def role(self, name: str) -> str:
-        """What the tensor of a checkpoint name is: `parameter`, `frozen` (untrained), `buffer` or `optimizer`."""
+        """The role of a tensor, by its checkpoint name: `parameter`, `frozen`, `buffer` or `optimizer`."""
         kind, _, rest = name.partition(".")
         if kind == "optimizer":
             return kind
         return "buffer" if rest not in self.weights else "parameter" if rest in self.masters else "frozen"
 
     def optimizer_values(self) -> dict[str, Any]:
-        """The optimizer's parameter groups (with names in place of tensors) and values that are no tensors."""
+        """The optimizer's parameter groups, with names in place of parameters, and its values that are not tensors."""
         if self.optimizer is None:
             return {}
         names = self._names()
@@ -96,10 +97,11 @@ class TrainingState:
         }
 
     def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
-        """Tensors to read into, for each in `shapes` (by checkpoint name) that belongs to a parameter of this model.
+        """Tensors to load into, for those of `shapes` (by checkpoint name) that belong to parameters of this model.
 
-        They are the optimizer's own where it has such ones already. New ones are sharded like the parameter where they
-        have its shape, else whole on every rank. What differed by rank on another number of ranks is left out.
+        Uses the optimizer's own tensors if they exist already. A new tensor is sharded like its parameter if it has the
+        same shape, and otherwise whole on every rank. State that differs by rank is left out if the number of ranks has
+        changed.
         """
         made: dict[str, Tensor] = {}
         live = {
@@ -112,12 +114,13 @@ class TrainingState:
             master = self.masters.get(name)
             if master is None:
                 continue
-            # [ranks, ...]: each rank reads its own row.
+            # Shape [ranks, ...]: each rank reads its own row.
             if full.endswith(BY_RANK):
                 if shape[0] == count_ranks():
                     made[full] = _stack_ranks(torch.empty(shape[1:], dtype=dtype, device=master.device))
                 continue
-            # Reading into the optimizer's own tensor saves a copy, and keeps what a compiled optimizer holds on to.
+            # Loading into the optimizer's own tensor saves a copy. A compiled optimizer also needs it to stay the same
+            # object.
             kept = live.get(full)
             if isinstance(kept, Tensor) and tuple(kept.shape) == tuple(shape) and kept.dtype == dtype:
                 made[full] = kept
@@ -127,25 +130,27 @@ class TrainingState:
         return made
 
     def load_optimizer(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Gives the optimizer its state back. Raises CheckpointError where its parameter groups are others now."""
+        """Restores the optimizer. Raises CheckpointError if its class or its parameter groups differ from the saved
+        ones."""
         if self.optimizer is None or not values:
             return
         kind = type(self.optimizer).__name__
         if values.get("class", kind) != kind:
             raise CheckpointError(
-                f"the checkpoint holds the state of {values['class']}, but the optimizer is {kind} now",
-                hint=f"keep {values['class']}, or begin a run with these weights: {_ELSEWHERE}",
+                f"the checkpoint was saved with the optimizer {values['class']}, but the job uses {kind}",
+                hint=f"keep {values['class']}, or start a new run from these weights: {_ELSEWHERE}",
             )
-        # Groups are matched by their sets of names: the order of parameters may differ, and torch identifies by
-        # position.
+        # Match groups by their sets of names. torch identifies parameters by position, but their order may have
+        # changed.
         names, groups = self._names(), values["groups"]
         ours = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         theirs = [group["names"] for group in groups]
         if sorted(map(sorted, ours)) != sorted(map(sorted, theirs)):
             raise CheckpointError(
-                "the optimizer's parameters are not those that were saved",
+                "the optimizer's parameters differ from those in the checkpoint",
                 hint=_difference(ours, theirs),
             )
+        # torch's load_state_dict takes state by parameter number, so number the names as they were saved.
         numbers = {name: index for index, name in enumerate(name for group in theirs for name in group)}
         state: dict[int, dict[str, Any]] = {}
         for full, tensor in tensors.items():
@@ -171,18 +176,18 @@ class TrainingState:
         return encode(self.scheduler.state_dict(), "scheduler", tensors=True) if self.scheduler is not None else None
 
     def load_scheduler(self, values: Any, rates: bool = True) -> None:
-        """Gives the schedule its state back.
+        """Restores the schedule.
 
-        Without `rates` the optimizer's groups keep theirs for one more step, as in DeepSpeed, whose schedules set rates
-        when they step alone.
+        Without `rates`, the optimizer keeps its current learning rates for one more step. So does DeepSpeed, whose
+        schedules set learning rates only when they step.
         """
         if self.scheduler is not None and values is not None:
             state = decode(values, self.device)
             if ("num_bad_epochs" in state) != isinstance(self.scheduler, ReduceLROnPlateau):
                 raise CheckpointError(
-                    f"the checkpoint's schedule and {type(self.scheduler).__name__} do not count the same: one of them"
+                    f"the checkpoint's schedule cannot be loaded into {type(self.scheduler).__name__}: one of them"
                     " counts evaluations, the other steps",
-                    hint=f"keep scheduler.type, or begin a run with these weights: {_ELSEWHERE}",
+                    hint=f"keep scheduler.type, or start a new run from these weights: {_ELSEWHERE}",
                 )
             if isinstance(self.scheduler, ClosedForm) and not rates:
                 self.scheduler.count_from(state)
@@ -190,11 +195,11 @@ class TrainingState:
                 self.scheduler.load_state_dict(state)
 
     def scaler_values(self) -> dict[str, Any] | None:
-        """The loss scale's state, with fp16."""
+        """The state of the loss scale; None without fp16."""
         return self.scaler.state() if self.scaler is not None else None
 
     def load_scaler(self, values: Mapping[str, Any] | None) -> None:
-        """Gives the loss scale its state back, where there is one on both sides."""
+        """Restores the loss scale, if both the checkpoint and this run have one."""
         if self.scaler is not None and values is not None:
             self.scaler.load(values)
 
@@ -209,7 +214,8 @@ class TrainingState:
 
 
 def _fill_held(group: dict[str, Any], held: Mapping[str, Tensor]) -> None:
-    """Puts what was loaded into the tensors that the group had before: compiled optimizers hold on to them."""
+    """Copies loaded values into the tensors that the group had before, because compiled optimizers keep referring to
+    those."""
     for key, own in held.items():
         value = group.get(key)
         if isinstance(value, (int, float, Tensor)) and torch.as_tensor(value).shape == own.shape:
@@ -218,13 +224,13 @@ def _fill_held(group: dict[str, Any], held: Mapping[str, Tensor]) -> None:
 
 
 def _stack_ranks(own: Tensor) -> DTensor:
-    """The ranks' own tensors of one shape as one, [ranks, ...]."""
+    """One DTensor of shape [ranks, ...] whose rows are the tensors of the ranks. They must have the same shape."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, own.device.type)  # type: ignore[arg-type]
     return DTensor.from_local(own[None], mesh, [Shard(0)], run_check=False)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to a module's state, by name; shared ones once."""
+    """The buffers in a module's state_dict, by name. Shared buffers appear once."""
     wanted = {
         f"{prefix}.{name}" if prefix else name
         for prefix, owner in module.named_modules()
@@ -238,4 +244,4 @@ def _difference(ours: list[list[str]], theirs: list[list[str]]) -> str:
     now, saved = {n for group in ours for n in group}, {n for group in theirs for n in group}
     new, gone = sorted(now - saved), sorted(saved - now)
     parts = [f"new: {', '.join(new[:5])}" if new else "", f"missing: {', '.join(gone[:5])}" if gone else ""]
-    return "; ".join(part for part in parts if part) or "they are grouped in another way"
+    return "; ".join(part for part in parts if part) or "they are grouped differently"

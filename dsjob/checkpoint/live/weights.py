@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in memory, whole, for a program that wants a state dict. Files are `convert`'s matter."""
+"""Reads the weights of a checkpoint into memory, for programs that need a state dict. `convert` writes files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dsjob.checkpoint.root.source import open_root, renamed
 
 
 def read_weights(url: str, *, tag: str | None = None, trained: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers by name, floating-point ones as fp32; tied names share one tensor.
+    """Parameters and buffers by name, whole, on the CPU; floating-point ones as fp32. Tied names share one tensor.
 
-    `url`: a checkpoint folder, as given to `save_checkpoint`; `tag`: by default the newest; `trained`: without
-    parameters that were not. Raises NoCheckpointError, CorruptCheckpointError, StorageError.
+    url: a checkpoint folder, as given to `save_checkpoint`. tag: by default the newest. trained: omit frozen
+    parameters. Raises NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     root = open_root(url)
     with renamed(f"read {url}"):

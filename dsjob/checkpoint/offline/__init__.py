@@ -1,1 +1,1 @@
-"""Work on checkpoints without a running job: convert, compare, verify, copy."""
+"""Works on checkpoints without a running job: converts, compares, verifies and copies them."""

@@ -1,4 +1,4 @@
-"""How the tensors of two checkpoints, or of a checkpoint and safetensors files, differ. Streams; imports no torch."""
+"""Compares the tensors of two checkpoints, or of a checkpoint and safetensors files. Streams them; imports no torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PLAIN.update({"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1"})
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: where its tensors are, by the names that both sides use."""
+    """One side of the comparison."""
 
     root: layout.Folder
     checkpoint: layout.Checkpoint
     weights_only: bool
 
     def names(self, weights_only: bool) -> dict[str, str]:
-        """The names to compare by (a model's own for its weights), to names in the manifest."""
+        """Maps the names to compare by to names in the manifest. Weights are compared by the model's own names."""
         found = layout.weights(self.checkpoint)
         if not weights_only:
             tensors = self.checkpoint.tensors.items()
@@ -41,10 +41,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor. `kind`: `same` (all bytes are), `values`, `dtype`, `shape`, `only in A`, `only in B`.
+    """The result for one tensor. `kind`: `same` (all bytes are equal), or what differs.
 
-    `a`, `b`: dtype and shape there. `elements`: how many are of other value, of `size`; `max_abs`: the greatest
-    |a - b|; `max_rel`: the greatest |a - b| / max(|a|, |b|); infinite where one side alone is nan or infinite.
+    `a`, `b`: dtype and shape on each side. `elements`: how many of the `size` elements differ. `max_abs`: the greatest
+    |a - b|. `max_rel`: the greatest |a - b| / max(|a|, |b|). Both are infinite if an element is nan or infinite on one
+    side only.
     """
 
     name: str
@@ -60,10 +61,10 @@ class Difference:
 def compare(
     a: str, b: str, *, tags: tuple[str | None, str | None] = (None, None), progress: Progress | None = None
 ) -> list[Difference]:
-    """Every tensor of either side, in the order of names. Weights alone where one side is safetensors files.
+    """Compares all tensors of both sides, sorted by name; only the weights if one side is safetensors files.
 
-    a, b: what convert takes, a file `*.safetensors`, or a folder of converted weights. Memory is bounded by a few
-    blocks of 8 MiB. Raises NoCheckpointError, CorruptCheckpointError, StorageError, UsageError.
+    a, b: any source of `convert`, a file `*.safetensors`, or a folder of converted weights. Memory use is a few blocks
+    of 8 MiB. Raises NoCheckpointError, CorruptCheckpointError, StorageError, UsageError.
     """
     with renamed(f"compare {a} with {b}"):
         sides = [_open_side(a, tags[0]), _open_side(b, tags[1])]
@@ -76,7 +77,9 @@ def compare(
         try:
             for name in sorted({*ours, *theirs}):
                 if name not in ours or name not in theirs:
-                    found.append(_alone(name, sides[0 if name in ours else 1], ours.get(name), theirs.get(name)))
+                    found.append(
+                        _describe_alone(name, sides[0 if name in ours else 1], ours.get(name), theirs.get(name))
+                    )
                     continue
                 found.append(_compare_tensor(name, readers, (ours[name], theirs[name])))
                 done += _count(tensors[name])
@@ -92,35 +95,35 @@ def _count(tensor: layout.Tensor) -> int:
     return functools.reduce(lambda x, y: x * y, tensor.shape, 1)
 
 
-def _tell(tensor: layout.Tensor) -> str:
+def _describe(tensor: layout.Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}"
 
 
-def _alone(name: str, side: Side, first: str | None, second: str | None) -> Difference:
+def _describe_alone(name: str, side: Side, first: str | None, second: str | None) -> Difference:
     tensor = side.checkpoint.tensors[first or second or ""]
     if first is not None:
-        return Difference(name, "only in A", a=_tell(tensor), size=_count(tensor))
-    return Difference(name, "only in B", b=_tell(tensor), size=_count(tensor))
+        return Difference(name, "only in A", a=_describe(tensor), size=_count(tensor))
+    return Difference(name, "only in B", b=_describe(tensor), size=_count(tensor))
 
 
 def _compare_tensor(name: str, readers: list[layout.Shards], places: tuple[str, str]) -> Difference:
     a, b = (reader.checkpoint.tensors[place] for reader, place in zip(readers, places, strict=True))
     if a.shape != b.shape:
-        return Difference(name, "shape", _tell(a), _tell(b), _count(a))
+        return Difference(name, "shape", _describe(a), _describe(b), _count(a))
     elements, max_abs, max_rel, same = 0, 0.0, 0.0, a.dtype == b.dtype
     streams = [reader.stream(place) for reader, place in zip(readers, places, strict=True)]
     for block, other in zip(*streams, strict=True):
-        if a.dtype == b.dtype and block == other:
+        if a.dtype == b.dtype and block == other:  # the common case: no arithmetic
             continue
         same = False
         count, difference, relative = _measure(_values(a.dtype, block), _values(b.dtype, other))
         elements, max_abs, max_rel = elements + count, max(max_abs, difference), max(max_rel, relative)
     kind: Literal["same", "values", "dtype"] = "same" if same else "dtype" if a.dtype != b.dtype else "values"
-    return Difference(name, kind, _tell(a), _tell(b), _count(a), elements, max_abs, max_rel)
+    return Difference(name, kind, _describe(a), _describe(b), _count(a), elements, max_abs, max_rel)
 
 
 def _measure(a: Array, b: Array) -> tuple[int, float, float]:
-    """How many elements are not equal (nan equals nan), the greatest difference, and the greatest relative one."""
+    """The number of unequal elements (nan equals nan), the greatest absolute and the greatest relative difference."""
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         other = (a != b) & ~((a != a) & (b != b))
@@ -132,7 +135,7 @@ def _measure(a: Array, b: Array) -> tuple[int, float, float]:
         relative = difference / np.maximum(np.abs(first), np.abs(second))
     difference[np.isnan(difference)] = np.inf
     relative[np.isnan(relative)] = np.inf
-    if not difference.any():  # integers that float64 does not tell apart
+    if not difference.any():  # large integers that are the same when rounded to float64
         difference[0] = 1.0
     return count, float(difference.max()), float(relative.max())
 
@@ -143,7 +146,7 @@ def _values(dtype: str, block: memoryview) -> Array:
     if dtype in ("F32", "F16", "BF16"):
         return widen(dtype, block)
     codes = np.frombuffer(block, "u1")
-    if dtype == "F8_E5M2":  # the upper half of F16
+    if dtype == "F8_E5M2":  # F8_E5M2 is the upper half of F16
         return widen("F16", (codes.astype("<u2") << 8).view("u1").data)
     values: Array = _eight_bits()[codes]
     return values
@@ -151,7 +154,8 @@ def _values(dtype: str, block: memoryview) -> Array:
 
 @functools.cache
 def _eight_bits() -> Array:
-    """F8_E4M3 (without infinities, NaN at all ones): sign, 4 bits of exponent with bias 7, 3 of mantissa."""
+    """All values of F8_E4M3: a sign bit, 4 bits of exponent with bias 7, 3 of mantissa. It has no infinities; all ones
+    are NaN."""
     codes = np.arange(128)
     exponent, mantissa = codes >> 3, codes & 7
     plus = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
@@ -161,7 +165,7 @@ def _eight_bits() -> Array:
 
 
 class _Files(layout.Folder):
-    """A folder of files that belong to no step."""
+    """A folder of safetensors files outside a checkpoint, as a Folder whose one step is `.`."""
 
     def __init__(self, url: str) -> None:
         self.place = open_root(url)
@@ -172,7 +176,7 @@ class _Files(layout.Folder):
 
 
 def _open_side(url: str, tag: str | None) -> Side:
-    """A checkpoint, or safetensors files as if they were one of a single rank."""
+    """Opens a checkpoint, or safetensors files as if they were a checkpoint saved by one rank."""
     names = {url.rstrip("/").rpartition("/")[2]} if url.endswith(".safetensors") else set(open_root(url).names(""))
     files = sorted(name for name in names if layout.OUTPUT.fullmatch(name) and name.endswith(".safetensors"))
     if url.endswith(".safetensors"):
@@ -183,7 +187,7 @@ def _open_side(url: str, tag: str | None) -> Side:
         root, record = locate(url, tag)
         return Side(root, layout.read_checkpoint(root, record), weights_only=False)
     if tag:
-        raise UsageError(f"{url} holds safetensors files, which have no tags", hint="leave its --tag out")
+        raise UsageError(f"{url} contains safetensors files, which have no tags", hint="omit its --tag")
     root = _Files(url)
     sizes, tensors = {}, {}
     for file in files:

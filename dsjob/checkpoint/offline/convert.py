@@ -1,7 +1,7 @@
-"""`dsjob convert`: checkpoints to plain weights, read from anywhere and written as fp32, bf16 or fp16.
+"""`dsjob convert`: converts checkpoints from any place to plain weights in fp32, bf16 or fp16.
 
-Reading, streaming and writing are those of `zero_to_fp32.py`. This module adds sources by URL, the dtypes by numpy, and
-the project's errors. torch is imported for checkpoints of other programs alone.
+`zero_to_fp32.py` does the reading, streaming and writing. This module adds sources by URL, conversion to other dtypes
+with numpy, and the project's errors. It imports torch only for checkpoints of other programs.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Names:
-    """Which tensors are written, and under which names: without the beginning `strip`, where a name has it, and with
-    `prefix` before. `trained`: without parameters that were not trained."""
+    """Which tensors are written, and under which names: `strip` is removed from the start of names that have it, then
+    `prefix` is added. `trained`: omit frozen parameters."""
 
     strip: str = ""
     prefix: str = ""
     trained: bool = False
 
     def apply(self, checkpoint: plain.Checkpoint) -> plain.Checkpoint:
-        """The checkpoint with other names. Raises UsageError where two tensors would have one, or `strip` fits none."""
+        """The checkpoint with changed names. Raises UsageError if two names collide, or no name begins with `strip`."""
         if self.trained:
             checkpoint = plain.without_frozen(checkpoint)
         if not (self.strip or self.prefix):
             return checkpoint
         found = plain.weights(checkpoint)
         if self.strip and not any(name.startswith(self.strip) for name in found):
-            raise UsageError(f"no name begins with {self.strip!r}", hint=f"names are such as {next(iter(found))}")
+            raise UsageError(f"no name begins with {self.strip!r}", hint=f"names look like {next(iter(found))}")
         new = {name: f"{self.prefix}{name.removeprefix(self.strip)}" for name in found}
         twice = [name for name, count in Counter(new.values()).items() if count > 1]
         if twice:
-            raise UsageError(f"without {self.strip!r}, two tensors would be called {twice[0]}", hint="strip less")
+            raise UsageError(f"without {self.strip!r}, two tensors would be named {twice[0]}", hint="strip less")
         return rename(checkpoint, new)
 
 
 def rename(checkpoint: plain.Checkpoint, new: Mapping[str, str]) -> plain.Checkpoint:
-    """The checkpoint with the tensors that `new` names, under the names that it gives them."""
+    """The checkpoint with only the tensors in `new`, which maps the model's names to new ones."""
+    # Of tied names, the first one gets the tensor and the others become aliases.
     found = {name: place for name, place in plain.weights(checkpoint).items() if name in new}
     first = {place: f"model.{new[name]}" for name, place in reversed(found.items())}
     tensors = {name: checkpoint.tensors[place] for place, name in first.items()}
@@ -80,34 +81,35 @@ def convert(
     pretrained: Pretrained | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Written]:
-    """Writes a checkpoint's parameters and buffers as files that any tool loads; returns what was written.
+    """Writes a checkpoint's parameters and buffers to files that any tool loads. Returns the files.
 
-    source: a run's folder (with `checkpoints/` in it), a checkpoint folder or one step's folder; a path or a URL; or
-    a DeepSpeed folder, or weights of other programs (see `elsewhere`).
-    out: a local folder, or a local path that ends in `.safetensors`, or in `.bin`, `.pt`, `.pth` or `.ckpt` for a file
-    that `torch.load` reads; by default a folder in the checkpoint folder, if that is local: `weights-<tag>-<to>`,
-    with the model's name before the dtype where one was chosen.
-    to: what F64, F32, F16 and BF16 become, rounded to nearest even; other dtypes stay as they are.
-    tag: which checkpoint; by default the newest. max_shard_size: bytes of tensors in one file of a folder.
-    model: which one of a job's several; by default all, each tensor's name beginning with its model's.
-    form: of the files in a folder; by default safetensors. names: which tensors, and what they are called.
-    pretrained: a folder for transformers' `from_pretrained`, or peft's.
-    progress: told the bytes written and those to write in all.
+    source: a path or URL: a run's folder (with `checkpoints/` in it), a checkpoint folder, the folder of one step, a
+    DeepSpeed folder, or weights of other programs (see `elsewhere`).
+    out: a local folder, or a local file: `.safetensors`, or `.bin`, `.pt`, `.pth` or `.ckpt` in torch's format. The
+    default is the folder `weights-<tag>-<to>` in the checkpoint folder, if that is local; with `model`, its name
+    precedes the dtype.
+    to: the dtype that F64, F32, F16 and BF16 are converted to, rounded to nearest even. Other dtypes stay.
+    tag: which checkpoint; by default the newest. max_shard_size: most bytes of tensors per file of a folder.
+    model: one of several models; by default all, where each tensor's name begins with that of its model.
+    form: the format of files in a folder; by default safetensors. names: which tensors to write, under which names.
+    pretrained: write a folder that transformers' or peft's `from_pretrained` loads.
+    progress: called with the bytes written, and the bytes to write in total.
 
-    Tied weights are under each of their names, so that a strict `load_state_dict` finds all: twice in safetensors,
-    which cannot share, once in torch's files. Memory is bounded by a few buffers. The output appears complete or not at
-    all. Values beyond the range of `to` become infinite, which a warning counts by tensor. Raises UsageError,
-    NoCheckpointError, CorruptCheckpointError, StorageError.
+    Tied weights are written under each of their names, so that a strict `load_state_dict` finds all: twice in
+    safetensors, which cannot share data, and once in torch's format. Memory use is a few buffers. The output appears
+    complete or not at all. Values beyond the range of `to` become infinite, and a warning counts them per tensor.
+    Raises UsageError, NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     with renamed(f"convert {source}"):
         place, checkpoint = _open(source, tag)
         if out is None and not storage.is_local(place.root):
-            raise UsageError(f"{source} is not a local folder, and no output was named", hint="name a local folder")
+            raise UsageError(f"{source} is not a local folder, so the output needs a name", hint="name a local folder")
         chosen = f"-{model}" if model is not None else ""
         target = os.path.join(place.root, f"weights-{checkpoint.tag}{chosen}-{to}") if out is None else out
         if not storage.is_local(target):
             raise UsageError(
-                f"cannot write weights to {target}", hint="name a local folder, and copy it there afterwards"
+                f"cannot write weights to {target}: not a local path",
+                hint="name a local folder, then copy it there",
             )
         cast = Rounded(DTYPES[to])
         if model is not None:
@@ -123,7 +125,7 @@ def convert(
         worst = sorted(cast.overflows.items(), key=lambda item: -item[1])
         listed = ", ".join(f"{name} ({count})" for name, count in worst[:5]) + (", ..." if worst[5:] else "")
         total = sum(cast.overflows.values())
-        logger.warning("%d values are beyond the range of %s and became infinite, in %s", total, to, listed)
+        logger.warning("%d values exceed the range of %s and became infinite, in %s", total, to, listed)
     return written
 
 
@@ -137,18 +139,20 @@ def convert_to_deepspeed(
     tag: str | None = None,
     overwrite: bool = False,
 ) -> list[str]:
-    """Writes a checkpoint of dsjob's as DeepSpeed saves it with ZeRO `stage` on `world_size` ranks; the files' paths.
+    """Writes one of dsjob's checkpoints as DeepSpeed would with ZeRO `stage` on `world_size` ranks. Returns the paths.
 
-    out: a local folder. to: the dtype that the model has in the run that goes on; by default the job's. The files are
-    pickles, which is what DeepSpeed loads. Raises as `convert` does.
+    out: a local folder. to: the model's dtype in the run that will continue; by default the job's. The files are
+    pickles, because DeepSpeed loads nothing else. Raises the same errors as `convert`.
     """
     with renamed(f"convert {source}"):
         place, record = locate(source, tag)
         checkpoint = plain.read_checkpoint(place, record)
         if not storage.is_local(out):
-            raise UsageError(f"cannot write to {out}", hint="name a local folder, and copy it there afterwards")
+            raise UsageError(f"cannot write to {out}: not a local path", hint="name a local folder, then copy it there")
         if checkpoint.manifest.get("models") or checkpoint.manifest.get("model_ranks", 1) > 1:
-            raise UsageError("the checkpoint holds several models, and a DeepSpeed checkpoint one", hint="--to fp32")
+            raise UsageError(
+                "the checkpoint has several models, but DeepSpeed's format has only one", hint="use --to fp32"
+            )
         from dsjob.checkpoint.format.dtypes import DTYPES as TORCH_DTYPES
         from dsjob.checkpoint.other.deepspeed.writer import Target, write_deepspeed
 
@@ -161,7 +165,7 @@ def convert_to_deepspeed(
 
 
 def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
-    """The tensors of one of several models, under the names that the model itself has for them."""
+    """The checkpoint with the tensors of only one of its models, under that model's own names."""
     start = f"model.{name}."
 
     def strip(full: str) -> str:
@@ -169,8 +173,8 @@ def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
 
     names = checkpoint.manifest.get("models", [])
     if name not in names:
-        there = f"there are: {', '.join(names)}" if names else "it holds one model: leave out --model"
-        raise UsageError(f"the checkpoint holds no model {name[:80]!r}", hint=there)
+        there = f"its models are: {', '.join(names)}" if names else "it has a single model: omit --model"
+        raise UsageError(f"the checkpoint has no model {name[:80]!r}", hint=there)
     tensors = {strip(full): tensor for full, tensor in checkpoint.tensors.items() if full.startswith(start)}
     aliases = {strip(a): strip(target) for a, target in checkpoint.aliases.items() if a.startswith(start)}
     kept = checkpoint.manifest.get("pretrained")
@@ -181,35 +185,36 @@ def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
 def _prepare(
     wanted: Pretrained, place: plain.Folder, checkpoint: plain.Checkpoint, out: str, to: str, form: str, overwrite: bool
 ) -> tuple[str, plain.Checkpoint, Rounded, dict[str, bytes]]:
-    """Where the weights of a folder go, the tensors under their names there, their rounding, and what lies beside."""
+    """Plans a folder for `from_pretrained`: the path of the weights, the renamed tensors, their rounding, and the
+    other files of the folder."""
     if out.endswith((".safetensors", *TORCH)):
-        raise UsageError(f"{out} is one file; from_pretrained loads a folder", hint="name a folder")
+        raise UsageError(f"{out} is a file, but from_pretrained loads a folder", hint="name a folder")
     folder = plan_folder(wanted, place, checkpoint, to)
     for note in folder.notes:
         logger.warning(note)
     if folder.weights and form == "torch":
-        raise UsageError("--format torch: an adapter's weights are safetensors", hint="leave --format out")
+        raise UsageError("--format torch: adapters are always written as safetensors", hint="omit --format")
     if wanted.tokenizer:
         folder.beside.update(read_tokenizer(wanted.tokenizer))
     else:
-        found, told = find_tokenizer(read_job(place, checkpoint))
+        found, note = find_tokenizer(read_job(place, checkpoint))
         folder.beside.update(found)
-        logger.info(told)
+        logger.info(note)
     there = [name for name in folder.beside if os.path.exists(os.path.join(out, name))]
     if there and not overwrite:
-        raise UsageError(f"{out} holds {', '.join(there)} already", hint="choose another place, or add --overwrite")
+        raise UsageError(f"{out} already contains {', '.join(there)}", hint="choose another output, or add --overwrite")
     path = os.path.join(out, folder.weights) if folder.weights else out
     return path, rename(checkpoint, folder.names), folder.cast, folder.beside
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB" (10^9), "500MB", "2GiB" (2^30) or "1000"; UsageError where it is none of these."""
+    """Bytes of "5GB" (10^9), "500MB", "2GiB" (2^30) or "1000". Raises UsageError for anything else."""
     with renamed(f"read {text!r}"):
         return plain.parse_size(text)
 
 
 def _open(source: str, tag: str | None) -> tuple[plain.Folder, plain.Checkpoint]:
-    """The checkpoint that `source` means, dsjob's own or another program's, and the root that its files lie in."""
+    """Opens the checkpoint at `source`, dsjob's own or another program's. Returns its root folder, and the manifest."""
     try:
         place, record = locate(source, tag)
     except plain.NothingThere:
@@ -225,7 +230,7 @@ def _open(source: str, tag: str | None) -> tuple[plain.Folder, plain.Checkpoint]
 
 
 def read_weights(source: str, *, tag: str | None = None, model: str | None = None) -> dict[str, Tensor]:
-    """A checkpoint's parameters and buffers as fp32 tensors by name, for `load_state_dict`; arguments as `convert`."""
+    """A checkpoint's parameters and buffers as fp32 tensors, for `load_state_dict`. Arguments as for `convert`."""
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory(prefix="dsjob-") as folder:

@@ -1,4 +1,4 @@
-"""Copying checkpoints between paths and URLs: every digest is compared on the way, the commit record comes last.
+"""Copies checkpoints between paths and URLs. Verifies every digest on the way, and writes the commit record last.
 
 Imports no torch.
 """
@@ -24,7 +24,7 @@ from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
 
 @dataclass(frozen=True)
 class Copied:
-    """One checkpoint at its new place; `size` in bytes, 0 where the same one was there already."""
+    """A copied checkpoint. `size`: bytes copied, 0 if the target already had the same checkpoint."""
 
     tag: str
     url: str
@@ -34,22 +34,26 @@ class Copied:
 def copy(source: str, target: str, *, tag: str | None = None, progress: Progress | None = None) -> list[Copied]:
     """Copies one checkpoint, or all of a root in the order of their steps, into the root `target`.
 
-    source: what convert takes. target: a folder or URL, or a run's folder; a tag that is there already is passed over
-    where it is the same checkpoint. A checkpoint appears at the target complete or not at all; those before a failed
-    one stay. Raises CorruptCheckpointError, NoCheckpointError, CheckpointError (another one of this tag is there),
-    StorageError, UsageError.
+    source: as for `convert`. target: a folder or URL, or a run's folder. Skips a tag whose checkpoint at the target is
+    the same. Each checkpoint appears at the target complete or not at all; if one fails, those copied before it stay.
+    Raises CorruptCheckpointError, NoCheckpointError, CheckpointError (the target has a different checkpoint with this
+    tag), StorageError, UsageError.
     """
     with renamed(f"copy {source}"):
         root, name = find_root(source)
         if name and tag:
-            raise UsageError(f"{source} is one step's folder already", hint="leave --tag out, or name the folder above")
+            raise UsageError(
+                f"{source} is already the folder of one step", hint="omit --tag, or name its parent folder"
+            )
         there = find_own_root(target) or open_root(target)
         if storage.join(there.root, "") == storage.join(root.root, ""):
-            raise UsageError(f"{target} is where the checkpoints are", hint="name another folder or URL")
+            raise UsageError(f"source and target are the same: {target}", hint="name another folder or URL")
         wanted = name or tag
         tags = layout.list_tags(root)
         if not tags:
-            raise NoCheckpointError(f"no committed checkpoint in {root.root}", hint="name the folder with `commits`")
+            raise NoCheckpointError(
+                f"no committed checkpoint in {root.root}", hint="name the folder that contains `commits`"
+            )
         records = [layout.find_commit(root, wanted)] if wanted else [layout.read_commit(root, tag) for tag in tags]
         records.sort(key=lambda record: int(record["step"]))
         checkpoints = [layout.read_checkpoint(root, record) for record in records]
@@ -83,7 +87,8 @@ def _copy_one(
     if tag in there:
         if there[tag]["manifest_sha256"] != hashlib.sha256(encode_json(checkpoint.manifest)).hexdigest():
             raise CheckpointError(
-                f"{catalog.url} holds another checkpoint {tag} already", hint="copy to another folder, or one --tag"
+                f"{catalog.url} already has a different checkpoint {tag}",
+                hint="copy to another folder, or copy another --tag",
             )
         count(sum(checkpoint.files.values()))
         return Copied(tag, storage.join(catalog.url, there[tag]["dir"]), 0)
@@ -92,7 +97,7 @@ def _copy_one(
     place = storage.join(catalog.url, folder)
     try:
         size = _copy_files(root, checkpoint, place, count)
-        if tag in root.names("pinned"):  # before it is a checkpoint: no job's retention at the target is faster
+        if tag in root.names("pinned"):  # before the commit, or a job's retention at the target could delete it
             storage.make_folder(storage.join(catalog.url, "pinned"))
             storage.write_bytes(storage.join(catalog.url, "pinned", tag), b"")
         newest = max((int(record["step"]) for record in there.values()), default=0)
@@ -102,12 +107,12 @@ def _copy_one(
         catalog.discard(tag, folder)
         raise
     for note in notes:
-        warnings.warn(f"{place} is copied, but: {note}", stacklevel=2)
+        warnings.warn(f"{place} was copied, but: {note}", stacklevel=2)
     return Copied(tag, place, size)
 
 
 def _copy_files(root: layout.Folder, checkpoint: layout.Checkpoint, place: str, count: Callable[[int], None]) -> int:
-    """Copies all but the manifest; bytes of the shards."""
+    """Copies everything except the manifest. Returns the bytes of the shards."""
     storage.make_folder(storage.join(place, "done"))
     for name, spans in find_spans(checkpoint).items():
         with storage.open_write(storage.join(place, name)) as file:
@@ -119,14 +124,16 @@ def _copy_files(root: layout.Folder, checkpoint: layout.Checkpoint, place: str, 
                 raise layout.Damaged(f"{root.root}/{damages[0]}")
         written = storage.size(storage.join(place, name))
         if written != checkpoint.files[name]:
-            raise CheckpointError(f"{place}/{name} has {written} bytes, not {checkpoint.files[name]}, after copying")
+            raise CheckpointError(
+                f"{place}/{name} has {written} bytes after copying, but its source has {checkpoint.files[name]}"
+            )
     for folder in ("", "done/"):
         for name in root.names(f"{checkpoint.folder}/{folder}".rstrip("/")):
             if layout.NAME.fullmatch(name) and name.endswith(".json") and name != "manifest.json":
                 data = _read_small(root, f"{checkpoint.folder}/{folder}{name}")
                 digest = checkpoint.manifest.get(f"{name[:-5]}_sha256") if not folder else None
                 if digest and hashlib.sha256(data).hexdigest() != digest:
-                    raise layout.Damaged(f"{root.root}/{checkpoint.folder}/{name} differs from its sha256")
+                    raise layout.Damaged(f"{root.root}/{checkpoint.folder}/{name} does not match its sha256")
                 storage.write_bytes(storage.join(place, f"{folder}{name}"), bytes(data))
     return sum(checkpoint.files.values())
 
@@ -137,5 +144,5 @@ def _read_small(root: layout.Folder, name: str) -> bytearray:
         data = bytearray(size if size <= layout.MAX_MANIFEST else 0)
         file.seek(0)
         if size > layout.MAX_MANIFEST or not layout.read_exactly(file, memoryview(data)):
-            raise layout.Damaged(f"{root.root}/{name} is cut short, or has more than {layout.MAX_MANIFEST} bytes")
+            raise layout.Damaged(f"{root.root}/{name} is truncated, or larger than {layout.MAX_MANIFEST} bytes")
     return data

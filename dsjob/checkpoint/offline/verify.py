@@ -1,4 +1,4 @@
-"""Comparing every byte of a checkpoint with what was committed: all damages at once, in one pass over each file.
+"""Verifies every byte of a checkpoint against its digests. Reads each file once, and reports all damage together.
 
 Imports no torch.
 """
@@ -20,8 +20,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes that are not those that were committed: a file below the root, and where it is known a tensor and the
-    place of its bytes in the file."""
+    """Damage to a checkpoint: the file (relative to the root), and if known, the tensor and where its bytes are in the
+    file."""
 
     file: str
     what: str
@@ -36,7 +36,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found of one checkpoint. `unchecked`: chunks that were saved without digest; `size`: bytes read."""
+    """The result for one checkpoint. `unchecked`: chunks saved without a digest. `size`: bytes read."""
 
     tag: str
     folder: str
@@ -49,10 +49,10 @@ class Verified:
 def verify(
     url: str, tag: str | None = None, *, every: bool = False, progress: Progress | None = None
 ) -> list[Verified]:
-    """Verifies a checkpoint (the newest where no tag is given), or with `every` all of the root.
+    """Verifies a checkpoint (by default the newest), or with `every` all checkpoints of the root.
 
-    Damages are told, not raised. Raises NoCheckpointError, StorageError, UsageError, and CorruptCheckpointError where
-    even the commit record says nothing.
+    Returns damage instead of raising it. Raises NoCheckpointError, StorageError, UsageError, and CorruptCheckpointError
+    if the commit record of the chosen checkpoint is unreadable.
     """
     with renamed(f"read {url}"):
         root, _ = find_root(url)
@@ -79,7 +79,7 @@ def verify(
 
 
 def open_checkpoint(root: layout.Folder, tag: str) -> layout.Checkpoint | Damage:
-    """The checkpoint of a tag, or what is wrong with its record or manifest."""
+    """Opens the checkpoint of a tag. Returns the damage if its record or manifest is damaged."""
     try:
         return layout.read_checkpoint(root, layout.read_commit(root, tag))
     except layout.Damaged as error:
@@ -89,7 +89,7 @@ def open_checkpoint(root: layout.Folder, tag: str) -> layout.Checkpoint | Damage
 def verify_checkpoint(
     root: layout.Folder, checkpoint: layout.Checkpoint, count: Callable[[int], None] = lambda size: None
 ) -> Verified:
-    """Reads every file that the manifest names, from its first byte to its last, and the plain state."""
+    """Reads and verifies all shards in the manifest, state.json and job.json."""
     damages: list[Damage] = []
     try:
         for name, spans in find_spans(checkpoint).items():
@@ -108,7 +108,7 @@ def verify_checkpoint(
 
 
 class Span:
-    """A chunk's place in its file."""
+    """Where a chunk lies in its file, in bytes."""
 
     def __init__(self, name: str, dtype: str, chunk: layout.Chunk) -> None:
         self.name, self.dtype, self.chunk = name, dtype, chunk
@@ -116,7 +116,7 @@ class Span:
 
 
 def find_spans(checkpoint: layout.Checkpoint) -> dict[str, list[Span]]:
-    """The chunks in each file, in the order of their bytes. Raises Damaged where two have the same ones."""
+    """The chunks in each file, in the order of their bytes. Raises Damaged if two chunks overlap."""
     found: dict[str, list[Span]] = {name: [] for name in checkpoint.files}
     for name, tensor in checkpoint.tensors.items():
         for chunk in tensor.chunks:
@@ -127,16 +127,16 @@ def find_spans(checkpoint: layout.Checkpoint) -> dict[str, list[Span]]:
         for before, after in itertools.pairwise(spans):
             if after.start < before.end:
                 names = f"{before.name[:200]!r} and {after.name[:200]!r}"
-                raise layout.Damaged(f"{checkpoint.folder}/{file}: the manifest gives the same bytes to {names}")
+                raise layout.Damaged(f"{checkpoint.folder}/{file}: the manifest assigns the same bytes to {names}")
     return found
 
 
 def read_file(
     root: layout.Folder, checkpoint: layout.Checkpoint, name: str, spans: list[Span], damages: list[Damage]
 ) -> Iterator[memoryview]:
-    """The bytes of a shard in order, each block valid until the next; what is wrong with them comes into `damages`.
+    """Yields the bytes of a shard in order. Each block is valid until the next one. Appends damage to `damages`.
 
-    A block may hold a damaged chunk: what is wrong with it is known once the chunk's last byte has been given out.
+    A chunk can only be verified at its end, so a block may contain bytes of a damaged chunk that is not reported yet.
     """
     place, size = f"{checkpoint.folder}/{name}", checkpoint.files[name]
     header, first = bytearray(), min(spans[0].start if spans else size, MAX_HEADER)
@@ -152,16 +152,18 @@ def read_file(
             while position < size:
                 view = buffer[: min(len(buffer), size - position)]
                 if not layout.read_exactly(file, view):
-                    damages.append(Damage(place, f"it is cut short at {position}"))
+                    damages.append(Damage(place, f"it is truncated at byte {position}"))
                     return
                 header += view[: max(0, first - position)]
+                # Hash the part of each chunk that lies in this block. `waiting` has the next chunk at its end; a chunk
+                # that continues into the next block stays there, with its digest so far.
                 while waiting and waiting[-1].start < position + len(view):
                     span = waiting[-1]
                     digest.update(view[max(0, span.start - position) : span.end - position])
                     if span.end > position + len(view):
                         break
                     if span.chunk.sha256 and digest.hexdigest() != span.chunk.sha256:
-                        damages.append(_damage(place, "they differ from their sha256", span))
+                        damages.append(_damage(place, "they do not match their sha256", span))
                     digest = hashlib.sha256()
                     waiting.pop()
                 position += len(view)
@@ -172,7 +174,7 @@ def read_file(
     except layout.Damaged as error:
         damages.append(Damage(place, error.message))
         return
-    damages += [_damage(place, "they are cut short", span) for span in reversed(waiting)]
+    damages += [_damage(place, "they are truncated", span) for span in reversed(waiting)]
     if not waiting and (wrong := _check_header(header, spans)):
         damages.append(Damage(place, wrong))
 
@@ -182,7 +184,7 @@ def _damage(place: str, what: str, span: Span) -> Damage:
 
 
 def _check_header(header: bytearray, spans: list[Span]) -> str:
-    """What is wrong with a shard's safetensors header, which only other programs read; "" where it is right."""
+    """What is wrong with a shard's safetensors header, or "". dsjob does not use the header, but other programs do."""
     length = int.from_bytes(header[:8], "little")
     try:
         found = parse_header(header[8:]) if 8 + length == len(header) else None
@@ -196,4 +198,4 @@ def _check_header(header: bytearray, spans: list[Span]) -> str:
         }
         for span in spans
     }
-    return "" if found == expected else "its safetensors header does not say what the manifest says"
+    return "" if found == expected else "its safetensors header does not match the manifest"

@@ -1,1 +1,1 @@
-"""Checkpoints that other programs wrote, or read."""
+"""Checkpoints in the formats of other programs: reading them, and writing them."""

@@ -1,4 +1,4 @@
-"""Checkpoints that dsjob did not write, at any path or URL: the one place that knows which kinds there are."""
+"""Finds checkpoints of other programs at any path or URL. Only this module knows which kinds are supported."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dsjob.checkpoint.root.source import locate, open_root, renamed
 
 
 def find_elsewhere(url: str, tag: str | None = None, groups: Groups | None = None) -> Foreign | None:
-    """What another program saved there: a DeepSpeed folder, or plain weights; None for anything else, and in a root of
-    dsjob's own checkpoints, whatever was converted into it.
+    """What another program saved there: a DeepSpeed checkpoint, or plain weights. None for anything else.
 
-    `groups`: see `find_deepspeed`. Raises CheckpointError, NoCheckpointError, Damaged (see `zero_to_fp32`).
+    A root of dsjob's own checkpoints is always None, even if it also contains converted weights. `groups`: see
+    `find_deepspeed`. Raises CheckpointError, NoCheckpointError, Damaged (see `zero_to_fp32`).
     """
     if "commits" in open_root(url).names(""):
         return None
@@ -23,8 +23,10 @@ def find_elsewhere(url: str, tag: str | None = None, groups: Groups | None = Non
 
 
 def is_own(url: str, tag: str | None = None) -> bool:
-    """Whether a path or URL, or a tag in the root at `url`, means a checkpoint of dsjob's own; else it is another
-    program's. Raises NoCheckpointError where it is neither, and what `find_elsewhere` does."""
+    """True if `url`, or `tag` in the root at `url`, is one of dsjob's own checkpoints; False if another program's.
+
+    Raises NoCheckpointError if it is neither, and the errors of `find_elsewhere`.
+    """
     with renamed(f"read {url}"):
         try:
             layout.find_commit(open_root(url), tag) if tag else locate(url)

@@ -1,11 +1,11 @@
-"""What a checkpoint of another program is to dsjob: tensors as boxes of bytes in its files, and a run's plain state.
+"""Represents the checkpoints of other programs: tensors as boxes of bytes in their files, and the run's plain state.
 
-`Boxes` puts a manifest together that the readers of `zero_to_fp32` and `shards` take as if it were dsjob's own, so that
-converting, resharding and loading need to know nothing of where it came from.
+`Boxes` builds a manifest like dsjob's own, so the readers in `zero_to_fp32` and `shards` can convert, reshard and load
+it without knowing where it came from.
 
-A flat partition of DeepSpeed's holds ranges of tensors, and any range of a row-major tensor is a few boxes.
-Hyperparameters are the document's; what DeepSpeed stores by position (stage 0) gets its names from the engine's
-groups.
+DeepSpeed's flat partitions contain ranges of tensors, and any range of a row-major tensor is a few boxes.
+Hyperparameters come from the document, not from the checkpoint. At stage 0, DeepSpeed stores optimizer state by
+position; the names come from the engine's groups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MAX_NODES, MAX_DEPTH = 1_000_000, 64
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run has beside tensors, as ours would keep it. `scalars`: the optimizer's, by parameter and key."""
+    """A run's plain state, in dsjob's form. `scalars`: the optimizer's plain values, by parameter and key. `trained`:
+    the names of the parameters that are not frozen."""
 
     counters: dict[str, int]
     scalars: dict[str, dict[str, Any]]
@@ -39,7 +40,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A checkpoint of another program; `run` is None where it holds weights alone. `notes`: what begins anew."""
+    """A checkpoint of another program. `run` is None if it contains only weights. `notes`: what is not restored."""
 
     url: str
     program: str
@@ -49,16 +50,16 @@ class Foreign:
     notes: tuple[str, ...] = ()
 
     def open(self) -> layout.Folder:
-        """Its root, whose files are compared with their checksums as they are read."""
+        """Its root folder. Files are verified against their zip checksums while they are read."""
         return CheckedFolder(open_root(self.url), self.members)
 
     @property
     def place(self) -> str:
-        """Its folder."""
+        """The URL of its folder, for messages."""
         return storage.join(self.url, self.checkpoint.folder) if self.run is not None else self.url
 
     def values(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        """What the state.json of a checkpoint of ours would hold; `ours` as in `optimizer_values`."""
+        """The content of an equivalent state.json. `ours`: see `optimizer_values`."""
         run = self.run
         if run is None:
             return {}
@@ -72,10 +73,10 @@ class Foreign:
         }
 
     def optimizer_values(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        """The optimizer's state as TrainingState.load_optimizer takes it, `ours` being what the live one would save.
+        """The optimizer's values for TrainingState.load_optimizer. `ours`: what the live optimizer would save.
 
-        Groups and hyperparameters stay ours; moments and step counts are theirs. Raises CheckpointError where they are
-        of another kind of optimizer.
+        Groups and hyperparameters come from `ours`, moments and step counts from the checkpoint. Raises CheckpointError
+        if the checkpoint has another optimizer or other parameters.
         """
         assert self.run is not None
         if not ours:
@@ -84,20 +85,21 @@ class Foreign:
         if names != self.run.trained:
             new, gone = sorted(names - self.run.trained), sorted(self.run.trained - names)
             raise CheckpointError(
-                f"{self.url} holds the optimizer's state of other parameters than are trained now",
+                f"{self.url}: its optimizer state belongs to other parameters than this run trains",
                 hint="; ".join(f"{what}: {', '.join(n[:5])}" for what, n in (("new", new), ("missing", gone)) if n),
             )
         keys = {name.rpartition(".")[2] for name in self.checkpoint.tensors if name.startswith("optimizer.")}
         wanted = _KEYS.get(ours["class"])
         if keys and wanted is not None and not wanted <= keys | {"step"}:
             raise CheckpointError(
-                f"{self.url} holds {', '.join(sorted(keys))} of an optimizer, but {ours['class']} keeps "
+                f"{self.url}: its optimizer state has {', '.join(sorted(keys))}, but {ours['class']} needs "
                 f"{', '.join(sorted(wanted))}",
-                hint="use the optimizer that it was saved with, or load the weights alone",
+                hint="use the optimizer that it was saved with, or load only the weights",
             )
         return {**ours, "values": self.run.scalars}
 
 
+# The state tensors that each optimizer keeps per parameter.
 _KEYS = {
     **{
         name: {"exp_avg", "exp_avg_sq"} for name in ("Adam", "AdamW", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam")
@@ -110,7 +112,7 @@ _KEYS = {
 
 @dataclass
 class Boxes:
-    """Collects the tensors of a checkpoint from pieces of flat ones."""
+    """Builds the manifest of a checkpoint from pieces of flat tensors."""
 
     folder: str
     sizes: dict[str, int] = field(default_factory=dict)
@@ -119,22 +121,23 @@ class Boxes:
     members: dict[str, list[Member]] = field(default_factory=dict)
 
     def know(self, file: TorchFile) -> TorchFile:
-        """Takes the members of a file in."""
+        """Registers a file, so that its members are verified when they are read."""
         self.members[file.name] = sorted(file.members.values())
         self.sizes[file.name.removeprefix(f"{self.folder}/")] = file.size
         return file
 
     def add(self, name: str, role: str, stored: Stored) -> None:
-        """A tensor that is whole in one file."""
+        """Adds a tensor that lies whole in one file."""
         self.add_piece(name, role, stored.shape, stored, 0, 0, math.prod(stored.shape))
 
     def add_piece(
         self, name: str, role: str, shape: Sequence[int], stored: Stored, at: int, start: int, count: int
     ) -> None:
-        """`count` elements of a tensor from its `at`-th on, in row-major order: those of `stored` from `start` on."""
+        """Adds `count` elements of a tensor, beginning with element `at` in row-major order. Their data begin at
+        element `start` of `stored`."""
         entry = self.entries.setdefault(name, {"role": role, "dtype": stored.dtype, "shape": list(shape), "chunks": []})
         if entry["dtype"] != stored.dtype or start < 0 or start + count > math.prod(stored.shape):
-            raise ValueError(f"{name} is not as long in {stored.file} as its shape says")
+            raise ValueError(f"the size of {name} in {stored.file} does not match its shape")
         width = layout.WIDTH[stored.dtype]
         for first, offsets, sizes in split_range(tuple(shape), at, at + count):
             length = math.prod(sizes) * width
@@ -143,7 +146,7 @@ class Boxes:
             entry["chunks"].append({**place, "offsets": list(offsets), "sizes": list(sizes)})
 
     def finish(self, tag: str, step: int) -> layout.Checkpoint:
-        """The checkpoint. Raises ValueError for tensors that their pieces do not make whole."""
+        """The complete manifest. Raises ValueError if the pieces of a tensor do not fill it exactly."""
         tensors = {}
         budget = layout.Budget()
         for name, entry in self.entries.items():
@@ -159,9 +162,10 @@ class Boxes:
 
 
 def split_range(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The boxes of a tensor that hold its elements from `low` up to `high` in row-major order.
+    """Yields the boxes (first element, offsets, sizes) that together contain the elements `low` to `high` of a tensor,
+    in row-major order. There are at most two per dim, plus one.
 
-    Each comes with the position of its first element. There are at most two for each dim, and one more.
+    Splits the range into an incomplete first row, whole rows, and an incomplete last row.
     """
     if low >= high:
         return
@@ -183,17 +187,17 @@ def split_range(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[i
 
 
 def copy_plain(value: Any, budget: list[int], depth: int = 0) -> Any:
-    """`value` if it is made of numbers, text, lists, tuples and dicts alone; ValueError otherwise.
+    """A copy of `value`, if it consists only of numbers, strings, lists, tuples and dicts. Otherwise raises ValueError.
 
-    `budget`: how many values it may have in all, counted down: a pickle can hold one list a billion times.
+    budget: a counter of the values still allowed. A small pickle can refer to the same list a billion times.
     """
     budget[0] -= 1
     if budget[0] < 0 or depth > MAX_DEPTH:
-        raise ValueError("it holds too many values, or too deep a tree of them")
+        raise ValueError("it has too many values, or is nested too deeply")
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (list, tuple)) and type(value).__name__ in ("list", "tuple"):
         return type(value)(copy_plain(item, budget, depth + 1) for item in value)
     if isinstance(value, dict):
         return {copy_plain(k, budget, depth + 1): copy_plain(v, budget, depth + 1) for k, v in value.items()}
-    raise ValueError(f"it holds a {type(value).__name__}")
+    raise ValueError(f"it contains a {type(value).__name__}")

@@ -1,6 +1,6 @@
-"""Weights that other programs wrote, to begin from: a file of torch.save or safetensors, or a folder of them.
+"""Reads weights that other programs wrote: a file of torch.save or safetensors, or a folder of such files.
 
-A folder is as transformers writes it: `model.safetensors` or `pytorch_model.bin`, or several of them with an index.
+A folder has the names that transformers uses: `model.safetensors` or `pytorch_model.bin`, or several with an index.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_INDEX = 64 << 20
 
 
 def find_weights(url: str) -> Foreign | None:
-    """The weights in a file or folder, at a path or URL; None where none are recognised."""
+    """The weights in a file or folder, at a path or URL. None if there are no files with known names."""
     head, _, last = url.rstrip("/").rpartition("/")
     if FILE.fullmatch(last):
         root, names = open_root(head or "."), [last]
@@ -46,9 +46,11 @@ def find_weights(url: str) -> Foreign | None:
         checkpoint = boxes.finish(last or root.root, 0)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise layout.Damaged(f"{root.root}: {', '.join(names[:3])} hold no weights: {cut(what, 300)}") from None
+        raise layout.Damaged(
+            f"{root.root}: cannot read weights from {', '.join(names[:3])}: {cut(what, 300)}"
+        ) from None
     if not checkpoint.tensors:
-        raise CheckpointError(f"{url} holds no weights")
+        raise CheckpointError(f"{url} contains no weights")
     return Foreign(root.root, "weights", checkpoint, boxes.members, None)
 
 
@@ -56,16 +58,17 @@ def _read_index(root: layout.Folder, name: str) -> list[str]:
     try:
         names = sorted(set(layout.read_object(root, name, MAX_INDEX)["weight_map"].values()))
     except (AttributeError, KeyError, TypeError) as error:
-        raise layout.Damaged(f"{root.root}/{name} is no index of weights: {cut(repr(error), 300)}") from None
+        raise layout.Damaged(f"{root.root}/{name} is not an index of weights: {cut(repr(error), 300)}") from None
     wrong = next((n for n in names if not isinstance(n, str) or not FILE.fullmatch(n)), None)
     if wrong is not None:
-        raise layout.Damaged(f"{root.root}/{name} names {str(wrong)[:80]!r}, which is no file of the folder")
+        raise layout.Damaged(f"{root.root}/{name} names an invalid file: {str(wrong)[:80]!r}")
     return names
 
 
 def _read_torch(root: layout.Folder, name: str, boxes: Boxes) -> None:
     file = boxes.know(TorchFile(root, name))
     content: Any = file.content
+    # Training scripts often save the weights below a key, beside other state.
     below = next((key for key in BELOW if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
     tensors = content if below is None else content[below]
     for key, tensor in tensors.items():

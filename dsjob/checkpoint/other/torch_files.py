@@ -1,11 +1,11 @@
-"""Files that `torch.save` wrote, read without trusting them: what is in them, and where the bytes of its tensors lie.
+"""Reads untrusted files of `torch.save`: their content, and where in the file the bytes of each tensor lie.
 
-Such a file is a zip with a pickle and one member a storage. Only the pickle is read here, by torch's own unpickler of
-weights, once every name in it is known to be harmless; tensors come back on meta, so that nothing of them is in memory.
-Their bytes are read later, through `CheckedFolder`, which compares the zip's own checksums first.
+Such a file is a zip with one pickle and one member per storage. This module reads only the pickle. It first checks that
+every name in the pickle is harmless, then uses torch's unpickler for weights, with tensors on the meta device, so no
+tensor data is in memory. The data are read later through `CheckedFolder`, which first verifies the zip's checksums.
 
-`torch.load` gets `weights_only=True` and `map_location="meta"`, not mmap: storages then know where their bytes begin,
-which is compared with the zip's own directory, and URLs work as files do.
+`torch.load` is called with `weights_only=True` and `map_location="meta"` rather than with mmap: then storages know
+where their bytes begin, which is checked against the zip's directory, and URLs work like files.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.dtypes import NAMES
 from dsjob.errors import CheckpointError
 
-MAX_VALUES, MAX_NESTED = 50_000_000, 100  # of a pickle, what it names several times counted each time
+MAX_VALUES, MAX_NESTED = 50_000_000, 100  # per pickle; a shared object counts each time it is referred to
 MAX_PICKLE, MAX_DIRECTORY, MAX_MEMBERS = 256 << 20, 256 << 20, 1 << 20
+# The only names that a pickle may refer to, apart from those in STANDS_FOR.
 HARMLESS = re.compile(
     r"collections\.OrderedDict|builtins\.(set|complex)|_codecs\.encode|torch\.(Size|device|serialization\._get_layout)"
     r"|torch\._utils\._rebuild_(tensor_v2|parameter)|torch\._tensor\._rebuild_from_type_v2|torch\.Tensor|torch\.([A-Z][A-Za-z0-9]*Storage|storage\.UntypedStorage)"
@@ -41,7 +42,7 @@ HARMLESS = re.compile(
 
 
 class Inert:
-    """What stands for an object of DeepSpeed's: its arguments and attributes, and nothing that it could do."""
+    """Replaces one of DeepSpeed's classes. Has the object's arguments and attributes, but no behaviour."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -68,7 +69,7 @@ STANDS_FOR: dict[str, type[Inert]] = {
 
 
 class Member(NamedTuple):
-    """A member of a zip: where its bytes begin, how many there are, and their CRC-32."""
+    """The data of a member of a zip: start and size in bytes, and CRC-32."""
 
     start: int
     size: int
@@ -76,7 +77,7 @@ class Member(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor's bytes in a file, in row-major order from `start` on; `dtype` as safetensors calls it."""
+    """Where a tensor's data lie in a file, in row-major order. `start`: in bytes. `dtype`: its name in safetensors."""
 
     file: str
     start: int
@@ -85,9 +86,11 @@ class Stored(NamedTuple):
 
 
 class TorchFile:
-    """One file: `content` as it was saved, with tensors on meta; `members` by their first byte; `size` in bytes.
+    """One file of torch.save. `content`: what was saved, with tensors on the meta device. `members`: by their first
+    byte. `size`: in bytes.
 
-    Raises CheckpointError for what is refused, Damaged (see `zero_to_fp32`) for what no torch.save can have written.
+    Raises CheckpointError for unsupported or unsafe content, Damaged (see `zero_to_fp32`) if torch.save cannot have
+    written the file.
     """
 
     def __init__(self, folder: layout.Folder, name: str) -> None:
@@ -103,18 +106,18 @@ class TorchFile:
             self.content = self._unpickle(file)
 
     def place_of(self, tensor: Any) -> Stored:
-        """Where the bytes of a tensor in `content` are."""
+        """Where the data of a tensor in `content` lie in the file."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            raise CheckpointError(f"{self.place} holds a {type(tensor).__name__} where a plain tensor is expected")
+            raise CheckpointError(f"{self.place} contains a {type(tensor).__name__} where a plain tensor is expected")
         if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{self.place} holds a tensor of {tensor.dtype}, which is not supported")
+            raise CheckpointError(f"{self.place} contains a tensor of {tensor.dtype}, which is not supported")
         shape = tuple(tensor.shape)
         if not tensor.numel():
             return Stored(self.name, 0, NAMES[tensor.dtype], shape)
         if not tensor.is_contiguous():
             raise CheckpointError(
-                f"{self.place} holds a tensor of shape {list(shape)} with strides {list(tensor.stride())}",
-                hint="save contiguous tensors: call .contiguous() on the weights before",
+                f"{self.place}: a tensor of shape {list(shape)} is not contiguous (strides {list(tensor.stride())})",
+                hint="call .contiguous() on the weights before saving them",
             )
         storage = tensor.untyped_storage()
         position = getattr(storage, "_checkpoint_offset", None)
@@ -125,13 +128,13 @@ class TorchFile:
         return Stored(self.name, member.start + start, NAMES[tensor.dtype], shape)
 
     def _check_zip(self, file: BinaryIO) -> tuple[bytes, dict[int, Member]]:
-        """The pickle, and the members of the zip: all of them stored as they are, none over another."""
+        """The pickle, and the members of the zip. Members must be uncompressed, and must not overlap."""
         self.size = file.seek(0, os.SEEK_END)
         file.seek(0)
         if file.read(4) != b"PK\x03\x04":
             raise CheckpointError(
-                f"{self.place} is not in the format that torch.save has had since 1.6",
-                hint="load it with the program that wrote it, and save it anew",
+                f"{self.place} is not a zip file, the format of torch.save since torch 1.6",
+                hint="load it with the program that wrote it, and save it again with a current torch",
             )
         try:
             self._check_directory(file, self.size)
@@ -143,20 +146,21 @@ class TorchFile:
                 ]
                 orders = [info for info in infos if info.filename.endswith("/byteorder")]
                 if len(pickles) != 1 or len(orders) > 1 or pickles[0].file_size > MAX_PICKLE:
-                    raise layout.Damaged(f"{self.place} holds not one pickle, or one of more than {MAX_PICKLE} bytes")
+                    raise layout.Damaged(f"{self.place} must contain one pickle of at most {MAX_PICKLE} bytes")
                 if orders and archive.read(orders[0]) != b"little":
                     raise CheckpointError(f"{self.place} was written on a big-endian machine")
                 return archive.read(pickles[0]), members
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, struct.error, ValueError) as error:
-            raise layout.Damaged(f"{self.place} is no whole file of torch.save: {error}") from None
+            raise layout.Damaged(f"{self.place} is not a complete file of torch.save: {error}") from None
 
     def _check_directory(self, file: BinaryIO, size: int) -> None:
-        """Refuses a zip whose directory is larger than it may be, before it is read."""
+        """Raises Damaged if the zip claims a directory beyond the limit. zipfile would read all of it into memory."""
+        # A zip ends in its end record (22 bytes). In zip64, a locator (20 bytes) precedes it.
         file.seek(max(size - 42, 0))
         tail = file.read(42)
         end = tail[-22:]
         if end[:4] != b"PK\x05\x06":
-            raise layout.Damaged(f"{self.place} is cut short, or something was added to it")
+            raise layout.Damaged(f"{self.place} is truncated, or has extra bytes at its end")
         (length,) = struct.unpack("<L", end[12:16])
         if tail[:4] == b"PK\x06\x07":
             (position,) = struct.unpack("<Q", tail[8:16])
@@ -164,15 +168,15 @@ class TorchFile:
             record = file.read(56)
             length = struct.unpack("<Q", record[40:48])[0] if record[:4] == b"PK\x06\x06" else MAX_DIRECTORY + 1
         if length > min(size, MAX_DIRECTORY):
-            raise layout.Damaged(f"{self.place} says that its directory has {length} bytes")
+            raise layout.Damaged(f"{self.place} claims a directory of {length} bytes")
 
     def _find_members(self, file: BinaryIO, infos: list[zipfile.ZipInfo], end: int) -> list[Member]:
         if len(infos) > MAX_MEMBERS or len({info.filename for info in infos}) != len(infos):
-            raise layout.Damaged(f"{self.place} has a member twice, or more than {MAX_MEMBERS}")
+            raise layout.Damaged(f"{self.place} has duplicate members, or more than {MAX_MEMBERS}")
         found, previous = [], 0
         for info in sorted(infos, key=lambda info: info.header_offset):
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
-                raise layout.Damaged(f"{self.place}: {info.filename[:80]!r} is compressed, which torch.save never does")
+                raise layout.Damaged(f"{self.place}: {info.filename[:80]!r} is compressed; torch.save never compresses")
             file.seek(info.header_offset)
             header = file.read(30)
             if len(header) < 30 or header[:4] != b"PK\x03\x04" or info.header_offset < previous:
@@ -180,51 +184,51 @@ class TorchFile:
             start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
             previous = start + info.file_size
             if previous > end:
-                raise layout.Damaged(f"{self.place}: {info.filename[:80]!r} goes beyond the end of the file")
+                raise layout.Damaged(f"{self.place}: {info.filename[:80]!r} extends beyond the end of the file")
             found.append(Member(start, info.file_size, info.CRC))
         return found
 
     def _refuse_names(self, text: bytes) -> None:
-        """Raises CheckpointError for a pickle that names anything but what tensors and DeepSpeed's state need."""
+        """Raises CheckpointError if the pickle names anything that tensors and DeepSpeed's state do not need."""
         try:
             named = {arg for op, arg, _ in pickletools.genops(text) if op.name in ("GLOBAL", "INST")}
-        except Exception as error:  # it raises whatever it stumbles over
-            raise layout.Damaged(f"{self.place} holds no whole pickle: {error}") from None
+        except Exception as error:  # pickletools raises many types for malformed input
+            raise layout.Damaged(f"{self.place} does not contain a complete pickle: {error}") from None
         names = {".".join(name.split(" ", 1)).replace("__builtin__.", "builtins.") for name in map(str, named)}
         unknown = sorted(name for name in names if name not in STANDS_FOR and not HARMLESS.fullmatch(name))
         if "argparse.Namespace" in unknown:
             raise CheckpointError(
-                f"{self.place} holds argparse.Namespace: the arguments of a Megatron program, in its client state",
+                f"{self.place} contains argparse.Namespace: the arguments of a Megatron program, in its client state",
                 hint="checkpoints of Megatron-DeepSpeed are not supported",
             )
         if unknown:
             listed = ", ".join(name[:80] for name in unknown[:5]) + (", ..." if unknown[5:] else "")
             raise CheckpointError(
-                f"{self.place} asks for code to be run: {listed}",
-                hint="save it without these objects (in client_state, say); nothing of it was executed",
+                f"{self.place} would execute code: {listed}",
+                hint="save it without these objects (in client_state, say); dsjob did not execute anything",
             )
 
     def _unpickle(self, file: BinaryIO) -> Any:
         stubs: list[Any] = [(stub, name) for name, stub in STANDS_FOR.items()]
         try:
             with torch.serialization.safe_globals(stubs), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what torch will change in storages
+                warnings.simplefilter("ignore")  # deprecation warnings about storages
                 content = torch.load(file, weights_only=True, map_location="meta")
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{self.place} is refused: {str(error).splitlines()[0]}") from None
-        except (Exception, RecursionError) as error:  # a hostile pickle raises whatever it likes
+            raise CheckpointError(f"torch refuses to load {self.place}: {str(error).splitlines()[0]}") from None
+        except (Exception, RecursionError) as error:  # a hostile pickle can raise anything
             raise layout.Damaged(f"{self.place} cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
         if not is_bounded(content):
-            raise layout.Damaged(f"{self.place} holds more values than {MAX_VALUES:,}, or too deep a tree of them")
+            raise layout.Damaged(f"{self.place} has more than {MAX_VALUES:,} values, or is nested too deeply")
         return content
 
 
 def is_bounded(content: Any) -> bool:
-    """Whether going through all of a value, and through its shared parts each time, ends soon.
+    """Whether walking through a value, visiting shared parts each time, takes a bounded number of steps.
 
-    A pickle of some kilobytes can name one list in a list, and that again, a billion times over.
+    A pickle of a few kilobytes can refer to one list twice in the next list, and so on, a billion times in total.
     """
-    sizes: dict[int, int] = {}  # by id: values in it, 0 while it is open
+    sizes: dict[int, int] = {}  # by id: the number of values inside, 0 while it is being counted
     places: list[tuple[Any, bool]] = [(content, False)]
     depth = 0
     while places:
@@ -237,7 +241,7 @@ def is_bounded(content: Any) -> bool:
                 return False
         elif id(value) in sizes:
             if not sizes[id(value)]:
-                return False  # it holds itself
+                return False  # it contains itself
         elif parts:
             depth += 1
             if depth > MAX_NESTED:
@@ -264,13 +268,13 @@ def _list_parts(value: Any) -> Iterable[Any]:
 
 
 class CheckedFolder(layout.Folder):
-    """A folder whose zips are compared with their checksums: each member as a whole, before a byte of it is given."""
+    """A folder that verifies zip members against their checksums: each as a whole, before any of its bytes is read."""
 
     def __init__(self, inner: layout.Folder, members: dict[str, list[Member]]) -> None:
         self.root, self._inner = inner.root, inner
         self._members = {name: sorted(listed) for name, listed in members.items()}
         self._sound: set[tuple[str, int]] = set()
-        self._checking = threading.Lock()  # several threads read; the second to want a member waits for its check
+        self._checking = threading.Lock()  # several threads read; a second one waits until the member is verified
 
     def names(self, folder: str) -> list[str]:
         """See Folder."""
@@ -283,7 +287,7 @@ class CheckedFolder(layout.Folder):
         return _CheckedFile(self, name, file) if name in self._members else file
 
     def check(self, name: str, file: io.RawIOBase, start: int, end: int) -> None:
-        """Raises Damaged where a member with bytes between two positions differs from its checksum."""
+        """Verifies all members with bytes between two positions. Raises Damaged."""
         members = self._members[name]
         for member in members[max(bisect.bisect(members, (start + 1,)) - 1, 0) :]:
             if member.start >= end:
@@ -299,13 +303,13 @@ class CheckedFolder(layout.Folder):
         file.seek(member.start)
         if _compute_crc(file, member.size) != member.crc:
             raise layout.Damaged(
-                f"{self.root}/{name}: the {member.size} bytes at {member.start} differ from the file's own checksum"
+                f"{self.root}/{name}: the {member.size} bytes at {member.start} do not match the file's own checksum"
             )
         self._sound.add((name, member.start))
 
 
 class _CheckedFile(io.RawIOBase):
-    """A file of a CheckedFolder."""
+    """A file of a CheckedFolder, verified on reading."""
 
     def __init__(self, folder: CheckedFolder, name: str, file: io.RawIOBase) -> None:
         self._folder, self._name, self._file = folder, name, file

@@ -1,1 +1,1 @@
-"""Models of transformers and adapters of peft: the folders that `from_pretrained` loads."""
+"""Writes transformers models and peft adapters: the folders that `from_pretrained` loads."""

@@ -1,7 +1,7 @@
-"""What an adapter's configuration may say: the keys of each of peft's methods that dsjob writes, and their values.
+"""Validates the configuration of an adapter: the supported methods of peft, their keys, and the allowed values.
 
-A checkpoint may come from anybody, and peft imports modules, loads other models and matches regular expressions as a
-configuration tells it to. Whatever is not listed here is refused. Imports no torch and no peft.
+A checkpoint may come from anyone, and a configuration can make peft import modules, load other models and match regular
+expressions. So everything not listed here is refused. Imports no torch and no peft.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from dsjob.contract.shown import shorten
 from dsjob.errors import UsageError
 
 _MOST_RANK, _MOST_ITEMS, _MOST_TEXT, _MOST_NUMBER = 65_536, 10_000, 1_000, 1e9
-_PLAIN = re.compile(r"(?:[\w|^$)-]|\((?:\?:)?|\\\.|\\d\+?|\.\*?)*")  # no quantifier of a group
-_MOST_QUANTIFIERS, _MOST_WAYS = 3, 10_000  # ways: combinations of what stands between | in each group
+# Regular expressions that cannot backtrack for long: no quantified groups, few quantifiers, few combinations of
+# alternatives (ways).
+_PLAIN = re.compile(r"(?:[\w|^$)-]|\((?:\?:)?|\\\.|\\d\+?|\.\*?)*")
+_MOST_QUANTIFIERS, _MOST_WAYS = 3, 10_000
 _LIBRARY = re.compile(r"transformers(\.\w+)*")
 
 
 class _Rule(NamedTuple):
     fits: Callable[[Any], bool]
-    told: str
+    description: str
 
 
 def _is_text(value: Any) -> bool:
@@ -30,7 +32,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _MOST_NUMBER  # NaN is not
+    return type(value) in (int, float) and abs(value) <= _MOST_NUMBER  # false for NaN
 
 
 def _is_whole(value: Any) -> bool:
@@ -42,7 +44,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_pattern(value: Any) -> bool:
-    """Whether a text is a name, or a regular expression that takes little time to match."""
+    """Whether a string is a name, or a regular expression that is cheap to match."""
     if not _is_text(value) or not _PLAIN.fullmatch(value) or len(re.findall(r"[*+]", value)) > _MOST_QUANTIFIERS:
         return False
     if math.prod(part.count("|") + 1 for part in re.split(r"[()]", value)) > _MOST_WAYS:  # (a|a)(a|a)(a|a)...
@@ -67,22 +69,24 @@ def _is_scalar(value: Any) -> bool:
 
 
 _FLAG = _Rule(lambda value: isinstance(value, bool), "true or false")
-_TEXT = _Rule(_is_text, f"a text of at most {_MOST_TEXT:,} characters")
+_TEXT = _Rule(_is_text, f"a string of at most {_MOST_TEXT:,} characters")
 _NUMBER = _Rule(_is_number, f"a number from -{_MOST_NUMBER:,.0f} to {_MOST_NUMBER:,.0f}")
-_WHOLE = _Rule(_is_whole, "a whole number of 64 bits")
-_RANK = _Rule(_is_rank, f"a whole number from 0 to {_MOST_RANK:,}")
+_WHOLE = _Rule(_is_whole, "a 64-bit integer")
+_RANK = _Rule(_is_rank, f"an integer from 0 to {_MOST_RANK:,}")
 _START = _Rule(lambda value: isinstance(value, bool) or _is_text(value), "true, false, or the name of a method")
 _NAMES = _Rule(lambda value: _is_text(value) or _is_list(value, _is_text), "a list of names")
 _PATTERNS = _Rule(
     lambda value: _is_pattern(value) or _is_list(value, _is_pattern),
-    r"names, or patterns of | . .* \d+ and groups without a quantifier, with three quantifiers and "
-    f"{_MOST_WAYS:,} combinations of alternatives at most",
+    r"names, or patterns that use only | . .* \d+ and groups without quantifiers, with at most three quantifiers and "
+    f"{_MOST_WAYS:,} combinations of alternatives",
 )
 _RANKS = _Rule(
-    lambda value: _is_mapping(value, _is_pattern, _is_rank), f"{_RANK.told} for each of such {_PATTERNS.told}"
+    lambda value: _is_mapping(value, _is_pattern, _is_rank),
+    f"{_RANK.description} per key; keys must be {_PATTERNS.description}",
 )
 _NUMBERS = _Rule(
-    lambda value: _is_mapping(value, _is_pattern, _is_number), f"{_NUMBER.told} for each of such {_PATTERNS.told}"
+    lambda value: _is_mapping(value, _is_pattern, _is_number),
+    f"{_NUMBER.description} per key; keys must be {_PATTERNS.description}",
 )
 _INDICES = _Rule(
     lambda value: (
@@ -90,14 +94,16 @@ _INDICES = _Rule(
         or _is_list(value, _is_whole)
         or _is_mapping(value, _is_text, lambda item: _is_list(item, _is_whole))
     ),
-    "a list of whole numbers, or one for each name",
+    "an integer, a list of integers, or one such list per name",
 )
 _PAIRS = _Rule(
     lambda value: _is_list(value, lambda item: _is_list(item, _is_rank) and len(item) == 2),
-    f"a list of pairs of {_RANK.told}",
+    f"a list of pairs; each value is {_RANK.description}",
 )
-_SETTINGS = _Rule(lambda value: _is_mapping(value, _is_text, _is_scalar), "an object of numbers, flags and short texts")
-_NONE = _Rule(lambda value: not value, "left out, since a module would be imported for it")
+_SETTINGS = _Rule(
+    lambda value: _is_mapping(value, _is_text, _is_scalar), "an object with numbers, booleans and short strings"
+)
+_NONE = _Rule(lambda value: not value, "omitted, because peft would import a module for it")
 
 _ANY = {
     **dict.fromkeys(("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "bias"), _TEXT),
@@ -120,7 +126,7 @@ _LORA = {
     "layer_replication": _PAIRS,
     "target_parameters": _NAMES,
     "megatron_config": _NONE,
-    "megatron_core": _TEXT,  # of which `hub` allows one
+    "megatron_core": _TEXT,  # `hub` allows only one value
 }
 _ADALORA = {
     **dict.fromkeys(("target_r", "init_r"), _RANK),
@@ -169,33 +175,31 @@ _OF_KIND: dict[str, dict[str, _Rule]] = {
 
 
 def require_known(config: Mapping[str, Any]) -> None:
-    """Raises UsageError for a method, a key or a value that is not listed.
+    """Raises UsageError for a method, key or value that is not listed.
 
-    A key that is not listed may be there without a value: a later peft writes it so where it is not used.
+    An unlisted key without a value is allowed: newer versions of peft write keys that the adapter does not use.
     """
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in _OF_KIND:
         raise UsageError(
-            f"an adapter of type {shorten(kind)} is not written for peft; dsjob knows {', '.join(_OF_KIND)}",
-            hint="--to fp32 writes all tensors, which the job's own model loads",
+            f"adapters of type {shorten(kind)} are not supported; supported types: {', '.join(_OF_KIND)}",
+            hint="--to fp32 writes all tensors, for the job's own model",
         )
     rules = {**_ANY, **_OF_KIND[kind]}
     for key, value in config.items():
         rule = rules.get(key)
         if rule is None and value:
             raise UsageError(
-                f"the adapter's configuration has {shorten(key)}, which dsjob does not know for {kind}",
-                hint="take it out of a copy of adapter_config.json, and name that with --adapter-config",
+                f"the adapter's configuration has an unknown key for {kind}: {shorten(key)}",
+                hint="remove it from a copy of adapter_config.json, and pass the copy with --adapter-config",
             )
         if rule is not None and value is not None and not rule.fits(value):
-            raise UsageError(f"the adapter's {key} is {shorten(value)}", hint=f"{key} has to be {rule.told}")
+            raise UsageError(f"the adapter's {key} is {shorten(value)}", hint=f"{key} must be {rule.description}")
 
 
 def describe_origin(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`auto_mapping`, by which peft's Auto classes find the base model's class, where that is one of transformers'.
-
-    They import the module that it names.
-    """
+    """`auto_mapping`, which names the class of the base model for peft's Auto classes; None unless it is one of
+    transformers'. (peft imports the module that it names.)"""
     found = config.get("auto_mapping")
     if not isinstance(found, dict) or found.keys() != {"base_model_class", "parent_library"}:
         return None

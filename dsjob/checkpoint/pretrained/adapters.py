@@ -1,4 +1,4 @@
-"""Adapters of peft in a checkpoint: their configuration, their names, and weights with an adapter merged into them.
+"""Adapters of peft in a checkpoint: their configuration, the names of their tensors, and merging them into weights.
 
 Imports no torch and no peft.
 """
@@ -25,10 +25,10 @@ from dsjob.errors import UsageError
 Array = npt.NDArray[np.float32]
 Shapes = Mapping[str, tuple[int, ...]]
 
-PREFIX = "base_model.model."  # of all names in a PeftModel
+PREFIX = "base_model.model."  # the prefix of all names in a PeftModel
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_[AB]|[A-Za-z_]+)\.(?P<adapter>[^.]+)(?:\.weight)?")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
-# Keys of a LoraConfig that do not change what B A adds, beside those that `_find_scale` reads.
+# Keys of a LoraConfig that do not change what the product B @ A adds, or that merging reads (see _find_scale).
 _WITHOUT_EFFECT = {
     *(
         "peft_type",
@@ -55,17 +55,17 @@ _WITHOUT_EFFECT = {
 
 
 def describe_adapters(model: object) -> dict[str, dict[str, Any]]:
-    """The configurations of a model's adapters by name, as JSON values; nothing of a model that peft has not made."""
+    """The configurations of a model's adapters by name, as JSON values. Empty if the model is not one of peft's."""
     found = {}
     configs = getattr(model, "peft_config", None)
     for name, config in configs.items() if isinstance(configs, Mapping) else ():
         try:
             values = json.loads(json.dumps(config.to_dict(), default=_plain))
-            if values.get("task_type") is None:  # without it peft finds the base model's class by these
+            if values.get("task_type") is None:  # then peft uses auto_mapping to find the class of the base model
                 kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model)
                 values["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
             found[str(name)] = values
-        except (AttributeError, TypeError, ValueError):  # of some other library's making
+        except (AttributeError, TypeError, ValueError):  # not a peft config; another library uses the same attribute
             continue
     return {name: values for name, values in found.items() if isinstance(values, dict) and values.get("peft_type")}
 
@@ -77,24 +77,24 @@ def _plain(value: object) -> Any:
         return sorted(value)
     if hasattr(value, "to_dict"):
         return value.to_dict()
-    return None  # an object that lives for the run alone
+    return None  # an object that exists only during the run
 
 
 def has_adapters(names: Collection[str]) -> bool:
-    """Whether these names of a model's tensors are those of a model with adapters."""
+    """Whether a model with these tensor names has adapters."""
     return any(name.startswith(PREFIX) or ".lora_" in name or ".base_layer." in name for name in names)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter: its name, and what adapter_config.json says."""
+    """One adapter: its name, and the content of adapter_config.json."""
 
     name: str
     config: Mapping[str, Any]
 
     @property
     def kind(self) -> str:
-        """What peft calls the method: LORA, IA3, ..."""
+        """peft's name of the method: LORA, IA3, ..."""
         return str(self.config.get("peft_type"))
 
     def to_json(self) -> bytes:
@@ -104,22 +104,22 @@ class Adapter:
 
 
 def list_adapters(kept: object) -> list[Adapter]:
-    """The adapters of which a checkpoint has the configuration. kept: what `describe_pretrained` gave."""
+    """The adapters whose configuration is in the checkpoint. kept: the result of `describe_pretrained`."""
     found = kept.get("adapters") if isinstance(kept, dict) else None
     named = found.items() if isinstance(found, dict) else ()
     return [Adapter(name, config) for name, config in named if isinstance(config, dict)]
 
 
 def find_adapter(kept: object, names: Collection[str], file: str | None, wanted: str | None) -> Adapter | None:
-    """The adapter of a checkpoint with these names of tensors; None of a model without.
+    """The adapter in a checkpoint with these tensor names; None if the model has none.
 
-    kept: what `describe_pretrained` gave; file: adapter_config.json, where the checkpoint does not have it; wanted: the
-    adapter's name, where there are several. Raises UsageError, StorageError.
+    kept: the result of `describe_pretrained`. file: an adapter_config.json, if the checkpoint has none. wanted: the
+    adapter's name, if there are several. Raises UsageError, StorageError.
     """
     configs = {adapter.name: adapter.config for adapter in list_adapters(kept)}
     if not has_adapters(names):
         if file or wanted:
-            raise UsageError("the checkpoint's model has no adapter", hint="leave --adapter-config and --adapter out")
+            raise UsageError("the checkpoint's model has no adapter", hint="omit --adapter-config and --adapter")
         return None
     there = sorted({match["adapter"] for name in names if (match := _LORA.fullmatch(name) or _SAVED.fullmatch(name))})
     there = sorted(configs) or there or ["default"]
@@ -129,12 +129,12 @@ def find_adapter(kept: object, names: Collection[str], file: str | None, wanted:
         )
     name = wanted or there[0]
     if name not in there:
-        raise UsageError(f"the model has no adapter {name!r}", hint=f"there are: {cut(', '.join(there), 300)}")
+        raise UsageError(f"the model has no adapter {name!r}", hint=f"available: {cut(', '.join(there), 300)}")
     config = _read_config(file) if file else configs.get(name)
     if config is None:
         raise UsageError(
-            "the model has adapters of peft, and the checkpoint does not say how they were configured",
-            hint="--adapter-config FILE: an adapter_config.json, as PeftConfig.save_pretrained writes it",
+            "the model has peft adapters, but the checkpoint does not contain their configuration",
+            hint="add --adapter-config FILE: an adapter_config.json, as written by PeftConfig.save_pretrained",
         )
     return Adapter(name, config)
 
@@ -150,11 +150,11 @@ def _read_config(file: str) -> dict[str, Any]:
 
 
 def name_lora(adapter: Adapter, names: Collection[str]) -> dict[str, str]:
-    """The names of a LoRA adapter's tensors as peft saves them, by those in the model. Raises UsageError."""
+    """Maps the model's names of a LoRA adapter's tensors to those that peft saves. Raises UsageError."""
     if adapter.kind != "LORA":
         raise UsageError(
-            f"an adapter of type {adapter.kind} can be written for a transformers model alone, by peft's own rules",
-            hint="--to fp32 writes all tensors, which the job's own model loads",
+            f"an adapter of type {adapter.kind} can only be written if the base model is one of transformers'",
+            hint="--to fp32 writes all tensors, for the job's own model",
         )
     new = {}
     for name in names:
@@ -168,7 +168,9 @@ def name_lora(adapter: Adapter, names: Collection[str]) -> dict[str, str]:
         elif _is_trained_bias(adapter, name, names):
             new[name] = full.replace(".base_layer.", ".", 1) if adapter.config.get("bias") == "lora_only" else full
     if not new:
-        raise UsageError(f"the checkpoint has no tensors of the adapter {adapter.name!r}", hint="--to fp32 writes all")
+        raise UsageError(
+            f"the checkpoint has no tensors of the adapter {adapter.name!r}", hint="--to fp32 writes all tensors"
+        )
     return new
 
 
@@ -180,7 +182,7 @@ def _is_trained_bias(adapter: Adapter, name: str, names: Collection[str]) -> boo
 
 
 def name_merged(adapter: Adapter, names: Collection[str]) -> dict[str, str]:
-    """The names of the base model's tensors, by those in the model with adapters; without those of the adapters."""
+    """Maps names in the model with adapters to those in the base model. Omits the adapters' own tensors."""
     new: dict[str, str] = {}
     replaced = {
         f"{match['module']}.{match['rest']}"
@@ -201,15 +203,16 @@ def name_merged(adapter: Adapter, names: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Update:
-    """What is added to a weight: scale * left @ right, the weight as a matrix of `columns` elements a row."""
+    """A merge's change to a weight: scale * left @ right, where left is [rows, rank] and right is [rank, columns]."""
 
     left: Array
     right: Array
     scale: float
 
     def add(self, values: Array, start: int) -> None:
-        """Adds it to the weight's elements from `start` on, in place."""
+        """Adds the change in place to `values`, the weight's elements from `start` on."""
         columns = self.right.shape[1]
+        # Compute only the rows that these elements touch.
         first, last = start // columns, -(-(start + len(values)) // columns)
         rows = (self.left[first:last] @ self.right) * np.float32(self.scale)
         values += rows.reshape(-1)[start - first * columns :][: len(values)]
@@ -221,14 +224,14 @@ class Update:
 
 
 class Merged(Rounded):
-    """`Rounded`, of weights with an update added in fp32 before they are rounded."""
+    """Like `Rounded`, but first adds updates to the weights, in fp32."""
 
     def __init__(self, dtype: str, updates: Mapping[str, Update]) -> None:
         super().__init__(dtype)
         self._updates, self._done = updates, dict[str, int]()
 
     def __call__(self, name: str, dtype: str, block: memoryview) -> memoryview:
-        """See Fp32. The blocks of a tensor come in order."""
+        """See Fp32. Relies on the blocks of a tensor arriving in order."""
         update = self._updates.get(name)
         if update is None:
             return super().__call__(name, dtype, block)
@@ -247,11 +250,11 @@ def find_updates(
     transposed: Mapping[str, bool],
     alphas: Mapping[str, float],
 ) -> dict[str, Update]:
-    """The updates of a LoRA adapter, by the names that the weights have in the model with adapters.
+    """The updates of a LoRA adapter, by the names of the weights in the model with adapters.
 
-    shapes: of the tensors; read: gives one of them as float32; transposed: whether a module, by its name in the base
-    model, keeps its weight as [in, out], where that is known; alphas: see `find_alphas`. Raises UsageError for what it
-    cannot merge exactly.
+    shapes: of all tensors. read: returns one of them as float32. transposed: whether a module (by its name in the base
+    model) stores its weight as [in, out], if known. alphas: see `find_alphas`. Raises UsageError if it cannot merge the
+    adapter exactly.
     """
     require_mergeable(adapter)
     updates = {}
@@ -261,13 +264,13 @@ def find_updates(
             continue
         module, kind = match["module"], match["kind"]
         if kind not in ("A", "embedding_A"):
-            raise _cannot_merge(f"{name} is more than lora_A and lora_B")
+            raise _cannot_merge(f"{name} is neither lora_A nor lora_B")
         weight = f"{module}.base_layer.weight"
         second = re.sub(r"\.lora_(embedding_)?A\.", lambda found: f".lora_{found[1] or ''}B.", name)
         if weight not in shapes or second not in shapes:
-            raise _cannot_merge(f"{name} comes without {weight if weight not in shapes else second}")
+            raise _cannot_merge(f"{name} lacks its counterpart {weight if weight not in shapes else second}")
         if not _is_pair(shapes[name], shapes[second]):
-            raise _cannot_merge(f"{name} does not fit {second}")
+            raise _cannot_merge(f"the shapes of {name} and {second} do not match")
         down, up = read(name), read(second)
         rank = down.shape[0]
         left, right = up.reshape(-1, rank), down.reshape(rank, -1)
@@ -277,17 +280,20 @@ def find_updates(
         swapped = _is_swapped(adapter, shape, left, right) if known is None else known
         rows = right.shape[1] if swapped else left.shape[0]
         if shape[:1] != (rows,) or math.prod(shape) != left.shape[0] * right.shape[1]:
-            raise _cannot_merge(f"{name} does not fit {weight} of shape {list(shape)}")
+            raise _cannot_merge(f"{name} does not match {weight} of shape {list(shape)}")
         if swapped:
             left, right = np.ascontiguousarray(right.T), np.ascontiguousarray(left.T)
         updates[weight] = Update(left, right, _find_scale(adapter, alphas.get(base), rank))
     if not updates:
-        raise UsageError(f"the checkpoint has no tensors of the adapter {adapter.name!r}", hint="--to fp32 writes all")
+        raise UsageError(
+            f"the checkpoint has no tensors of the adapter {adapter.name!r}", hint="--to fp32 writes all tensors"
+        )
     return updates
 
 
 def _is_pair(down: tuple[int, ...], up: tuple[int, ...]) -> bool:
-    """Whether tensors of these shapes have a product: the rank is the first dim of A, and divides B."""
+    """Whether the product B @ A exists for these shapes of A and B. The rank is the first dim of A, and divides B's
+    size."""
     return len(down) > 1 and len(up) > 1 and 0 not in (*down, *up) and math.prod(up) % down[0] == 0
 
 
@@ -298,12 +304,12 @@ def _is_swapped(adapter: Adapter, shape: tuple[int, ...], left: Array, right: Ar
 
 
 def require_mergeable(adapter: Adapter) -> None:
-    """Raises UsageError for an adapter of another method, or with more than its product to add."""
+    """Raises UsageError unless the adapter is plain LoRA, which adds only a product to each weight."""
     if adapter.kind != "LORA":
         raise _cannot_merge(f"the adapter is of type {adapter.kind}")
     more = sorted(key for key, value in adapter.config.items() if value and key not in _WITHOUT_EFFECT)
     if more:
-        raise _cannot_merge(f"the adapter's configuration has {', '.join(more)}")
+        raise _cannot_merge(f"the adapter's configuration uses {', '.join(more)}")
 
 
 def _cannot_merge(why: str) -> UsageError:
@@ -320,7 +326,8 @@ def list_modules(adapter: Adapter, names: Collection[str]) -> list[str]:
 
 
 def find_alphas(adapter: Adapter, modules: Collection[str]) -> dict[str, float]:
-    """The alpha of each module for which a pattern gives its own. Matches patterns out of a checkpoint: see `apart`."""
+    """The alphas of modules that match a pattern in `alpha_pattern`. Call this only in the process of `apart`, because
+    the patterns come from a checkpoint and may take long to match."""
     patterns = adapter.config.get("alpha_pattern") or {}
     compiled = [(re.compile(rf"(.*\.)?({pattern})"), float(value)) for pattern, value in patterns.items()]
     found = {}
@@ -332,7 +339,7 @@ def find_alphas(adapter: Adapter, modules: Collection[str]) -> dict[str, float]:
 
 
 def _find_scale(adapter: Adapter, alpha: float | None, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r): as peft scales the module."""
+    """peft's scale of a module: alpha / r, or alpha / sqrt(r) with rslora."""
     config = adapter.config
     given = config.get("lora_alpha")
     alpha = float(8 if given is None else given) if alpha is None else alpha

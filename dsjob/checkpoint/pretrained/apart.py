@@ -1,7 +1,8 @@
-"""Asks a process of its own about a checkpoint's architecture: what a configuration describes is built there alone.
+"""Builds a checkpoint's model in a separate, restricted process, to compare names and shapes with its architecture.
 
-A configuration may come from anybody, and what transformers and peft make of it nobody has checked. The process has no
-network, starts no other, and has little time and memory. The hub's client is offline in it from its first import on.
+The configuration is untrusted, and how transformers and peft handle hostile ones has not been audited. The process has
+no network access, cannot start other processes, and has limits on time and memory. The hub's client is offline from the
+first import on.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from dsjob.checkpoint.pretrained.adapters import Adapter, Shapes
 from dsjob.errors import UsageError
 from dsjob.home import find_again
 
-_SECONDS = 60  # of CPU time, after the imports: the largest models that are published take less than ten
-_PATIENCE = 600  # seconds in all, with imports from a slow disk
-_MEMORY = 4 << 30  # bytes beyond those that the libraries take
-_ACTS = ("connect", "bind", "sendto", "sendmsg", "getaddrinfo", "gethostbyname", "gethostbyaddr")  # of sockets
+_SECONDS = 60  # of CPU time, after the imports; the largest published models take less than ten
+_PATIENCE = 600  # seconds in total, including imports from a slow disk
+_MEMORY = 4 << 30  # bytes, in addition to what the libraries use
+_ACTS = ("connect", "bind", "sendto", "sendmsg", "getaddrinfo", "gethostbyname", "gethostbyaddr")
 _REFUSED = {f"socket.{act}" for act in _ACTS}
 _REFUSED |= {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-_HINT = "--to fp32 writes the weights alone"
+_HINT = "--to fp32 writes only the weights"
 
 
 @dataclass(frozen=True)
 class Question:
-    """config: of config.json; shapes: of the tensors by the names that they are to have, in the base model or, for an
-    adapter that is to be written, in the model with adapters; adapters: that one first, as (name, configuration);
-    modules: those that are merged, by their names in the base model."""
+    """The input of the process.
+
+    config: the content of config.json. shapes: the shapes of the tensors by their new names: in the base model, or if
+    an adapter is written, in the model with adapters. adapters: (name, configuration), the one to write or merge first.
+    modules: the modules to merge, by their names in the base model.
+    """
 
     config: Mapping[str, Any]
     shapes: Shapes
@@ -44,8 +48,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """names: those that peft saves an adapter's tensors by, None where they are not known; transposed: whether a module
-    keeps its weight as [in, out], where that is known; alphas: see `find_alphas`; notes: what to tell."""
+    """The output of the process.
+
+    names: peft's names for the adapter's tensors, None if unknown. transposed: whether a module stores its weight as
+    [in, out], if known. alphas: see `find_alphas`. notes: messages for the user.
+    """
 
     names: dict[str, str] | None
     transposed: dict[str, bool]
@@ -54,17 +61,17 @@ class Answer:
 
 
 def list_pairs(adapters: Sequence[Adapter]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Adapters as a question has them."""
+    """Adapters in the form that Question needs."""
     return [(adapter.name, adapter.config) for adapter in adapters]
 
 
 def ask(question: Question) -> Answer:
-    """Whether a checkpoint fits its architecture, and what that knows.
+    """Compares a checkpoint with its architecture, and returns what the architecture knows.
 
-    Raises UsageError where it does not fit, or where its configuration takes more time or memory than any model does.
+    Raises UsageError if they do not match, or if building the model exceeds the limits on time or memory.
     """
     if not question.config.get("architectures") and not any(one.get("alpha_pattern") for _, one in question.adapters):
-        return Answer(None, {}, {}, ["the names of the tensors are not compared with an architecture: none is named"])
+        return Answer(None, {}, {}, ["the tensor names were not checked: the configuration names no architecture"])
     environment = {**os.environ, **find_again(), **_OFFLINE, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", "-m", __name__, str(_SECONDS), str(_MEMORY)]
     text = json.dumps(asdict(question)).encode()
@@ -77,33 +84,33 @@ def ask(question: Question) -> Answer:
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise _cannot(f"failed with exit code {done.returncode}: {last[:300]!a}")
-    told = json.loads(done.stdout)
-    if "refused" in told:
-        raise UsageError(told["refused"], hint=told["hint"])
-    return Answer(**told)
+    result = json.loads(done.stdout)
+    if "refused" in result:
+        raise UsageError(result["refused"], hint=result["hint"])
+    return Answer(**result)
 
 
 def _cannot(why: str) -> UsageError:
-    return UsageError(f"building the model that the checkpoint's configuration describes {why}", hint=_HINT)
+    return UsageError(f"building the model from the checkpoint's configuration {why}", hint=_HINT)
 
 
 def main(seconds: int, memory: int) -> None:
-    """In the process: reads a question, writes the fields of its answer."""
+    """The process: reads a Question from stdin, writes the fields of its Answer to stdout, as JSON."""
     question, out = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # send what the libraries print to stderr
     from dsjob.checkpoint.pretrained import architecture
 
     architecture.import_libraries()
     _limit(seconds, memory)
     sys.addaudithook(_refuse)
     try:
-        told = architecture.answer(question)
+        result = architecture.answer(question)
     except MemoryError:
-        told = _describe(_cannot(f"takes more than {memory >> 20:,} MiB"))
+        result = _describe(_cannot(f"takes more than {memory >> 20:,} MiB"))
     except UsageError as error:
-        told = _describe(error)
+        result = _describe(error)
     with out:
-        json.dump(told, out)
+        json.dump(result, out)
 
 
 def _describe(error: UsageError) -> dict[str, Any]:
@@ -113,7 +120,7 @@ def _describe(error: UsageError) -> dict[str, Any]:
 def _limit(seconds: int, memory: int) -> None:
     try:
         import resource
-    except ImportError:  # Windows, where the time is bounded alone
+    except ImportError:  # Windows; there, only the total time is limited
         return
     resource.setrlimit(resource.RLIMIT_CPU, _lower(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + seconds))
     if sys.platform == "linux":
@@ -131,7 +138,7 @@ def _lower(kind: int, wanted: int) -> tuple[int, int]:
 
 def _refuse(event: str, _: object) -> None:
     if event in _REFUSED:
-        raise PermissionError(f"{event} is refused while a model is built of a configuration")
+        raise PermissionError(f"{event} is not allowed while building a model from a configuration")
 
 
 if __name__ == "__main__":

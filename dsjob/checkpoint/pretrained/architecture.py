@@ -1,10 +1,10 @@
-"""Models of transformers, and adapters of peft over them, on the meta device: the names and shapes that they load.
+"""Builds transformers models and peft adapters on the meta device, to find the names and shapes that they load.
 
-A configuration comes out of a checkpoint, which may come from anywhere. `apart` runs this module in a process of its
-own, without network and with bounds; `hub` and `adapter_config` have checked before what the configuration asks for.
+The configuration comes from a checkpoint, and is not trusted. `apart` runs this module in a process of its own, without
+network and with limits; `hub` and `adapter_config` have validated the configuration before.
 
-Names and shapes are compared before anything is written, because `from_pretrained` silently fills in what is missing
-with random values. Where a library is missing, a warning says what was not compared.
+Names and shapes are compared before anything is written, because `from_pretrained` silently fills missing tensors with
+random values. If a library is not installed, a warning says what was not checked.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from dsjob.checkpoint.pretrained.adapters import PREFIX, Adapter, Shapes, find_a
 from dsjob.contract.shown import shorten
 from dsjob.errors import UsageError
 
-# What names and shapes do not depend on, and what this machine may lack a library for.
+# Keys that do not change names or shapes, and may need libraries that are not installed here.
 _DROPPED = {
     *("auto_map", "quantization_config", "trust_remote_code", "use_kernels", "use_pretrained_backbone", "name_or_path"),
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_name_or_path"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal", "dtype", "torch_dtype"),
 }
-_READS_MORE = re.compile("Rag|Timm")  # architectures that read pickled indexes, or have a hub of their own
-_LEAST_PARTS, _PARTS_EACH = 10_000, 64  # modules and parameters: of a small model, and for each tensor there is
+_READS_MORE = re.compile("Rag|Timm")  # architectures that load pickled indexes, or use a hub of their own
+_LEAST_PARTS, _PARTS_EACH = 10_000, 64  # the limit on modules and parameters: a base, plus so many per tensor
 _MOST_TOLD = 3
 
 
 class CannotBuildError(Exception):
-    """A model could not be made of its configuration; `str` says why."""
+    """The model cannot be built from its configuration. `str` says why."""
 
 
 def import_libraries() -> None:
-    """Imports what the rest imports when it is needed: before the bounds of `apart` hold."""
+    """Imports the libraries in advance, so that the limits of `apart` do not apply to the imports."""
     for name in ("transformers", "peft"):
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """What `apart.Answer` holds, for the fields of an `apart.Question`. Raises UsageError."""
+    """Computes the fields of `apart.Answer` from those of `apart.Question`. Raises UsageError."""
     shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
     adapter, *others = (Adapter(*each) for each in question["adapters"]) if question["adapters"] else (None,)
     found: dict[str, Any] = {"names": None, "transposed": {}, "alphas": {}, "notes": []}
@@ -64,13 +64,13 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
                 known = ((name, is_transposed(base, name)) for name in question["modules"])
                 found["transposed"] = {name: value for name, value in known if value is not None}
     except CannotBuildError as error:
-        found["notes"] = [f"the names of the tensors are not compared with the architecture's: {str(error)[:500]}"]
+        found["notes"] = [f"the tensor names were not checked against the architecture: {str(error)[:500]}"]
     return found
 
 
 @contextmanager
 def _bounded(tensors: int) -> Iterator[None]:
-    """Raises UsageError where many times more modules and parameters are made than a checkpoint has tensors."""
+    """Raises UsageError if the model gets many times more modules and parameters than the checkpoint has tensors."""
     most = _LEAST_PARTS + _PARTS_EACH * tensors
     count = 0
 
@@ -79,9 +79,9 @@ def _bounded(tensors: int) -> Iterator[None]:
         count += 1
         if count > most:
             raise UsageError(
-                f"the checkpoint's configuration is that of a model with more than {most:,} modules and parameters, "
-                f"and the checkpoint has {tensors:,} tensors",
-                hint="--to fp32 writes the weights alone",
+                f"the checkpoint's configuration describes a model with more than {most:,} modules and parameters, "
+                f"but the checkpoint has {tensors:,} tensors",
+                hint="--to fp32 writes only the weights",
             )
 
     handles = [
@@ -97,7 +97,7 @@ def _bounded(tensors: int) -> Iterator[None]:
 
 
 def build_skeleton(config: Mapping[str, Any]) -> nn.Module:
-    """The model of a config.json on the meta device. Raises CannotBuildError."""
+    """Builds the model of a config.json on the meta device. Raises CannotBuildError."""
     if importlib.util.find_spec("transformers") is None:
         raise CannotBuildError("transformers is not installed")
     import transformers
@@ -116,7 +116,7 @@ def build_skeleton(config: Mapping[str, Any]) -> nn.Module:
             model.tie_weights()  # type: ignore[operator]
     except (MemoryError, UsageError):
         raise
-    except Exception as error:  # whatever the architecture makes of a configuration
+    except Exception as error:  # the architecture may raise anything for an invalid configuration
         raise CannotBuildError(f"{name} cannot be built on the meta device: {type(error).__name__}: {error}") from error
     return model
 
@@ -128,7 +128,7 @@ def _strip(value: Any) -> Any:
 
 
 def is_transposed(model: nn.Module, name: str) -> bool | None:
-    """Whether a module's weight is [in, out], as that of transformers' Conv1D; None where there is no such module."""
+    """Whether a module's weight is [in, out], like that of transformers' Conv1D. None if there is no such module."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -137,22 +137,24 @@ def is_transposed(model: nn.Module, name: str) -> bool | None:
 
 
 def require_names(model: nn.Module, found: Shapes) -> None:
-    """Raises UsageError where the model has other names or shapes than `found`: `from_pretrained` would fill in those
-    that are missing with random values, and pass over the rest."""
+    """Raises UsageError if the model's names or shapes differ from `found`. Otherwise `from_pretrained` would fill
+    missing tensors with random values, and ignore the others."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = [
-        *_tell("names that it does not have", _drop(model, "unexpected", found.keys() - expected.keys())),
-        *_tell("no tensors for", _drop(model, "missing", _find_missing(model, found, expected))),
-        *_tell("other shapes", {name for name, shape in found.items() if expected.get(name, shape) != tuple(shape)}),
+        *_list_first("unexpected tensors", _drop(model, "unexpected", found.keys() - expected.keys())),
+        *_list_first("missing tensors", _drop(model, "missing", _find_missing(model, found, expected))),
+        *_list_first(
+            "different shapes", {name for name, shape in found.items() if expected.get(name, shape) != tuple(shape)}
+        ),
     ]
     if problems:
         raise UsageError(
-            f"the checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}",
-            hint="--to fp32 writes the weights alone, for the job's own model class",
+            f"the checkpoint does not match {type(model).__name__}: {'; '.join(problems)}",
+            hint="--to fp32 writes only the weights, for the job's own model class",
         )
 
 
-def _tell(what: str, names: set[str]) -> Iterator[str]:
+def _list_first(what: str, names: set[str]) -> Iterator[str]:
     if names:
         first = ", ".join(sorted(names)[:_MOST_TOLD])
         more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
@@ -160,12 +162,13 @@ def _tell(what: str, names: set[str]) -> Iterator[str]:
 
 
 def _drop(model: nn.Module, what: str, names: set[str]) -> set[str]:
+    """`names` without those that the model class tells `from_pretrained` to ignore."""
     patterns = getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ()
     return {name for name in names if not any(re.search(pattern, name) for pattern in patterns)}
 
 
 def _find_missing(model: nn.Module, found: Shapes, expected: Shapes) -> set[str]:
-    """Names without a tensor, unless another name of the same tensor has one."""
+    """Expected names that are missing. A tied name is not missing if another name of the same tensor exists."""
     tied: dict[int, set[str]] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
@@ -175,10 +178,10 @@ def _find_missing(model: nn.Module, found: Shapes, expected: Shapes) -> set[str]
 
 
 def name_adapter(base: nn.Module, adapter: Adapter, others: Sequence[Adapter], found: Shapes) -> dict[str, str]:
-    """The names of an adapter's tensors as peft saves them, by those in the model with adapters, which are checked.
+    """Maps names in the model with adapters to the names that peft saves for one adapter. Checks all names and shapes.
 
-    base: the skeleton of the base model, which is changed; others: the model's other adapters. Raises CannotBuildError,
-    UsageError.
+    base: the skeleton of the base model, which this changes. others: the model's other adapters. Raises
+    CannotBuildError, UsageError.
     """
     if importlib.util.find_spec("peft") is None:
         raise CannotBuildError("peft is not installed (pip install 'dsjob[peft]')")
@@ -194,8 +197,8 @@ def name_adapter(base: nn.Module, adapter: Adapter, others: Sequence[Adapter], f
                 model.add_adapter(other.name, _make_config(other))
     except (MemoryError, UsageError):
         raise
-    except Exception as error:  # whatever peft makes of a configuration
-        raise CannotBuildError(f"peft cannot make the adapter: {type(error).__name__}: {error}") from error
+    except Exception as error:  # peft may raise anything for an invalid configuration
+        raise CannotBuildError(f"peft cannot build the adapter: {type(error).__name__}: {error}") from error
     state: dict[str, Tensor] = dict(model.state_dict())
     full = {name if name.startswith(PREFIX) else PREFIX + name: name for name in found}
     require_names(model, {name: found[short] for name, short in full.items()})
@@ -209,7 +212,7 @@ def name_adapter(base: nn.Module, adapter: Adapter, others: Sequence[Adapter], f
 
 
 def _make_config(adapter: Adapter) -> Any:
-    """A peft configuration that looks at no weights, which are not there, and at no hub."""
+    """A peft configuration that neither initialises from weights (there are none here) nor uses the hub."""
     import peft
 
     make: Any = peft.PeftConfig.from_peft_type

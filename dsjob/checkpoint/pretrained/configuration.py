@@ -1,6 +1,6 @@
-"""Models of transformers: what a checkpoint keeps of their configuration, and the folder that `from_pretrained` loads.
+"""The configuration of a transformers model: what a checkpoint stores, and the files that `from_pretrained` loads.
 
-Imports no torch, and not transformers: a model shows its configuration by itself, as JSON.
+Imports neither torch nor transformers: a model provides its configuration as JSON.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dsjob.checkpoint.pretrained.adapters import describe_adapters
 from dsjob.contract.shown import cut
 from dsjob.errors import UsageError
 
-NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as transformers calls them
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # dtypes as transformers names them
 
 
 def describe_pretrained(model: object) -> dict[str, Any]:
-    """What `convert --to hf` needs of a model, as JSON values; nothing of one that is not a library's.
+    """What `convert --to hf` needs to know about a model, as JSON values. Empty for other models.
 
-    `config.json` and `generation_config.json` of a transformers model; `adapters`: configurations by name, of peft's.
+    Contains `config.json` and `generation_config.json` of a transformers model, and `adapters`: the configurations of
+    peft adapters by name.
     """
     found: dict[str, Any] = {}
     adapters = describe_adapters(model)
@@ -30,7 +31,7 @@ def describe_pretrained(model: object) -> dict[str, Any]:
             continue
         try:
             values = json.loads(to_json(), parse_constant=_refuse)
-        except (TypeError, ValueError):  # of some other library's making
+        except (TypeError, ValueError):  # another library's `config`
             continue
         if isinstance(values, dict) and values:
             found[f"{attribute}.json"] = values
@@ -45,20 +46,22 @@ def describe_pretrained(model: object) -> dict[str, Any]:
 
 
 def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def make_files(kept: object, dtype: str) -> dict[str, bytes]:
-    """What of the model lies beside the weights in the folder, by name. Raises UsageError.
+    """The model's configuration files for the folder, by name. Raises UsageError.
 
-    kept: what describe_pretrained gave. dtype: fp32, bf16 or fp16, that of the weights.
+    kept: the result of describe_pretrained. dtype: of the weights: fp32, bf16 or fp16.
     """
     kept = kept if isinstance(kept, dict) else {}
     if not isinstance(kept.get("config.json"), dict):
         several = [name for name, value in kept.items() if isinstance(value, dict) and "config.json" in value]
         if several:
-            raise UsageError("the checkpoint holds several models", hint=f"add --model: {cut(', '.join(several), 300)}")
-        hint = "--to fp32 writes the weights alone; the job's model has to be one of transformers' for --to hf"
+            raise UsageError(
+                "the checkpoint contains several models", hint=f"add --model: {cut(', '.join(several), 300)}"
+            )
+        hint = "--to fp32 writes only the weights; --to hf works only if the job's model is one of transformers'"
         raise UsageError("the checkpoint has no configuration of a transformers model", hint=hint)
     config = {key: value for key, value in kept["config.json"].items() if key != "torch_dtype"}
     texts = {"config.json": {**config, "dtype": NAMES[dtype]}}

@@ -1,7 +1,7 @@
-"""What `convert --to hf` writes: a model for transformers, an adapter for peft, or a model with the adapter merged.
+"""Plans the output of `convert --to hf`: a transformers model, a peft adapter, or a model with its adapter merged.
 
-The names and shapes are compared with the architecture's own before anything is written. What a checkpoint says of its
-model is somebody else's text: it may ask for no more than the files of a model that a document names (see `hub`).
+Names and shapes are compared with the architecture before anything is written. A checkpoint's model configuration is
+untrusted: it may not request more than the files of a model that a document names (see `hub`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ from dsjob.trust.hub import check_files
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 _MOST_DEPTH, _MOST_VALUES, _LONGEST_NAME = 50, 1_000_000, 1_000
-_ALONE = "--to fp32 writes the weights alone"
+_ALONE = "--to fp32 writes only the weights"
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What is asked for beside the weights: a tokenizer's files out of a folder, by default those of the tokenizer that
-    the job names, where they are on this machine (which is logged); the adapter `adapter` of several, or `merge`d into
-    the base model; `adapter_config`: its configuration as a file, where the checkpoint has none."""
+    """The options of `convert --to hf`.
+
+    tokenizer: a folder with a tokenizer's files; by default, the tokenizer that the job names, if it is on this machine
+    (a log message says so). merge: merge the adapter into the base model. adapter: its name, if there are several.
+    adapter_config: a file with its configuration, if the checkpoint has none.
+    """
 
     tokenizer: str | None = None
     merge: bool = False
@@ -54,8 +57,8 @@ class Pretrained:
 
 @dataclass
 class PlannedFolder:
-    """What is written: tensors by their names in the checkpoint, to their names there; `weights`: the one file of
-    weights, where that has a name of its own; other files by name; and what to tell."""
+    """The folder to write. names: maps tensor names in the checkpoint to those in the folder. beside: the other files
+    by name. weights: the name of the single file of weights, or "" for the usual names. notes: for the user."""
 
     names: dict[str, str]
     cast: Rounded
@@ -65,16 +68,16 @@ class PlannedFolder:
 
 
 def plan_folder(wanted: Pretrained, place: plain.Folder, checkpoint: plain.Checkpoint, to: str) -> PlannedFolder:
-    """The folder for a checkpoint's model. Raises UsageError for what from_pretrained would not load as it was."""
+    """Plans the folder for a checkpoint's model. Raises UsageError if from_pretrained would not restore it exactly."""
     kept = checkpoint.manifest.get("pretrained")
     found = plain.weights(checkpoint)
     shapes = {name: checkpoint.tensors[source].shape for name, source in found.items()}
     _require_short(shapes)
     adapter = find_adapter(kept, shapes, wanted.adapter_config, wanted.adapter)
     if adapter is None and wanted.merge:
-        raise UsageError("--merge: the checkpoint's model has no adapter", hint="leave --merge out")
+        raise UsageError("--merge: the checkpoint's model has no adapter", hint="omit --merge")
     if isinstance(kept, dict) and any("config.json" in part for part in kept.values() if isinstance(part, dict)):
-        make_files(kept, to)  # which tells to choose one of several models
+        make_files(kept, to)  # raises UsageError: the user must choose one of several models
     adapters = [adapter, *(other for other in list_adapters(kept) if other.name != adapter.name)] if adapter else []
     _require_harmless(kept, adapters)
     config = kept["config.json"] if isinstance(kept, dict) and isinstance(kept.get("config.json"), dict) else None
@@ -104,10 +107,10 @@ def _plan_adapter(adapter: Adapter, answer: Answer | None, shapes: Shapes, to: s
 
 
 def _require_own_bytes(checkpoint: plain.Checkpoint, sources: Iterable[str]) -> None:
-    """Raises CorruptCheckpointError where tensors that are held in memory have more bytes than the shards."""
+    """Raises CorruptCheckpointError if tensors to be held in memory have more bytes than all shards together."""
     held = sum(chunk.length for source in sources for chunk in checkpoint.tensors[source].chunks)
     if held > sum(checkpoint.files.values()):
-        what = f"the adapter's tensors have {held:,} bytes, more than all shards: they share their bytes"
+        what = f"the adapter's tensors have {held:,} bytes, more than all shards together: tensors share bytes"
         raise CorruptCheckpointError(what, hint=plain.ELSEWHERE)
 
 
@@ -118,9 +121,9 @@ def _require_short(names: Iterable[str]) -> None:
 
 
 def _require_harmless(kept: object, adapters: Sequence[Adapter]) -> None:
-    """Raises UsageError where a checkpoint's configurations would let code run, or ask of peft what it does not know.
+    """Raises UsageError if a checkpoint's configurations could execute code, or have unknown keys for peft.
 
-    The policy is that of `hub`, which a document's arguments and the files of a model's folder meet as well.
+    `hub` applies the same policy to the arguments in a document and to the files in a model's folder.
     """
     files = (
         {name: kept.get(name) for name in ("config.json", "generation_config.json")} if isinstance(kept, dict) else {}
@@ -135,13 +138,13 @@ def _require_harmless(kept: object, adapters: Sequence[Adapter]) -> None:
 
 
 def _require_shallow(name: str, value: Any) -> None:
-    """Raises UsageError for a configuration that is too deep for whoever walks it, or too large to be checked."""
+    """Raises UsageError for a configuration that is nested too deeply for recursive code, or too large to check."""
     level, depth, count = [value], 0, 0
     while level:
         depth, count = depth + 1, count + len(level)
         if depth > _MOST_DEPTH or count > _MOST_VALUES:
-            told = f"more than {_MOST_DEPTH} levels" if depth > _MOST_DEPTH else f"more than {_MOST_VALUES:,} values"
-            raise UsageError(f"the checkpoint's {name} has {told}", hint=_ALONE)
+            excess = f"more than {_MOST_DEPTH} levels" if depth > _MOST_DEPTH else f"more than {_MOST_VALUES:,} values"
+            raise UsageError(f"the checkpoint's {name} has {excess}", hint=_ALONE)
         level = [
             item
             for above in level
@@ -150,7 +153,7 @@ def _require_shallow(name: str, value: Any) -> None:
 
 
 def _make_reader(place: plain.Folder, checkpoint: plain.Checkpoint, found: Mapping[str, str]) -> Callable[[str], Array]:
-    """Reads one tensor whole, verified, as float32."""
+    """A function that reads and verifies one whole tensor, as float32."""
 
     def read(name: str) -> Array:
         shards, entry = plain.Shards(place, checkpoint), checkpoint.tensors[found[name]]
@@ -159,7 +162,7 @@ def _make_reader(place: plain.Folder, checkpoint: plain.Checkpoint, found: Mappi
         finally:
             shards.close()
         if entry.dtype not in ("F64", *DTYPES.values()):
-            raise CorruptCheckpointError(f"{name} has the dtype {entry.dtype}, which no adapter has")
+            raise CorruptCheckpointError(f"{name} has an invalid dtype for an adapter: {entry.dtype}")
         values: Any = np.frombuffer(data, "<f8") if entry.dtype == "F64" else widen(entry.dtype, data)
         return np.asarray(values, "<f4").reshape(entry.shape)
 

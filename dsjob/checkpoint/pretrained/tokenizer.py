@@ -1,8 +1,8 @@
-"""The tokenizer beside converted weights: which one a job's document names, and the files of one on this machine.
+"""Finds the tokenizer that a job's document names, and reads its files from this machine.
 
-A document out of a checkpoint is somebody else's text. What it names is looked for in a folder, or in what the hub's
-client has kept; nothing is imported, called or downloaded. It decides which folder is read, so that no more than the
-fixed names of tokenizers' files are taken from there, plain files without links that lead out of the folder.
+A document from a checkpoint is not trusted. The tokenizer it names is looked up in a folder, or in the cache of the
+hub's client; nothing is imported, called or downloaded. Since the document decides which folder is read, only files
+with the fixed names of tokenizer files are copied: regular files, and no links that point outside the folder.
 """
 
 from __future__ import annotations
@@ -21,48 +21,51 @@ FILES = {
     "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "preprocessor_config.json", "processor_config.json",
 }  # fmt: skip
-MOST_BYTES = 64 << 20  # of all files together, which are held in memory; those of 262,144 tokens have about 40 MB
-COPIES = "--tokenizer FOLDER copies one from FOLDER"
+MOST_BYTES = 64 << 20  # of all files together, which are held in memory; a vocabulary of 262,144 has about 40 MB
+COPIES = "add --tokenizer FOLDER to copy one from FOLDER"
 _LOADER = re.compile(r".*(Tokenizer(Fast)?|Processor|FeatureExtractor)\.from_pretrained")
 _HUB_NAME = re.compile(rf"{layout.NAME.pattern}(/{layout.NAME.pattern})?")
 
 
 def read_tokenizer(folder: str) -> dict[str, bytes]:
-    """A tokenizer's files in a folder that the user names, by name; links may lead anywhere. Raises UsageError."""
+    """A tokenizer's files, by name, from a folder that the user named. Links may point anywhere. Raises UsageError."""
     files = _read(folder, "/", None) if os.path.isdir(folder) else {}
     if not files:
-        raise UsageError(f"{folder} is no folder with a tokenizer's files", hint="a folder of save_pretrained")
+        raise UsageError(
+            f"{folder} contains no tokenizer files", hint="name a folder written by the tokenizer's save_pretrained"
+        )
     return files
 
 
 def find_tokenizer(job: Any) -> tuple[dict[str, bytes], str]:
-    """The files of the tokenizer that a job's document names, none where it has none here; and what is to be told.
+    """The files of the tokenizer that a job's document names, and a message. No files if they are not on this machine.
 
-    `job`: the values of job.json, or None. A relative folder is one below the current folder, as in the run.
+    job: the values of job.json, or None. A relative folder is relative to the current folder, as in the run.
     """
-    named = dict(sorted(_find_names(job), key=lambda found: found[1] or ""))  # of one name, a revision counts
+    named = dict(sorted(_find_names(job), key=lambda found: found[1] or ""))  # the same name with a revision wins
     if len(named) != 1:
         several = f"the job names several ({', '.join(map(_show, list(named)[:5]))}); " if named else ""
-        return {}, f"the folder has no tokenizer: {several}{COPIES}"
+        return {}, f"no tokenizer was copied: {several}{COPIES}"
     ((name, revision),) = named.items()
     try:
         if os.path.isdir(name):
             files, place = _read(name, name), repr(os.path.abspath(name))
         else:
-            files, place = _read_cached(name, revision), "what the hub's client has kept"
+            files, place = _read_cached(name, revision), "the cache of the hub's client"
     except (OSError, UsageError, ValueError) as error:
         why = error.message if isinstance(error, UsageError) else error
-        return {}, f"the folder has no tokenizer: that of the job, {_show(name)}, cannot be taken: {why}; {COPIES}"
+        return {}, f"no tokenizer was copied: cannot read the job's tokenizer {_show(name)}: {why}; {COPIES}"
     if not files:
-        where = "no files of it are here, and nothing is downloaded"
-        return {}, f"the folder has no tokenizer: the job names {_show(name)}; {where}; {COPIES}"
-    return files, f"the tokenizer's files are those of {_show(name)}, which the job names, from {place}"
+        where = "is not on this machine, and dsjob downloads nothing"
+        return {}, f"no tokenizer was copied: the job's tokenizer {_show(name)} {where}; {COPIES}"
+    return files, f"copied the job's tokenizer {_show(name)} from {place}"
 
 
 def _find_names(value: Any) -> Iterator[tuple[str, str | None]]:
-    """What a document names as tokenizers, and their revisions: arguments `tokenizer`, and first ones of loaders."""
+    """The tokenizers that a document names, and their revisions: arguments `tokenizer`, and the first argument of
+    calls to `from_pretrained`."""
     if isinstance(value, dict):
-        name, revision = value.get("tokenizer"), None  # a revision beside it may be that of a model or a dataset
+        name, revision = value.get("tokenizer"), None  # a `revision` beside it may belong to a model or dataset
         if _LOADER.fullmatch(str(value.get("_target_"))):
             listed, revision = value.get("_args_"), value.get("revision")
             name = listed[0] if isinstance(listed, list) and listed else value.get("pretrained_model_name_or_path")
@@ -73,8 +76,8 @@ def _find_names(value: Any) -> Iterator[tuple[str, str | None]]:
 
 
 def _read(folder: str, inside: str, most: int | None = MOST_BYTES) -> dict[str, bytes]:
-    """The files of FILES in a folder, which must not be links that lead out of `inside`, nor have more than `most`
-    bytes together. Raises UsageError."""
+    """Reads those of FILES that are in a folder. Raises UsageError if a link points outside `inside`, or if they have
+    more than `most` bytes together."""
     root, files, room = layout.Folder(inside), dict[str, bytes](), math.inf if most is None else most
     for name in sorted(FILES.intersection(os.listdir(folder))):
         place = os.path.join(folder, name)
@@ -82,21 +85,21 @@ def _read(folder: str, inside: str, most: int | None = MOST_BYTES) -> dict[str, 
             with root.open_file(os.path.abspath(place)) as file:
                 size = file.seek(0, os.SEEK_END)
                 if size > room:
-                    raise UsageError(f"{folder!r} has more than {most:,} bytes of a tokenizer's files")
+                    raise UsageError(f"the tokenizer files in {folder!r} have more than {most:,} bytes")
                 room -= size
                 file.seek(0)
                 data = bytearray(size)
                 complete = layout.read_exactly(file, memoryview(data))
         except (layout.Problem, IsADirectoryError) as error:
-            raise UsageError(f"{place!r} is no plain file, or a link that leads out of its folder") from error
+            raise UsageError(f"{place!r} is not a regular file, or is a link to outside its folder") from error
         if not complete:
-            raise UsageError(f"{place!r} became shorter while it was read")
+            raise UsageError(f"{place!r} was truncated while it was read")
         files[name] = bytes(data)
     return files
 
 
 def _read_cached(name: str, revision: str | None) -> dict[str, bytes]:
-    """The files of a name on the hub at a revision, out of the cache of the hub's client; none where they are not."""
+    """The files of a tokenizer on the hub, from the cache of the hub's client. Empty if they are not cached."""
     if not _HUB_NAME.fullmatch(name) or not layout.NAME.fullmatch(revision or "main"):
         return {}
     try:

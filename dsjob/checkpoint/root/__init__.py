@@ -1,1 +1,1 @@
-"""The folder that a job's checkpoints lie in: attempts, committed checkpoints, and what may be deleted."""
+"""The root folder of a job's checkpoints: attempts, committed checkpoints, retention and garbage collection."""

@@ -1,11 +1,12 @@
-"""Attempts: the incarnations of a job below one checkpoint root, numbered, of which the newest alone may commit.
+"""Attempts: the numbered runs of a job in one checkpoint root. Only the newest one may commit checkpoints.
 
-A run of a job claims the next number by creating `attempts/a0003.json` exclusively, before it reads what is there. From
-then on older runs are fenced: one that wakes up after it was given up finds the newer record and may not commit.
+A run claims the next number by creating `attempts/a0003.json` exclusively, before it reads any checkpoint. From then
+on, older runs are fenced: one that was believed dead and wakes up finds the newer record, and may not commit.
 
-A save asks before its commit record and once more after it whether a newer attempt was claimed, so a newer run has
-seen every commit that was reported. A commit that it has not seen (of a process that was paused between the two) it
-sets aside. Programs that call `save_checkpoint` have one attempt a process and fence nobody.
+A save checks for a newer attempt before it writes its commit record, and again afterwards. So a newer run has seen
+every commit that was reported as saved. If an older process was paused between check and commit, its commit is not
+reported, and the newer run sets it aside. Programs that call `save_checkpoint` have one attempt per process, and fence
+no one.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.values import encode_json
 from dsjob.errors import CheckpointError, FencedError, StorageError
 
-# The folder of one attempt to save; whole names.
+# For fullmatch: the folder of a save, such as step-00000120-a0003, or step-00000120-a0003.2 for a second try.
 FOLDER = re.compile(r"(?P<tag>.+)-a(?P<attempt>\d{4,})(\.\d+)?")
 _RECORD = re.compile(r"a(\d{4,})\.json")
 _TRIES = 100
 _SINGLE_WRITER = "set checkpoint.single_writer=true if no two runs ever write there at once, or use another store"
-_own: dict[str, Attempt] = {}  # of this process, by root
+_own: dict[str, Attempt] = {}  # this process's attempts, by root
 
 
 @dataclass
 class Attempt:
-    """A number that no other run has below `url`.
+    """A claimed attempt, whose number no other run in the root `url` has.
 
-    `exclusive`: creations are refused there where a file exists; `seen`: the tags that were committed when it began,
-    None where it does not fence others.
+    exclusive: commit records are created exclusively. seen: the tags that were committed when the attempt began; None
+    if it does not fence others.
     """
 
     url: str
@@ -47,31 +48,31 @@ class Attempt:
     _saves: dict[str, int] = field(default_factory=dict)
 
     def name_folder(self, tag: str) -> str:
-        """A folder for a save of `tag`, whose name was never given before."""
+        """A new folder name for a save of `tag`. No save has used it before."""
         count = self._saves[tag] = self._saves.get(tag, 0) + 1
         return f"{tag}-a{self.number:04d}" + (f".{count}" if count > 1 else "")
 
     def require_newest(self) -> None:
-        """Raises FencedError where a newer run of a job has begun; only a job's own runs ask."""
+        """Raises FencedError if a newer run of the job has begun. Does nothing for attempts that do not fence."""
         if self.seen is None:
             return
-        # Records of programs that fence nobody are passed over: only another run of the job ends this one.
+        # Skip the records of programs that do not fence: only a newer run of the job ends this one.
         newer = next((n for n in _list_claimed(self.url) if n > self.number and fences(self.url, n)), None)
         if newer is not None:
             raise FencedError(
-                f"a newer run of this job (attempt {newer}) has begun in {self.url}: this one (attempt {self.number})"
-                " may not save there any more",
-                hint="let the newer one go on, and end this one; two jobs need a checkpoint.dir each",
+                f"a newer run of this job has started in {self.url} (attempt {newer}); this run (attempt {self.number})"
+                " can no longer save there",
+                hint="stop this run and keep the newer one; to run two jobs at once, give each its own checkpoint.dir",
             )
 
 
 def claim(url: str, *, single_writer: bool = False, fences: bool = True) -> Attempt:
-    """Claims the next number below `url`. Raises CheckpointError where the store cannot tell who was first, unless the
-    user has said that there is a `single_writer`."""
+    """Claims the next number in the root `url`. Raises CheckpointError if the store cannot create files exclusively,
+    unless the user has promised a `single_writer`."""
     storage.make_folder(storage.join(url, "attempts"))
     storage.sync_folder(url)
     for _ in range(_TRIES):
-        # Two runs may pick the same number; the exclusive creation decides, and the loser takes the next one.
+        # Two runs may pick the same number. Exclusive creation decides who gets it; the loser tries the next one.
         number = newest_attempt(url) + 1
         record = storage.join(url, "attempts", f"a{number:04d}.json")
         try:
@@ -81,42 +82,43 @@ def claim(url: str, *, single_writer: bool = False, fences: bool = True) -> Atte
         except StorageError as error:
             if not _knows_no_creation(error):
                 raise
-            what = f"the store of {url} cannot create a file only where there is none ({error.message})"
+            what = f"the store of {url} does not support exclusive file creation ({error.message})"
             raise CheckpointError(what, hint=_SINGLE_WRITER) from error
-        # Some stores ignore the condition and silently overwrite: only a second creation, which must fail, shows that.
+        # Some stores ignore the condition and silently overwrite the file. A second creation, which must fail, detects
+        # that.
         if not single_writer and not creates_once(record):
-            storage.delete(record)  # what is left of it would fence a run that is alone there
-            what = f"the store of {url} lets a file be created twice: two runs could commit the same checkpoint there"
+            storage.delete(record)  # otherwise it would fence a run that is the only one there
+            what = f"the store of {url} ignores exclusive file creation: two runs could commit the same checkpoint"
             raise CheckpointError(what, hint=_SINGLE_WRITER)
-        # Twice: a tag that one answer loses on its way would be taken for what a fenced run commits later.
+        # List twice: if an incomplete listing missed a tag, it would look like a later commit of a fenced run.
         tags = _list_tags(url) | _list_tags(url) if fences else None
         attempt = _own[url] = Attempt(url, number, not single_writer, tags)
         return attempt
-    raise CheckpointError(f"could not claim an attempt in {url}: others were faster {_TRIES} times")
+    raise CheckpointError(f"could not claim an attempt in {url}: other runs were faster {_TRIES} times")
 
 
 def claim_once(url: str) -> Attempt:
-    """This process's attempt below `url`, for a program that saves now and then, and fences nobody."""
+    """This process's attempt in `url`, for a program that calls `save_checkpoint`. It fences no one."""
     return _own.get(url) or claim(url, fences=False)
 
 
 def newest_attempt(url: str) -> int:
-    """The greatest number that was claimed below `url`; 0 where there is none."""
+    """The greatest number claimed in `url`, or 0."""
     return max([*_list_claimed(url), *_list_numbers(url)], default=0)
 
 
 def newest_fencing(url: str) -> int:
-    """The same of those that fence older ones; 0 where there is none."""
+    """The greatest number of an attempt in `url` that fences older ones, or 0."""
     numbers = sorted({*_list_claimed(url), *_list_numbers(url)}, reverse=True)
     return next((number for number in numbers if fences(url, number)), 0)
 
 
 def fences(url: str, number: int) -> bool:
-    """Whether an attempt is a run of a job, which fences older ones; where its record does not say so, it is."""
+    """Whether an attempt fences older ones, as a run of a job does. If its record does not say, it does."""
     try:
         found = json.loads(storage.read_bytes(storage.join(url, "attempts", f"a{number:04d}.json")))
     except StorageError as error:
-        # No record, but a number: a folder from before records existed. Assuming a fence is the safe side.
+        # A folder has the number, but there is no record: it predates records. Assuming a fence is safe.
         if isinstance(error.__cause__, FileNotFoundError):
             return True
         raise
@@ -126,7 +128,7 @@ def fences(url: str, number: int) -> bool:
 
 
 def creates_once(url: str) -> bool:
-    """Whether a second creation of the existing file `url` is refused there. Where it is not, the file is changed."""
+    """Whether the store refuses to create the existing file `url` again. If it does not, this overwrites the file."""
     try:
         storage.create_bytes(url, uuid.uuid4().bytes)
     except FileExistsError:
@@ -138,7 +140,7 @@ def creates_once(url: str) -> bool:
 
 
 def _knows_no_creation(error: StorageError) -> bool:
-    """Whether this is how a file system refuses `create_bytes` that has nothing of the kind."""
+    """Whether this error means that the file system does not support exclusive creation at all."""
     return isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError))
 
 
@@ -154,7 +156,7 @@ def _list_claimed(url: str) -> list[int]:
 
 
 def _list_numbers(url: str) -> list[int]:
-    """Those of folders: before there were records of attempts, they alone had the numbers."""
+    """The attempt numbers in folder names. Old checkpoint roots have them only there, without records."""
     return [int(found["attempt"]) for name in storage.list_names(url) if (found := FOLDER.fullmatch(name))]
 
 

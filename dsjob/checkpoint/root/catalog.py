@@ -1,6 +1,7 @@
-"""The committed checkpoints below one URL: finding, committing, retiring. No tensors and no ranks here.
+"""Finds, commits and retires the checkpoints of one root. Knows nothing of tensors and ranks.
 
-A folder without a commit record does not exist. A commit record is created exclusively, written last and deleted first.
+A folder without a commit record is not a checkpoint. A commit record is created exclusively, written last and deleted
+first.
 """
 
 from __future__ import annotations
@@ -29,35 +30,35 @@ class Catalog:
     def __init__(self, url: str) -> None:
         self.url = url
         self._has_script = False
-        self._uncertain: set[str] = set()  # folders whose commit record may yet appear in an object store
+        self._uncertain: set[str] = set()  # folders whose commit record an object store may still create
 
     def find(self, tag: str | None) -> dict[str, Any]:
-        """The commit record of a tag, or of the newest checkpoint. Raises NoCheckpointError."""
+        """The commit record of a tag, by default of the newest checkpoint. Raises NoCheckpointError."""
         with renamed(f"read {self.url}"):
             return layout.find_commit(open_root(self.url), tag)
 
     def follow_latest(self) -> tuple[str | None, str]:
-        """The committed tag that the file `latest` names, and nothing to tell; or None, and why the newest counts.
-
-        Where nothing is committed there is nothing to tell.
-        """
+        """The committed tag in the file `latest`, and "". If it is unusable: None, and a note that the newest
+        checkpoint is loaded instead, or "" if there are no checkpoints at all."""
         tags = self._tags()
         if not tags:
             return None, ""
         url = storage.join(self.url, "latest")
         try:
             if not storage.exists(url):
-                return None, "there is no file `latest`: the newest checkpoint is loaded"
+                return None, "there is no file `latest`; loading the newest checkpoint"
             named = storage.read_text(url, layout.MAX_RECORD).strip()
         except StorageError as error:
-            return None, f"{error.message}: the newest checkpoint is loaded"
+            return None, f"{error.message}; loading the newest checkpoint"
         if named in tags:
             return named, ""
-        return None, f"{url} names {named[:80]!r}, which was never committed: the newest checkpoint is loaded"
+        return None, f"{url} names {named[:80]!r}, which was never committed; loading the newest checkpoint"
 
     def records(self) -> list[dict[str, Any]]:
-        """The commit records in the order of their steps, without those that cannot be read or contradict themselves,
-        which `tags` has too: no digest covers them, and what is deleted is decided by them."""
+        """The readable and consistent commit records, in the order of their steps. (`tags` includes the others.)
+
+        No digest protects commit records, and they decide what is deleted, so damaged ones must not take part.
+        """
         root, records = open_root(self.url), []
         for tag in self._tags():
             try:
@@ -80,11 +81,12 @@ class Catalog:
         metrics: Mapping[str, float] | None = None,
         saved: float | None = None,
     ) -> tuple[str, ...]:
-        """Writes the manifest and makes the folder a checkpoint; what of the rest failed once it was one.
+        """Writes the manifest, then the commit record: from then on, the folder is a checkpoint. Returns what failed
+        afterwards.
 
-        `saved`: of a copy, when the checkpoint itself was saved, in seconds since 1970. Where the tag is taken: with
-        `replace`, the new checkpoint takes the place of the old one at once, whose folder is then deleted; else
-        CheckpointError. Raises FencedError where a newer attempt has begun.
+        saved: for a copy, when the original was saved, in seconds since 1970. If the tag exists: with `replace`, the
+        new checkpoint replaces the old one atomically, and the old folder is then deleted; otherwise this raises
+        CheckpointError. Raises FencedError if a newer attempt has begun.
         """
         place = storage.join(self.url, folder, "manifest.json")
         text = encode_file(manifest, place, layout.MAX_MANIFEST)
@@ -104,7 +106,7 @@ class Catalog:
         text = encode_file(record, self._commit_url(tag), layout.MAX_RECORD)
         storage.make_folder(self._commit_url())
         storage.sync_folder(self.url)
-        # Asked as late as possible: shards may have taken minutes, in which a newer run may have begun.
+        # Check as late as possible: writing the shards may have taken minutes, and a newer run may have begun.
         attempt.require_newest()
         before = self.find(tag)["dir"] if replace and storage.exists(self._commit_url(tag)) else None
         try:
@@ -113,23 +115,25 @@ class Catalog:
             else:
                 self._create_record(tag, text, attempt)
         except StorageError as error:
-            # `discard` then leaves the folder: deleting it could turn a late commit into a damaged checkpoint.
-            if not storage.is_local(self.url) and not _is_refused(error):  # without answer it may be carried out yet
+            # Without an answer, the object store may still carry out the request. `discard` must then leave the folder:
+            # deleting it could turn a late commit into a damaged checkpoint.
+            if not storage.is_local(self.url) and not _is_refused(error):
                 self._uncertain.add(folder)
             raise
         try:
-            # Whoever began in between may not have seen the record: it sets it aside, and so this one is not saved.
+            # A run that began in the meantime may not have seen the record, and will set it aside. So do not report
+            # this checkpoint as saved.
             attempt.require_newest()
         except FencedError:
             noting(lambda: self._withdraw(tag, folder))
             raise
-        # From here on the checkpoint is saved: what fails below is noted and raises nothing.
+        # From here on the checkpoint is saved, so failures below become notes rather than errors.
         old = before not in (None, folder)
         notes = noting(lambda: storage.delete(storage.join(self.url, str(before)))) if old else ()
         return notes + noting(lambda: self._write_latest(tag) if latest else None) + noting(self._write_script)
 
     def rate(self, tag: str, metrics: Mapping[str, float], attempt: Attempt) -> None:
-        """Adds `metrics` to the commit record of a checkpoint that `attempt` has made. Raises FencedError."""
+        """Adds `metrics` to the commit record of a checkpoint that `attempt` saved. Raises FencedError."""
         attempt.require_newest()
         record = {**self.find(tag), **({"metrics": dict(metrics)} if metrics else {})}
         storage.write_bytes(self._commit_url(tag), encode_file(record, self._commit_url(tag), layout.MAX_RECORD))
@@ -138,7 +142,7 @@ class Catalog:
         storage.write_bytes(storage.join(self.url, "latest"), f"{tag}\n".encode())
 
     def _write_script(self) -> None:
-        """Puts this dsjob's script in the place of another, but for one that reads later versions of the format."""
+        """Writes zero_to_fp32.py into the root, unless the one there reads a later version of the format."""
         if self._has_script:
             return
         place = storage.join(self.url, _SCRIPT)
@@ -150,8 +154,8 @@ class Catalog:
         self._has_script = True
 
     def _withdraw(self, tag: str, folder: str) -> None:
-        """Deletes the record of a fenced run whose folder the newer one has cleared away before the record was there:
-        that one is nobody's checkpoint, and would be taken for a damaged one."""
+        """Deletes the record of a fenced run if the newer run deleted its folder just before the record was created.
+        Otherwise, the record would look like a damaged checkpoint."""
         if self.find(tag)["dir"] == folder and not storage.exists(storage.join(self.url, folder, "manifest.json")):
             storage.delete(self._commit_url(tag))
 
@@ -159,27 +163,27 @@ class Catalog:
         try:
             storage.create_bytes(self._commit_url(tag), text, exclusive=attempt.exclusive)
         except FileExistsError:
-            attempt.require_newest()  # it may be a newer run's, which is the better answer
+            attempt.require_newest()  # if a newer run created it, FencedError is the more helpful error
             if _is_stray(self.find(tag), attempt):
                 self._set_aside(self.find(tag))
                 self._create_record(tag, text, attempt)
                 return
             raise CheckpointError(
-                f"{self.url} holds a checkpoint {tag} already", hint="save to another folder: checkpoint.dir=..."
+                f"{self.url} already has a checkpoint {tag}", hint="save to another folder: checkpoint.dir=..."
             ) from None
 
     def discard(self, tag: str, folder: str) -> None:
-        """Deletes what a failed save left, so that a full disk has its space back; never what is or may yet become a
-        checkpoint."""
+        """Deletes the folder of a failed save, so that a full disk has space again. Never deletes what is, or may still
+        become, a checkpoint."""
         if folder in self._uncertain:
             return
         if not storage.exists(self._commit_url(tag)) or self.find(tag)["dir"] != folder:
             storage.delete(storage.join(self.url, folder))
 
     def retire(self, retention: Retention, attempt: Attempt | None = None) -> None:
-        """Deletes the checkpoints that `retention` lets go, and sets aside those of fenced attempts.
+        """Deletes the checkpoints that `retention` does not keep, and sets aside late commits of fenced attempts.
 
-        Raises FencedError where `attempt` is fenced itself: what is there is then the newer run's.
+        Raises FencedError if `attempt` itself is fenced: the checkpoints then belong to the newer run.
         """
         if attempt is not None:
             attempt.require_newest()
@@ -190,14 +194,15 @@ class Catalog:
             else:
                 records.append(record)
         for old in retention.expired(records, storage.list_names(storage.join(self.url, "pinned"))):
-            if attempt is not None:  # time may have passed: a newer run may need what is old to this one
+            if attempt is not None:  # deletions take time; a newer run may have begun, and need these checkpoints
                 attempt.require_newest()
-            # The record first: a crash in between leaves a folder that does not count, never a record without a folder.
+            # Delete the record first. A crash in between then leaves a folder that does not count, and never a record
+            # without its folder.
             storage.delete(self._commit_url(old["tag"]))
             storage.delete(storage.join(self.url, old["dir"]))
 
     def tags(self) -> list[str]:
-        """The tags of all checkpoints, the newest first; one whose record cannot be read comes where its name says."""
+        """The tags of all checkpoints, newest first. If a record is unreadable, the step in its tag decides."""
         root = open_root(self.url)
 
         def read_step(tag: str) -> int:
@@ -212,9 +217,9 @@ class Catalog:
             return sorted(self._tags(), key=lambda tag: (read_step(tag), tag), reverse=True)
 
     def set_aside_damaged(self, tags: Sequence[str], attempt: Attempt | None = None) -> None:
-        """Moves the commit records of checkpoints that cannot be read out of the way; their folders stay.
+        """Moves the commit records of damaged checkpoints to `superseded`. Their folders stay.
 
-        Raises FencedError where `attempt` is fenced; what a newer one has committed stays where it is.
+        Leaves what a newer attempt has committed. Raises FencedError if `attempt` is fenced.
         """
         if attempt is not None:
             attempt.require_newest()
@@ -224,7 +229,7 @@ class Catalog:
                 self._set_aside({"tag": tag, "dir": tag})
 
     def set_aside(self, newer_than: int, attempt: Attempt | None = None) -> None:
-        """The same of later steps, for a run that goes back."""
+        """Moves the commit records of later steps to `superseded`, for a run that rewinds to the step `newer_than`."""
         if attempt is not None:
             attempt.require_newest()
         for record in self.records():
@@ -245,7 +250,7 @@ class Catalog:
 
 
 def noting(action: Callable[[], object]) -> tuple[str, ...]:
-    """Does what is left to do for a checkpoint that is committed, and so saved: what fails of that is told, no more."""
+    """Runs a step that follows the commit. The checkpoint is saved, so this returns an error as a note."""
     try:
         action()
     except DsjobError as error:
@@ -254,16 +259,17 @@ def noting(action: Callable[[], object]) -> tuple[str, ...]:
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Whether a store has answered that it does not do it, and so never will: a status of 4xx, as its library has it.
+    """Whether a store has definitely refused a request: its library reports an HTTP status of 4xx.
 
-    Those that say "later", or that it is there already, tell nothing: it may have been this very request.
+    Statuses that mean "try later" or "exists already" do not count: this very request may have been carried out.
     """
     while error is not None:
         if error.__context__ not in (None, error.__cause__) and not _is_refused(error.__context__):
-            return False  # it is of reading back what became of another request
+            return False  # this error is from reading back the result of an earlier request, whose outcome is unknown
+        # botocore keeps the status in `response`, other libraries in an attribute.
         answer = getattr(error, "response", None)
-        told = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
-        for status in (told, *(getattr(error, name, None) for name in ("status_code", "status", "code"))):
+        found = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+        for status in (found, *(getattr(error, name, None) for name in ("status_code", "status", "code"))):
             if isinstance(status, int) and 400 <= status <= 599:
                 return status < 500 and status not in (408, 409, 412, 425, 429)
         error = error.__cause__
@@ -271,7 +277,7 @@ def _is_refused(error: BaseException | None) -> bool:
 
 
 def _is_consistent(record: Mapping[str, Any]) -> bool:
-    """Whether what a commit record says twice is the same: the step, as a job's tags have it, and the attempt."""
+    """Whether a commit record agrees with its names: the step with its tag, the attempt with its folder."""
     step, folder = _STEP.fullmatch(record["tag"]), FOLDER.fullmatch(record["dir"])
     same = folder is not None and int(folder["attempt"]) == record.get("attempt")
     return same and (step is None or int(step[1]) == record["step"])
@@ -283,7 +289,7 @@ def _is_newer(record: Mapping[str, Any], attempt: Attempt | None) -> bool:
 
 
 def _is_stray(record: Mapping[str, Any], attempt: Attempt) -> bool:
-    """Whether an older run has committed this after `attempt` had begun."""
+    """Whether an older run committed this after `attempt` had begun."""
     number = record.get("attempt")
     known = attempt.seen is None or record["tag"] in attempt.seen
     return not known and isinstance(number, int) and number < attempt.number and fences(attempt.url, number)

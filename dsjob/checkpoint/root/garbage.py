@@ -1,11 +1,11 @@
-"""What in a checkpoint root no checkpoint needs, and deleting it: left by killed runs, and by runs that went back.
+"""Finds and deletes what no checkpoint in a root needs: leftovers of killed runs, and of runs that were rewound.
 
 Imports no torch.
 
-Older runs are fenced, so what they never committed can go when a run begins; what programs left goes a day after its
-last write. Kept: a folder whose tag has an unreadable record, or that was set aside as damaged. Listings of object
-stores lag, so before a folder is deleted its commit record is asked for by name. Only dsjob's own names are looked at:
-the root may be a bucket that others use.
+Older runs are fenced, so a new run deletes what they never committed. Leftovers of programs that call
+`save_checkpoint` are deleted a day after their last write. Folders whose tag has an unreadable record, or was set aside
+as damaged, are kept. Listings of object stores lag, so the commit record is requested by name before its folder is
+deleted. Only names that dsjob uses are considered, since others may use the same bucket.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from dsjob.checkpoint.root.source import find_root, open_root, renamed
 from dsjob.errors import CorruptCheckpointError, NoCheckpointError
 
 HOUR, DAY = 3600.0, 86400.0
-PLACES = ("attempts", "commits", "pinned", "superseded")  # folders of a root beside those of saves
-# Of storage.write_bytes, and of what convert writes; whole paths.
+PLACES = ("attempts", "commits", "pinned", "superseded")  # the folders of a root, apart from those of saves
+# For fullmatch: temporary files of storage.write_bytes, and of convert.
 TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp|(.+/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
-RECORD = re.compile(r"superseded/([^/]+)\.json")  # of a checkpoint that was set aside, by its folder or tag
-UNREAD = "the record of its tag is there and cannot be read, or was set aside as damaged"
-NEEDED = "the record of its tag names it, or a folder that is not there"
+RECORD = re.compile(r"superseded/([^/]+)\.json")  # the record of a checkpoint that was set aside; by folder, or by tag
+UNREAD = "the commit record of its tag is unreadable, or was set aside as damaged"
+NEEDED = "the commit record of its tag names this folder, or one that is missing"
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """A folder or file, `path` below the root; `age` in seconds since it was last written, None where nobody knows.
+    """A folder or file at `path`, relative to the root. `age`: seconds since its last write, None if unknown.
 
-    `kept`: why it is not deleted, "" where it is.
+    `kept`: why it is not deleted, or "" if it is.
     """
 
     kind: Literal["partial", "superseded", "temporary"]
@@ -48,10 +48,10 @@ class Garbage:
 
 
 def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tuple[str, list[Garbage], int]:
-    """The root that `url` means, what is garbage there, deleted unless `dry_run`, and how many uploads to an object
-    store that never ended were aborted (begun more than a day ago; none with `dry_run`). `older_than`: seconds.
+    """Deletes garbage older than `older_than` seconds, unless `dry_run`. Returns the root that `url` refers to, the
+    garbage in it, and how many unfinished uploads to an object store were aborted (those begun more than a day ago).
 
-    A checkpoint with a commit record is never touched, damaged or not. Raises NoCheckpointError, StorageError.
+    Never touches a checkpoint with a commit record, damaged or not. Raises NoCheckpointError, StorageError.
     """
     with renamed(f"read {url}"):
         root = find_root(url)[0].root
@@ -66,10 +66,10 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
 
 
 def clear(url: str, attempt: Attempt) -> tuple[str, ...]:
-    """What a run does when it begins; what of it failed, which is told and no more.
+    """Cleans up when a run begins. Returns what failed, as notes.
 
-    It deletes what older runs, which are fenced, have never committed, and otherwise what `collect` does; but what was
-    set aside is for the user to decide on.
+    Deletes what `collect` does, and everything that older runs (now fenced) never committed. Does not delete
+    superseded checkpoints: that is the user's decision.
     """
 
     def delete() -> None:
@@ -82,10 +82,10 @@ def clear(url: str, attempt: Attempt) -> tuple[str, ...]:
 
 
 def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) -> list[Garbage]:
-    """What is garbage in a root, with the reason to keep it where there is one.
+    """The garbage in a root, each item with the reason to keep it, if any.
 
-    `asking`: the run that wants to know: nothing that it has fenced can become a checkpoint any more, however young. It
-    looks at nothing but what runs write, while a user who asks means all that is there.
+    asking: the run that asks, if it is not the user. What it has fenced can never become a checkpoint, however recent.
+    For a run, only files that runs write are considered; for a user, everything in the root.
     """
     names, now = storage.list_names(url), time.time()
     files = storage.find_files(url) if asking is None else _list_own(url, names)
@@ -99,7 +99,7 @@ def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) 
             kept = UNREAD
         elif asking is not None and _is_fenced(entry, asking):
             kept = ""
-        if entry.state == "partial" and not kept and not _is_loose(url, entry):
+        if entry.state == "partial" and not kept and not _is_unused(url, entry):
             kept = NEEDED
         kind: Literal["partial", "superseded"] = "partial" if entry.state == "partial" else "superseded"
         found.append(Garbage(kind, entry.folder, entry.size, age, kept))
@@ -111,15 +111,16 @@ def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) 
         record = RECORD.fullmatch(path)
         if TEMPORARY.fullmatch(path) and path.partition("/")[0] not in folders:
             found.append(Garbage("temporary", path, file.size, age, kept))
-        elif record and record[1] not in folders | tags:  # its folder is gone, or committed again
+        elif record and record[1] not in folders | tags:  # its folder is gone, or was committed again
             found.append(Garbage("superseded", path, file.size, age, kept))
     return found
 
 
 def _list_own(url: str, names: Iterable[str]) -> dict[str, storage.Found]:
-    """The files of a root that may be a run's: a bucket, or a folder that others use too, may hold any number more.
+    """The files of a root that a run may have written. Others may keep any number of files in the same bucket, so this
+    does not list everything.
 
-    names: those in the root.
+    names: the names in the root.
     """
     files = storage.find_files(url, deep=False)
     for name in names:
@@ -130,9 +131,9 @@ def _list_own(url: str, names: Iterable[str]) -> dict[str, storage.Found]:
 
 
 def _read_records(url: str, files: Mapping[str, storage.Found]) -> tuple[set[str], set[str]]:
-    """The folders that commit records name, and the tags of which it is not known which folder is theirs."""
+    """The folders that commit records name, and the tags whose folder is unknown because the record is unreadable."""
     root, taken = open_root(url), set()
-    unread = {known[1] for path in files if (known := RECORD.fullmatch(path))}  # set aside by tag: damaged
+    unread = {known[1] for path in files if (known := RECORD.fullmatch(path))}  # damaged records are set aside by tag
     for path in files:
         found = re.fullmatch(r"commits/([^/]+)\.json", path)
         if not found:
@@ -146,7 +147,7 @@ def _read_records(url: str, files: Mapping[str, storage.Found]) -> tuple[set[str
 
 
 def _is_fenced(entry: Listed, asking: Attempt) -> bool:
-    """Whether a save that was never committed is of a run that the one that asks has fenced; programs are not."""
+    """Whether an uncommitted save belongs to a run that `asking` has fenced. Programs are never fenced."""
     number = _read_number(entry)
     return entry.state == "partial" and number < asking.number and fences(asking.url, number)
 
@@ -156,8 +157,8 @@ def _may_be_alive(url: str, entry: Listed, newest: int) -> bool:
     return entry.state == "partial" and (number >= newest or not fences(url, number))
 
 
-def _is_loose(url: str, entry: Listed) -> bool:
-    """Asks once more, of the record itself: a listing has no digest, and a folder that is needed must not go."""
+def _is_unused(url: str, entry: Listed) -> bool:
+    """Whether no commit record needs the folder. Reads the record by name, because the listing may be outdated."""
     if not storage.exists(storage.join(url, "commits", f"{entry.tag}.json")):
         return True
     try:
@@ -175,17 +176,20 @@ def _read_number(entry: Listed) -> int:
 
 
 def _find_reason_to_keep(alive: bool, age: float | None, older_than: float) -> str:
-    """Why somebody may still need it: an older attempt is over once a newer one has begun, and its last writes with it;
-    the newest one, and a program that is never fenced, may be `alive`, but no save pauses for a day."""
+    """Why a folder or file may still be needed, or "".
+
+    Older attempts are over once a newer one has begun. The newest one, and a program that is never fenced, may be
+    `alive`, but no save pauses for a day.
+    """
     if age is None:
-        return "its age is not known here"
+        return "its age is unknown"
     limit = max(older_than, DAY) if alive else older_than
     if age >= limit:
         return ""
-    return "a run of the newest attempt may be writing it" if alive else "written too recently"
+    return "a running job may still be writing it" if alive else "written too recently"
 
 
 def _delete(root: str, item: Garbage) -> None:
-    if item.kind == "superseded":  # the record first: a folder that is half gone must not have one
+    if item.kind == "superseded":  # the record first, so that a half-deleted folder never has one
         storage.delete(storage.join(root, "superseded", f"{item.path.rpartition('/')[2].removesuffix('.json')}.json"))
     storage.delete(storage.join(root, item.path))

@@ -1,6 +1,6 @@
-"""What lies in a checkpoint root, and what is inside of one checkpoint, without reading a tensor. Imports no torch.
+"""Lists the checkpoints of a root, and describes the contents of one, without reading tensors. Imports no torch.
 
-`ls` costs one listing, and a manifest for each tag.
+Listing costs one directory listing, and one manifest per tag.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from dsjob.checkpoint.root.attempts import FOLDER
 from dsjob.checkpoint.root.source import find_root, locate, renamed
 from dsjob.errors import NoCheckpointError
 
-# Files of a save, whole paths below its folder: a folder that has others is somebody's own.
+# For fullmatch: the files of a save, relative to its folder. A folder with any other file does not belong to dsjob.
 SAVED = re.compile(
     r"((manifest|state|job)\.json|done/r\d{5,}\.json)(\.[0-9a-f]{32}\.tmp)?|r\d{5,}-of-\d{5,}\.safetensors"
 )
-_LATEST = 1e12  # seconds since 1970; what lies beyond is no time
+_LATEST = 1e12  # seconds since 1970; anything beyond is not a plausible time
 State = Literal["committed", "damaged", "partial", "superseded"]
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint, or a folder that is none.
+    """A checkpoint, or the folder of a save that is not one.
 
-    `state`: `committed`; `damaged`: it has a commit record, but `problem`; `partial`: a folder without commit record;
-    `superseded`: a folder whose record was set aside by a run that went back. `size` in bytes, all files of the folder.
-    `saved`, in seconds since 1970: what the record says, as that of a copy does, else when it was written, or the last
-    file of a folder without one; None where the file system does not say.
+    `state`: `committed`; `damaged`: it has a commit record, but also a `problem`; `partial`: a folder without a commit
+    record; `superseded`: a folder whose record was set aside when a run was rewound. `size`: bytes of all files in the
+    folder. `saved`, in seconds since 1970: the time in the record (copies have one), otherwise when the record was
+    written, or the last file of a folder without a record; None if the file system does not say.
     """
 
     state: State
@@ -50,20 +50,20 @@ class Listed:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything in a root: `url` is the root itself; checkpoints in the order of their steps, then other folders."""
+    """Everything in the root at `url`: checkpoints in the order of their steps, then other folders of saves."""
 
     url: str
     checkpoints: tuple[Listed, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """The inventory as JSON values."""
         return asdict(self)
 
 
 def take_inventory(url: str) -> Inventory:
-    """Lists the root that `url` means (see source.find_root). Raises NoCheckpointError where there is nothing at all.
+    """Lists the root that `url` refers to (see source.find_root). Raises NoCheckpointError if it is empty.
 
-    Manifests are read and compared with commit records, and the sizes of files with manifests; not their bytes.
+    Verifies manifests against commit records, and the sizes of files against manifests, but not the bytes of shards.
     """
     with renamed(f"list {url}"):
         root, _ = find_root(url)
@@ -81,9 +81,9 @@ def take_inventory(url: str) -> Inventory:
 
 
 def list_unfinished(names: Iterable[str], files: Mapping[str, storage.Found], taken: Collection[str]) -> list[Listed]:
-    """The folders of saves that are no checkpoints, `partial` or `superseded`.
+    """The folders of saves that are not checkpoints: `partial` or `superseded`.
 
-    names, files: those in a root, and all below it; taken: the folders that commit records name.
+    names: the names in the root. files: all files below it. taken: the folders that commit records name.
     """
     found = []
     for name, contents in _group(names, files).items():
@@ -141,9 +141,9 @@ def _look(root: layout.Folder, tag: str, folders: dict[str, _Contents], files: d
 
 
 def read_saved(record: Mapping[str, Any], written: float | None) -> float | None:
-    """When a checkpoint was saved: as its commit record says, else when that was `written`."""
-    told: Any = record.get("saved")
-    return float(told) if type(told) in (int, float) and 0 <= told < _LATEST else written
+    """When a checkpoint was saved: the time in its commit record, else when the record was `written`."""
+    saved: Any = record.get("saved")
+    return float(saved) if type(saved) in (int, float) and 0 <= saved < _LATEST else written
 
 
 def _count(value: object) -> int | None:
@@ -151,7 +151,7 @@ def _count(value: object) -> int | None:
 
 
 def describe(url: str, tag: str | None = None) -> dict[str, Any]:
-    """What one checkpoint holds, as JSON values: `tensors` by name, sums by role and dtype, the run's plain state.
+    """The contents of one checkpoint as JSON values: `tensors` by name, sums by role and dtype, the run's plain state.
 
     Raises NoCheckpointError, CorruptCheckpointError, StorageError, UsageError.
     """
@@ -202,7 +202,7 @@ def _sum_up(tensors: dict[str, dict[str, Any]], key: str) -> dict[str, dict[str,
 
 
 def _find_precision(job: dict[str, Any]) -> str:
-    """What the job computes in, by its sections."""
+    """The precision that the job's sections select."""
     for section in ("bf16", "fp16", "torch_autocast"):
         given = job.get(section)
         if isinstance(given, dict) and given.get("enabled") is True:
@@ -211,7 +211,7 @@ def _find_precision(job: dict[str, Any]) -> str:
 
 
 def _find_optimizers(state: object) -> str | dict[str, str] | None:
-    """The class of the optimizer; of several models each one's."""
+    """The class of the optimizer; with several models, that of each model's optimizer."""
     if not isinstance(state, dict):
         return None
     if isinstance(state.get("class"), str):

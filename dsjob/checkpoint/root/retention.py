@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, every n-th, the best by a metric, and those that are pinned."""
+"""Decides which checkpoints to keep: the newest, every n-th, the best by a metric, and pinned ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Record = Mapping[str, Any]  # a commit record
 
 @dataclass(frozen=True)
 class Best:
-    """The `keep` checkpoints with the least or greatest value of a metric stay."""
+    """Keeps the `keep` checkpoints with the lowest or highest value of a metric."""
 
     metric: str
     mode: Literal["min", "max"]
     keep: int
 
     def choose(self, records: Sequence[Record]) -> list[Record]:
-        """The best of `records`; of equal ones the newer."""
+        """The best of `records`. Of equal ones, the newer wins."""
         rated = [(self._rate(record.get("metrics", {})), record) for record in records]
         known = [(rate, -int(record["step"]), record) for rate, record in rated if rate is not None]
         return [record for *_, record in sorted(known, key=lambda item: item[:2])[: self.keep]]
@@ -33,7 +33,7 @@ class Best:
         return len(best) < self.keep or rate < max(rates)
 
     def _rate(self, metrics: Mapping[str, Any]) -> float | None:
-        """Smaller is better."""
+        """The metric as a number where smaller is better; None if it is missing or not finite."""
         value = metrics.get(self.metric)
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return None
@@ -42,14 +42,14 @@ class Best:
 
 @dataclass(frozen=True)
 class Retention:
-    """`newest` stay (0: all), those at multiples of `every` steps (0: none for that), and the `best`."""
+    """Keeps the `newest` checkpoints (0: all), those at multiples of `every` steps (0: off), and the `best`."""
 
     newest: int = 0
     every: int = 0
     best: Best | None = None
 
     def expired(self, records: Sequence[Record], pinned: Collection[str]) -> list[Record]:
-        """Those of `records`, which are in the order of their steps, that may go. The last one never does."""
+        """Those of `records` to delete. `records` must be in the order of their steps; the last one always stays."""
         if not self.newest:
             return []
         stay = {record["tag"] for record in records[-self.newest :]} | set(pinned)

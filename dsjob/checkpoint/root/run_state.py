@@ -1,5 +1,5 @@
-"""The plain values of a checkpoint, `state.json` and `job.json`: read within bounds, and refused where they are not of
-the form that is saved. Imports no torch."""
+"""Reads the plain values of a checkpoint, `state.json` and `job.json`, with limits on their size and checks of their
+form. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
 
 
 def read_values(root: layout.Folder, checkpoint: layout.Checkpoint) -> dict[str, Any]:
-    """`state.json`: counters, schedule, what the optimizer has beside tensors, random generators by rank."""
+    """Reads `state.json`: counters, schedule, the optimizer's plain values, random generators by rank."""
     values = _read(root, checkpoint, "state")
     if values is None:
         raise CorruptCheckpointError(f"{root.root}/{checkpoint.folder}/state.json is missing", hint=layout.ELSEWHERE)
     for key in ("counters", "optimizer", "rng", "client_state"):
         if not isinstance(values.get(key), dict):
             place = f"{root.root}/{checkpoint.folder}/state.json"
-            raise CorruptCheckpointError(f"{place}: {key} is not there, or no JSON object", hint=layout.ELSEWHERE)
+            raise CorruptCheckpointError(f"{place}: {key} is missing, or not a JSON object", hint=layout.ELSEWHERE)
     return values
 
 
 def read_job(root: layout.Folder, checkpoint: layout.Checkpoint) -> dict[str, Any] | None:
-    """`job.json`: the resolved document; None where the checkpoint is not a job's."""
+    """Reads `job.json`, the resolved document. None if the checkpoint was not saved by a job."""
     return _read(root, checkpoint, "job")
 
 
 @contextmanager
 def restoring(url: str) -> Iterator[None]:
-    """Renames what putting values back raises where they are not of the form that was saved: nothing checks each.
+    """Turns errors from restoring malformed values into CorruptCheckpointError: values are not checked one by one.
 
-    What says nothing about the checkpoint passes: MemoryError, and those of devices and process groups (kinds of
-    RuntimeError), after which an older checkpoint would fare no better.
+    Errors that say nothing about the checkpoint pass unchanged: MemoryError, and those of devices and process groups
+    (subclasses of RuntimeError). An older checkpoint would not help against them.
     """
     try:
         yield
@@ -44,8 +44,8 @@ def restoring(url: str) -> Iterator[None]:
         kind = type(error)
         if isinstance(error, RuntimeError) and kind not in (RuntimeError, RecursionError):
             raise
-        what = f"{url}: what it holds cannot be restored: {kind.__name__}: {str(error)[:200]}"
-        if kind is RuntimeError:  # torch has no other for what does not fit, and for a device that fails
+        what = f"cannot restore the state in {url}: {kind.__name__}: {str(error)[:200]}"
+        if kind is RuntimeError:  # torch raises it both for values that do not fit and for failing devices
             raise CheckpointError(what) from error
         raise CorruptCheckpointError(what, hint=layout.ELSEWHERE) from error
 

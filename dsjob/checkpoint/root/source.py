@@ -1,4 +1,4 @@
-"""A checkpoint root anywhere, for the readers of `zero_to_fp32`; and their errors in the project's own names."""
+"""Opens checkpoint roots at paths and URLs for the readers in `zero_to_fp32`, and translates their errors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.errors import CorruptCheckpointError, NoCheckpointError, StorageError, UsageError
 
-BLOCK = 1 << 20  # bytes: what is smaller is cut out of a block that is kept, since each read by URL is a request
+BLOCK = 1 << 20  # bytes; smaller reads are served from cached blocks of this size, since each read is a request
 
 
 def open_root(url: str) -> layout.Folder:
-    """The checkpoint root at a path or URL. At a URL it remembers what it has read: open it anew after writing."""
+    """The checkpoint root at a path or URL. A root at a URL caches what it reads, so open it again after writing."""
     return layout.Folder(storage.local_path(url)) if storage.is_local(url) else UrlFolder(url)
 
 
 def find_own_root(url: str) -> layout.Folder | None:
-    """The root with checkpoints that is at a path or URL, or in the run's folder there; None where there is neither."""
+    """The root with checkpoints at a path or URL, or in `checkpoints` below it; None if there is neither."""
     places = (open_root(place) for place in (url, storage.join(url, "checkpoints")))
     return next((place for place in places if place.names("commits")), None)
 
 
 def find_root(url: str) -> tuple[layout.Folder, str]:
-    """The checkpoint root that a path or URL means, and the name below it where it is one step's, else "".
+    """The checkpoint root that a path or URL refers to; and if it refers to one step, its tag or folder, else "".
 
     `url`: a run's folder (with `checkpoints/` in it), a checkpoint root, or one step's tag or folder in a root.
     """
@@ -36,7 +36,7 @@ def find_root(url: str) -> tuple[layout.Folder, str]:
         return own, ""
     place, below = open_root(url), open_root(storage.join(url, "checkpoints"))
     head, _, name = place.root.rstrip("/").rpartition("/")
-    if name and not head.endswith((":", ":/")):  # not above the bucket of a URL
+    if name and not head.endswith((":", ":/")):  # do not look above the bucket of a URL
         above = open_root(head or "/")
         if above.names("commits"):
             return above, name
@@ -44,16 +44,17 @@ def find_root(url: str) -> tuple[layout.Folder, str]:
 
 
 def locate(url: str, tag: str | None = None) -> tuple[layout.Folder, dict[str, Any]]:
-    """The checkpoint root that a path or URL means (see find_root), and the commit record of a tag, or the newest."""
+    """The checkpoint root that a path or URL refers to (see find_root), and the commit record of `tag`, by default of
+    the newest checkpoint."""
     root, name = find_root(url)
     if name and tag:
-        raise layout.Refused(f"{url} is one step's folder already", "leave --tag out, or name the folder above")
+        raise layout.Refused(f"{url} is already the folder of one step", "omit --tag, or name its parent folder")
     return root, layout.find_commit(root, name or tag)
 
 
 @contextmanager
 def renamed(action: str) -> Iterator[None]:
-    """Renames what reading, writing and the script raise into the project's errors."""
+    """Translates OSError and the errors of zero_to_fp32 to those of `dsjob.errors`."""
     try:
         yield
     except layout.Damaged as error:
@@ -69,7 +70,7 @@ def renamed(action: str) -> Iterator[None]:
 
 
 class UrlFolder(layout.Folder):
-    """A checkpoint root at a URL, read by ranges: large ones as they are asked for, small ones through kept blocks."""
+    """A checkpoint root at a URL. Large reads are one ranged request each; small ones are served from cached blocks."""
 
     def __init__(self, url: str) -> None:
         self.root = url.rstrip("/")
@@ -85,7 +86,7 @@ class UrlFolder(layout.Folder):
         return _UrlFile(self, name, self.size(name))
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of a file from `start` up to `end`, or up to its end."""
+        """The bytes of a file from `start` to `end`, or to the end of the file if that is earlier."""
         return storage.read_bytes(storage.join(self.root, name), start, end)
 
     def _size(self, name: str) -> int:
@@ -101,7 +102,7 @@ class UrlFolder(layout.Folder):
 
 
 class _UrlFile(io.RawIOBase):
-    """A file of a UrlFolder, from any position."""
+    """A seekable, read-only file of a UrlFolder."""
 
     def __init__(self, folder: UrlFolder, name: str, size: int) -> None:
         self.folder, self.name, self.length, self.position = folder, name, size, 0

@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoints: reading them, and writing them."""
+"""Reads and writes DeepSpeed's checkpoints."""

@@ -1,7 +1,7 @@
-"""Finding what DeepSpeed saved: which folder is meant, which tag, which files it has, and whether they can be read.
+"""Finds DeepSpeed's checkpoints: the folder, the tag, the files, and whether their layout is supported.
 
-Only names are looked at here, and the one line of `latest`. What DeepSpeed writes for models cut by layers, tensors or
-experts is told apart by its names, and refused.
+Looks only at names, and at the one line of `latest`. Checkpoints of pipeline-, tensor- or expert-parallel models are
+recognised by their file names, and refused.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ UNSUPPORTED = {
     re.compile(r"(layer_-?\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"): (
         "a mixture of experts (DeepSpeed-MoE)"
     ),
-    re.compile(r"layer_\d+-model_\d+-model_states\.pt|layer_\d+-model_states\.pt"): "a pipeline of layers",
-    re.compile(r"offloaded_tensors"): "optimizer state that was kept on NVMe, in files of its own",
+    re.compile(r"layer_\d+-model_\d+-model_states\.pt|layer_\d+-model_states\.pt"): "a pipeline-parallel model",
+    re.compile(r"offloaded_tensors"): "optimizer state offloaded to NVMe",
 }
 LATEST = ("latest", "latest_universal")
 
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """One checkpoint: `tag` is its folder below `root`; names are relative to that folder, in the order of ranks."""
+    """One checkpoint. `tag`: its folder in `root`. File names are relative to that folder, in rank order."""
 
     root: layout.Folder
     tag: str
     models: tuple[str, ...]
     optims: tuple[str, ...]
-    sharded: bool  # stage 3: each rank has a file of model states
-    universal: tuple[str, ...]  # parameters with a folder below `zero`
+    sharded: bool  # stage 3: one file of model states per rank
+    universal: tuple[str, ...]  # of a universal checkpoint: parameters with a folder in `zero`
 
     @property
     def place(self) -> str:
-        """The folder in words."""
+        """The folder, for messages."""
         return f"{self.root.root}/{self.tag}"
 
 
 def find_folder(url: str, tag: str | None = None) -> DeepSpeedFolder | None:
-    """The DeepSpeed checkpoint at a path or URL: the folder with `latest` in it, or one tag's; None for anything else.
+    """The DeepSpeed checkpoint at a path or URL: the folder that contains `latest`, or that of one tag. None for
+    anything else.
 
-    Raises NoCheckpointError where the tag is not there, CheckpointError for a layout that cannot be read.
+    Raises NoCheckpointError if the tag does not exist, CheckpointError for an unsupported layout.
     """
     root = open_root(url)
     names = root.names("")
@@ -56,9 +57,9 @@ def find_folder(url: str, tag: str | None = None) -> DeepSpeedFolder | None:
     if _is_checkpoint(names):
         head, _, name = root.root.rstrip("/").rpartition("/")
         if tag is not None and tag != name:
-            raise NoCheckpointError(f"{url} is one checkpoint's folder already", hint=f"leave the tag {tag} out")
+            raise NoCheckpointError(f"{url} is already the folder of one checkpoint", hint=f"omit the tag {tag}")
         if not layout.NAME.fullmatch(name):
-            raise CheckpointError(f"{name[:80]!r} is no name for a checkpoint", hint="rename the folder")
+            raise CheckpointError(f"invalid name of a checkpoint: {name[:80]!r}", hint="rename the folder")
         return _list_files(open_root(head or "/"), name, names)
     hints = [name for name in LATEST if name in names]
     tags = [name for name in names if layout.NAME.fullmatch(name) and re.fullmatch(r"global_step\d+(_uc)?", name)]
@@ -69,13 +70,13 @@ def find_folder(url: str, tag: str | None = None) -> DeepSpeedFolder | None:
         listed = ", ".join(sorted(tags)[-5:])
         raise NoCheckpointError(f"{url} has no file `latest`", hint=f"name one of its checkpoints: {listed}")
     if not layout.NAME.fullmatch(wanted):
-        raise CheckpointError(f"{wanted[:80]!r} is no name for a checkpoint", hint="letters, digits, '.', '_' and '-'")
+        raise CheckpointError(f"invalid checkpoint tag {wanted[:80]!r}", hint="use letters, digits, '.', '_' and '-'")
     below = root.names(wanted) if wanted in names else []
     if not _is_checkpoint(below):
         if not tags and not hints:
             return None
         listed = ", ".join(sorted(tags)[-5:]) or "nothing else"
-        raise NoCheckpointError(f"{url} has no checkpoint {wanted}", hint=f"there is {listed}")
+        raise NoCheckpointError(f"{url} has no checkpoint {wanted}", hint=f"available: {listed}")
     return _list_files(root, wanted, below)
 
 
@@ -89,10 +90,10 @@ def _read_latest(root: layout.Folder, name: str) -> str:
         with root.open_file(name) as file:
             text = (file.read(4096) or b"").decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{root.root}/{name} cannot be read: {error}") from None
+        raise CheckpointError(f"cannot read {root.root}/{name}: {error}") from None
     if not layout.NAME.fullmatch(text):
         raise CheckpointError(
-            f"{root.root}/{name} says {text[:80]!r}, which is no name for a checkpoint",
+            f"{root.root}/{name} contains an invalid checkpoint tag: {text[:80]!r}",
             hint="name the checkpoint by its tag",
         )
     return text
@@ -104,7 +105,7 @@ def _list_files(root: layout.Folder, tag: str, names: list[str]) -> DeepSpeedFol
         found = next((name for name in names if pattern.fullmatch(name)), None)
         if found is not None:
             raise CheckpointError(
-                f"{place} holds {what} ({found}), which is not supported",
+                f"{place} contains {what} ({found}), which is not supported",
                 hint="dsjob reads checkpoints of data-parallel training, ZeRO 0 to 3",
             )
     models = {name: match for name in names if (match := MODEL.fullmatch(name))}
@@ -112,23 +113,23 @@ def _list_files(root: layout.Folder, tag: str, names: list[str]) -> DeepSpeedFol
     parallel = [name for name, match in {**models, **optims}.items() if int(match["mp"])]
     if parallel:
         raise CheckpointError(
-            f"{place} holds a model that is cut into tensor- or pipeline-parallel parts ({min(parallel)})",
-            hint="merge them with the program that made them (Megatron's, say)",
+            f"{place} contains a tensor- or pipeline-parallel model ({min(parallel)}), which is not supported",
+            hint="merge its parts with the program that saved them (Megatron's, say)",
         )
     if not models:
-        raise layout.Damaged(f"{place} has no *_model_states.pt: the save did not end, or files are missing")
+        raise layout.Damaged(f"{place} has no *_model_states.pt: the save did not complete, or files are missing")
     sharded = {name: int(match["rank"]) for name, match in models.items() if match["rank"] is not None}
     if len({match["prefix"] for match in optims.values()}) > 1:
         raise CheckpointError(
-            f"{place} holds optimizer files of two runs: with and without bf16_ before their names",
-            hint="move those of the older run elsewhere",
+            f"{place} contains optimizer files of two runs: some names begin with bf16_, others do not",
+            hint="move the files of the older run elsewhere",
         )
     by_rank = sorted(optims, key=lambda name: int(optims[name]["rank"]))
     ranks = [int(optims[name]["rank"]) for name in by_rank]
     for kind, numbers in (("optimizer", ranks), ("model", sorted(sharded.values()))):
         if numbers != list(range(len(numbers))):
             lacking = next(rank for rank, number in enumerate(numbers) if rank != number)
-            raise layout.Damaged(f"{place} lacks the {kind} states of rank {lacking}, or has them twice")
+            raise layout.Damaged(f"{place}: the {kind} states of rank {lacking} are missing or duplicated")
     universal = [n for n in root.names(f"{tag}/zero") if layout.NAME.fullmatch(n) and not n.endswith(".pt")]
     chosen = sorted(sharded, key=lambda name: sharded[name]) if sharded else list(models)[:1]
     return DeepSpeedFolder(root, tag, tuple(chosen), tuple(by_rank), bool(sharded), tuple(sorted(universal)))

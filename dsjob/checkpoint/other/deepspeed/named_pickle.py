@@ -1,4 +1,4 @@
-"""`torch.save` of objects that stand for DeepSpeed's: classes by DeepSpeed's names, without importing it."""
+"""Writes DeepSpeed's objects with `torch.save`, without importing DeepSpeed: stand-in classes get its class names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsjob.errors import StorageError
 _NAMES = {stub: name for name, stub in STANDS_FOR.items()}
 
 
-class _Pickler(pickle._Pickler):  # the one in Python: that in C looks classes up by its own
+class _Pickler(pickle._Pickler):  # the Python implementation; the one in C has no save_global to override
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if obj not in _NAMES:
             super().save_global(obj, name)  # type: ignore[misc]
@@ -28,5 +28,5 @@ def save_named(value: Any, path: str) -> None:
     """Writes one file. Raises StorageError."""
     try:
         torch.save(value, path, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
-    except (OSError, RuntimeError) as error:  # torch has no other for a disk that is full
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
         raise StorageError(f"cannot write {path}: {str(error).splitlines()[0]}") from error

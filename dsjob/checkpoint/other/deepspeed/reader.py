@@ -1,6 +1,6 @@
-"""Reads what DeepSpeed saved: ZeRO 0 to 3, and universal checkpoints. `layout` knows where bytes lie.
+"""Reads DeepSpeed's checkpoints: ZeRO 0 to 3, and universal ones. `layout` computes where the bytes lie.
 
-The files of model states say what there is (`_common_checkpoint_state` of `runtime/engine.py`, DeepSpeed 0.19.6).
+The files of model states describe the rest (`_common_checkpoint_state` in `runtime/engine.py` of DeepSpeed 0.19.6).
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from dsjob.errors import CheckpointError
 
 
 def find_deepspeed(url: str, tag: str | None = None, groups: Groups | None = None) -> Foreign | None:
-    """What DeepSpeed saved at a path or URL (a folder with `latest` in it, or one tag's); None for anything else.
+    """The DeepSpeed checkpoint at a path or URL: the folder that contains `latest`, or that of one tag. None for
+    anything else.
 
-    `groups`: names of the parameters of each of the optimizer's groups, which files of stage 0 do not tell. Raises
+    groups: the parameter names in each of the optimizer's groups, which files of stage 0 do not contain. Raises
     CheckpointError, NoCheckpointError, or Damaged (see `zero_to_fp32`).
     """
     folder = find_folder(url, tag)
@@ -51,14 +52,14 @@ def find_deepspeed(url: str, tag: str | None = None, groups: Groups | None = Non
         MemoryError,
         OverflowError,
         RecursionError,
-        RuntimeError,  # of a tensor where a number is expected
+        RuntimeError,  # a tensor where a number is expected
     ) as error:
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise layout.Damaged(f"{folder.place} is not as DeepSpeed writes it: {cut(what, 300)}") from None
+        raise layout.Damaged(f"{folder.place} does not follow DeepSpeed's format: {cut(what, 300)}") from None
 
 
 class _Reader:
-    """Puts one checkpoint together."""
+    """Reads one checkpoint."""
 
     def __init__(self, folder: DeepSpeedFolder, groups: Groups | None) -> None:
         self.folder, self.groups = folder, groups
@@ -97,50 +98,50 @@ class _Reader:
 
     def _refuse_parallel(self, main: Mapping[str, Any]) -> None:
         if not isinstance(main.get("module"), dict):
-            raise CheckpointError(f"{self.folder.place} has its model in files of its own: a pipeline, not supported")
+            raise CheckpointError(f"{self.folder.place} contains a pipeline-parallel model, which is not supported")
         parallel = main.get("mp_world_size", 1)
         if type(parallel) is not int:
             raise ValueError(f"mp_world_size is {shorten(parallel)}")
         if parallel != 1:
             raise CheckpointError(
-                f"{self.folder.place} was saved by {shorten(parallel)} tensor-parallel ranks",
-                hint="merge their parts with the program that made them",
+                f"{self.folder.place} was saved by {shorten(parallel)} tensor-parallel ranks, which is not supported",
+                hint="merge their parts with the program that saved them",
             )
         if any(main.get(key) for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
-            raise CheckpointError(f"{self.folder.place} holds a mixture of experts, which is not supported")
+            raise CheckpointError(f"{self.folder.place} contains a mixture of experts, which is not supported")
 
     def _check_ranks(self, world_size: int) -> None:
-        """Raises Damaged where a rank's files are not there."""
+        """Raises Damaged if files of a rank are missing."""
         there = len(self.folder.optims)
         if type(world_size) is not int or world_size < 1:
             raise ValueError(f"dp_world_size is {shorten(world_size)}")
         if there < world_size or (self.folder.sharded and len(self.folder.models) < world_size):
             raise layout.Damaged(
-                f"{self.folder.place} was saved by {world_size} ranks, but files of {there} are there: "
-                "the save did not end, or files are missing"
+                f"{self.folder.place} was saved by {world_size} ranks, but has files of {there}: "
+                "the save did not complete, or files are missing"
             )
         if there > world_size:
-            self.found.notes.append(f"files of ranks beyond {world_size} belong to another save, and were left out")
+            self.found.notes.append(f"ignored the files of ranks beyond {world_size}: they belong to another save")
 
     def _read_flat(self, ranks: Sequence[TorchFile], shapes: Sequence[Any], world_size: int) -> None:
-        """Stages 1 to 3: fp32 weights and what the optimizer keeps."""
+        """Stages 1 to 3: reads fp32 weights and optimizer state."""
         states = [file.content["optimizer_state_dict"] for file in ranks]
         stage3 = "fp32_flat_groups" in states[0]
         weights = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
         if any(state.get("ds_zero_partition_groups") for state in states):
-            raise CheckpointError(f"{self.folder.place} holds a mixture of experts, which is not supported")
+            raise CheckpointError(f"{self.folder.place} contains a mixture of experts, which is not supported")
         counts = states[0]["partition_count"]
         if any(count != world_size for count in (counts if isinstance(counts, list) else [counts])):
             raise CheckpointError(
-                f"{self.folder.place} has partitions over {shorten(counts)} of {world_size} ranks (MiCS), "
+                f"{self.folder.place} partitions over {shorten(counts)} of {world_size} ranks (MiCS), "
                 "which is not supported"
             )
         if any(len(state[weights]) != len(shapes) for state in states):
-            raise ValueError(f"there are shapes of {len(shapes)} groups of weights, but other numbers of them")
+            raise ValueError(f"it has shapes of {len(shapes)} groups, but weights of another number of groups")
         for group, named in enumerate(shapes):
             flats = [state[weights][group] for state in states]
             if any(not isinstance(flat, Tensor) or flat.ndim != 1 for flat in flats):
-                raise ValueError(f"group {group} of the weights is no flat tensor (kept on NVMe?)")
+                raise ValueError(f"group {group} of the weights is not a flat tensor (offloaded to NVMe?)")
             sized = read_shapes(named)
             pieces = list(
                 place_stage3(sized, world_size, flats[0].numel())
@@ -165,7 +166,7 @@ class _Reader:
         return place_in_order(shapes, lengths)
 
     def _read_frozen(self, first: TorchFile, world_size: int) -> None:
-        """Parameters that are not trained: whole at stage 2, cut among the ranks at stage 3."""
+        """Reads frozen parameters: whole at stage 2, partitioned over the ranks at stage 3."""
         shapes = read_shapes(first.content["frozen_param_shapes"])
         files = [first, *(self._open(name) for name in self.folder.models[1:world_size] if self.folder.sharded)]
         fragments = [file.content["frozen_param_fragments"] for file in files]
@@ -174,7 +175,7 @@ class _Reader:
             self.boxes.add_piece(f"model.{piece.name}", "frozen", piece.shape, stored, piece.at, 0, piece.length)
 
     def _read_module(self, first: TorchFile) -> None:
-        """Buffers, tied names, and parameters that are nowhere else: the frozen ones of stages 0 and 1."""
+        """Reads buffers, tied names, and parameters found nowhere else: the frozen ones of stages 0 and 1."""
         module, buffers = first.content["module"], set(first.content["buffer_names"])
         shared = first.content.get("shared_params") or {}
         self.boxes.aliases.update({f"model.{alias}": f"model.{name}" for alias, name in shared.items()})
@@ -183,13 +184,13 @@ class _Reader:
             if full in self.boxes.entries or full in self.boxes.aliases or not isinstance(tensor, Tensor):
                 continue
             if self.folder.sharded and name not in buffers:
-                continue  # a placeholder: its parts are elsewhere, or were left out of the save
+                continue  # a placeholder: its parts were read already, or were not saved
             trained = name in self.found.trained or not self.found.trained
             role = "buffer" if name in buffers else "parameter" if trained else "frozen"
             self.boxes.add(full, role, first.place_of(tensor))
 
     def _read_universal(self, shapes: Sequence[Any]) -> Mapping[str, Any]:
-        """A universal checkpoint: a folder for each parameter, a file for each tensor. Returns what all share."""
+        """Reads a universal checkpoint: one folder per parameter, one file per tensor. Returns the shared state."""
         sized = {name: shape for named in shapes for name, shape in read_shapes(named).items()}
         common = self._open("zero/optimizer_state.pt")
         inner = common.content.get("optimizer_state_dict") or common.content
@@ -223,5 +224,5 @@ class _Reader:
 
 
 def _group_step(inner: Mapping[str, Any]) -> int | None:
-    """The step where an optimizer keeps it for a group."""
+    """The step of an optimizer that counts steps per group."""
     return next((group["step"] for group in inner.get("param_groups") or [] if type(group.get("step")) is int), None)

@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps of a run beside tensors, in dsjob's own words: counters, schedule, loss scale, client state."""
+"""Translates the plain state in DeepSpeed's checkpoints to dsjob's: counters, schedule, loss scale, client state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsjob.contract.shown import shorten
 
 Groups = Sequence[Sequence[str]]
 
-# All that `_common_checkpoint_state` of DeepSpeed's engine writes: what else is there is the program's client_state.
+# The keys that `_common_checkpoint_state` of DeepSpeed's engine writes. All others are the program's client_state.
 _OWN = re.compile(
     "module|buffer_names|optimizer|param_shapes|frozen_param_(shapes|fragments)|shared_params|lr_scheduler|data_sampler"
     "|random_ltd|(sparse|csr)_tensor_module_names|(skipped|global)_steps|global_samples|[dm]p_world_size"
@@ -24,16 +24,16 @@ _OWN = re.compile(
 
 
 def read_run(file: TorchFile, optims: Sequence[Mapping[str, Any]], found: Collected) -> RunState:
-    """The state of a run. `file`: of model states; `optims`: contents of those of optimizer states.
+    """The plain state of a run. file: the model states. optims: the contents of the files of optimizer states.
 
-    Raises ValueError, KeyError or TypeError for what DeepSpeed does not write.
+    Raises ValueError, KeyError or TypeError for malformed content.
     """
     main, notes = file.content, found.notes
     steps, skipped = _count(main, "global_steps"), _count(main, "skipped_steps")
     counters = {"global_steps": steps, "global_samples": _count(main, "global_samples"), "skipped_steps": skipped}
     for key in ("data_sampler", "random_ltd"):
         if main.get(key):
-            notes.append(f"{key} begins anew")
+            notes.append(f"the state of {key} was not restored")
     inner = optims[0]["optimizer_state_dict"] if optims else main.get("optimizer")
     return RunState(
         counters={**counters, "micro_steps": 0},
@@ -53,9 +53,10 @@ def _count(main: Mapping[str, Any], key: str) -> int:
 
 
 def _read_scheduler(saved: Any, steps: int, notes: list[str]) -> dict[str, Any]:
-    """DeepSpeed's schedules count from -1 and begin with a step less than torch's; torch's come as they are."""
+    """The schedule's state. DeepSpeed's own schedules count from -1, one step less than torch's, whose state is taken
+    unchanged."""
     if not saved:
-        notes.append(f"it holds no schedule: one goes on after {steps} steps")
+        notes.append(f"the checkpoint has no schedule: the job's schedule continues after {steps} steps")
         return {"last_epoch": steps}
     plain: dict[str, Any] = copy_plain({key: value for key, value in saved.items() if key != "lr_lambdas"}, [10_000])
     if "last_batch_iteration" in plain:
@@ -64,7 +65,7 @@ def _read_scheduler(saved: Any, steps: int, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_scaler(inner: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The loss scale: of ZeRO an object, of stage 0 among the optimizer's own values."""
+    """The loss scale. With ZeRO it is an object; at stage 0 it is among the optimizer's own values."""
     scaler = inner.get("loss_scaler")
     if isinstance(scaler, (LossScaler, DynamicLossScaler)):
         values = vars(scaler)
@@ -72,7 +73,7 @@ def _read_scaler(inner: Mapping[str, Any]) -> dict[str, Any] | None:
         borne = values.get("cur_hysteresis", 1)
     elif "cur_scale" in inner:
         values, dynamic = dict(inner), bool(inner["dynamic_loss_scale"])
-        borne = 1  # DeepSpeed's stage 0 knows no hysteresis
+        borne = 1  # DeepSpeed's stage 0 has no hysteresis
     else:
         return None
     return {
@@ -93,5 +94,5 @@ def _read_client_state(main: Mapping[str, Any], file: TorchFile, notes: list[str
             found[key] = copy_plain(value, budget)
         except ValueError as error:
             what = "it is a tensor" if isinstance(value, Tensor) else str(error)
-            notes.append(f"{file.name}: {key[:80]!r} of the client state is left out: {what}")
+            notes.append(f"{file.name}: {key[:80]!r} of the client state was not restored: {what}")
     return found

@@ -1,7 +1,7 @@
-"""DeepSpeed's stage 0: whole weights in one file, and the optimizer's state by number.
+"""Reads DeepSpeed's stage 0: whole weights in one file, and optimizer state by parameter number.
 
-In half precision the fp32 masters lie in the optimizer's part, as lists or as one flat tensor a group. What has numbers
-gets names by the groups that the program trains now, or by the model's own order where there is one group.
+In half precision, the fp32 masters are in the optimizer's part: a list of tensors, or one flat tensor per group. Names
+for the numbers come from the groups that the program trains now, or from the model's own order if there is one group.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dsjob.errors import CheckpointError
 
 
 def read_whole(found: Collected, file: TorchFile, place: str, groups: Sequence[Sequence[str]] | None) -> None:
-    """Takes tied names, masters and the optimizer's state out of a file of model states; `groups`: names by group."""
+    """Reads tied names, masters and optimizer state from a file of model states. groups: parameter names by group."""
     main = file.content
     optimizer = main.get("optimizer")
     stage = (main.get("ds_config") or {}).get("zero_optimization", {}).get("stage", 0)
     if optimizer is None and stage:
-        raise layout.Damaged(f"{place} is of ZeRO stage {stage} and has no optimizer states")
+        raise layout.Damaged(f"{place} was saved at ZeRO stage {stage}, but has no optimizer states")
     shapes = _list_parameters(found, file)
     if optimizer is None:
         return
@@ -34,13 +34,15 @@ def read_whole(found: Collected, file: TorchFile, place: str, groups: Sequence[S
     names = _find_names(numbered, shapes, masters, groups)
     if names is None and groups is not None:
         raise CheckpointError(
-            f"{place} is of ZeRO stage 0: the optimizer's state has numbers and no names, and these do not fit "
-            f"({', '.join(str(len(group)) for group in numbered)} parameters by group there)",
-            hint="give the same parameters in the same groups and order, or load the weights alone",
+            f"{place}: cannot match its optimizer state to this optimizer. At ZeRO stage 0, it has numbers instead of "
+            f"names ({', '.join(str(len(group)) for group in numbered)} parameters per group)",
+            hint="use the same parameters in the same groups and order, or load only the weights",
         )
     if names is None:
         if masters:
-            found.notes.append("fp32 masters of several groups have no names at stage 0: weights are the model's own")
+            found.notes.append(
+                "the fp32 masters of several groups have no names at stage 0: took the weights in the model's precision"
+            )
         return
     for group, of_group in enumerate(names):
         sized = {name: shapes[name] for name in of_group}
@@ -60,7 +62,7 @@ def read_whole(found: Collected, file: TorchFile, place: str, groups: Sequence[S
 
 
 def _list_parameters(found: Collected, file: TorchFile) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's parameters; other names of tied ones, which lie at the same place, become aliases."""
+    """The shapes of the model's parameters. Tied parameters lie at the same place; their other names become aliases."""
     main = file.content
     seen: dict[Stored, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -80,7 +82,7 @@ def _list_parameters(found: Collected, file: TorchFile) -> dict[str, tuple[int, 
 def _find_names(
     numbered: list[list[int]], shapes: Shapes, masters: Any, groups: Sequence[Sequence[str]] | None
 ) -> list[list[str]] | None:
-    """The names of the optimizer's parameters by group; None where they cannot be told, or do not fit."""
+    """The names of the optimizer's parameters by group. None if they are unknown, or do not match the numbers."""
     named = [list(group) for group in groups] if groups is not None else [list(shapes)]
     if len(named) != len(numbered) or any(name not in shapes for group in named for name in group):
         return None
@@ -103,8 +105,8 @@ def _add_entries(
         if isinstance(value, Tensor):
             if tuple(value.shape) not in (shape, ()):
                 raise CheckpointError(
-                    f"{place}: the optimizer's {key} is {list(value.shape)} where {name} is {list(shape)}",
-                    hint="give the parameters to the optimizer in the order that they had",
+                    f"{place}: the optimizer's {key} has shape {list(value.shape)}, but {name} has {list(shape)}",
+                    hint="pass the parameters to the optimizer in the original order",
                 )
             found.boxes.add(f"optimizer.{name}.{key}", "optimizer", file.place_of(value))
         elif type(value) in (int, float, bool):

@@ -1,9 +1,9 @@
-"""Writes a checkpoint of dsjob's as DeepSpeed would have saved it: ZeRO 1 to 3 at a chosen world size.
+"""Writes one of dsjob's checkpoints as DeepSpeed would have saved it, with ZeRO 1 to 3 at a chosen world size.
 
-What DeepSpeed loads are files of torch.save, pickles: that is what is written here, and read back nowhere in dsjob
-without the care of `torch_files`. They hold plain containers and tensors, and the loss scaler and addresses under the
-names of DeepSpeed's own classes, which need not be installed. Flat tensors are files mapped into memory while they are
-filled, so that memory is bounded by a few buffers, and the disk needs room for the state twice.
+DeepSpeed only loads files of torch.save, which are pickles. (dsjob reads such files only through `torch_files`.) They
+contain plain containers and tensors, and the loss scaler and addresses under the names of DeepSpeed's classes, which
+need not be installed. Flat tensors are memory-mapped files while they are filled, so memory use is a few buffers, but
+the disk needs room for the state twice.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dsjob.checkpoint.other.deepspeed.named_pickle import save_named
 from dsjob.checkpoint.other.torch_files import DynamicLossScaler, FragmentAddress, LossScaler
 from dsjob.errors import StorageError, UsageError
 
-VERSION = "0.19.6"  # of DeepSpeed, whose layout this is
-SUB_GROUP = 10**9  # stage3's sub_group_size, by default: elements of a rank that are stepped together
+VERSION = "0.19.6"  # the version of DeepSpeed whose format this is
+SUB_GROUP = 10**9  # the default of stage 3's sub_group_size: elements per rank that are stepped together
 ADAM = ("Adam", "AdamW", "DeepSpeedAdam", "FusedAdam", "DeepSpeedCPUAdam")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked for. `dtype`: of the model's own weights, which has to be that of the run that goes on."""
+    """What to write. `dtype`: of the model's own weights; the run that continues must use the same."""
 
     stage: int
     world_size: int
@@ -44,7 +44,7 @@ class Target:
 
     @property
     def prefix(self) -> str:
-        """Before the names of optimizer files."""
+        """The prefix of the names of optimizer files."""
         return "bf16_" if self.dtype == torch.bfloat16 else ""
 
 
@@ -56,15 +56,17 @@ def write_deepspeed(
     target: Target,
     overwrite: bool = False,
 ) -> list[str]:
-    """Writes `out`/global_step<n> and `out`/latest; the paths of the files. `values`: its state.json.
+    """Writes `out`/global_step<n> and `out`/latest. Returns the paths of the files. values: the content of state.json.
 
-    Raises UsageError where the checkpoint has no optimizer, or there is something in the way.
+    Raises UsageError if the checkpoint has no optimizer state, or the output exists.
     """
     tag = f"global_step{values['counters']['global_steps']}"
     if not values["optimizer"]:
-        raise UsageError("the checkpoint holds no optimizer, which a DeepSpeed checkpoint needs", hint="--to fp32")
+        raise UsageError(
+            "the checkpoint has no optimizer state, which DeepSpeed's format requires", hint="use --to fp32"
+        )
     if os.path.exists(os.path.join(out, tag)) and not overwrite:
-        raise UsageError(f"{out} holds a checkpoint {tag} already", hint="choose another place, or add --overwrite")
+        raise UsageError(f"{out} already has a checkpoint {tag}", hint="choose another output, or add --overwrite")
     os.makedirs(out, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{tag}.", dir=out) as scratch:
         shards = layout.Shards(source, checkpoint)
@@ -78,26 +80,27 @@ def write_deepspeed(
             shards.close()
         place = os.path.join(out, tag)
         if os.path.exists(place):
-            os.replace(place, os.path.join(scratch, "before"))  # it goes with the rest, once the new one is there
+            os.replace(place, os.path.join(scratch, "before"))  # deleted with `scratch`, once the new one is in place
         os.replace(os.path.join(scratch, "files"), place)
     storage.write_bytes(os.path.join(out, "latest"), tag.encode())
     return [os.path.join(out, tag, name) for name in names]
 
 
 class _Mapped:
-    """The tensors of a checkpoint, and new ones, as files mapped into memory."""
+    """Reads tensors of a checkpoint into memory-mapped files, and creates new ones."""
 
     def __init__(self, shards: layout.Shards, scratch: str) -> None:
         self.tensors = shards.checkpoint.tensors
         self._shards, self._scratch, self._numbers = shards, scratch, itertools.count()
 
     def make(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in a file of their own."""
+        """A flat tensor of zeros, mapped to a file of its own."""
         if not count:
             return torch.zeros(0, dtype=dtype)
         path = f"{self._scratch}/{next(self._numbers)}"
         try:
-            with open(path, "wb") as file:  # room for all of it: a mapping into a full disk would be a SIGBUS
+            # Allocate the blocks now: writing to a mapped file on a full disk would kill the process with SIGBUS.
+            with open(path, "wb") as file:
                 os.truncate(path, count * dtype.itemsize)
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
@@ -106,7 +109,7 @@ class _Mapped:
         return torch.from_file(path, shared=True, size=count, dtype=dtype)
 
     def spread(self, full: str, pieces: Iterable[Piece], ranks: Sequence[Tensor]) -> None:
-        """Streams a tensor into the parts that ranks have of it."""
+        """Streams a tensor into its pieces in the flat tensors of the ranks."""
         waiting, done = list(pieces), 0
         for block in self._shards.stream(full):
             values = _view(block, self.tensors[full].dtype)
@@ -118,7 +121,7 @@ class _Mapped:
             done += values.numel()
 
     def read(self, full: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as a whole, mapped into memory."""
+        """A whole tensor, memory-mapped; floating-point ones as `dtype`, if given."""
         entry = self.tensors[full]
         own = DTYPES[entry.dtype]
         flat = self.make(math.prod(entry.shape), dtype if dtype is not None and own.is_floating_point else own)
@@ -130,13 +133,13 @@ class _Mapped:
         return flat.reshape(entry.shape)
 
     def read_number(self, full: str) -> int:
-        """A tensor of one whole number, of whatever dtype."""
+        """A tensor with one element, of any dtype, as an integer."""
         data = bytearray(b"".join(map(bytes, self._shards.stream(full))))
         return int(_view(memoryview(data), self.tensors[full].dtype))
 
 
 class _Writer:
-    """Fills flat tensors with what the shards hold, in one pass, then saves file by file."""
+    """Fills the flat tensors in one pass over the shards, then saves file by file."""
 
     def __init__(self, mapped: _Mapped, aliases: Mapping[str, str], values: Mapping[str, Any], target: Target) -> None:
         self.mapped, self.values, self.target, self.tensors = mapped, values, target, mapped.tensors
@@ -148,7 +151,7 @@ class _Writer:
         self.frozen = sorted(set(weights) - set(self.trained))
 
     def write(self, folder: str) -> list[str]:
-        """Writes all files; their names."""
+        """Writes all files. Returns their names."""
         weights = self._fill("model.{}", torch.float32)
         kept = {key: self._fill(f"optimizer.{{}}.{key}", torch.float32) for key in self._list_keys()}
         main, target = self._describe_model(), self.target
@@ -167,7 +170,7 @@ class _Writer:
         return written
 
     def _split_groups(self) -> list[list[str]]:
-        """The trained parameters by group; at stage 3 in sub-groups, as stage3's `_create_fp16_sub_groups` has them."""
+        """The trained parameters by group; at stage 3 by sub-group, as in stage3's `_create_fp16_sub_groups`."""
         groups = [list(group["names"]) for group in self.settings]
         if self.target.stage != 3:
             return groups
@@ -190,7 +193,7 @@ class _Writer:
         return self.tensors[f"model.{name}"].shape
 
     def _list_keys(self) -> list[str]:
-        """What the optimizer keeps in the shape of its parameters."""
+        """The keys of optimizer state that has the shape of its parameter."""
         found: dict[str, None] = {}
         for full, tensor in self.tensors.items():
             name, _, key = full.removeprefix("optimizer.").rpartition(".")
@@ -201,11 +204,13 @@ class _Writer:
             ):
                 found[key] = None
             elif tensor.role == "optimizer" and key != "step":
-                raise UsageError(f"{full} is not of its parameter's shape: this optimizer cannot be taken to DeepSpeed")
+                raise UsageError(
+                    f"cannot convert this optimizer for DeepSpeed: {full} does not have its parameter's shape"
+                )
         return list(found)
 
     def _lengths(self, group: Sequence[str]) -> tuple[int, int]:
-        """Elements of a rank's part of a group with its padding, and of the group in all."""
+        """The elements in each rank's part of a group, with padding, and in the whole group."""
         total, world_size = sum(map(self._count, group)), self.target.world_size
         if self.target.stage == 3:
             return sum(-(-self._count(name) // world_size) for name in group), total
@@ -219,7 +224,7 @@ class _Writer:
         return list(place_in_order(shapes, [max(0, min(part, total - rank * part)) for rank in range(world_size)]))
 
     def _fill(self, pattern: str, dtype: torch.dtype) -> list[list[Tensor]]:
-        """The flat tensors of one kind, [group][rank]; `pattern`: the tensors' names, with {} for the parameter."""
+        """Fills the flat tensors of one kind: [group][rank]. pattern: tensor names, with {} for the parameter's."""
         flats = []
         for group in self.groups:
             part, _ = self._lengths(group)
@@ -228,7 +233,7 @@ class _Writer:
             for piece in self._place(group):
                 by_name.setdefault(piece.name, []).append(piece)
             for name, pieces in by_name.items():
-                if pattern.format(name) in self.tensors:  # an optimizer knows nothing of what never had a gradient
+                if pattern.format(name) in self.tensors:  # an optimizer has no state for parameters without gradients
                     self.mapped.spread(pattern.format(name), pieces, ranks)
             flats.append(ranks)
         return flats
@@ -272,7 +277,7 @@ class _Writer:
         }
 
     def _cut_frozen(self) -> list[dict[str, Tensor]]:
-        """What each file of model states has of the parameters that are not trained; nothing at stage 1."""
+        """The frozen parameters, or parts of them, in each file of model states. Empty at stage 1."""
         target = self.target
         if target.stage == 1:
             return []
@@ -324,7 +329,7 @@ class _Writer:
         }
 
     def _read_step(self, group: Sequence[str]) -> int | None:
-        """The steps that a group's parameters have taken; None where the optimizer knows nothing of them yet."""
+        """The number of steps that a group's parameters have taken; None if they have no optimizer state yet."""
         plain, found = self.values["optimizer"]["values"], set()
         for name in group:
             full = f"optimizer.{name}.step"
@@ -335,17 +340,17 @@ class _Writer:
         if len(found) > 1:
             raise UsageError(
                 f"parameters of one group have taken {' and '.join(map(str, sorted(found)))} steps, "
-                "and DeepSpeed counts those of a group together",
-                hint="--to fp32 writes the weights alone",
+                "but DeepSpeed has one step count per group",
+                hint="--to fp32 writes only the weights",
             )
         known = any(f"optimizer.{name}.{key}" in self.tensors for name in group for key in self._list_keys())
         return found.pop() if found else int(self.values["counters"]["global_steps"]) if known else None
 
 
 def _describe_groups(optimizer: Mapping[str, Any], parts: Sequence[Sequence[str]], steps: Any) -> list[dict[str, Any]]:
-    """The optimizer's groups, `parts` being the flat tensors that they are made of, with the steps of each.
+    """The optimizer's groups for DeepSpeed. parts: the parameter names in each flat tensor. steps: those of each part.
 
-    DeepSpeed's own Adams ask for two keys that torch's do not have.
+    A group refers to its flat tensors by number. DeepSpeed's own Adams require two keys that torch's do not have.
     """
     described: list[dict[str, Any]] = []
     number = 0
@@ -361,12 +366,12 @@ def _describe_groups(optimizer: Mapping[str, Any], parts: Sequence[Sequence[str]
 
 
 def _plain(value: Any) -> Any:
-    """A number in place of a tensor that holds one: DeepSpeed's own optimizers know no other rates."""
+    """Replaces a tensor with one element by its number: DeepSpeed's own optimizers do not support tensors there."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _make_scaler(saved: Mapping[str, Any] | None) -> LossScaler | DynamicLossScaler:
-    """The loss scale as DeepSpeed's object; what our checkpoints leave to the document has DeepSpeed's defaults."""
+    """The loss scale as DeepSpeed's object. Settings that our checkpoints do not store get DeepSpeed's defaults."""
     scaler: LossScaler | DynamicLossScaler
     if not saved or not saved["dynamic"]:
         scaler = LossScaler.__new__(LossScaler)
@@ -382,7 +387,7 @@ def _make_scaler(saved: Mapping[str, Any] | None) -> LossScaler | DynamicLossSca
 
 
 def _view(block: memoryview, dtype: str) -> Tensor:
-    """A block of a stream as a flat tensor, valid until the next."""
+    """A block of a stream as a flat tensor. Valid only as long as the block."""
     return torch.frombuffer(block, dtype=DTYPES[dtype])
 
 
