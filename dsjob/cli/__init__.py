@@ -158,7 +158,9 @@ def _require_runnable(first: str) -> None:
         raise UsageError(f"{first} is a recipe, not a command", hint=f"dsjob +recipe={first}")
     from dsjob.contract.hints import suggest
 
-    hint = suggest(first, COMMANDS) or "dsjob --help lists them"
+    meant = suggest(first, [*COMMANDS, *_list_recipes()])
+    recipe = next((name for name in _list_recipes() if f'"{name}"' in meant), "")
+    hint = f"did you mean the recipe {recipe}? dsjob +recipe={recipe}" if recipe else meant or "dsjob --help lists them"
     if first.endswith((".py", ".sh")):
         hint = f"a job is a document, not a program; make one of its arguments: dsjob import -- python {first} ..."
     raise UsageError(f"unknown command or file {first!r}", hint=hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +63,7 @@ def main(arguments: list[str], debug: bool) -> int:
             hint=f"correct the cause, then repeat the steps since the last checkpoint: dsjob run {result['run_dir']}",
         )
     if result.get("checkpoint") and launcher.is_first():
-        _say_next(result, composed)
+        _say_next(result, composed, args.config_dir)
     if launcher.read_world_size() is not None:
         end_rank(0)
     return 0
@@ -120,18 +121,22 @@ def split_source(words: Sequence[str], *, bare: bool = False) -> tuple[Document 
     return read_source(sources[0], overrides, bare=bare)
 
 
-def _say_next(result: dict[str, Any], composed: Composed) -> None:
+def _say_next(result: dict[str, Any], composed: Composed, config_dir: str | None) -> None:
     """The commands that a user may want now, ready to be pasted."""
     run_dir, trainer = result["run_dir"], composed.document["trainer"]
     limits = trainer.get("max_steps"), trainer.get("max_epochs")
     longer = train_longer(*limits, step=result["step"], epochs=result.get("epochs"))
     form, out = ("hf", "model") if result.get("pretrained") else ("fp32", "weights")
     again = f"{run_dir}/{RESOLVED_NAME}"
+    folder = f"--config-dir {shlex.quote(config_dir)} " if config_dir is not None else ""  # where the recipe may lie
     lines = (
         ("train on", f"dsjob run {run_dir} {longer}"),
         ("convert", f"dsjob convert --to {form} {result['checkpoint'].rpartition('/')[0]} {run_dir}/{out}"),
         ("repeat", f"dsjob run {again}"),
-        ("sweep", f"dsjob -m {f'+recipe={composed.recipes[0]}' if composed.recipes else again} {_sweep(composed)}"),
+        (
+            "sweep",
+            f"dsjob -m {f'{folder}+recipe={composed.recipes[0]}' if composed.recipes else again} {_sweep(composed)}",
+        ),
     )
     print("next", *(f"  {name:<10} {command}" for name, command in lines), sep="\n")  # noqa: T201
 

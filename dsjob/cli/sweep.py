@@ -19,6 +19,7 @@ from dsjob.contract.rules import RULES
 from dsjob.document import Document
 from dsjob.document import compose as composition
 from dsjob.document.origins import Composed, read_document
+from dsjob.document.overrides import require_few_runs
 from dsjob.document.resolve import place_problems
 from dsjob.errors import (
     ContractError,
@@ -48,6 +49,8 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
 
     Of several ranks that somebody else has started, all sweep, and rank 0's runs, results and exit code count.
     """
+    if not any(override.startswith("hydra/sweeper=") for override in overrides):  # others sample
+        require_few_runs(composition.count_runs(overrides))
     _refuse_secrets(overrides)
     each = composition.take_first(overrides)
     first = composition.compose(each, file=file, config_dir=config_dir, environment=read_environment())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import re
 import threading
@@ -22,7 +23,7 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -37,6 +38,7 @@ from dsjob.contract.secrets import describe_secret, find_secrets, hide_value, is
 from dsjob.document import Document, interpolation
 from dsjob.document.job_file import require_job_file
 from dsjob.document.origins import Composed, settle
+from dsjob.document.overrides import require_small
 from dsjob.document.resolve import place_problems
 from dsjob.errors import DocumentError, Problem, UsageError
 
@@ -59,6 +61,7 @@ def open_hydra(
 
     Hydra keeps what it composes for the whole process: one thread at a time, and a program's own Hydra comes back.
     """
+    require_small(overrides)
     search_path = create_config_search_path("pkg://dsjob.conf")
     if config_dir is not None:
         if not os.path.isdir(config_dir):
@@ -145,13 +148,36 @@ def answer(args: argparse.Namespace, overrides: Sequence[str], file: Document | 
             hydra.show_cfg(cfg_type=args.cfg, package=args.package, resolve=args.resolve, **config)
 
 
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    require_small(overrides)
+    return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def count_runs(overrides: Sequence[str]) -> float:
+    """How many combinations the values of a sweep have; infinite where a range has no end."""
+    count = 1.0
+    with _renamed():
+        sweep = _parse(overrides)
+    for parsed in sweep:
+        value = parsed.value()
+        if isinstance(value, RangeSweep):
+            start, stop, step = (float(number or 0) for number in (value.start, value.stop, value.step))
+            steps = (stop - start) / step if step else math.inf
+            count *= max(0.0, steps if math.isinf(steps) else math.ceil(steps))
+        elif isinstance(value, ChoiceSweep):
+            count *= len(value.list)
+    return count
+
+
 def take_first(overrides: Sequence[str]) -> list[str]:
     """The overrides of a sweep's first run."""
     first = []
     with _renamed():
-        for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+        for parsed in _parse(overrides):
             text = parsed.input_line or ""
-            if parsed.is_sweep_override() and parsed.is_discrete_sweep():
+            if isinstance(whole := parsed.value(), RangeSweep):  # it may be too long to be listed
+                text = f"{parsed.get_key_element()}={whole.start}"
+            elif parsed.is_sweep_override() and parsed.is_discrete_sweep():
                 text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
             elif isinstance(interval := parsed.value(), IntervalSweep):  # some sweepers choose from one
                 text = f"{parsed.get_key_element()}={interval.start}"
@@ -163,7 +189,9 @@ def find_literal_secrets(overrides: Sequence[str]) -> list[Path]:
     """The places of secrets that stand in overrides themselves, in any of the values of a sweep."""
     found: list[Path] = []
     with _renamed():
-        for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+        for parsed in _parse(overrides):
+            if isinstance(parsed.value(), RangeSweep):
+                continue  # of numbers
             path = _split(parsed.get_key_element().lstrip("+~"))
             sweeps = parsed.is_sweep_override() and parsed.is_discrete_sweep()
             for value in parsed.sweep_iterator() if sweeps else [parsed.value()]:
@@ -256,7 +284,7 @@ def _explain_packages(config: DictConfig, recipes: Sequence[str]) -> list[Proble
 
 def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:
     paths: dict[Path, str] = {}
-    for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+    for parsed in _parse(overrides):
         key = parsed.get_key_element().lstrip("+~")
         paths[_GROUPS.get(key, _split(key))] = parsed.input_line or key
     return paths

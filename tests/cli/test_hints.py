@@ -162,6 +162,15 @@ def test_a_recipe_of_ones_own_without_a_package_line_is_explained(tmp_path: Path
     assert "max_steps: 6" in done.stdout, done.stderr
 
 
+def test_a_sweep_is_suggested_with_the_folder_of_the_recipe(tmp_path: Path) -> None:
+    make_job(tmp_path)
+    recipe = tmp_path / "own conf/recipe/mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# @package _global_\ntrainer: {log_every: 2}\n")
+    done = dsjob("cfg.json", "trainer.max_steps=1", "--config-dir", "own conf", "+recipe=mine", cwd=tmp_path)
+    assert "dsjob -m --config-dir 'own conf' +recipe=mine optimizer.params.lr=" in done.stdout, done.stderr
+
+
 def test_far_more_ranks_than_cores_are_warned_of(tmp_path: Path) -> None:
     assert count_too_few_cores({"nproc": 100_000, "device": "cpu"}) > 0
     assert count_too_few_cores({"nproc": 100_000, "device": "cuda"}) == 0
