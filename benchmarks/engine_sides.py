@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dsjob.contract.spec import JobSpec, view
-from dsjob.document.resolve import complete_config, resolve_job
-from dsjob.engine import driven
-from dsjob.engine.build import build_engine
+from dsjob.contract.models import SOLE
+from dsjob.document.resolve import complete_job, resolve_job
+from dsjob.engine.choice import build_job_engine
 from dsjob.ranks.mesh import World
 from dsjob.recipes.gpt import GPT
 from dsjob.trust.grant import Trust
@@ -148,14 +147,7 @@ class Ours(Side):
             **self.sections,
         }
         document = resolve_job(job, world_size=world.data_size, locate=lambda path: ("benchmark", 0, 0)).document
-        spec = view(JobSpec, document)
-        config = complete_config(document, spec)
-        if self.engine_name == "dsjob":
-            self.engine = build_engine(make_model(cell), spec, world, config=config)
-        else:
-            self.engine = driven.build_engine(
-                make_model(cell), spec, world, trust=Trust(), config=config, document=document
-            )
+        self.engine = build_job_engine(make_model(cell), complete_job(document).models[SOLE], world, trust=Trust())
 
     def step(self) -> Tensor:
         for _ in range(self.cell.accumulation):

@@ -30,6 +30,7 @@ from dsjob.data import TrainingLoader
 from dsjob.document import compose
 from dsjob.document.resolve import resolve_job
 from dsjob.engine.build import build_engine
+from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.training import loop
@@ -72,7 +73,7 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
     """Seconds that dsjob takes for the steps after the warm-up."""
     torch.manual_seed(0)
     assert spec.model is not None
-    engine = build_engine(call_target(spec.model), spec, world)
+    engine = build_engine(call_target(spec.model), spec, world, kind=Engine)
     clock = Clock()
     run = Run(
         spec=spec,

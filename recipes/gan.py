@@ -51,7 +51,7 @@ def step(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tens
         `loss`, the generator's, and the `discriminator`'s.
     """
     generator, discriminator = engines["generator"], engines["discriminator"]
-    if generator.gradient_accumulation_steps() > 1:
+    if generator.rhythm.accumulation > 1:
         raise ContractError(
             "the generator's pass leaves gradients in the discriminator, where accumulated ones would be",
             hint="trainer.grad_accum=1",

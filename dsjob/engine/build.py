@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +26,7 @@ from dsjob.contract.spec import EngineSpec
 from dsjob.data import Epochs
 from dsjob.data.passes import require_same_length
 from dsjob.document.resolve import Locate, complete_config, resolve_config
+from dsjob.engine.batches import load_batches
 from dsjob.engine.blocks import prepare_blocks
 from dsjob.engine.engine import Engine
 from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, TargetError, UsageError
@@ -40,6 +41,7 @@ from dsjob.trust.grant import Trust
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
+E = TypeVar("E", bound=Engine)
 
 
 def initialize(
@@ -58,7 +60,7 @@ def initialize(
     config_params: str | Mapping[str, Any] | None = None,
     trust: Sequence[str] = (),
 ) -> tuple[Engine, Optimizer | None, Epochs | None, LRScheduler | None]:
-    """An engine around `model`, as `deepspeed.initialize`; returns (engine, optimizer, dataloader, lr_scheduler).
+    """An engine around `model`; returns (engine, optimizer, dataloader, lr_scheduler), as `deepspeed.initialize` does.
 
     `config`: a DeepSpeed config as a dict, a `dsjob.config.TrainingConfig` or the path of a JSON file;
     `args.deepspeed_config` where absent. `optimizer` and `lr_scheduler`: objects, or callables of the parameters and
@@ -70,37 +72,92 @@ def initialize(
     the current folder and the config file's; `protocol:NAME` for URLs of checkpoints beyond those of
     `dsjob.contract.locations`.
 
+    The engine is an `Engine`; that of `dsjob.deepspeed.initialize` has all of DeepSpeed's getters as well.
+
     Raises ConfigError for a config that is wrong, with all its problems; rank 0 warns (ConfigWarning) of keys without
     effect and of what "auto" has become.
     """
+    model = require_model(model)
+    given = read_given(args, config if config is not None else config_params, trust)
+    world = join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
+    engine = make_engine(Engine, model, given, world, optimizer, model_parameters, lr_scheduler)
+    loader = make_loader(engine, training_data, collate_fn)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A config as a program gave it, where its values are, and what it may import."""
+
+    config: dict[str, Any]
+    locate: Locate
+    trust: Trust
+
+
+def require_model(model: object) -> nn.Module:
+    """`model` itself. Raises UsageError for what is no model."""
     if not isinstance(model, nn.Module):
         found = "" if model is None else f", not {_name(model)}"
-        raise UsageError(f"dsjob.initialize needs a model: a torch.nn.Module{found}", hint="model=net")
+        raise UsageError(f"initialize needs a model: a torch.nn.Module{found}", hint="model=net")
+    return model
+
+
+def read_given(args: Any, config: str | Mapping[str, Any] | None, trust: Sequence[str]) -> Given:
+    """The config of a call of `initialize`. Raises ConfigError, UsageError."""
     granted = _read_trust(trust)
     locations.allow(lambda: granted.protocols)
-    given, folders, locate = read_config(args, config if config is not None else config_params)
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port)
-    world = _find_world(mpu, mesh_param)
-    spec, told = resolve_config(given, world_size=world.data_size, locate=locate)
+    plain, folders, locate = read_config(args, config)
+    return Given(plain, locate, dataclasses.replace(granted, folders=folders))
+
+
+def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None) -> World:
+    """The ranks of this program, meeting on `port` first unless it is None."""
+    if port is not None:
+        init_distributed(distributed_port=port)
+    world = divide(join_world(), mpu)
+    if mesh_param and tuple(mesh_param) != (world.data_size, 1):
+        raise UsageError(
+            f"mesh_param={mesh_param!r}: all {world.data_size} ranks are data-parallel, and none sequence-parallel",
+            hint=f"leave it out, or give ({world.data_size}, 1)",
+        )
+    return world
+
+
+def make_engine(
+    kind: type[E],
+    model: nn.Module,
+    given: Given,
+    world: World,
+    optimizer: Optimizer | MakeOptimizer | None,
+    model_parameters: Parameters | None,
+    lr_scheduler: LRScheduler | MakeScheduler | None,
+) -> E:
+    """An engine of class `kind`. Rank 0 warns of what the config says without effect."""
+    spec, told = resolve_config(given.config, world_size=world.data_size, locate=given.locate)
     for problem in told if world.everyone.rank == 0 else ():
-        warnings.warn(str(problem), ConfigWarning, stacklevel=2)
+        warnings.warn(str(problem), ConfigWarning, stacklevel=3)
     with _hinting_at_trust():
-        engine = build_engine(
+        return build_engine(
             model,
             spec,
             world,
+            kind=kind,
             optimizer=optimizer,
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,
-            trust=dataclasses.replace(granted, folders=folders),
-            config=complete_config(given, spec),
-            mpu=mpu,
+            trust=given.trust,
+            config=complete_config(given.config, spec),
         )
-    engine.client_lr_scheduler = lr_scheduler
-    if training_data is not None and world.loads:
-        engine.training_dataloader = _build_loader(engine, training_data, collate_fn)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def make_loader(engine: Engine, data: Any, collate: Callable[[list[Any]], Any] | None) -> Epochs | None:
+    """A loader of `data` where a program gave some and this rank reads any."""
+    if data is None or not engine.world.loads:
+        return None
+    loader = load_batches(engine, data, collate=collate, pin_memory=False)
+    if engine.world.model.size == 1:
+        require_same_length(loader.samples_per_epoch, engine.world, "training_data")
+    return loader
 
 
 @contextmanager
@@ -113,28 +170,21 @@ def _hinting_at_trust() -> Iterator[None]:
         raise TargetError(error.message, hint=hint) from error
 
 
-def _build_loader(engine: Engine, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Epochs:
-    loader = engine.deepspeed_io(data, collate_fn=collate_fn, pin_memory=False)
-    if engine.world.model.size == 1:
-        require_same_length(loader.samples_per_epoch, engine.world, "training_data")
-    return loader
-
-
 def build_engine(
     model: nn.Module,
     spec: EngineSpec,
     world: World,
     *,
+    kind: type[E],
     optimizer: Optimizer | MakeOptimizer | None = None,
     model_parameters: Parameters | None = None,
     lr_scheduler: LRScheduler | MakeScheduler | None = None,
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     config: Mapping[str, Any] | None = None,
-    mpu: Any = None,
-) -> Engine:
-    """An engine as `spec` says: the model spread, then the optimizer over its masters, then the schedule.
+) -> E:
+    """An engine of class `kind` as `spec` says: the model spread, the optimizer over its masters, then the schedule.
 
-    `config` and `mpu`: the whole DeepSpeed config, and what has divided the world, for the engine's getters.
+    `config`: the whole DeepSpeed config, for what `spec` leaves out.
     """
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -170,7 +220,7 @@ def build_engine(
         scheduler = lr_scheduler  # type: ignore[assignment]
     elif spec.scheduler is not None and built is not None:
         scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built, trust)
-    return Engine(
+    return kind(
         strategy,
         spec=spec,
         world=strategy.world,
@@ -178,7 +228,6 @@ def build_engine(
         optimizer=built,
         lr_scheduler=scheduler,
         config=config,
-        mpu=mpu,
     )
 
 
@@ -211,16 +260,6 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
             raise UsageError("the optimizer holds a tensor that is no parameter of the model")
         group["params"] = [masters[names[id(p)]] for p in group["params"] if names[id(p)] in masters]
     return optimizer
-
-
-def _find_world(mpu: Any, mesh_param: Sequence[int] | None) -> World:
-    world = divide(join_world(), mpu)
-    if mesh_param and tuple(mesh_param) != (world.data_size, 1):
-        raise UsageError(
-            f"mesh_param={mesh_param!r}: all {world.data_size} ranks are data-parallel, and none sequence-parallel",
-            hint=f"leave it out, or give ({world.data_size}, 1)",
-        )
-    return world
 
 
 def _read_trust(prefixes: Sequence[str]) -> Trust:

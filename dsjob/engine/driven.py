@@ -57,7 +57,7 @@ def build_engine(
     trust: Trust,
     config: Mapping[str, Any],
     document: Mapping[str, Any],
-) -> DeepSpeedEngine:
+) -> DrivenEngine:
     """An engine as `dsjob.engine.build.build_engine` makes it, driven by DeepSpeed. `document`: the resolved job.
 
     Raises UsageError where DeepSpeed is not installed, or refuses the job.
@@ -89,7 +89,7 @@ def build_engine(
     except (deepspeed.DeepSpeedConfigError, AssertionError, NotImplementedError, ValueError, RuntimeError) as error:
         raise UsageError(f"DeepSpeed refuses the job: {error}", hint="change it, or leave engine out") from error
     state = DeepSpeedState(driven, optimizer, grouped, make_optimizer)
-    return DeepSpeedEngine(
+    return DrivenEngine(
         driven,
         state,
         spec=spec,
@@ -143,11 +143,14 @@ def _drop_unset(value: Any) -> Any:
     return value
 
 
-class DeepSpeedEngine(Engine):
-    """An engine whose passes and steps are DeepSpeed's. `driven`: its DeepSpeedEngine.
+class DrivenEngine(Engine):
+    """An engine whose passes and steps are DeepSpeed's. `driven`: its own engine.
 
     What DeepSpeed has no counterpart for raises UsageError.
     """
+
+    driver = "DeepSpeed"
+    divides_gradients = False
 
     def __init__(
         self,
@@ -239,38 +242,19 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See Engine; DeepSpeed has it at stages 0 and 1 alone."""
-        if self.zero_optimization_stage() > 1:
+        if self.zero_stage > 1:
             raise UsageError("DeepSpeed has no_sync at stages 0 and 1 alone", hint="leave engine out")
         with self.driven.no_sync():
             yield
-
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """See Engine."""
-        with self.driven.coalesce_grad_reduction():
-            yield
-
-    def _backward_epilogue(self) -> None:
-        self.driven._backward_epilogue()
-
-    def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """See Engine."""
-        self.driven.allreduce_gradients()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """See Engine."""
         super().set_gradient_accumulation_boundary(is_boundary)
         self.driven.set_gradient_accumulation_boundary(is_boundary)
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """See Engine."""
-        super().set_train_batch_size(train_batch_size)
-        self.driven.set_train_batch_size(train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """See Engine."""
-        super().set_train_micro_batch_size(micro_batch_size)
-        self.driven.set_train_micro_batch_size(micro_batch_size)
+    def divide_gradients(self, by: Tensor) -> None:
+        """Not with this engine."""
+        raise UsageError("engine: deepspeed does not divide gradients", hint="divide the loss, or leave engine out")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See Engine. Raises UsageError at stages 1 and 2 between the backward passes of a step."""
@@ -284,11 +268,6 @@ class DeepSpeedEngine(Engine):
     def count_parameters(self) -> tuple[int, int]:
         """See Engine."""
         return self._held.count_parameters()
-
-    def empty_partition_cache(self) -> None:
-        """See Engine."""
-        if self.zero_optimization_stage() == 3:
-            self.driven.empty_partition_cache()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Not with this engine."""
@@ -329,7 +308,7 @@ class DeepSpeedEngine(Engine):
 
     def require_droppable(self) -> None:
         """Raises UsageError where there are gradients that DeepSpeed cannot drop."""
-        if self.holds_gradients and self.zero_optimization_stage() in (1, 2):
+        if self.holds_gradients and self.zero_stage in (1, 2):
             raise UsageError(
                 "at stages 1 and 2 DeepSpeed cannot drop gradients in the midst of a step",
                 hint="finish the step before zero_grad() or load_checkpoint(), or leave engine out",
@@ -347,7 +326,7 @@ class DeepSpeedEngine(Engine):
 class _Driven(Strategy):
     """What the engine's other parts ask a strategy for; DeepSpeed does the work of one."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DrivenEngine) -> None:
         self.module = engine.driven.module
         self.masters = {}
         self._engine = weakref.ref(engine)

@@ -1,12 +1,12 @@
 """The engine: DeepSpeed's call names over a strategy, an optimizer and a schedule.
 
 It owns the rhythm of forward, backward and step. How the model is spread is the strategy's matter; what is counted
-that of `rhythm` and `readings`, what the config says of `settings`, saving of `saving`.
+that of `rhythm` and `readings`, saving that of `saving`. `dsjob.deepspeed` adds the rest of DeepSpeed's names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ from dsjob.compute.loss_scale import LossScaler
 from dsjob.compute.precision import Precision
 from dsjob.compute.verdict import Verdict, can_decide
 from dsjob.contract.spec import EngineSpec
-from dsjob.data import Epochs, TrainingLoader, is_loader, take_loader
-from dsjob.engine.readings import Readings
 from dsjob.engine.rhythm import Rhythm
 from dsjob.engine.saving import Saving, find_aliases
 from dsjob.errors import UsageError
@@ -30,19 +28,33 @@ from dsjob.parallel import Strategy, parameters, residence
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 
+# DeepSpeed's most common names that only the engine of `dsjob.deepspeed` has, and what an Engine has in their place.
+OWN_WORDS = {
+    "bfloat16_enabled": "spec.bf16.enabled",
+    "fp16_enabled": "spec.fp16.enabled",
+    "gradient_accumulation_steps": "rhythm.accumulation",
+    "gradient_clipping": "spec.gradient_clipping",
+    "local_rank": "world.local_rank",
+    "micro_steps": "rhythm.micro_steps",
+    "set_train_batch_size": "rhythm.set_train_batch",
+    "train_batch_size": "rhythm.train_batch",
+    "train_micro_batch_size_per_gpu": "rhythm.micro_batch",
+    "zero_optimization_stage": "zero_stage",
+}
 
-class Engine(Readings, Saving):
+
+class Engine(Saving):
     """A model in training. Made by `dsjob.initialize`.
 
-    One optimizer step is `gradient_accumulation_steps()` rounds of `forward`, `backward`, `step`; the last of them is
+    One optimizer step is `rhythm.accumulation` rounds of `forward`, `backward`, `step`; the last of them is
     the boundary, at which gradients are reduced and clipped and the optimizer and the schedule step. With
     `managed_gradient_accumulation` off it is wherever the program calls `step`. In place of
     `engine.backward(loss)` a program may call `loss.backward()`, with fp16 `engine.scale(loss).backward()`, at any
     stage, also of a loss over the outputs of several engines. What an engine lacks is looked up in the model.
     """
 
-    sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
-    client_lr_scheduler: Any = None  # the schedule, or the callable that made it, that a program gave to `initialize`
+    driver = ""  # the program that trains the model in place of dsjob, where one does
+    divides_gradients = True  # whether `divide_gradients` is supported
 
     def __init__(
         self,
@@ -54,13 +66,13 @@ class Engine(Readings, Saving):
         optimizer: Optimizer | None,
         lr_scheduler: LRScheduler | None,
         config: Mapping[str, Any] | None = None,
-        mpu: Any = None,
     ) -> None:
         self.strategy, self.spec, self.world, self.precision = strategy, spec, world, precision
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.config, self.mpu = config or {}, mpu
+        self.config = config or {}
         strategy.optimizer = optimizer
-        self.training_dataloader: Any = None
+        # Gradients are reduced to the ranks' mean; taking the scale out turns it into their sum.
+        strategy.gradient_factor = world.data_size if spec.gradient_allreduce_op == "sum" else 1
         managed = bool(self.config.get("managed_gradient_accumulation", True))
         self.rhythm = Rhythm.of(spec.trainer, world.data_size, managed)
         self.last_lr: list[float] = []  # the rates that the last optimizer step used
@@ -75,6 +87,13 @@ class Engine(Readings, Saving):
         self._aliases = find_aliases(self.module)
         parameters.register(self)
 
+    def __repr__(self) -> str:
+        """Such as `Engine(Net, 1,234 parameters, ZeRO stage 2, bf16, 4 ranks, step 10)`."""
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        size = f"{self.count_parameters()[0]:,} parameters"
+        about = f"ZeRO stage {self.zero_stage}, {self.precision.name}, {ranks}, step {self.global_steps}"
+        return f"{type(self).__name__}({type(self.module).__name__}, {size}, {about})"
+
     @property
     def module(self) -> nn.Module:
         """The model itself, sharded or cast in place."""
@@ -86,9 +105,14 @@ class Engine(Readings, Saving):
         return self.world.device
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether the model, or its blocks, are compiled: by the config, or by `compile` of the model."""
-        return self.spec.compile.enabled or self.module._compiled_call_impl is not None
+    def global_rank(self) -> int:
+        """This process's rank among all ranks of the job."""
+        return self.world.everyone.rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks of the job; `world` says how they are divided."""
+        return self.world.everyone.size
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -145,15 +169,6 @@ class Engine(Readings, Saving):
         """Has the next optimizer step divide its gradients by `by` (scalar, the same on all ranks), before clipping."""
         self._divisor = by
 
-    def _backward_epilogue(self) -> None:
-        """DeepSpeed's call after a backward pass over several engines: reduces what is still this rank's alone."""
-        if self.rhythm.boundary and self._syncs:
-            self.strategy.reduce_gradients()
-
-    def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Reduces now what backward passes have not; buckets are the strategy's matter."""
-        self.strategy.reduce_gradients()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside leave gradients on their rank, at any stage; those of a later one go with them.
@@ -167,14 +182,6 @@ class Engine(Readings, Saving):
             yield
         finally:
             self._syncs = True
-
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backward passes inside, whose gradients are reduced once, at the end. `step` comes after it."""
-        self.rhythm.require_managed("coalesce_grad_reduction()")
-        with self.no_sync():
-            yield
-        self.strategy.reduce_gradients()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Ends a micro step; at the boundary steps the optimizer and the schedule (`lr_kwargs`: for its `step`).
@@ -203,12 +210,12 @@ class Engine(Readings, Saving):
         if self.optimizer is None:
             raise UsageError("step() needs an optimizer: name one in the config, or give one to initialize()")
         # First what the last step left open: if the device skipped it, the schedule is one step ahead.
-        self.settle()
+        self._settle()
         self.strategy.reduce_gradients()
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
         # Gradients stay scaled until here: clip computes the norm, unscales and clips in one multiplication.
-        scale = self.loss_scale() / self.gradient_factor
+        scale = self.loss_scale() / self.strategy.gradient_factor
         self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, scale, self._divisor)
         self._divisor = None
         if self._skips and self._scaler is None and can_decide(self.optimizer):
@@ -246,42 +253,6 @@ class Engine(Readings, Saving):
         """Drops all gradients, those that are still being accumulated too."""
         self.strategy.drop_gradients()
 
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Any = None,
-        num_local_io_workers: int | None = None,
-    ) -> Epochs:
-        """A loader of this rank's micro batches, an epoch each time it is iterated over; shuffled for `route` train.
-
-        A `dataset` that is a loader already, such as torch's DataLoader, is used as it is.
-        """
-        if data_sampler is not None:
-            raise UsageError("deepspeed_io takes no sampler", hint="make a torch DataLoader with it, on each rank")
-        size = batch_size or self.rhythm.micro_batch
-        if is_loader(dataset):
-            if collate_fn is not None:
-                raise UsageError("training_data is a loader, which makes its own batches", hint="leave collate_fn out")
-            key, seed = "train_micro_batch_size_per_gpu", self.spec.trainer.seed
-            given = take_loader(dataset, micro_batch=size, world=self.world, seed=seed, name="training_data", key=key)
-            return Epochs(given, size * self.world.data_size)
-        loader = TrainingLoader(
-            dataset,
-            micro_batch=size,
-            world=self.world,
-            seed=self.spec.trainer.seed,
-            shuffle=route == "train",
-            collate=collate_fn,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory,
-            name="training_data",
-        )
-        return Epochs(loader, size * self.world.data_size)
-
     def train(self, mode: bool = True) -> Engine:
         """As nn.Module.train."""
         self.module.train(mode)
@@ -290,10 +261,6 @@ class Engine(Readings, Saving):
     def eval(self) -> Engine:
         """As nn.Module.eval."""
         return self.train(False)
-
-    def empty_partition_cache(self) -> None:
-        """Frees what forward passes have gathered."""
-        self.strategy.free_gathered()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Moves state to the host to make room on the device, until `reload_states`: see `residence.offload`."""
@@ -318,4 +285,13 @@ class Engine(Readings, Saving):
             try:
                 return getattr(self.strategy.module, name)
             except AttributeError:
-                raise AttributeError(f"neither the engine nor its model has an attribute {name!r}") from None
+                raise AttributeError(self._explain(name)) from None
+
+    def _explain(self, name: str) -> str:
+        """A message for whoever asks for an attribute that neither the engine nor its model has."""
+        kind, model = type(self).__name__, type(self.strategy.module).__name__
+        instead = f"; use engine.{OWN_WORDS[name]}" if name in OWN_WORDS else ""
+        return (
+            f"neither {kind} nor its model {model} has an attribute {name!r}{instead}. "
+            "The engine that dsjob.deepspeed.initialize returns has all of DeepSpeed's names"
+        )

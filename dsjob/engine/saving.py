@@ -9,40 +9,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.checkpoint.live import export
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.state import TrainingState, persistent_buffers
 from dsjob.checkpoint.pretrained.configuration import describe_pretrained
-from dsjob.compute.loss_scale import LossScaler
-from dsjob.engine.rhythm import Rhythm
-from dsjob.engine.settings import Settings
+from dsjob.compute.precision import Precision
+from dsjob.contract.paths import get_at
+from dsjob.engine.readings import Readings
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
 from dsjob.optim.shards import own_part, whole
-from dsjob.parallel import Strategy
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.mesh import World
 
 
-class Saving(Settings):
+class Saving(Readings):
     """The part of an engine that saves and loads. Every rank must call each of these methods."""
 
-    strategy: Strategy
-    rhythm: Rhythm
-    optimizer: Optimizer | None
+    config: Mapping[str, Any]
+    world: World
+    precision: Precision
     lr_scheduler: LRScheduler | None
-    _scaler: LossScaler | None
     _aliases: dict[str, str]
-
-    def settle(self) -> None:
-        """As `Readings.settle`, which an engine has."""
-        raise NotImplementedError
 
     def state(self) -> TrainingState:
         """What a checkpoint of this engine holds; loading writes into the same tensors."""
-        self.settle()
+        self._settle()
         return TrainingState(
             weights=self.strategy.weights(),
             buffers=persistent_buffers(self.strategy.module),
@@ -57,12 +51,12 @@ class Saving(Settings):
 
     def counters(self) -> dict[str, int]:
         """The counters that a checkpoint keeps."""
-        self.settle()
+        self._settle()
         return self.rhythm.counts()
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Continues counting where a checkpoint left off; accumulation starts at the beginning of a step."""
-        self.settle()
+        self._settle()
         self.rhythm.restore(counters)
         self.strategy.drop_gradients()
         self.strategy.finish_step()
@@ -178,8 +172,6 @@ class Saving(Settings):
         export.save_model(url, state, dtype=self.precision.compute, writes=self.world.data_rank == 0)
         return True
 
-    save_fp16_model = save_16bit_model
-
     def module_state_dict(
         self,
         destination: MutableMapping[str, Tensor] | None = None,
@@ -232,7 +224,7 @@ class Saving(Settings):
         everyone = self.world.everyone
         tags = all_gather(everyone, tag)
         if len(set(tags)) > 1:
-            mode = str(self.checkpoint_tag_validation()).lower()
+            mode = str(get_at(self.config, ("checkpoint", "tag_validation"))).lower()
             message = f"ranks save under different tags: {', '.join(sorted(set(tags)))}"
             if mode == "fail":
                 raise CheckpointError(message, hint="give the same tag on every rank")

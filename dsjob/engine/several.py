@@ -43,9 +43,10 @@ class Engines(Mapping[str, Engine]):
             kept = {key: counters.get(f"{name}.{key}") for key in engine.counters()}
             engine.restore_counters({key: count for key, count in kept.items() if count is not None})
 
-    def zero_optimization_stage(self) -> int:
+    @property
+    def zero_stage(self) -> int:
         """The ZeRO stage of the first."""
-        return self.first.zero_optimization_stage()
+        return self.first.zero_stage
 
     def train(self) -> None:
         """Those with an optimizer in training mode, the others in evaluation mode."""

@@ -26,10 +26,6 @@ class Owner(Protocol):
     strategy: Strategy
     optimizer: Optimizer | None
 
-    @property
-    def gradient_factor(self) -> int:
-        """What its step multiplies reduced gradients by."""
-
 
 class Owned(NamedTuple):
     """A parameter of an engine, by its name there."""
@@ -119,7 +115,7 @@ def _read_gradient(parameter: Tensor, part: Callable[[Tensor], Tensor], *, own: 
 def _find_factor(parameter: Tensor) -> int:
     """How many times its tensor a gradient is: ranks are averaged, where their sum was asked for too."""
     owned = find_owned(parameter)
-    return owned.owner.gradient_factor if owned is not None else 1
+    return owned.owner.strategy.gradient_factor if owned is not None else 1
 
 
 @torch.no_grad()

@@ -50,6 +50,7 @@ class Strategy:
     masters: dict[str, nn.Parameter]
     copies: Masters | None = None  # where masters are no parameters of the model
     optimizer: Optimizer | None = None  # the engine's, once it is made
+    gradient_factor: int = 1  # what a step multiplies reduced gradients by: the ranks for gradient_allreduce_op "sum"
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world

@@ -25,8 +25,7 @@ from dsjob.contract.models import is_trainable
 from dsjob.contract.paths import Path
 from dsjob.contract.resolved import ResolvedJob, ResolvedModel
 from dsjob.contract.spec import Checkpoint, JobSpec, Target, Trainer
-from dsjob.engine.build import build_engine
-from dsjob.engine.engine import Engine
+from dsjob.engine.choice import build_job_engine
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, DataError
 from dsjob.optim.schedules import settle_length
@@ -68,8 +67,8 @@ def build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
     return models
 
 
-def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> tuple[World, Any]:
-    """The world as `trainer.mpu` divides it, and that model-parallel unit; None without one. A collective with one.
+def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> World:
+    """The world as `trainer.mpu` divides it. A collective with one.
 
     Raises UsageError, ContractError.
     """
@@ -90,7 +89,7 @@ def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> tuple[World, Any]
             f"trainer.mpu says that some ranks build no loader, and there is no {missing[0]} to do without a batch",
             hint=f"{missing[0]}: {{_target_: my_module.step}} is called with (engines, None) there",
         )
-    return divided, mpu
+    return divided
 
 
 def build_engines(
@@ -100,33 +99,27 @@ def build_engines(
     trust: Trust,
     *,
     steps: int | None = None,
-    mpu: Any = None,
 ) -> Engines:
     """An engine around each model, which moves to the device and is spread over the ranks. A collective.
 
     `steps`: optimizer steps of the whole run, for the length of schedules; None for engines that do not train, which
-    have no optimizer and no schedule and are dsjob's own. `mpu`: see `divide_ranks`. Raises UsageError, TargetError.
+    have no optimizer and no schedule and are dsjob's own. Raises UsageError, TargetError.
     """
     engines = {}
     for name, model in models.items():
         with placing_section(job.document, name):
-            engines[name] = _build_engine(model, job.models[name], world, trust, steps, mpu)
+            engines[name] = build_job_engine(model, _settle(job.models[name], steps), world, trust=trust)
     return Engines(engines)
 
 
-def _build_engine(
-    model: nn.Module, resolved: ResolvedModel, world: World, trust: Trust, steps: int | None, mpu: Any
-) -> Engine:
-    spec, config = resolved.spec, resolved.config
+def _settle(model: ResolvedModel, steps: int | None) -> ResolvedModel:
+    """The model's job once the length of the run is known; without an optimizer where nothing is trained."""
+    spec = model.spec
     if steps is None:
-        spec = dataclasses.replace(spec, optimizer=None, scheduler=None)
+        spec = dataclasses.replace(spec, optimizer=None, scheduler=None, engine="dsjob")
     elif spec.scheduler is not None:
         spec = dataclasses.replace(spec, scheduler=settle_length(spec.scheduler, steps))
-    if steps is None or spec.engine == "dsjob":
-        return build_engine(model, spec, world, trust=trust, config=config, mpu=mpu)
-    from dsjob.engine import driven
-
-    return driven.build_engine(model, spec, world, trust=trust, config=config, document=resolved.sections)
+    return dataclasses.replace(model, spec=spec)
 
 
 def count_steps(trainer: Trainer, samples: int | None) -> int:
@@ -148,7 +141,8 @@ def build_loss(spec: JobSpec, world: World, trust: Trust) -> LossFunction | None
 
 def build_averaging(spec: JobSpec, engines: Engines) -> Averaging:
     """How much each batch counts in a mean: by its targets, or alike."""
-    by_targets = spec.trainer.loss_average == "targets" and spec.engine == "dsjob" and spec.trainer.step is None
+    by_targets = spec.trainer.loss_average == "targets" and spec.trainer.step is None
+    by_targets = by_targets and engines.first.divides_gradients
     return Averaging(engines.first.world, by_targets=by_targets, shifts=shifts_labels(engines.first.module))
 
 

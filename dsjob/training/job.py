@@ -96,14 +96,14 @@ def _count_epochs(run: Run) -> float | None:
 def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust) -> tuple[Run, Loaded | None]:
     """All that takes part in training, and the checkpoint that it resumes from; None where it starts from scratch."""
     spec = job.spec
-    world, mpu = build.divide_ranks(spec, world, trust)
+    world = build.divide_ranks(spec, world, trust)
     models = build.build_models(job, trust)
     collate = build_collate(spec, trust)
     loader = build_training_data(spec, world, collate, trust)
     share_samples(loader, world)
     evaluated = build_evaluation_data(spec, world, collate, trust)
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
-    engines = build.build_engines(models, job, world, trust, steps=steps, mpu=mpu)
+    engines = build.build_engines(models, job, world, trust, steps=steps)
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on
     loss = build.build_loss(spec, world, trust)
     callbacks = build.build_callbacks(spec, trust)

@@ -134,7 +134,7 @@ def _train(run: Run, occasions: Occasions) -> None:
 def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
     """One optimizer step; the meter gets its scalars, the means over this rank's micro batches."""
     engine, before = run.engine, run.step
-    micro_steps = engine.gradient_accumulation_steps()
+    micro_steps = engine.rhythm.accumulation
     sums: dict[str, Tensor] = {}
     for given, part in run.averaging.read(batches, micro_steps):
         batch = to_device(given, engine.device)

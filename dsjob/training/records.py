@@ -98,7 +98,7 @@ def record(run: Run, meter: Meter) -> None:
         "loss": sum(finite) / len(finite) if finite else math.nan,
         "lr": engine.last_lr[0],
         "grad_norm": norm,
-        "samples_per_second": steps * engine.train_batch_size() / seconds,
+        "samples_per_second": steps * engine.rhythm.train_batch / seconds,
         "tokens_per_second": tokens * world.data_size / seconds,
         "eta_seconds": meter.estimate(steps, run.max_steps - run.step),
     }

@@ -59,7 +59,7 @@ def _describe_engine(engine: Engine) -> Rows:
         ("model", f"{path}, {shorten(total)} parameters{share}"),
         ("precision", _describe_precision(engine)),
         ("ZeRO", f"stage {stage}{alone}{_ON_HOST[spec.zero_optimization.offload]}"),
-        *([("engine", "DeepSpeed's")] if isinstance(spec, JobSpec) and spec.engine == "deepspeed" else []),
+        *([("engine", f"{engine.driver}'s")] if engine.driver else []),
         *_describe_blocks(spec),
     ]
     if engine.optimizer is not None:
@@ -82,7 +82,7 @@ def _describe_blocks(spec: EngineSpec) -> Rows:
 
 
 def _describe_precision(engine: Engine) -> str:
-    scale = f", {'dynamic' if engine.dynamic_loss_scale() else 'static'} loss scale {engine.loss_scale():g}"
+    scale = f", {'static' if engine.spec.fp16.loss_scale else 'dynamic'} loss scale {engine.loss_scale():g}"
     if engine.precision.autocast is not None:
         return f"fp32, autocast to {name_dtype(engine.precision.autocast)}" + scale * engine.precision.needs_scale
     low = engine.precision.name != "fp32"

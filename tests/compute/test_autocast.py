@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ADAMW, build_net, make_engine, make_tokens
+from engines import ADAMW, build_net, make_deepspeed_engine, make_engine, make_tokens
 from net import Net
 from torch import nn
 
 import dsjob
 from dsjob.compute.autocast import find_safe_modules
-from dsjob.engine.torch_autocast import (
+from dsjob.deepspeed.runtime.torch_autocast import (
     get_autocast_dtype,
     get_default_autocast_lower_precision_modules,
     has_autocast_dtype,
@@ -67,7 +67,7 @@ def test_the_engine_answers_under_deepspeeds_names(name: str) -> None:
     [("half", torch.float16, True), (None, torch.bfloat16, False), ("fp32", None, False), ("torch.float", None, False)],
 )
 def test_the_dtype_by_its_names(name: str | None, dtype: torch.dtype | None, scaled: bool) -> None:
-    engine = make_engine(0, torch_autocast={"enabled": True, **({"dtype": name} if name else {})})
+    engine = make_deepspeed_engine(0, torch_autocast={"enabled": True, **({"dtype": name} if name else {})})
     assert get_autocast_dtype(engine) == dtype
     assert engine.dynamic_loss_scale() == scaled
 

@@ -31,7 +31,7 @@ def test_the_four_results_are_those_of_deepspeed() -> None:
     assert engine.lr_scheduler is scheduler is not None
     assert loader is not None
     assert next(iter(loader))[0].shape == (4, 3)
-    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4, 4)
+    assert (engine.rhythm.train_batch, engine.rhythm.micro_batch) == (4, 4)
 
 
 @pytest.mark.parametrize("as_object", [True, False], ids=["objects", "callables"])
@@ -73,7 +73,7 @@ def test_accumulation_steps_at_the_boundary_alone() -> None:
     x, y = make_tokens(0, 2)
     seen = []
     for _ in range(6):
-        seen.append((engine.is_gradient_accumulation_boundary(), engine.global_steps, engine.micro_steps))
+        seen.append((engine.is_gradient_accumulation_boundary(), engine.global_steps, engine.rhythm.micro_steps))
         loss = engine(x, y)
         assert engine.backward(loss).item() == pytest.approx(loss.item() / 3)
         engine.step()
@@ -130,7 +130,7 @@ def test_configs_come_from_files_dicts_and_arguments(tmp_path: Path) -> None:
     parser = dsjob.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
     for given in ({"config": str(path)}, {"config": CONFIG}, {"config_params": CONFIG}, {"args": args}):
-        assert dsjob.initialize(model=build_net(), **given)[0].train_batch_size() == 4  # type: ignore[arg-type]
+        assert dsjob.initialize(model=build_net(), **given)[0].rhythm.train_batch == 4  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="given twice"):
         dsjob.initialize(args=args, model=build_net(), config=CONFIG)
 
@@ -197,9 +197,9 @@ def test_a_training_config_is_a_config() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConfigWarning)  # of no key that nobody has given
         engine = dsjob.initialize(model=build_net(), config=given)[0]
-    assert (engine.train_batch_size(), engine.zero_optimization_stage()) == (4, 1)
+    assert (engine.rhythm.train_batch, engine.zero_stage) == (4, 1)
     parts = {"train_batch_size": 4, "optimizer": ADAMW, "bf16": BF16Config(enabled=True)}
-    assert dsjob.initialize(model=build_net(), config=parts)[0].bfloat16_enabled()
+    assert dsjob.initialize(model=build_net(), config=parts)[0].spec.bf16.enabled
     mixed = TrainingConfig(batch={"train_batch_size": 4}, fp16={"enabled": True}, bf16={"enabled": True})
     with pytest.raises(ConfigError, match=r"fp16"):
         dsjob.initialize(model=build_net(), config=mixed)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import make_engine, make_tokens, whole_state
+from engines import make_deepspeed_engine, make_tokens, whole_state
 from ranks import run_ranks
 
-from dsjob.engine.engine import Engine
+from dsjob.deepspeed import DeepSpeedEngine
 from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
 
@@ -27,13 +27,13 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def build(stage: int, *, managed: bool, **config: Any) -> Engine:
-    return make_engine(stage, accumulation=4, managed_gradient_accumulation=managed, **config)
+def build(stage: int, *, managed: bool, **config: Any) -> DeepSpeedEngine:
+    return make_deepspeed_engine(stage, accumulation=4, managed_gradient_accumulation=managed, **config)
 
 
-def train(engine: Engine, *, own: bool, counts: tuple[int, ...] = COUNTS) -> tuple[list[float], list[int]]:
+def train(engine: DeepSpeedEngine, *, own: bool, counts: tuple[int, ...] = COUNTS) -> tuple[list[float], list[int]]:
     """Norms and samples so far of each step. `own`: backward passes are the program's."""
-    managed = engine.managed_gradient_accumulation()
+    managed = engine.rhythm.managed
     norms, samples = [], []
     for step, count in enumerate(counts):
         x, y = make_tokens(step, 2 * count * engine.world.data_size)

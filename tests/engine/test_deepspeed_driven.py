@@ -20,9 +20,9 @@ from machine import lacks_fp16
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from dsjob.contract.spec import JobSpec, view
-from dsjob.document.resolve import complete_config
-from dsjob.engine.build import build_engine
+from dsjob.contract.models import SOLE
+from dsjob.document.resolve import complete_job
+from dsjob.engine.choice import build_job_engine
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
@@ -66,13 +66,7 @@ def make_engine(
         **{"optimizer": ADAMW, "zero_optimization": zero, "engine": engine, **sections},
     )
     resolved = resolve(document, world_size=world.data_size)
-    spec = view(JobSpec, resolved)
-    model, config = net or build_net(), complete_config(resolved, spec)
-    if engine == "dsjob":
-        return build_engine(model, spec, world, config=config)
-    from dsjob.engine import driven
-
-    return driven.build_engine(model, spec, world, trust=Trust(), config=config, document=resolved)
+    return build_job_engine(net or build_net(), complete_job(resolved).models[SOLE], world, trust=Trust())
 
 
 def can_run(name: str) -> bool:

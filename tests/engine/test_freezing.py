@@ -82,7 +82,7 @@ def train_engine(world: World, case: str, stage: int, bf16: bool) -> list[dict[s
         rows, targets = (tokens.chunk(world.data_size)[world.data_rank] for tokens in (x, y))
         engine.backward(engine(rows, targets))
         engine.step()
-        if engine.micro_steps % ACCUMULATION == 0:
+        if engine.rhythm.micro_steps % ACCUMULATION == 0:
             found.append({n.removeprefix("model."): t.clone() for n, t in whole_state(engine).items()})
 
     train(case, pass_over, lambda trained: act(case, engine, trained))

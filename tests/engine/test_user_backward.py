@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import build_net, make_engine, make_tokens, train_by_hand, whole_state
+from engines import build_net, make_tokens, train_by_hand, whole_state
+from engines import make_deepspeed_engine as make_engine
 from ranks import run_ranks
 from torch import Tensor, nn
 
-import dsjob
-from dsjob.engine.engine import Engine
+import dsjob.deepspeed as deepspeed
+from dsjob.deepspeed import DeepSpeedEngine
 from dsjob.errors import UsageError
 from dsjob.parallel.parameters import safe_get_full_grad, safe_update_full_grad_vectorized
 from dsjob.ranks.mesh import World
@@ -21,23 +22,23 @@ from dsjob.ranks.mesh import World
 pytestmark = pytest.mark.slow
 
 ROWS, STEPS = 12, 3
-Way = Callable[[Engine, list[tuple[Tensor, Tensor]]], None]
+Way = Callable[[DeepSpeedEngine, list[tuple[Tensor, Tensor]]], None]
 FP16 = {"enabled": True, "initial_scale_power": 6}
 
 
-def by_engine(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
+def by_engine(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
     for x, y in parts:
         engine.backward(engine(x, y))
         engine.step()
 
 
-def by_user(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
+def by_user(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
     for x, y in parts:
         engine.scale(engine(x, y)).backward()
         engine.step()
 
 
-def two_passes_then_one_backward(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
+def two_passes_then_one_backward(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
     for x, y in parts:
         half = len(x) // 2
         losses = [engine(x[:half], y[:half]), engine(x[half:], y[half:])]
@@ -46,7 +47,7 @@ def two_passes_then_one_backward(engine: Engine, parts: list[tuple[Tensor, Tenso
         engine.step()
 
 
-def two_passes_then_two_backwards(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
+def two_passes_then_two_backwards(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
     for x, y in parts:
         half = len(x) // 2
         losses = [engine(x[:half], y[:half]), engine(x[half:], y[half:])]
@@ -55,7 +56,7 @@ def two_passes_then_two_backwards(engine: Engine, parts: list[tuple[Tensor, Tens
         engine.step()
 
 
-def without_sync(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
+def without_sync(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
     for x, y in parts:
         half = len(x) // 2
         with engine.no_sync():
@@ -64,7 +65,7 @@ def without_sync(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
         engine.step()
 
 
-def coalesced(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
+def coalesced(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
     for x, y in parts:
         half = len(x) // 2
         with engine.coalesce_grad_reduction():
@@ -73,7 +74,7 @@ def coalesced(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
         engine.step()
 
 
-def boundary_moved_after_forward(engine: Engine, parts: list[tuple[Tensor, Tensor]]) -> None:
+def boundary_moved_after_forward(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
     """As accelerate drives it: the boundary is known when backward begins."""
     engine.set_gradient_accumulation_boundary(False)
     for number, (x, y) in enumerate(parts, start=1):
@@ -98,7 +99,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-def train(engine: Engine, way: Way) -> dict[str, Tensor]:
+def train(engine: DeepSpeedEngine, way: Way) -> dict[str, Tensor]:
     world, accumulation = engine.world, engine.gradient_accumulation_steps()
     part = ROWS // world.data_size // accumulation
     for step in range(STEPS):
@@ -171,7 +172,7 @@ def train_together(world: World, stages: tuple[int, int]) -> list[Tensor]:
             "zero_optimization": {"stage": stage},
             "gradient_clipping": 0.0,
         }
-        engines.append(dsjob.initialize(model=Pair(), config=config)[0])
+        engines.append(deepspeed.initialize(model=Pair(), config=config)[0])
     for step in range(3):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
         losses = [engine(x[2 * world.data_rank : 2 * world.data_rank + 2])[0] for engine in engines]
@@ -208,7 +209,7 @@ def test_an_output_that_another_one_is_computed_from_is_divided_once() -> None:
     def gradient(accumulation: int) -> Tensor:
         torch.manual_seed(0)
         config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation}
-        engine = dsjob.initialize(model=Pair(), config=config)[0]
+        engine = deepspeed.initialize(model=Pair(), config=config)[0]
         loss, outputs = engine(torch.ones(2, 4))
         (loss + outputs.sum()).backward()
         return engine.module.linear.weight.grad  # type: ignore[union-attr,return-value]

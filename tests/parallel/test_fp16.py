@@ -40,7 +40,7 @@ class Spiky(nn.Module):
 
 
 def spike(engine: Engine, factor: float) -> None:
-    for _ in range(engine.gradient_accumulation_steps()):
+    for _ in range(engine.rhythm.accumulation):
         engine.backward(engine(torch.ones(2, 4) * 0.5, factor))
         engine.step()
 
@@ -239,7 +239,7 @@ def test_gradients_are_unscaled_before_the_norm_and_clipping() -> None:
         each.step()
     assert engine.get_global_grad_norm() == pytest.approx(plain.get_global_grad_norm(), rel=1e-3)
     assert engine.get_global_grad_norm() > 0.1
-    assert (engine.loss_scale(), engine.dynamic_loss_scale(), plain.loss_scale()) == (1000.0, False, 1.0)
+    assert (engine.loss_scale(), plain.loss_scale()) == (1000.0, 1.0)
 
 
 def test_scale_is_for_a_backward_pass_of_the_callers_own() -> None:

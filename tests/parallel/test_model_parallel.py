@@ -14,9 +14,9 @@ from tensor_parallel import DeepSpeedUnit, ParallelNet, Unit, build_part, build_
 from torch import Tensor, nn
 
 import dsjob
-from dsjob import checkpointing
+from dsjob import checkpointing, deepspeed
+from dsjob.deepspeed import DeepSpeedEngine
 from dsjob.deepspeed.utils import groups
-from dsjob.engine.engine import Engine
 from dsjob.errors import CheckpointError, UsageError
 from dsjob.parallel import zero
 from dsjob.ranks.mesh import World
@@ -36,14 +36,14 @@ def make_config(stage: int, clip: float = 1.0, **more: Any) -> dict[str, Any]:
     return {**sizes, "optimizer": ADAM, **shape, **more}
 
 
-def make_engine(unit: Unit, stage: int, clip: float = 1.0, **more: Any) -> Engine:
-    return dsjob.initialize(model=build_part(unit), config=make_config(stage, clip, **more), mpu=unit)[0]
+def make_engine(unit: Unit, stage: int, clip: float = 1.0, **more: Any) -> DeepSpeedEngine:
+    return deepspeed.initialize(model=build_part(unit), config=make_config(stage, clip, **more), mpu=unit)[0]
 
 
-def train(engine: Engine, steps: range = range(STEPS)) -> tuple[list[float], list[float]]:
+def train(engine: DeepSpeedEngine, steps: range = range(STEPS)) -> tuple[list[float], list[float]]:
     """Losses of the whole batches (the mean over data-parallel ranks is the caller's) and norms."""
     losses, norms = [], []
-    accumulation = engine.gradient_accumulation_steps()
+    accumulation = engine.rhythm.accumulation
     for step in steps:
         x, y = make_rows(step, ROWS)
         own = [part.chunk(accumulation * engine.world.data_size) for part in (x, y)]
@@ -59,7 +59,7 @@ def train(engine: Engine, steps: range = range(STEPS)) -> tuple[list[float], lis
     return losses, norms
 
 
-def read(engine: Engine) -> dict[str, Tensor]:
+def read(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     return {n: t for n, t in engine.module_state_dict().items() if not n.endswith("seen")}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import make_engine, whole_state
+from engines import make_deepspeed_engine, whole_state
 from ranks import run_ranks
 from safetensors.torch import load_file
 from simulated_cuda import find_device
@@ -13,7 +13,7 @@ from simulated_cuda.build import build, find_obstacle
 from torch import Tensor, nn
 
 from dsjob.checkpoint.offline.convert import convert
-from dsjob.engine.engine import Engine
+from dsjob.deepspeed import DeepSpeedEngine
 from dsjob.parallel import parameters, zero
 from dsjob.ranks.mesh import World
 
@@ -54,7 +54,7 @@ class Clip(nn.Module):
         return nn.functional.cross_entropy(logits.float(), torch.arange(len(x), device=x.device))
 
 
-def train(engine: Engine, first: int, steps: int) -> list[float]:
+def train(engine: DeepSpeedEngine, first: int, steps: int) -> list[float]:
     """The losses of this rank's micro steps, and the norms of the steps."""
     found = []
     for step in range(first, first + steps):
@@ -75,12 +75,12 @@ def make(
     options: dict[str, Any] | None = None,
     net: nn.Module | None = None,
     **config: Any,
-) -> Engine:
+) -> DeepSpeedEngine:
     if precision == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 8}
     if precision == "autocast":
         config["torch_autocast"] = {"enabled": True, "dtype": "bf16"}
-    return make_engine(
+    return make_deepspeed_engine(
         stage,
         net=net or Clip(),
         accumulation=2,

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dsjob
+import dsjob.deepspeed as deepspeed
+from dsjob.deepspeed import DeepSpeedEngine
 from dsjob.engine.engine import Engine
 
 FIXTURES = Path(__file__).parent.parent / "data" / "deepspeed_losses"
@@ -31,26 +33,28 @@ def read_fixture(name: str) -> Any:
     return json.loads((FIXTURES / name).read_text())
 
 
-def make_engine(
-    stage: int,
-    *,
-    net: nn.Module | None = None,
-    accumulation: int = 1,
-    bf16: bool | dict[str, Any] = False,
-    **config: Any,
-) -> Engine:
-    """An engine at a ZeRO stage."""
-    return dsjob.initialize(
-        model=net or build_net(),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": accumulation,
-            "optimizer": ADAMW,
-            "zero_optimization": {"stage": stage},
-            "bf16": bf16 if isinstance(bf16, dict) else {"enabled": bf16},
-            **config,
-        },
-    )[0]
+def make_engine(stage: int, *, net: nn.Module | None = None, **config: Any) -> Engine:
+    """An engine at a ZeRO stage; `config` as in `make_config`."""
+    return dsjob.initialize(model=net or build_net(), config=make_config(stage, **config))[0]
+
+
+def make_deepspeed_engine(stage: int, *, net: nn.Module | None = None, **config: Any) -> DeepSpeedEngine:
+    """The same with DeepSpeed's names."""
+    return deepspeed.initialize(model=net or build_net(), config=make_config(stage, **config))[0]
+
+
+def make_config(
+    stage: int, *, accumulation: int = 1, bf16: bool | dict[str, Any] = False, **config: Any
+) -> dict[str, Any]:
+    """A DeepSpeed config with micro batches of 2."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": ADAMW,
+        "zero_optimization": {"stage": stage},
+        "bf16": bf16 if isinstance(bf16, dict) else {"enabled": bf16},
+        **config,
+    }
 
 
 def make_tokens(step: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +66,7 @@ def make_tokens(step: int, rows: int) -> tuple[Tensor, Tensor]:
 
 def train_engine(engine: Engine, first: int, steps: int, rows: int = 12) -> list[float]:
     """Trains on this rank's rows of each global batch; this rank's mean loss of each step."""
-    world, accumulation = engine.world, engine.gradient_accumulation_steps()
+    world, accumulation = engine.world, engine.rhythm.accumulation
     part = rows // world.data_size // accumulation
     losses = []
     for step in range(first, first + steps):

@@ -60,7 +60,7 @@ def uneven(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
     loss = F.mse_loss(engines["student"](**batch), batch["y"])
     engines["student"].backward(loss)
     engines["student"].step()
-    if engines["student"].micro_steps % 4 == 1:
+    if engines["student"].rhythm.micro_steps % 4 == 1:
         other = F.mse_loss(engines["teacher"](**batch), batch["y"])
         engines["teacher"].backward(other)
         engines["teacher"].step()
@@ -78,7 +78,7 @@ def named_as_lr(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
 
 def now_and_then(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:
     found = step(engines, batch)
-    return {**found, "extra": 1.0} if engines["student"].micro_steps % 2 else found
+    return {**found, "extra": 1.0} if engines["student"].rhythm.micro_steps % 2 else found
 
 
 def in_another_order(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> Any:

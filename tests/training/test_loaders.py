@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dsjob
+import dsjob.deepspeed
 from dsjob import storage
 from dsjob.document.resolve import complete_job
 from dsjob.errors import DataError
@@ -175,7 +176,7 @@ CONFIG = {
 
 
 def test_initialize_takes_a_loader_as_it_is() -> None:
-    engine, _, loader, _ = dsjob.initialize(
+    engine, _, loader, _ = dsjob.deepspeed.initialize(
         model=torch.nn.Linear(8, 1), training_data=make_loader(batch_size=4), config=CONFIG
     )
     assert loader is not None

@@ -18,6 +18,7 @@ from dsjob.compute.calls import call_model, find_loss
 from dsjob.contract.spec import JobSpec, Target, view
 from dsjob.document.compose import compose
 from dsjob.engine.build import build_engine
+from dsjob.engine.engine import Engine
 from dsjob.errors import TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.planning.fit import Job
@@ -49,7 +50,7 @@ def look(spec: JobSpec) -> Activations:
 def run_forward(spec: JobSpec) -> int:
     """Bytes that torch's allocator has given out for a real micro batch of the job, when its forward pass has ended."""
     world = join_world(device="cpu")
-    engine = build_engine(call_target(spec.model), spec, world)
+    engine = build_engine(call_target(spec.model), spec, world, kind=Engine)
     batch = next(iter(load_data(spec, 1)))
     with Ledger() as ledger:
         ledger.mark("before")
@@ -89,7 +90,7 @@ def reach_peak(spec: JobSpec) -> int:
     loader = load_data(spec, 1)
     batches = [batch for batch, _ in zip(loader, range(2), strict=False)]
     with Ledger() as ledger:
-        engine = build_engine(call_target(spec.model), spec, join_world(device="cpu"))
+        engine = build_engine(call_target(spec.model), spec, join_world(device="cpu"), kind=Engine)
         for batch in batches:
             engine.backward(find_loss(call_model(engine, batch), batch, None).mean)
             engine.step()

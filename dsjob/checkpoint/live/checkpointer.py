@@ -241,7 +241,7 @@ class Checkpointer:
             "tag": tag,
             "step": engine.counters()["global_steps"],
             "world_size": self._everyone.size,
-            "zero_stage": engine.zero_optimization_stage(),
+            "zero_stage": engine.zero_stage,
             "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
             **({"models": plain["models"]} if plain["models"] else {}),
             **({"model_ranks": self._model.size} if self._model.size > 1 else {}),

@@ -13,9 +13,9 @@ from dsjob.contract.bounds import check_values
 from dsjob.contract.check import check_shape
 from dsjob.contract.paths import get_at
 from dsjob.contract.rules import RULES
+from dsjob.deepspeed.settings import Settings
 from dsjob.document.resolve import complete_config, resolve_config
 from dsjob.engine.build import read_config
-from dsjob.engine.settings import Settings
 from dsjob.errors import ConfigError
 from dsjob.ranks.mpu import read_data_ranks
 

@@ -1,5 +1,128 @@
-"""`deepspeed.runtime.engine`."""
+"""`deepspeed.runtime.engine`: the engine with all of DeepSpeed's names, for programs that call them."""
 
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from dsjob.data import Epochs
+from dsjob.deepspeed.settings import Settings
+from dsjob.engine.batches import load_batches
 from dsjob.engine.engine import Engine
+from dsjob.errors import UsageError
 
-DeepSpeedEngine = Engine
+
+class DeepSpeedEngine(Settings, Engine):
+    """An `Engine` with DeepSpeed's getters, setters and older names. Made by `dsjob.deepspeed.initialize`."""
+
+    sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
+    client_lr_scheduler: Any = None  # the schedule, or the callable that made it, that a program gave to `initialize`
+    mpu: Any = None  # what a program gave to `initialize` to divide the ranks
+    training_dataloader: Epochs | None = None  # made of the `training_data` that a program gave to `initialize`
+
+    @property
+    def basic_optimizer(self) -> Optimizer | None:
+        """The optimizer: there is no wrapper around it."""
+        return self.optimizer
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or its blocks, are compiled: by the config, or by `compile` of the model."""
+        return self.spec.compile.enabled or self.module._compiled_call_impl is not None
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step` so far."""
+        return self.rhythm.micro_steps
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """An empty dict, as in DeepSpeed without `wall_clock_breakdown`, which has no effect here."""
+        return {}
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self._scaler is not None and self._scaler.dynamic
+
+    def train_batch_size(self) -> int:
+        """Samples in one optimizer step, over all ranks."""
+        return self.rhythm.train_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples in one forward pass of one rank."""
+        return self.rhythm.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backward passes in one optimizer step."""
+        return self.rhythm.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Train batch, micro batch and accumulation steps."""
+        return self.rhythm.train_batch, self.rhythm.micro_batch, self.rhythm.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another train batch, by another number of accumulation steps. Raises UsageError for no multiple of one."""
+        self.rhythm.set_train_batch(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another micro batch, and with the same number of accumulation steps another train batch."""
+        self.rhythm.micro_batch = micro_batch_size
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of each parameter group: `betas`, or `momentum` where the optimizer has none."""
+        return self._read_groups("momentum" if self._read_groups("momentum") else "betas")
+
+    def get_type(self) -> list[Any]:
+        """`type` of each parameter group, 0.0 where it has none."""
+        return [group.get("type", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Epochs:
+        """A loader of this rank's micro batches, an epoch each time it is iterated over; shuffled for `route` train.
+
+        A `dataset` that is a loader already, such as torch's DataLoader, is used as it is.
+        """
+        if data_sampler is not None:
+            raise UsageError("deepspeed_io takes no sampler", hint="make a torch DataLoader with it, on each rank")
+        return load_batches(
+            self,
+            dataset,
+            batch_size=batch_size,
+            shuffle=route == "train",
+            pin_memory=pin_memory,
+            collate=collate_fn,
+            num_workers=num_local_io_workers or 0,
+        )
+
+    def _backward_epilogue(self) -> None:
+        """Reduces what a backward pass over several engines has left on this rank."""
+        if self.rhythm.boundary and self._syncs:
+            self.strategy.reduce_gradients()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Reduces at once what backward passes have not reduced. `bucket_size` has no effect."""
+        self.strategy.reduce_gradients()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backward passes inside, whose gradients are reduced once, at the end. `step` comes after it."""
+        self.rhythm.require_managed("coalesce_grad_reduction()")
+        with self.no_sync():
+            yield
+        self.strategy.reduce_gradients()
+
+    def empty_partition_cache(self) -> None:
+        """Frees what forward passes have gathered."""
+        self.strategy.free_gathered()
+
+    save_fp16_model = Engine.save_16bit_model

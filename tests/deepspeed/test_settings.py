@@ -1,4 +1,4 @@
-"""What an engine says of its config, and of what it has counted."""
+"""What a DeepSpeedEngine says of its config, and of what it has counted."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ADAMW, build_net, make_engine, make_tokens
+from engines import ADAMW, build_net, make_deepspeed_engine, make_tokens
 from ranks import run_ranks
 
-import dsjob
+import dsjob.deepspeed as deepspeed
+from dsjob.deepspeed.settings import Settings
 from dsjob.document.resolve import complete_config
-from dsjob.engine.rhythm import Rhythm
-from dsjob.engine.settings import Settings
 from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
 
 
 def test_getters_give_values_and_defaults_of_the_config() -> None:
-    engine = make_engine(2, accumulation=3, gradient_clipping=0.5, steps_per_print=7, fp16={"enabled": False})
+    engine = make_deepspeed_engine(2, accumulation=3, gradient_clipping=0.5, steps_per_print=7, fp16={"enabled": False})
     assert engine.gradient_clipping() == 0.5
     assert engine.steps_per_print() == 7
     assert engine.fp16_enabled() is engine.bfloat16_enabled() is engine.amp_enabled() is False
@@ -125,21 +124,13 @@ def test_getters_of_what_deepspeed_has_removed() -> None:
 
 def test_old_spellings_and_auto_are_seen_resolved() -> None:
     config = {"train_batch_size": 4, "optimizer": ADAMW, "bfloat16": {"enabled": True}, "gradient_clipping": "auto"}
-    engine = dsjob.initialize(model=build_net(), config=config)[0]
+    engine = deepspeed.initialize(model=build_net(), config=config)[0]
     assert engine.bfloat16_enabled() is True
     assert engine.gradient_clipping() == 1.0
 
 
-def test_what_an_engine_lacks_is_looked_up_in_the_model() -> None:
-    engine = make_engine(0)
-    assert engine.head is engine.module.head
-    assert len(list(engine.parameters())) == len(list(engine.module.parameters()))
-    with pytest.raises(AttributeError, match="neither the engine nor its model has an attribute 'nothing'"):
-        _ = engine.nothing
-
-
 def test_batch_sizes_can_be_changed_while_training() -> None:
-    engine = make_engine(0, accumulation=3)
+    engine = make_deepspeed_engine(0, accumulation=3)
     x, y = make_tokens(0, 2)
 
     def step() -> int:
@@ -160,57 +151,34 @@ def test_batch_sizes_can_be_changed_while_training() -> None:
         engine.set_train_batch_size(7)
 
 
-def test_the_boundary_is_counted_unless_the_program_says_it() -> None:
-    rhythm = Rhythm(micro_batch=2, accumulation=2, world_size=3)
-    seen = []
-    for forced in (None, None, False, False, True, None, None):
-        rhythm.forced = forced
-        seen.append(rhythm.boundary)
-        rhythm.end_micro_step(stepped=rhythm.boundary)
-    assert seen == [False, True, False, False, True, False, True]
-    assert rhythm.counts() == {"global_steps": 3, "global_samples": 36, "micro_steps": 7, "skipped_steps": 0}
-
-
 def test_rates_and_momenta_are_read_and_set() -> None:
-    engine = make_engine(0)
+    engine = make_deepspeed_engine(0)
     engine.set_lr(0.5)
     assert engine.get_lr() == [0.5]
     assert engine.get_mom() == [(0.9, 0.95)]
     assert engine.get_type() == [0.0]
-    sgd = make_engine(0, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}})
+    sgd = make_deepspeed_engine(0, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}})
     assert sgd.get_mom() == [0.8]
-
-
-def test_an_engine_that_is_destroyed_has_no_state_left() -> None:
-    engine = make_engine(0)
-    engine.backward(engine(*make_tokens(0, 2)))
-    engine.step()
-    assert engine.optimizer is not None
-    assert engine.optimizer.state
-    engine.backward(engine(*make_tokens(0, 2)))
-    engine.destroy()
-    assert not engine.optimizer.state
-    assert all(parameter.grad is None for parameter in engine.module.parameters())
 
 
 def test_what_programs_ask_of_an_engine_besides() -> None:
     make = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)  # noqa: E731
     config = {"train_batch_size": 2, "optimizer": ADAMW}
-    engine = dsjob.initialize(model=build_net(), config=config, lr_scheduler=make)[0]
+    engine = deepspeed.initialize(model=build_net(), config=config, lr_scheduler=make)[0]
     assert engine.client_lr_scheduler is make
     assert isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ConstantLR)
-    assert make_engine(0).client_lr_scheduler is None
+    assert make_deepspeed_engine(0).client_lr_scheduler is None
     assert engine.monitor.enabled is False
     assert engine.get_wall_clock_timers() == {}
     engine.monitor.write_events([("Train/loss", 1.0, 0)])
     assert engine.is_compiled is False
-    assert make_engine(0, compile={"enabled": True, "backend": "eager"}).is_compiled is True
+    assert make_deepspeed_engine(0, compile={"enabled": True, "backend": "eager"}).is_compiled is True
     engine.compile(backend="eager")
     assert engine.is_compiled is True
 
 
 def test_a_mesh_of_ranks_is_one_of_data_parallel_ranks() -> None:
     config = {"train_batch_size": 2, "optimizer": ADAMW}
-    assert dsjob.initialize(model=build_net(), config=config, mesh_param=(1, 1))[0].world_size == 1
+    assert deepspeed.initialize(model=build_net(), config=config, mesh_param=(1, 1))[0].world_size == 1
     with pytest.raises(UsageError, match=r"mesh_param=\(1, 2\)"):
-        dsjob.initialize(model=build_net(), config=config, mesh_param=(1, 2))
+        deepspeed.initialize(model=build_net(), config=config, mesh_param=(1, 2))

@@ -190,29 +190,14 @@ class Settings:
         return self.precision.compute, self.precision.reduce
 
     @property
-    def gradient_factor(self) -> int:
-        """What a step multiplies gradients by: ranks are averaged, and their sum comes out of taking the scale out."""
-        return self.world.data_size if self.spec.gradient_allreduce_op == "sum" else 1
-
-    @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype that gradients travel in."""
         return self.precision.reduce
 
     @property
-    def global_rank(self) -> int:
-        """This process's rank."""
-        return self.world.everyone.rank
-
-    @property
     def local_rank(self) -> int:
         """This process's rank on its machine."""
         return self.world.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job."""
-        return self.world.everyone.size
 
     @property
     def dp_world_size(self) -> int:

@@ -1,0 +1,46 @@
+"""Loaders of an engine's micro batches, for programs that bring a dataset or a loader of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dsjob.data import Epochs, TrainingLoader, is_loader, take_loader
+from dsjob.engine.engine import Engine
+from dsjob.errors import UsageError
+
+
+def load_batches(
+    engine: Engine,
+    dataset: Any,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    pin_memory: bool = True,
+    collate: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+) -> Epochs:
+    """This rank's micro batches of `dataset`, one epoch each time it is iterated over.
+
+    A `dataset` that is a loader already, such as torch's DataLoader, is used as it is. `batch_size`: samples of one
+    micro batch, the engine's by default.
+    """
+    size, world, seed = batch_size or engine.rhythm.micro_batch, engine.world, engine.spec.trainer.seed
+    if is_loader(dataset):
+        if collate is not None:
+            raise UsageError("training_data is a loader, which makes its own batches", hint="leave collate_fn out")
+        key = "train_micro_batch_size_per_gpu"
+        given = take_loader(dataset, micro_batch=size, world=world, seed=seed, name="training_data", key=key)
+        return Epochs(given, size * world.data_size)
+    loader = TrainingLoader(
+        dataset,
+        micro_batch=size,
+        world=world,
+        seed=seed,
+        shuffle=shuffle,
+        collate=collate,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        name="training_data",
+    )
+    return Epochs(loader, size * world.data_size)
