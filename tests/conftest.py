@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-pytest_plugins = ["s3", "whole_jobs"]
+pytest_plugins = ["builders", "s3", "whole_jobs"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

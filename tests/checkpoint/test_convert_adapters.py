@@ -17,6 +17,8 @@ import dsjob
 from dsjob.checkpoint.pretrained.adapters import describe_adapters
 from dsjob.cli import main
 
+pytestmark = pytest.mark.usefixtures("forked_builds")
+
 LORA: dict[str, dict[str, Any]] = {
     "linear": {"target_modules": ["q_proj", "down_proj"]},
     "rslora": {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"q_proj": 2}},

@@ -21,6 +21,8 @@ from dsjob.checkpoint.pretrained.adapters import Adapter
 from dsjob.cli import main
 from dsjob.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("forked_builds")
+
 BASE = "base_model.model.layers.0.q_proj"
 LORA_NAMES = {f"{BASE}.base_layer.weight": (8, 6), f"{BASE}.lora_A.a.weight": (2, 6), f"{BASE}.lora_B.a.weight": (8, 2)}
 LORA = {**LORA_CONFIG, "target_modules": ["q_proj"]}
@@ -206,6 +208,7 @@ def test_nothing_is_requested(
     tmp_path: Path, requests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A backbone is looked up by transformers; without the client's own switch, the process has no network either."""
+    monkeypatch.setattr(apart, "subprocess", subprocess)  # new interpreters: the environment counts before the imports
     config = {"architectures": ["UperNetForSemanticSegmentation"], "model_type": "upernet", "backbone": "x/y"}
     root = make(tmp_path / "c", {"config.json": config})
     assert main(["convert", "--to", "hf", str(root), str(tmp_path / "out")]) == 0

@@ -17,6 +17,8 @@ from dsjob.checkpoint.offline.convert import Names, convert
 from dsjob.cli import main
 from dsjob.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("forked_builds")
+
 TENSORS = {
     "model.module.w": floats(4, 3),
     "model.module.ice": floats(3, role="frozen"),
