@@ -9,6 +9,12 @@ import pytest
 pytest_plugins = ["builders", "s3", "whole_jobs"]
 
 
+# One thread for each process, before torch is imported: two test processes with two threads each, on two cores, wait for
+# one another's threads, and small training runs take four times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor starts interpreters
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hides GPUs, unless tests marked `gpu` are selected: all others expect the CPU, as do the ranks they start."""
     if not selects_gpu(config):

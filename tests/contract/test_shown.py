@@ -114,7 +114,7 @@ def test_every_key_of_both_schemas_ends_soon_with_values_that_do_not(
     endless: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """jsonschema and rules would spell out, or walk through, all that is shared."""
-    monkeypatch.setattr("dsjob.document.MAX_VALUES", 1_000)
+    monkeypatch.setattr("dsjob.contract.bounds.MAX_VALUES", 1_000)
     for schema, check in ((contract.job_schema(), check_job), (contract.deepspeed_schema(), check_config)):
         for key in schema["properties"]:
             for value in (endless, {"type": "AdamW", "params": {"lr": endless}}):
