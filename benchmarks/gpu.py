@@ -38,7 +38,8 @@ from dsjob.parallel import masters
 from dsjob.planning.memory import predict_memory
 from dsjob.planning.model import Layout
 from dsjob.ranks.mesh import World, join_world
-from dsjob.training.probe import measure_activations, probe_optimizer, size_model
+from dsjob.training.activations import measure_activations
+from dsjob.training.probe import probe_optimizer, size_model
 
 Row = dict[str, Any]
 OFFLOADS: dict[str, Mapping[str, Any]] = {

@@ -158,6 +158,7 @@ def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Lo
     """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
     from dsjob.compute.find_blocks import mark_leaves
     from dsjob.training import probe
+    from dsjob.training.activations import measure_activations
     from dsjob.training.build import count_steps
 
     assert spec.model is not None
@@ -170,7 +171,7 @@ def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Lo
         loader = probe.load_data(spec, world_size, trust)
         samples = loader.samples_per_epoch
         steps = count_steps(spec.trainer, samples)
-        activations = probe.measure_activations(built, next(iter(loader)), spec, trust)
+        activations = measure_activations(built, next(iter(loader)), spec, trust)
     except (DataError, OSError) as error:
         activations = Activations(reason=str(error).splitlines()[0])
     if activations.reason:

@@ -70,26 +70,10 @@ def convert(
     Raises UsageError, NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     source, target = os.fspath(checkpoint), os.fspath(out) if out is not None else None
-    _require_fitting(
-        to,
-        dtype=dtype,
-        model=model,
-        form=form,
-        names=names != conversion.Names(),
-        pretrained=pretrained,
-        zero_stage=zero_stage,
-        world_size=world_size,
-    )
+    chosen = {"model": model, "form": form, "names": names != conversion.Names(), "pretrained": pretrained}
+    _require_fitting(to, dtype=dtype, zero_stage=zero_stage, world_size=world_size, **chosen)
     if to == "deepspeed":
-        if target is None or zero_stage not in (1, 2, 3) or world_size is None or world_size < 1:
-            raise UsageError(
-                'to="deepspeed" needs out, zero_stage (1, 2 or 3) and world_size (at least 1)',
-                hint='convert(checkpoint, "out", to="deepspeed", zero_stage=3, world_size=8)',
-            )
-        paths = conversion.convert_to_deepspeed(
-            source, target, stage=zero_stage, world_size=world_size, to=dtype, tag=tag, overwrite=overwrite
-        )
-        return [Written(path, os.path.getsize(path), sha256="", tensors=0) for path in paths]
+        return _write_deepspeed(source, target, zero_stage, world_size, dtype=dtype, tag=tag, overwrite=overwrite)
     if to == "hf" and target is None:
         raise UsageError('to="hf" makes a folder, and none was named', hint='convert(checkpoint, "model", to="hf")')
     if to == "hf" and (names.strip or names.prefix):
@@ -108,6 +92,27 @@ def convert(
         pretrained=(pretrained or Pretrained()) if to == "hf" else None,
         progress=progress,
     )
+
+
+def _write_deepspeed(
+    source: str,
+    out: str | None,
+    stage: int | None,
+    world_size: int | None,
+    *,
+    dtype: Literal["fp32", "bf16", "fp16"] | None,
+    tag: str | None,
+    overwrite: bool,
+) -> list[Written]:
+    if out is None or stage not in (1, 2, 3) or world_size is None or world_size < 1:
+        raise UsageError(
+            'to="deepspeed" needs out, zero_stage (1, 2 or 3) and world_size (at least 1)',
+            hint='convert(checkpoint, "out", to="deepspeed", zero_stage=3, world_size=8)',
+        )
+    paths = conversion.convert_to_deepspeed(
+        source, out, stage=stage, world_size=world_size, to=dtype, tag=tag, overwrite=overwrite
+    )
+    return [Written(path, os.path.getsize(path), sha256="", tensors=0) for path in paths]
 
 
 def _require_fitting(to: str, **given: Any) -> None:

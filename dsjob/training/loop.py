@@ -76,16 +76,15 @@ def _evaluates_after(run: Run) -> bool:
     return run.evaluator is not None and (last or bool(every and run.step % every == 0))
 
 
-def _train(run: Run, occasions: Occasions) -> None:
-    engine, trainer, checkpoint = run.engine, run.spec.trainer, run.spec.checkpoint
-    run.loader.seek(engine.global_samples)
-    batches = iter(run.loader)
+def _begin(run: Run) -> None:
+    """What comes before the first step: callbacks, and the evaluation at the start, or else a rehearsal of one."""
+    engine = run.engine
     random = capture_rng(engine.device)
     run.tell("on_start")
     if run.step:  # the run without interruption was told once, before its first step
         restore_rng(random, engine.device)
     capture_objects(engine.world.everyone, run.kept)  # state that cannot be saved is told of before it costs anything
-    if run.evaluator is not None and trainer.eval_at_start and run.step == 0:
+    if run.evaluator is not None and run.spec.trainer.eval_at_start and run.step == 0:
         evaluate(run)
     elif run.step and _evaluates_after(run) and lacks_metrics(run):  # the run ended between the two
         _make_up(run)
@@ -93,6 +92,13 @@ def _train(run: Run, occasions: Occasions) -> None:
         run.evaluator.rehearse(run.say)
     run.engines.train()
     run.measures.start()
+
+
+def _train(run: Run, occasions: Occasions) -> None:
+    engine, trainer, checkpoint = run.engine, run.spec.trainer, run.spec.checkpoint
+    run.loader.seek(engine.global_samples)
+    batches = iter(run.loader)
+    _begin(run)
     meter = Meter()
     position.doing = "training"
     while run.step < run.max_steps:

@@ -1,30 +1,21 @@
-"""What has to be looked at to plan a job: its model's shapes, what autograd keeps of a forward pass, what its optimizer
-keeps, its learning rates, its data. Nothing is trained, and no model is materialised.
+"""What has to be looked at to plan a job: its model's shapes, what its optimizer keeps, its learning rates, its data.
 
-The arithmetic is `planning`'s; what is seen here is put in its words.
+Nothing is trained, and no model is materialised. `dsjob.training.activations` looks at a forward pass, and
+`dsjob.planning` does the arithmetic.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dsjob.compute.activation.recompute import is_costly
-from dsjob.compute.calls import call_model, find_loss
 from dsjob.compute.find_blocks import find_blocks
-from dsjob.compute.precision import Precision, cast_floats
-from dsjob.contract.spec import ActivationCheckpointing, JobSpec, Method, Target, make_target
+from dsjob.contract.spec import JobSpec, Method, Target, make_target
 from dsjob.data import NoLoader, TrainingLoader
 from dsjob.data.given import GivenLoader
 from dsjob.errors import DsjobError, TargetError, UsageError
@@ -32,12 +23,11 @@ from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.schedules import settle_length
 from dsjob.planning.model import COMPRESSING, Model, OptimizerState, Weight
-from dsjob.planning.report import Activations
 from dsjob.ranks.mesh import World
 from dsjob.training.build import build_model
 from dsjob.training.loaders import build_collate, build_training_data
 from dsjob.trust.grant import Trust
-from dsjob.trust.targets import build_callable, call_target, find_target
+from dsjob.trust.targets import call_target, find_target
 
 _CONFIG = "transformers.AutoConfig.from_pretrained"
 MOST_STEPS = 200_000  # of a schedule that has to be walked through step by step
@@ -105,181 +95,6 @@ def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> Trainin
     """The training data as rank 0 of the job reads it. Raises DataError where it is missing or empty."""
     world = World(data_rank=0, local_rank=0, data_size=world_size, device=torch.device("cpu"))
     return build_training_data(spec, world, build_collate(spec, trust), trust)
-
-
-def measure_activations(
-    model: nn.Module,
-    batch: Any,
-    spec: JobSpec,
-    trust: Trust = Trust(),  # noqa: B008 (frozen)
-) -> Activations:
-    """What autograd would keep of `batch`, the micro batch of a rank: a forward pass on fake tensors, without memory.
-
-    The model's outputs are in it; parameters, their compute copies and the batch are not. `checkpointed` is what
-    remains if blocks are computed again, as the document says or else all of them in full; `recomputed` how much
-    more there is when the backward pass computes one of them. `model`: on the meta device, which it stays on. Attention
-    and the like choose the kernels of a CPU.
-    """
-    section = spec.activation_checkpointing
-    if section.mode == "none":
-        section = replace(section, mode="full", interval=1, cpu_checkpointing=False)
-    try:
-        function = build_callable(spec.loss, "loss", trust) if spec.loss else None
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            warnings.simplefilter("ignore")
-            dtype = Precision.of(spec, torch.device("cpu")).compute
-            batch = tree_map_only(Tensor, mode.from_tensor, batch)
-            tensors = dict(_make_fakes(model, dtype))
-            saved = _Saved(model, [*tensors.values(), *tree_leaves(batch)], section)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if dtype != torch.float32:
-                    args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-                return torch.func.functional_call(model, tensors, args, kwargs)
-
-            with saved.watch():
-                outputs = call_model(call, batch)
-                find_loss(outputs, batch, function)
-            saved.add(leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor))
-    except Exception as error:
-        told = str(error).strip().splitlines()
-        return Activations(reason=f"{type(error).__name__}: {told[0] if told else ''}")
-    on = spec.activation_checkpointing.mode != "none"
-    return saved.count_checkpointed(Activations(saved.count(), largest=max(saved.sizes.values(), default=0), on=on))
-
-
-def _make_fakes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Fake CPU tensors in place of a model's parameters, in the dtype that it computes in, and of its buffers."""
-    for name, parameter in model.named_parameters():
-        kind = dtype if parameter.is_floating_point() else parameter.dtype
-        yield name, torch.empty(parameter.shape, dtype=kind).requires_grad_(parameter.requires_grad)
-    for name, buffer in model.named_buffers():
-        yield name, torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _leaves(outputs: Any) -> list[Any]:
-    """What is in a model's outputs; those of transformers are mappings that torch does not know."""
-    return tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
-
-
-@dataclass
-class _Saved:
-    """Storages that autograd keeps: their bytes by address, and in which block they were saved (0: in none).
-
-    Addresses are noted in the order in which a forward pass comes to them; the backward pass lets go in reverse.
-    """
-
-    model: nn.Module
-    known: Iterable[Any]
-    section: ActivationCheckpointing
-    sizes: dict[int, int] = field(default_factory=dict)
-    places: dict[int, set[int]] = field(default_factory=dict)
-    inputs: dict[int, set[int]] = field(default_factory=dict)  # of a block, by its number
-    results: set[int] = field(default_factory=set)  # of costly operators, in blocks
-    left: dict[int, int] = field(default_factory=dict)  # addresses that were noted when a block was left
-    _alive: list[Any] = field(default_factory=list)  # an address may be given out again once its storage is gone
-    _block: int = 0
-
-    def __post_init__(self) -> None:
-        self._skipped = {t.untyped_storage()._cdata for t in self.known if isinstance(t, Tensor)}
-        # Only blocks that are computed again are told from the rest.
-        self._blocks = find_blocks(self.model, sharing=True)[:: self.section.interval]
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """While entered, all that autograd saves is noted."""
-        handles = []
-        for number, block in enumerate(self._blocks, 1):
-            handles.append(block.register_forward_pre_hook(self._make_entry(number), with_kwargs=True))
-            handles.append(block.register_forward_hook(self._leave))
-        try:
-            with _Results(self), torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _make_entry(self, number: int) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._block = number
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            found = {address for leaf in given if (address := self._note(leaf)) is not None}
-            self.inputs.setdefault(number, set()).update(found)
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        self.left[self._block] = len(self.sizes)
-        self._block = 0
-
-    def _save(self, tensor: Tensor) -> Tensor:
-        self.add([tensor])
-        return tensor
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Notes tensors as kept."""
-        for tensor in tensors:
-            address = self._note(tensor)
-            if address is not None:
-                self.places.setdefault(address, set()).add(self._block)
-
-    def add_results(self, outputs: Any) -> None:
-        """Notes what a costly operator has returned."""
-        if self._block:
-            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-            self.results |= {address for leaf in leaves if (address := self._note(leaf)) is not None}
-
-    def _note(self, tensor: Tensor) -> int | None:
-        storage = tensor.untyped_storage()
-        address: int = storage._cdata
-        if address in self._skipped:
-            return None
-        self._alive.append(tensor)
-        self.sizes[address] = storage.nbytes()
-        return address
-
-    def count(self) -> int:
-        """Bytes of all that is kept."""
-        return self._sum(self.places)
-
-    def count_checkpointed(self, found: Activations) -> Activations:
-        """`found` with what there is if blocks are computed again."""
-        if not self._blocks:
-            return found
-        outside = {address for address, places in self.places.items() if 0 in places}
-        results = self.results if self.section.mode == "selective" else set()
-        inputs = set[int]().union(*self.inputs.values())
-        moved = inputs - outside - results if self.section.cpu_checkpointing else set()
-        kept = (inputs | outside | results) - moved
-        inside = {number: self.inputs[number] & moved for number in self.inputs}
-        for address, places in self.places.items():
-            for number in places if address not in kept else ():
-                inside[number].add(address)
-        order = {address: number for number, address in enumerate(self.sizes)}
-        # When a block is computed again, what came after it has been let go of.
-        peaks = [
-            self._sum(address for address in kept if order[address] < self.left[number]) + self._sum(addresses)
-            for number, addresses in inside.items()
-        ]
-        whole = self._sum(kept)
-        return replace(found, checkpointed=whole, recomputed=max(0, max(peaks) - whole), moved=self._sum(moved))
-
-    def _sum(self, addresses: Iterable[int]) -> int:
-        return sum(self.sizes[address] for address in addresses)
-
-
-class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of what costly operators return."""
-
-    def __init__(self, saved: _Saved) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._saved = saved
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        if is_costly(func):
-            self._saved.add_results(outputs)
-        return outputs
 
 
 def probe_optimizer(method: Method, trust: Trust = Trust()) -> OptimizerState:  # noqa: B008 (frozen)

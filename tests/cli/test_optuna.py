@@ -40,7 +40,7 @@ def test_an_interval_is_searched_and_trials_that_fail_are_counted_as_failed(tmp_
     assert all(1e-4 <= rate <= 1e-1 for rate in rates)
     found = yaml.safe_load((tmp_path / "sweep/optimization_results.yaml").read_text())
     assert found["best_value"] == 5.0  # checkpoint.best's metric, not the loss
-    assert "run 1 failed: ZeroDivisionError" in done.stdout
+    assert "run 1 failed: command line: model._target_=my_model.risky: model: ZeroDivisionError" in done.stdout
 
 
 @needs_optuna
