@@ -31,6 +31,7 @@ from dsjob.engine.blocks import prepare_blocks
 from dsjob.engine.engine import Engine
 from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
+from dsjob.optim.onebit.own_gradients import require_data_parallel
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
 from dsjob.ranks.mesh import World, join_world
@@ -206,11 +207,7 @@ def build_engine(
     elif spec.optimizer is not None:
         called = {id(master): name for name, master in masters.items()}
         built = build_optimizer(spec.optimizer, over, trust, called)
-    if world.model.size > 1 and hasattr(built, "communicates"):
-        raise UsageError(
-            f"{type(built).__name__} averages over all ranks, not over those that an mpu calls data-parallel",
-            hint="take an optimizer that does not communicate by itself",
-        )
+    require_data_parallel(built, world)
     scheduler: LRScheduler | None = None
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         if built is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -39,11 +38,3 @@ def _norm_in_one_place(gradients: Sequence[Tensor]) -> Tensor:
     sums = squares[:, None].to(devices.pop())
     add_parts(sums, gradients)
     return sums.sum().sqrt().to(place)
-
-
-def average_norms(norm: Tensor, device: torch.device) -> Tensor:
-    """The root mean square of all ranks' norms."""
-    square = norm.to(device, torch.float64).square()  # in fp32 it would overflow
-    if dist.is_initialized():
-        dist.all_reduce(square.div_(dist.get_world_size()))
-    return square.sqrt().float()

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dsjob.compute.autocast import marked_dtype
 from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.spec import Zero
+from dsjob.optim.onebit.own_gradients import wants_own_gradients
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.presharded import make_whole, require_shards
 from dsjob.parallel.statistics import keep_statistics_wide
@@ -90,6 +91,11 @@ class Replicated(Strategy):
             elif precision.reduce != precision.compute or before != world.data_size:
                 self._ddp.register_comm_hook(self._how, _reduce_in)
 
+    @property
+    def _reduces(self) -> bool:
+        """Whether gradients are reduced here: on several ranks, unless the optimizer takes each rank's own."""
+        return self._ddp is not None and not wants_own_gradients(self.optimizer)
+
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         self._boundary = boundary
         if self._sums_in_masters and self.copies is not None:
@@ -98,7 +104,7 @@ class Replicated(Strategy):
             return
         # DDP reduces in the one backward pass that follows the forward pass it was told to: not in one of another
         # forward pass, nor if the boundary is moved in between.
-        reduces = sync and not self.communicates and (boundary or self._sums_in_masters)
+        reduces = sync and self._reduces and (boundary or self._sums_in_masters)
         # A second forward pass before the armed backward pass: DDP reduces one of the two, so the step reduces the
         # rest.
         self._by_hand = self._by_hand or self._armed
@@ -107,7 +113,7 @@ class Replicated(Strategy):
 
     def _take_reduced(self, copies: Masters) -> None:
         """Adds what earlier backward passes have left to the sums, once it is reduced."""
-        if self._ddp is not None and not self.communicates:
+        if self._reduces:
             if not self._armed or all(p.grad is None for p in self.module.parameters()):
                 return
             self.reduce_gradients()
@@ -115,7 +121,7 @@ class Replicated(Strategy):
         copies.take_gradients(wait=False)
 
     def reduce_gradients(self) -> None:
-        if self._ddp is None or self.communicates or (self._armed and not self._by_hand):
+        if not self._reduces or (self._armed and not self._by_hand):
             return
         # Also those that the program has frozen since: they may have gradients of earlier backward passes.
         trainable = [p for name, p in self.module.named_parameters() if name in self.masters]

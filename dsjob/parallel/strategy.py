@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from dsjob.compute.autocast import find_safe_modules, mark
 from dsjob.compute.precision import Precision
+from dsjob.optim.onebit.own_gradients import unite_norms
 from dsjob.optim.shards import local
 from dsjob.parallel.masters import Masters
-from dsjob.parallel.norms import average_norms, total_norm
+from dsjob.parallel.norms import total_norm
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import find_counted_elsewhere
 
@@ -39,7 +40,7 @@ class Strategy:
     4. `forward(...)`, then the loss's own backward; several times perhaps
     at the boundary
     5. `reduce_gradients()`: what backward passes have left on their rank is reduced; then `finish_gradients()`: the
-       masters' `.grad` is the mean over all ranks (each rank's own if `communicates`)
+       masters' `.grad` is the mean over all ranks (each rank's own if the optimizer `wants_own_gradients`)
     6. `clip(...)`, `step(optimizer)` (left out where the norm is not finite and gradients are dropped)
     7. `finish_step()`
     and around checkpoints
@@ -55,11 +56,6 @@ class Strategy:
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world
         self._counted_elsewhere = find_counted_elsewhere(model, world)  # sharding makes other parameters of these
-
-    @property
-    def communicates(self) -> bool:
-        """Whether the optimizer communicates by itself in this step, and is to be given each rank's own gradients."""
-        return bool(getattr(self.optimizer, "communicates", False))
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         """A forward and backward pass follows; `boundary`: the optimizer steps after it.
@@ -91,8 +87,8 @@ class Strategy:
         """Divides all gradients by `scale`, and by `divisor` (scalar), then clips them to `max_norm` if that is > 0.
 
         Returns their L2 norm over all ranks (0-dim, between the two), the parts of model-parallel ranks among them: the
-        same on every rank, and not finite where a gradient of any rank is not. If the optimizer communicates, each rank
-        clips its own gradients by their own norm, and the root mean square of these norms is returned.
+        same on every rank, and not finite where a gradient of any rank is not. If the optimizer takes each
+        rank's own gradients, a rank clips them by their own norm, and `unite_norms` of these norms is returned.
         """
         named = {name: p for name, p in self.masters.items() if p.grad is not None}
         parameters = list(named.values())
@@ -106,7 +102,7 @@ class Strategy:
             _divide(gradients, divisor)
         if gradients and max_norm > 0:
             clip_grads_with_norm_(parameters, max_norm, norm)
-        return average_norms(norm, self.world.device) if self.communicates else norm
+        return unite_norms(self.optimizer, norm, self.world.device)
 
     def _measure(self, named: Mapping[str, nn.Parameter]) -> Tensor:
         """The L2 norm of the gradients of parameters."""

@@ -24,7 +24,7 @@ from dsjob.checkpoint.format.values import decode, encode
 from dsjob.compute.loss_scale import LossScaler
 from dsjob.errors import CheckpointError
 from dsjob.optim.closed_form import ClosedForm
-from dsjob.optim.onebit.signs import count_ranks
+from dsjob.optim.onebit.own_gradients import count_ranks, list_own_state
 
 BY_RANK = "@rank"
 _ELSEWHERE = "dsjob run FOLDER/resolved.json output.dir=OTHER_FOLDER checkpoint.resume=FOLDER/, with your changes"
@@ -52,7 +52,7 @@ class TrainingState:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's tensors under their checkpoint names."""
-        own = getattr(self.optimizer, "own_state", ())
+        own = list_own_state(self.optimizer)
         tensors: dict[str, Tensor] = {}
         for name, entry in self._optimizer_entries().items():
             for key, value in entry.items():

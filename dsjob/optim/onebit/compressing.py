@@ -1,14 +1,14 @@
 """What the 1-bit optimizers have in common: when they communicate by themselves, and what they keep for it.
 
-How a mean travels as signs is the matter of `optim.onebit.signs`, what is sent that of each optimizer.
+How a mean travels as signs is the matter of `optim.onebit.signs`, what the rest of dsjob knows of that of
+`optim.onebit.own_gradients`, what is sent that of each optimizer.
 
-An optimizer with an attribute `communicates` says before each step whether it wants each rank's own gradients; DDP
-then reduces nothing. That needs whole parameters: stage 0, as in DeepSpeed. A rank then clips its own gradients by
-their own norm, and `get_global_grad_norm` is the root mean square of the ranks' norms, so that all ranks know of an
-overflow. What differs by rank (the errors) is saved as [ranks, ...]; on another number of ranks it starts at zero,
-with a note. Deliberate differences from DeepSpeed: the first step is a step, `bias_correction` and `eps_inside_sqrt`
-take effect, padding counts in no scale, ZeroOneAdam keeps weight decay out of the momentum and leaves ranks identical
-to the last bit after each exchange, and OneBitLamb unites its scales group by group.
+While such an optimizer `communicates`, DDP reduces nothing. That needs whole parameters: stage 0, as in DeepSpeed.
+Each rank clips its own gradients by their own norm. What differs by rank (the errors) is saved as [ranks, ...]; on
+another number of ranks it starts at zero, with a note. Deliberate differences from DeepSpeed: the first step is a
+step, `bias_correction` and `eps_inside_sqrt` take effect, padding counts in no scale, ZeroOneAdam keeps weight decay
+out of the momentum and leaves ranks identical to the last bit after each exchange, and OneBitLamb unites its scales
+group by group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsjob.errors import TargetError, UsageError
-from dsjob.optim.onebit.signs import average_signs, chunk_width, count_ranks
+from dsjob.optim.onebit.own_gradients import count_ranks
+from dsjob.optim.onebit.signs import average_signs, chunk_width
 from dsjob.optim.partwise import PartwiseOptimizer
 
 ERRORS = ("worker_error", "server_error")

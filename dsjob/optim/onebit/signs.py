@@ -14,12 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsjob.optim.onebit.own_gradients import count_ranks
+
 _BITS = 8  # in a byte; the first element is the lowest bit
-
-
-def count_ranks() -> int:
-    """Ranks of the default process group; 1 where there is none."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def chunk_width(elements: int, ranks: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsjob.optim.onebit.compressing import ERRORS, CompressingOptimizer
-from dsjob.optim.onebit.signs import count_ranks
+from dsjob.optim.onebit.own_gradients import count_ranks
 from dsjob.optim.partwise import move_averages
 
 
