@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from dsjob import storage
@@ -37,10 +38,19 @@ from dsjob.training.averaging import Averaging
 from dsjob.training.callbacks import Callback
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.metric_inputs import list_outputs
-from dsjob.training.metrics import Measures, to_job_device
+from dsjob.training.metrics import Measure, Measures, make_measure
 from dsjob.training.steps import MicroStep, make_micro_step
 from dsjob.trust.grant import Trust
-from dsjob.trust.targets import build_callable, build_instance, call_target, placing_section
+from dsjob.trust.targets import (
+    build_callable,
+    build_instance,
+    build_object,
+    call_target,
+    placing_section,
+    placing_target,
+)
+
+T = TypeVar("T")
 
 
 def build_model(target: Target, trust: Trust, where: Path = ("model",)) -> nn.Module:
@@ -136,7 +146,37 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
 
 def build_loss(spec: JobSpec, world: World, trust: Trust) -> LossFunction | None:
     """`loss`, on the job's device if it is a module; None where the model computes its own. Raises TargetError."""
-    return to_job_device(build_callable(spec.loss, "loss", trust), world.device) if spec.loss else None
+    return _to_device(build_callable(spec.loss, "loss", trust), world.device) if spec.loss else None
+
+
+def _to_device(made: T, device: torch.device) -> T:
+    """A loss or metric on the job's device, if it is a module."""
+    return made.to(device) if isinstance(made, nn.Module) else made
+
+
+def build_measures(
+    phase: Literal["eval", "train"], spec: JobSpec, world: World, trust: Trust
+) -> tuple[Measures, dict[str, Any]]:
+    """The metrics of a phase, and the objects that they are made of by name. A collective where there are any.
+
+    Raises TargetError, ContractError.
+    """
+    measures: dict[str, Measure] = {}
+    objects: dict[str, Any] = {}
+    for name, metric in spec.metrics.items():
+        if phase not in metric.phases:
+            continue
+        made = objects[name] = _to_device(build_object(metric.target, trust, ("metrics", name)), world.device)
+        reduce = _build_reduce(metric.reduce, name, trust)
+        with placing_target(("metrics", name)):
+            measures[name] = make_measure(name, made, inputs=metric.inputs, reduce=reduce, device=world.device)
+    return Measures(phase, world, measures), objects
+
+
+def _build_reduce(target: Target | None, name: str, trust: Trust) -> Callable[[list[Any]], Any] | None:
+    if target is None:
+        return None
+    return build_callable(target, f"metrics.{name}.reduce", trust, ("metrics", name, "reduce"))
 
 
 def build_averaging(spec: JobSpec, engines: Engines) -> Averaging:

@@ -21,7 +21,6 @@ from dsjob.training.advice import train_longer
 from dsjob.training.callbacks import MetricsFile, ResolvedFile
 from dsjob.training.display import Display, make_console, show_seconds
 from dsjob.training.loaders import build_collate, build_evaluation_data, build_training_data, share_samples
-from dsjob.training.metrics import build_measures
 from dsjob.training.occasions import Occasions
 from dsjob.training.resume import resume
 from dsjob.training.run import Run
@@ -107,8 +106,8 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on
     loss = build.build_loss(spec, world, trust)
     callbacks = build.build_callbacks(spec, trust)
-    eval_measures, eval_metrics = build_measures("eval", spec.metrics, world, trust)
-    measures, metrics = build_measures("train", spec.metrics, world, trust)
+    eval_measures, eval_metrics = build.build_measures("eval", spec, world, trust)
+    measures, metrics = build.build_measures("train", spec, world, trust)
     stateful = {"train": loader} if isinstance(loader, StatefulLoader) else {}
     kept = Kept(display.say, callbacks=callbacks, metrics=eval_metrics, training_metrics=metrics, data=stateful)
     micro_step = build.build_micro_step(spec, loss, measures, trust)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dsjob.compute.calls import to_scalar
-from dsjob.contract.spec import Metric, Target
 from dsjob.data import to_device
 from dsjob.errors import ContractError, DsjobError, MetricError
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_rank_0
@@ -26,8 +25,6 @@ from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.training.metric_inputs import Inputs, Seen
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
-from dsjob.trust.grant import Trust
-from dsjob.trust.targets import build_callable, build_object, placing_target
 
 T = TypeVar("T")
 _NO_NUMBER = "return one number, or a dict of numbers by name: averaged over classes, for example"
@@ -351,36 +348,6 @@ def make_measure(
         )
     given = Inputs(name, inputs, None)
     return BatchMean(name, made, given) if reduce is None else BatchValues(made, given, reduce)
-
-
-def build_measures(
-    phase: str, specs: Mapping[str, Metric], world: World, trust: Trust
-) -> tuple[Measures, dict[str, Any]]:
-    """The metrics of a phase, and the objects that they are made of by name. A collective where there are any.
-
-    Raises TargetError, ContractError.
-    """
-    measures: dict[str, Measure] = {}
-    objects: dict[str, Any] = {}
-    for name, spec in specs.items():
-        if phase not in spec.phases:
-            continue
-        made = objects[name] = to_job_device(build_object(spec.target, trust, ("metrics", name)), world.device)
-        reduce = _build_reduce(spec.reduce, name, trust)
-        with placing_target(("metrics", name)):
-            measures[name] = make_measure(name, made, inputs=spec.inputs, reduce=reduce, device=world.device)
-    return Measures(phase, world, measures), objects
-
-
-def _build_reduce(target: Target | None, name: str, trust: Trust) -> Callable[[list[Any]], Any] | None:
-    if target is None:
-        return None
-    return build_callable(target, f"metrics.{name}.reduce", trust, ("metrics", name, "reduce"))
-
-
-def to_job_device(made: T, device: torch.device) -> T:
-    """A loss or metric on the job's device, if it is a module."""
-    return made.to(device) if isinstance(made, nn.Module) else made
 
 
 def _is_called(made: Any) -> bool:

@@ -22,6 +22,7 @@ from dsjob.ranks.mesh import World, join_world
 from dsjob.training import build
 from dsjob.training.callbacks import Callback
 from dsjob.training.loaders import build_collate, build_evaluation_data, build_training_data
+from dsjob.trust.grant import Trust
 
 pytestmark = pytest.mark.usefixtures("hooks")
 
@@ -73,7 +74,10 @@ def test_models_that_are_not_trained_have_no_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "told"),
-    [(("model",), "model: small_jobs.Data returned Data"), (("models", "a", "model"), "models.a: small_jobs.Data")],
+    [
+        (("model",), "model: small_jobs.Data returned Data"),
+        (("models", "a", "model"), "models.a.model: small_jobs.Data"),
+    ],
 )
 def test_what_is_no_model_is_told_with_its_place(where: tuple[str, ...], told: str) -> None:
     with pytest.raises(ContractError, match=told):
@@ -104,6 +108,24 @@ def test_evaluation_data_is_none_where_the_job_has_none(tmp_path: Path) -> None:
     world = join_world(device="cpu")
     assert build_evaluation_data(make(tmp_path).spec, world, None, TRUST) is None
     assert len(build_evaluation_data(make(tmp_path, data=DATA).spec, world, None, TRUST)) == 20
+
+
+def take_two(outputs: Any, batch: Any) -> float:
+    """A metric."""
+    return 2.0
+
+
+def test_measures_alone_are_those_of_the_phase(tmp_path: Path) -> None:
+    world = join_world(device="cpu")
+    own = Trust(("small_jobs", "test_training_build"), (*TRUST.folders, str(Path(__file__).parent)))
+    job = make(tmp_path, data=DATA, metrics={"two": {"_target_": "test_training_build.take_two"}})
+    assert len(build.build_measures("train", job.spec, world, own)[0]) == 0
+    measures, objects = build.build_measures("eval", job.spec, world, own)
+    assert list(objects) == ["two"]
+    engines = build.build_engines(build.build_models(job, own), job, world, own)
+    data = build_evaluation_data(job.spec, world, None, own)
+    found = build.build_evaluator(job.spec, engines, data, own, measures=measures).evaluate()
+    assert found["eval/two"] == 2.0
 
 
 def test_callbacks_alone(tmp_path: Path) -> None:
