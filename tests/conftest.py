@@ -9,8 +9,8 @@ import pytest
 pytest_plugins = ["builders", "s3", "whole_jobs"]
 
 
-# One thread for each process, before torch is imported: two test processes with two threads each, on two cores, wait for
-# one another's threads, and small training runs take four times as long.
+# Set before torch is imported. With two threads in each of two test processes, on two cores, threads wait for one
+# another, and small training runs take four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor starts interpreters
 

@@ -12,8 +12,6 @@ import copy
 import io
 import json
 import os
-import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +23,9 @@ import yaml
 from hostile import LORA_CONFIG, MANIFESTS, STATES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jobs import clean_env, dsjob
+from jobs import dsjob
 from plain_checkpoint import commit_manifest, floats, save
+from programs import run_program
 
 from dsjob.cli import main
 from dsjob.contract import schema as contract
@@ -339,7 +338,12 @@ READERS = (
     ["ckpt", "info", "c"],
 )
 MEMORY, SECONDS = 2 << 30, 30  # for each command; what a text of a few megabytes may cost
-LIMITED = "import sys; from dsjob.cli import main; sys.exit(main(sys.argv[1:]))"
+LIMITED = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+from dsjob.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def make_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -398,10 +402,6 @@ def test_thousands_of_spoilt_checkpoints(checkpoint: tuple[dict[str, Any], dict[
     check_readers(*checkpoint)
 
 
-def limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-
-
 @pytest.mark.parametrize("case", [*MANIFESTS, *STATES])
 def test_a_hostile_checkpoint_ends_soon_and_in_words(case: str, tmp_path: Path) -> None:
     manifest, state = (json.dumps(value) for value in make_checkpoint(tmp_path))
@@ -411,15 +411,7 @@ def test_a_hostile_checkpoint_ends_soon_and_in_words(case: str, tmp_path: Path) 
         state = STATES[case](state)
     commit(tmp_path, manifest, state)
     for command in READERS if case in MANIFESTS else (["ckpt", "info", "c"], ["ckpt", "verify", "c"]):
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", LIMITED, *command],
-            cwd=tmp_path,
-            env=clean_env(OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="2"),
-            capture_output=True,
-            text=True,
-            preexec_fn=limit_memory,
-            timeout=SECONDS,
-        )
+        done = run_program([sys.executable, "-P", "-c", LIMITED, *command], cwd=tmp_path, timeout=SECONDS)
         assert done.returncode in (1, 2), (command, done.stdout[-300:], done.stderr[-300:])
         assert "--debug for the traceback" not in done.stderr
         assert "Traceback" not in done.stderr

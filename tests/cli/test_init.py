@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from jobs import clean_env, dsjob
+from jobs import dsjob
+from programs import run_program
 
 from dsjob.cli import COMMANDS, main
 from dsjob.cli.ckpt import EXAMPLES, parse_arguments
@@ -28,7 +28,7 @@ def test_the_project_is_valid_trains_and_passes_its_own_test(tmp_path: Path) -> 
     assert trained.returncode == 0, trained.stderr
     assert "record  accuracy" in trained.stdout
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    tested = subprocess.run(command, cwd=folder, env=clean_env(), capture_output=True, text=True, check=False)
+    tested = run_program(command, cwd=folder)
     assert "2 passed" in tested.stdout, tested.stdout + tested.stderr
 
 

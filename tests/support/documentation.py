@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs import clean_env, dsjob
+from programs import DSJOB, clean_env, run_program
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(
@@ -56,8 +56,9 @@ def split_session(text: str) -> list[tuple[str, str]]:
 
 def run_command(command: str, shown: str, folder: Path) -> None:
     program, *arguments = shlex.split(command, comments=True)
-    if program == "dsjob" and not re.search(r"[|>;&]", command):
-        ran = dsjob(*arguments, cwd=folder, timeout=300)
+    if program in ("dsjob", "python") and not re.search(r"[|>;&]", command):
+        started = {"dsjob": DSJOB, "python": sys.executable}[program]
+        ran = run_program([started, *arguments], cwd=folder, timeout=300)
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         ran = subprocess.run(
