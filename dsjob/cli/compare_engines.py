@@ -12,7 +12,8 @@ from dsjob.cli import parse_count
 from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
 from dsjob.cli.run import split_source
 from dsjob.document import compose as composition
-from dsjob.document.resolve import read_nproc, resolve_job
+from dsjob.document.resolve import resolve_job
+from dsjob.document.sizes import read_nproc
 from dsjob.errors import DocumentError, UsageError
 from dsjob.launch import launcher
 from dsjob.trust.user import grant, list_untrusted, read_environment

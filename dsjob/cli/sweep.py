@@ -20,7 +20,7 @@ from dsjob.document import Document
 from dsjob.document import compose as composition
 from dsjob.document.origins import Composed, read_document
 from dsjob.document.overrides import require_few_runs
-from dsjob.document.resolve import place_problems
+from dsjob.document.places import place_problems
 from dsjob.errors import (
     ContractError,
     DocumentError,

@@ -39,7 +39,7 @@ from dsjob.document import Document, interpolation
 from dsjob.document.job_file import require_job_file
 from dsjob.document.origins import Composed, settle
 from dsjob.document.overrides import require_small
-from dsjob.document.resolve import place_problems
+from dsjob.document.places import place_problems
 from dsjob.errors import DocumentError, Problem, UsageError
 
 CONFIG_NAME = "config"

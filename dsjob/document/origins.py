@@ -18,7 +18,7 @@ from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path, get_at, has_at
 from dsjob.contract.secrets import hide_value
 from dsjob.document import Document
-from dsjob.document.resolve import Place
+from dsjob.document.places import Place
 from dsjob.document.retyped import drop_old_arguments
 from dsjob.errors import DocumentError, Problem, StorageError, UsageError
 

@@ -25,7 +25,8 @@ from dsjob.contract.bounds import check_values
 from dsjob.contract.spec import EngineSpec
 from dsjob.data import Epochs
 from dsjob.data.passes import require_same_length
-from dsjob.document.resolve import Locate, complete_config, resolve_config
+from dsjob.document.bare import complete_config, resolve_config
+from dsjob.document.places import Locate
 from dsjob.engine.batches import load_batches
 from dsjob.engine.blocks import prepare_blocks
 from dsjob.engine.engine import Engine

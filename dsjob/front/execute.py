@@ -11,7 +11,9 @@ from dsjob.contract.environment import hide_values, parse_reference
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.secrets import list_texts
 from dsjob.document.origins import PROGRAM, Composed
-from dsjob.document.resolve import complete_job, place_problems, read_nproc, resolve_job
+from dsjob.document.places import place_problems
+from dsjob.document.resolve import complete_job, resolve_job
+from dsjob.document.sizes import read_nproc
 from dsjob.errors import DocumentError, Problem
 from dsjob.front.places import placing_errors
 from dsjob.launch import launcher

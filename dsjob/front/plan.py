@@ -8,7 +8,8 @@ from typing import Any
 
 from dsjob.contract.spec import Dtype, JobSpec, view
 from dsjob.document.origins import Composed
-from dsjob.document.resolve import choose_world_size, resolve_job
+from dsjob.document.resolve import resolve_job
+from dsjob.document.sizes import choose_world_size
 from dsjob.errors import DataError, DocumentError, UsageError
 from dsjob.front.places import placing_errors
 from dsjob.front.unnamed import complete

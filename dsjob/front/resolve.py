@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from dsjob.contract import schema as contract
 from dsjob.document.origins import Composed
-from dsjob.document.resolve import Resolved, choose_world_size, resolve_job
+from dsjob.document.resolve import Resolved, resolve_job
+from dsjob.document.sizes import choose_world_size
 from dsjob.front.unnamed import complete
 from dsjob.launch import launcher
 

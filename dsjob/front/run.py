@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dsjob.contract.environment import watch_output
-from dsjob.document.resolve import read_nproc
+from dsjob.document.sizes import read_nproc
 from dsjob.errors import UsageError
 from dsjob.front.execute import run_composed
 from dsjob.front.process import keeping_process, require_no_group

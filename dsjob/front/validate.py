@@ -12,9 +12,13 @@ from dsjob import storage
 from dsjob.contract import report
 from dsjob.contract.locations import NEVER_GRANTED
 from dsjob.contract.secrets import list_texts
-from dsjob.document import Document, resolve
+from dsjob.document import Document
+from dsjob.document.bare import check_bare_config
 from dsjob.document.job_file import require_job_file
 from dsjob.document.origins import STDIN, Composed, is_deepspeed, read_text, settle
+from dsjob.document.places import Locate, Place, place_problems
+from dsjob.document.resolve import resolve_job
+from dsjob.document.sizes import choose_world_size
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError, limit_problems
 from dsjob.front.refused import require_own
 from dsjob.run_folder import RESOLVED_NAME, describe_other_job, list_commits
@@ -86,7 +90,7 @@ def _check(
         if overrides:
             message, hint = f"{overrides[0]} is an override of a job document", "this is a DeepSpeed config: edit it"
             return [Problem(message, (), "override", hint, document.source)]
-        return resolve.check_bare_config(document.value, world_size=world_size, locate=_locator(document))
+        return check_bare_config(document.value, world_size=world_size, locate=_locator(document))
     require_job_file(document)
     composed, unread = _compose(document, overrides)
     if composed.deepspeed is not None:
@@ -102,9 +106,9 @@ def _check_composed(
     unread: list[Problem],
 ) -> list[Problem]:
     """`unread`: why the DeepSpeed config that the document names was not read."""
-    ranks, ranks_from = resolve.choose_world_size(composed.document, composed.locate, asked=world_size)
+    ranks, ranks_from = choose_world_size(composed.document, composed.locate, asked=world_size)
     try:
-        done = resolve.resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
+        done = resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
     except DocumentError as error:
         # What a config says that could not be read may be what is missing here.
         known = [problem for problem in error.problems if not (unread and problem.rule in _LEFT_TO_CONFIG)]
@@ -112,7 +116,7 @@ def _check_composed(
         named = _look_at_targets(composed, composed.document, document, deep)
         return [*known, *unread, *error.warnings, *(one for one in named if one.path not in wrong)]
     found = unread + done.warnings + _look_at_targets(composed, done.document, document, deep)
-    return found + resolve.place_problems(_find_other_job(done.document), composed.locate)
+    return found + place_problems(_find_other_job(done.document), composed.locate)
 
 
 def _look_at_targets(
@@ -193,8 +197,8 @@ def _find_remote(document: Document) -> Problem | None:
     )
 
 
-def _locator(document: Document) -> resolve.Locate:
-    def locate(path: tuple[str | int, ...]) -> resolve.Place:
+def _locator(document: Document) -> Locate:
+    def locate(path: tuple[str | int, ...]) -> Place:
         mark = document.mark(path)
         return document.source, mark.line, mark.column
 

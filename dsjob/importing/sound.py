@@ -9,7 +9,9 @@ from typing import Any
 from dsjob.contract import schema as contract
 from dsjob.contract.check import check_shape
 from dsjob.contract.paths import Path, get_at, has_at
-from dsjob.document.resolve import Place, read_nproc, resolve_job
+from dsjob.document.places import Place
+from dsjob.document.resolve import resolve_job
+from dsjob.document.sizes import read_nproc
 from dsjob.errors import DocumentError
 from dsjob.importing.given import MODULE, Draft, Given, Rank, nest, show
 

@@ -15,7 +15,7 @@ from dsjob import document as documents
 from dsjob.contract.deepspeed_keys import find_origin
 from dsjob.document import Document
 from dsjob.document.origins import PROGRAM, Composed
-from dsjob.document.resolve import place_problems
+from dsjob.document.places import place_problems
 from dsjob.errors import Problem, UsageError
 from dsjob.run_folder import RESOLVED_NAME
 from dsjob.trust.grant import SHARED, Trust, check_document

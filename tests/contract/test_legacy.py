@@ -9,9 +9,10 @@ import pytest
 from job_documents import make_job, nowhere, resolve, write_json
 
 from dsjob.contract.legacy import expand, find_spelling
+from dsjob.document.bare import resolve_config
 from dsjob.document.compose import compose
 from dsjob.document.origins import read_document
-from dsjob.document.resolve import resolve_config, resolve_job
+from dsjob.document.resolve import resolve_job
 from dsjob.errors import ConfigError
 from dsjob.front.validate import validate_file as validate
 

@@ -20,7 +20,8 @@ from dsjob.contract.deepspeed_keys import to_job
 from dsjob.contract.resources import read_schema
 from dsjob.contract.schema import Schema
 from dsjob.document.compose import compose
-from dsjob.document.resolve import read_nproc, resolve_job
+from dsjob.document.resolve import resolve_job
+from dsjob.document.sizes import read_nproc
 
 FILES = sorted(item.name for item in resources.files("dsjob.schemas").iterdir() if item.name.endswith(".json"))
 RECIPES = sorted(

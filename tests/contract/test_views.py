@@ -20,7 +20,7 @@ from dsjob.contract.schema import Schema
 from dsjob.contract.views import VIEWS, describe_status, read_view, to_json_schema
 from dsjob.document import parse
 from dsjob.document.compose import compose
-from dsjob.document.resolve import read_nproc
+from dsjob.document.sizes import read_nproc
 
 ROOT = Path(__file__).parents[2]
 CONF = sorted(path for path in (ROOT / "conf").rglob("*.yaml"))

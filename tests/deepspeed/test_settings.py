@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 import dsjob.deepspeed as deepspeed
 from dsjob.deepspeed.settings import Settings
-from dsjob.document.resolve import complete_config
+from dsjob.document.bare import complete_config
 from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
 

@@ -11,7 +11,8 @@ from job_documents import make_job, nowhere, resolve
 from dsjob.contract import schema as contract
 from dsjob.contract.schema import Schema
 from dsjob.document.auto import find_hidden_size, resolve_auto
-from dsjob.document.resolve import resolve_config, resolve_job
+from dsjob.document.bare import resolve_config
+from dsjob.document.resolve import resolve_job
 
 H = 48  # hidden size
 Z = "zero_optimization"

@@ -10,7 +10,10 @@ import pytest
 from job_documents import find_problems, make_job, nowhere, resolve
 
 from dsjob.contract.schema import job_schema
-from dsjob.document.resolve import place_problems, read_nproc, resolve_config, resolve_job
+from dsjob.document.bare import resolve_config
+from dsjob.document.places import place_problems
+from dsjob.document.resolve import resolve_job
+from dsjob.document.sizes import read_nproc
 from dsjob.errors import ConfigError, DocumentError, Problem
 
 

@@ -17,7 +17,8 @@ from dsjob.contract import schema as contract
 from dsjob.contract.check import check_config
 from dsjob.contract.schema import Schema
 from dsjob.contract.spec import EngineSpec, view
-from dsjob.document.resolve import resolve_config, resolve_job
+from dsjob.document.bare import resolve_config
+from dsjob.document.resolve import resolve_job
 from dsjob.errors import ConfigError, DocumentError
 from dsjob.importing.given import nest
 

@@ -13,7 +13,7 @@ from engines import make_engine
 from ranks import run_ranks
 from simulated_cuda.build import build, find_obstacle
 
-from dsjob.document.resolve import resolve_config
+from dsjob.document.bare import resolve_config
 from dsjob.engine.build import build_engine
 from dsjob.errors import UsageError
 from dsjob.ranks.axes import Axes, build_mesh

@@ -12,7 +12,8 @@ from typing import Any
 from job_documents import nowhere
 
 from dsjob.contract.paths import get_at
-from dsjob.document.resolve import read_nproc, resolve_job
+from dsjob.document.resolve import resolve_job
+from dsjob.document.sizes import read_nproc
 from dsjob.errors import DocumentError
 from dsjob.importing.command_line import Word, read_command
 from dsjob.importing.gather import import_sources

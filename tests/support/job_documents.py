@@ -12,7 +12,8 @@ import pytest
 
 from dsjob.document.compose import compose
 from dsjob.document.origins import Composed, read_document
-from dsjob.document.resolve import Locate, resolve_job
+from dsjob.document.places import Locate
+from dsjob.document.resolve import resolve_job
 from dsjob.errors import DocumentError, Problem
 
 _JOB: dict[str, Any] = {

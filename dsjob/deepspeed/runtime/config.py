@@ -14,7 +14,7 @@ from dsjob.contract.check import check_shape
 from dsjob.contract.paths import get_at
 from dsjob.contract.rules import RULES
 from dsjob.deepspeed.settings import Settings
-from dsjob.document.resolve import complete_config, resolve_config
+from dsjob.document.bare import complete_config, resolve_config
 from dsjob.engine.build import read_config
 from dsjob.errors import ConfigError
 from dsjob.ranks.mpu import read_data_ranks

@@ -1,0 +1,128 @@
+"""A DeepSpeed config by itself: what `initialize` is given, and what `validate` looks at without a job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dsjob.contract import deepspeed_keys
+from dsjob.contract import schema as contract
+from dsjob.contract.batch import BatchSizes
+from dsjob.contract.check import check_config
+from dsjob.contract.paths import Path, get_at
+from dsjob.contract.spec import EngineSpec, view
+from dsjob.document.auto import resolve_auto
+from dsjob.document.normal import complete, normalise
+from dsjob.document.places import Locate, place_problems
+from dsjob.errors import ConfigError, DocumentError, Problem
+
+
+def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:
+    """What a bare DeepSpeed config asks of the engine. Raises ConfigError with all problems at once."""
+    config = contract.prune(config, contract.deepspeed_schema())
+    problems, batch = _check_config(config, world_size, locate)
+    problems = place_problems(problems, locate)
+    if errors := [problem for problem in problems if problem.severity == "error"]:
+        raise ConfigError(errors, [problem for problem in problems if problem.severity != "error"])
+    assert batch is not None
+    resolved, derived = complete(_read_config(config))
+    resolved["trainer"].update(dataclasses.asdict(batch))
+    for path, how in derived.items():
+        message = f'"auto" has become {get_at(resolved, path)}: {how.removeprefix("auto: ")}'
+        problems.append(
+            Problem(message, deepspeed_keys.to_config_path(path), "auto", "give a value", severity="warning")
+        )
+    return view(EngineSpec, resolved), place_problems(problems, locate)
+
+
+def complete_config(given: Mapping[str, Any], spec: EngineSpec | None = None) -> dict[str, Any]:
+    """A checked DeepSpeed config, or a resolved job's sections of that name, with all defaults and `spec`'s batch."""
+    schema = contract.deepspeed_schema()
+    config = contract.prune({key: value for key, value in given.items() if key in schema["properties"]}, schema)
+    config = resolve_auto(normalise(config, schema))[0]
+    sizes = (spec.trainer.train_batch, spec.trainer.micro_batch, spec.trainer.grad_accum) if spec is not None else ()
+    known: dict[str, Any] = {key: value for key, value in config.items() if value != "auto"}
+    for key, section in schema["properties"].items():
+        if section.get("type") == "object" and not section.get("deprecated") and key not in ("optimizer", "scheduler"):
+            known.setdefault(key, {})
+    return {
+        **contract.fill_defaults(known, schema, idle=True),
+        **dict(zip(deepspeed_keys.BATCH_KEYS, sizes, strict=False)),
+    }
+
+
+def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate: Locate) -> list[Problem]:
+    """Everything wrong with a DeepSpeed config that is looked at by itself.
+
+    What it leaves open is for the job or program to say that will use it, and a warning: "auto", and where
+    `world_size` is None the number of ranks.
+    """
+    config = contract.prune(config, contract.deepspeed_schema())
+    problems = []
+    ranks_from = "--world-size" if world_size else "the default"
+    for problem in _check_config(config, world_size or 1, locate, ranks_from)[0]:
+        left = [key for key in deepspeed_keys.BATCH_KEYS if config.get(key) == "auto"]
+        ranks = _find_ranks(config) if world_size is None and problem.rule == "batch" else None
+        if ranks is not None:
+            problem = replace(
+                problem,
+                message=f"holds for {ranks} ranks alone",
+                path=(deepspeed_keys.BATCH_KEYS[0],),
+                hint=f"dsjob validate --world-size {ranks} checks it for them",
+                severity="warning",
+            )
+        if problem.rule == "batch" and left:
+            problem = _leave_open((left[0],))
+        elif problem.rule == "no-total-steps" and len(problem.path) > 1:
+            problem = _leave_open(problem.path)
+        problems.append(problem)
+    return place_problems(problems, locate)
+
+
+def _find_ranks(config: dict[str, Any]) -> int | None:
+    """The only number of ranks, above 1, for which all three batch sizes of a config hold."""
+    sizes = [config.get(key) for key in deepspeed_keys.BATCH_KEYS]
+    if not all(isinstance(size, (int, float)) and size > 0 for size in sizes):
+        return None
+    train, micro, accum = (int(size) for size in sizes if isinstance(size, (int, float)))
+    return train // (micro * accum) if train % (micro * accum) == 0 and train > micro * accum else None
+
+
+def _leave_open(path: Path) -> Problem:
+    message = '"auto" is left to what uses this config'
+    return Problem(message, path, "auto", "a job says it: dsjob cfg.yaml deepspeed=FILE", severity="warning")
+
+
+def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    return deepspeed_keys.to_job(normalise(config, contract.deepspeed_schema()))
+
+
+def _check_config(
+    config: dict[str, Any], world_size: int, locate: Locate, ranks_from: str = ""
+) -> tuple[list[Problem], BatchSizes | None]:
+    def tell(key: str) -> str:
+        path = deepspeed_keys.to_config_path(("trainer", key))
+        line = locate(path)[1] if get_at(config, path, "auto") != "auto" else 0
+        return f" (line {line})" if line else ""
+
+    problems = check_config(config)
+    if any(p.severity == "error" and _is_of_batch(p) for p in problems):
+        return problems, None
+    try:
+        asked = BatchSizes.of_trainer(_read_config(config).get("trainer", {}))
+        return problems, asked.resolve(world_size, name=tell, ranks=ranks_from)
+    except DocumentError as error:
+        given = [key for key in deepspeed_keys.BATCH_KEYS if key in config]
+        return problems + [deepspeed_keys.to_config_words(replace(f, path=(*given[:1],))) for f in error.problems], None
+
+
+def _is_of_batch(problem: Problem) -> bool:
+    """Whether a problem of a DeepSpeed config leaves its batch sizes open: one of them is wrong, or mistyped."""
+    meant = problem.hint if problem.hint.startswith("did you mean") else ""
+    return (
+        not problem.path
+        or problem.path[0] in deepspeed_keys.BATCH_KEYS
+        or any(key in meant for key in deepspeed_keys.BATCH_KEYS)
+    )

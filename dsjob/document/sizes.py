@@ -1,0 +1,139 @@
+"""How many ranks a document is looked at for, and its batch sizes on that many."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsjob.contract import deepspeed_keys
+from dsjob.contract.batch import BatchSizes
+from dsjob.contract.paths import Path, get_at
+from dsjob.document.places import Locate, Place, describe_place
+from dsjob.errors import DocumentError, Problem
+
+_PARTS = ("trainer", "model_parallel_size")
+_TRIAD = ("train_batch", "micro_batch", "grad_accum")
+
+
+def read_nproc(document: dict[str, Any]) -> int:
+    """`launch.nproc` of a document that need not be valid; 1 where it is not a positive number."""
+    section = document.get("launch")
+    nproc = section.get("nproc") if isinstance(section, dict) else None
+    return int(nproc) if isinstance(nproc, (int, float)) and 1 <= nproc < math.inf else 1
+
+
+def choose_world_size(
+    document: dict[str, Any], locate: Locate, *, asked: int | None = None, started: int | None = None
+) -> tuple[int, str]:
+    """For how many ranks to look at a document, and what says so.
+
+    `asked`: by a flag; `started`: by torchrun or srun. A document that was resolved for more ranks than launch.nproc
+    starts, as under torchrun, is looked at for those, unless launch.nproc is given on the command line.
+    """
+    if asked or started:
+        return (asked, "--world-size") if asked else (started or 1, "ranks that were started")
+    before = get_at(document, ("resolved", "world_size"))
+    if isinstance(before, int) and before > 0 and not locate(("launch", "nproc"))[0].startswith("command line"):
+        return before, "what it was resolved for"
+    return read_nproc(document), "launch.nproc"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks there are, and what says so. `parts`: of them hold one model together."""
+
+    count: int
+    told_by: str = ""
+    parts: int = 1
+
+    @property
+    def data(self) -> int:
+        """Ranks that read different data."""
+        return self.count // self.parts
+
+    def describe(self) -> str:
+        """What says how many data-parallel ranks there are."""
+        return self.told_by if self.parts == 1 else f"{self.count} ranks / model_parallel_size {self.parts}"
+
+
+def check_parts(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]:
+    """That the ranks are groups of model_parallel_size."""
+    parts = trainer.get("model_parallel_size", 1) if isinstance(trainer, dict) else 1
+    if not isinstance(parts, (int, float)) or parts < 1 or world_size % parts == 0:
+        return []
+    told = f" ({ranks_from})" if ranks_from else ""
+    message = f"{world_size} rank{'s' * (world_size > 1)}{told} do not divide into groups of {parts:g}"
+    hint = f"start {int(parts) * max(1, world_size // int(parts))} ranks, or another multiple of {int(parts)}"
+    return [Problem(message, _PARTS, "model-parallel-size", hint)]
+
+
+def leave_sizes_open(problems: list[Problem]) -> bool:
+    """Whether problems of a job leave its batch sizes open."""
+    touched: list[Path] = [_PARTS]
+    for key in deepspeed_keys.BATCH_KEYS:
+        touched += [(key,), ("deepspeed", key), deepspeed_keys.to_job_path((key,))[1:]]
+    return any(p.severity == "error" and (p.path in touched or _leaves_sizes_open(p)) for p in problems)
+
+
+def _leaves_sizes_open(problem: Problem) -> bool:
+    """Whether a problem of a job's trainer section is of its batch sizes: one of them is wrong, or mistyped."""
+    if problem.path[:1] != ("trainer",):
+        return problem.path == ()
+    names = ("train_batch", "micro_batch", "grad_accum")
+    meant = problem.hint if problem.hint.startswith("did you mean") else ""
+    return len(problem.path) == 1 or problem.path[1] in names or any(name in meant for name in names)
+
+
+def settle_sizes(
+    trainer: dict[str, Any], ranks: Ranks, before: Any, locate: Locate, locate_origin: Locate
+) -> BatchSizes:
+    """The batch sizes of a normalised `trainer` section on these ranks.
+
+    `before`: the section `resolved` of a document that was resolved before. Raises DocumentError.
+    """
+    asked = _reopen(trainer, ranks, before, locate)
+
+    def tell(key: str) -> str:
+        return _tell_origin(getattr(asked, key), trainer.get(key), locate_origin(("trainer", key)))
+
+    try:
+        return asked.resolve(ranks.data, name=tell, ranks=ranks.describe(), parts=ranks.parts)
+    except DocumentError as error:
+        named = [key for key in _TRIAD if key in trainer]
+        raise DocumentError([replace(found, path=("trainer", *named[:1])) for found in error.problems]) from error
+
+
+def _reopen(trainer: dict[str, Any], ranks: Ranks, before: Any, locate: Locate) -> BatchSizes:
+    """The batch sizes that are asked for: without what was derived when the document was resolved before."""
+    asked = BatchSizes.of_trainer(trainer)
+    if not isinstance(before, dict) or "world_size" not in before or None in dataclasses.astuple(asked):
+        return asked
+    given = [name for name in _TRIAD if locate(("trainer", name))[0].startswith("command line")]
+    if not given:
+        return asked if before["world_size"] == ranks.data * ranks.parts else asked.move_to(ranks.data)
+    kept = [*given, {"train_batch": "micro_batch"}.get(given[0], "train_batch")] if len(given) == 1 else given
+    return replace(asked, **{name: None for name in _TRIAD if name not in kept})
+
+
+def _tell_origin(asked: int | None, given: Any, place: Place) -> str:
+    """Where a batch size comes from, in brackets; nothing where it is not asked for, but follows from others."""
+    if asked is None:
+        return ""
+    return f" ({describe_place(place)})" if asked == given else " (derived)"  # from what was resolved for other ranks
+
+
+def tell_sizes(given: dict[str, Any], batch: BatchSizes, world_size: int) -> dict[Path, str]:
+    """How the batch sizes that the section `given` leaves open came about, by path, in words."""
+    derived: dict[Path, str] = {}
+    formulas = {
+        "train_batch": f"micro_batch {batch.micro_batch} x grad_accum {batch.grad_accum} x {world_size} ranks",
+        "micro_batch": f"train_batch {batch.train_batch} / grad_accum {batch.grad_accum} / {world_size} ranks",
+        "grad_accum": f"train_batch {batch.train_batch} / micro_batch {batch.micro_batch} / {world_size} ranks",
+    }
+    both = all(given.get(key, "auto") != "auto" for key in ("train_batch", "micro_batch"))
+    for key, formula in formulas.items():
+        if given.get(key, "auto") == "auto" or given[key] != getattr(batch, key):
+            derived["trainer", key] = f"derived: {formula}" if both or key != "grad_accum" else "default"
+    return derived
