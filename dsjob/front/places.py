@@ -26,6 +26,6 @@ def placing_errors(composed: Composed) -> Iterator[None]:
         raise DocumentError(place_origins([error.to_problem()], composed)) from error
     except Exception as error:
         if path := find_path(error):
-            (found,) = place_origins([Problem("", path)], composed)
+            (found,) = place_origins([Problem("", path, "target")], composed)
             tell_place(error, PROGRAM if found.source == PROGRAM else found.place)
         raise
