@@ -1,7 +1,7 @@
-"""DeepSpeed's calls for activation checkpointing, for models that say themselves what is computed again.
+"""DeepSpeed's functions for activation checkpointing, for models that choose themselves what to recompute.
 
-What is set up here holds for the whole process, as in DeepSpeed. An engine sets it up as its document says, unless
-`configure` has been called; blocks that the document names are the engine's own matter (`blocks`).
+As in DeepSpeed, the configuration applies to the whole process. An engine configures it from its document, unless
+`configure` was called. The engine itself recomputes the blocks that the document names (dsjob/engine/blocks.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECTION = "activation_checkpointing"
 
 
 def _read_section(given: Mapping[str, Any]) -> ActivationCheckpointing:
-    """The section with its defaults. Raises ConfigError with all that is wrong with it."""
+    """The section with its defaults filled in. Raises ConfigError with all problems."""
     given = {key: value for key, value in given.items() if value is not None}
     problems = [p for p in check_config({_SECTION: given}) if p.path[:1] == (_SECTION,) and p.severity == "error"]
     if problems:
@@ -38,7 +38,7 @@ def _read_section(given: Mapping[str, Any]) -> ActivationCheckpointing:
 
 
 class _Setup:
-    """What holds in this process."""
+    """The configuration of this process."""
 
     def __init__(self) -> None:
         self.configured = False
@@ -60,11 +60,11 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Says how `checkpoint` keeps inputs until the backward pass.
+    """Configures how `checkpoint` stores inputs until the backward pass.
 
     `mpu_`: an object with get_model_parallel_group() (or Megatron's get_tensor_model_parallel_group()), or None.
-    `deepspeed_config`: a config as a dict or the path of a JSON file, of which the section activation_checkpointing
-    counts; arguments that are given go before it. Raises ConfigError for values that are wrong or do not go together.
+    `deepspeed_config`: a dict, or the path of a JSON file, with a section activation_checkpointing. Other arguments
+    override that section. Raises ConfigError for invalid or conflicting values.
     """
     if deepspeed_config is None or isinstance(deepspeed_config, Mapping):
         config = dict(deepspeed_config or {})
@@ -89,38 +89,38 @@ def configure(
 
 
 def use_ranks(world: World) -> None:
-    """Lets the ranks be those of an engine; the model-parallel ones of `checkpoint` unless `configure` was called."""
+    """Adopts an engine's ranks. `checkpoint` uses its model-parallel ranks unless `configure` was called."""
     _setup.world = world
     if not _setup.configured:
         _setup.model = world.model
 
 
 def find_ranks() -> World | None:
-    """The ranks of the engine that was made last, as its mpu divides them."""
+    """The ranks of the most recent engine, as divided by its mpu."""
     return _setup.world
 
 
 def adopt(section: ActivationCheckpointing) -> None:
-    """Lets `section` hold in this process from now on, without its being configured."""
+    """Applies `section` to this process. Unlike `configure`, a later engine may override it."""
     _setup.store = make_store(section)
 
 
 def make_store(section: ActivationCheckpointing) -> Store:
-    """A store for the section, over the model-parallel ranks that `configure` was given."""
+    """A store with the options in `section`, over the model-parallel ranks of this process."""
     if section.profile:
         show_times()
     return Store(section, _setup.model.group)
 
 
 def is_configured() -> bool:
-    """Whether `configure` has been called."""
+    """Whether `configure` was called."""
     return _setup.configured
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `function` returns for the arguments; its activations are computed again in the backward pass.
+    """Calls `function` without keeping its activations, which the backward pass recomputes. Returns its result.
 
-    Random numbers are then the same as before. Inputs need no gradient.
+    The recomputation draws the same random numbers. Inputs need not require gradients.
     """
     return recompute(function, args, kwargs, store=_setup.store)
 
@@ -129,7 +129,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 def reset() -> None:
-    """Gives up the buffers of contiguous_memory_optimization. Rows in them come free by themselves as well."""
+    """Frees the buffers of contiguous_memory_optimization. Optional: rows are reused once they are free."""
     _setup.store.reset()
 
 
@@ -139,20 +139,20 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Switches partition_activations on or off."""
+    """Turns partition_activations on or off."""
     adopt(replace(_setup.store.section, partition_activations=partition_activation))
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The named random states of this process; of the CPU's generator where there is no CUDA."""
+    """The named random states of this process. Without CUDA, they are those of the CPU's generator."""
     return TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the generator with `seed`, and gives the tracker a state that is another one on each model-parallel rank.
+    """Seeds the generator with `seed`, and adds a random state to the tracker that differs by model-parallel rank.
 
-    In place of torch.cuda.manual_seed; to be called after `configure`. The second seed is Megatron's: seed + 2718 +
-    rank within the model-parallel group.
+    Call it after `configure`, instead of torch.cuda.manual_seed. As in Megatron, the second seed is seed + 2718 + the
+    rank in the model-parallel group.
     """
     TRACKER.reset()
     seed_generator(seed)

@@ -1,4 +1,4 @@
-"""Data: which samples a rank sees and in which order, and batches on their way to the device."""
+"""Data: which samples each rank sees, in which order, and how batches reach the device."""
 
 from dsjob.data.batches import to_device as to_device
 from dsjob.data.epochs import Epochs as Epochs

@@ -1,4 +1,4 @@
-"""Batches: to the device, and how many samples, tokens and targets one holds."""
+"""Moves batches to the device, and counts their samples, tokens and targets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100  # the label that is no target, as torch's cross entropy and transformers have it
+IGNORED = -100  # the label of positions that are not targets, in torch's cross entropy and in transformers
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it (in mappings, lists, tuples, dataclasses) on `device`, copied without waiting."""
+    """`batch` with all its tensors (in mappings, lists, tuples, dataclasses) on `device`. The host does not wait for
+    the copies."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -29,22 +30,23 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """The size of the first dimension of the first tensor in `batch`; 1 where there is none."""
+    """The size of the first dimension of the first tensor in `batch`; 1 if there is none."""
     first = _first_tensor(batch)
     return first.shape[0] if first is not None and first.dim() else 1
 
 
 def count_elements(batch: Any) -> int:
-    """The number of elements of the first tensor in `batch`: tokens, for a batch of token ids."""
+    """The number of elements of the first tensor in `batch`: the tokens, if the batch has token ids."""
     first = _first_tensor(batch)
     return first.numel() if first is not None else 0
 
 
 def count_targets(batch: Any, *, shifted: bool = False) -> Tensor | int | None:
-    """The targets in a batch: those of its `labels` (or `shift_labels`) that are not -100; None where it has none.
+    """The number of targets in a batch: its `labels` (or `shift_labels`) that are not -100. None if it has no labels.
 
-    `shifted`: the model shifts labels by one, so that the first of each sequence is no target. Labels that are no
-    integers count by samples. Labels on a device are counted there, int64 [], so that the host need not wait.
+    shifted: the model shifts labels by one, so the first label of each sequence is not a target. Labels that are not
+    integers count as one target per sample. If the labels are on a GPU, the count stays there, as an int64 tensor of
+    shape [], so that the host does not wait.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -61,7 +63,7 @@ def count_targets(batch: Any, *, shifted: bool = False) -> Tensor | int | None:
 
 
 def is_tokens(batch: Any) -> bool:
-    """Whether `batch` begins with rows of ids: an integer tensor of two dimensions."""
+    """Whether the first tensor in `batch` looks like token ids: integers of shape [samples, tokens]."""
     first = _first_tensor(batch)
     return first is not None and first.dim() == 2 and not first.is_floating_point()
 

@@ -1,4 +1,4 @@
-"""Training data as a program drives it: an epoch each time it is iterated over, or a loader that never ends."""
+"""Training loaders for programs with their own loop: one epoch per iteration, or a loader that never ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsjob.errors import DataError
 
 
 class Endless(Protocol):
-    """A rank's micro batches; `samples_per_epoch`: over all ranks, None where that is not known."""
+    """A loader of a rank's micro batches. `samples_per_epoch`: over all ranks; None if unknown."""
 
     dataset: Any
     samples_per_epoch: int | None
@@ -18,12 +18,12 @@ class Endless(Protocol):
 
 
 class Epochs:
-    """A training loader as a program drives it: each iteration is an epoch, and `len` its number of micro batches."""
+    """A training loader for a program's own loop. Each iteration is one epoch; `len` is its number of micro batches."""
 
     def __init__(self, loader: Endless, samples_per_pass: int) -> None:
         self._loader, self._samples_per_pass = loader, samples_per_pass
         self.dataset = loader.dataset
-        self.samples_per_epoch = loader.samples_per_epoch  # over all ranks; None of a stream
+        self.samples_per_epoch = loader.samples_per_epoch  # over all ranks; None for a stream
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class Epochs:
 
 
 class RepeatingLoader:
-    """Any loader, begun again whenever it ends."""
+    """Repeats any loader endlessly: starts it again whenever it ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -54,4 +54,4 @@ class RepeatingLoader:
         try:
             return next(self._batches)
         except StopIteration:
-            raise DataError("the loader to be repeated yields nothing") from None
+            raise DataError("RepeatingLoader: the loader yields no batches") from None

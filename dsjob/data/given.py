@@ -1,11 +1,11 @@
-"""Loaders that a program or a job brings along: used as they are, begun again at the right batch, shared among ranks.
+"""Uses loaders that the user provides: divides their batches among ranks, and resumes them at the right batch.
 
-A loader is one sequence of batches, pass after pass. Where it is not divided among ranks by itself, they take turns:
-the n-th batch is rank n % world_size's, so that the sequence of a run does not depend on the number of ranks.
+A loader is treated as one sequence of batches, pass after pass. Unless it divides the data among ranks itself, the
+ranks take turns: batch n belongs to rank n % world_size, so the run sees the same sequence on any number of ranks.
 
-Of a plain DataLoader over a map-style dataset only indices are read to pass over what other ranks have or what was
-seen before a resume, with its own samplers, seeded by the pass. Random transforms in the workers of such a loader are
-not repeated by a resume.
+For a plain DataLoader over a map-style dataset, batches of other ranks, and those seen before a resume, are skipped by
+their indices only, using the loader's own samplers seeded per pass. A resume does not reproduce random transforms in
+the workers of such a loader.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dsjob.ranks.mesh import World
 
 
 def is_loader(value: Any) -> bool:
-    """Whether `value` gives batches: a DataLoader, or what has `batch_size`, `dataset` and an iterator as one has."""
+    """Whether `value` is a loader rather than a dataset: a DataLoader, or an iterable with `batch_size` and
+    `dataset`."""
     if isinstance(value, (DataLoader, RepeatingLoader, Epochs)):
         return True
     named = all(hasattr(value, name) for name in ("__iter__", "batch_size", "dataset"))
@@ -36,11 +37,11 @@ def is_loader(value: Any) -> bool:
 
 
 class GivenLoader:
-    """This rank's micro batches out of a loader of the user's own, without end; `seek` goes to a resumed run's place.
+    """This rank's micro batches from a loader of the user, endlessly. `seek` moves to the position of a resumed run.
 
-    The loader is begun again whenever it ends. Seeking passes over batches: over their indices, where a DataLoader
-    chooses samples by index, else over the batches themselves. `key`: what the micro batch is called in the config.
-    Raises DataError for a batch size other than the micro batch.
+    The loader is started again whenever it ends. Seeking skips indices if a DataLoader selects samples by index, and
+    otherwise reads and drops whole batches. key: the name of the micro batch size in the config, for messages. Raises
+    DataError if the loader's batch size is not the micro batch.
     """
 
     def __init__(
@@ -62,18 +63,18 @@ class GivenLoader:
         self._start = 0
         length, ranks = self._share.length, world.data_size if self._share.divided else 1
         self.samples_per_epoch = None if length is None else length * micro_batch * ranks
-        self._epoch = self._number = 0  # the pass, and the batches of the run before the next one
-        self._told = self._restored = False
+        self._epoch = self._number = 0  # the current pass, and the number of batches read so far in the run
+        self._checked_size = self._restored = False
 
     def seek(self, samples: int) -> None:
-        """Makes iteration begin after the first `samples` samples of the run (over all ranks)."""
+        """Makes iteration start after the first `samples` samples of the run (over all ranks)."""
         self._start = samples
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(once=False)
 
     def iterate_epoch(self, number: int, batches: int | None) -> Iterator[Any]:
-        """This rank's batches of epoch `number`, of which there are `batches`; None: all until the loader ends."""
+        """This rank's batches of epoch `number`. `batches`: how many; None: all until the loader ends."""
         self.seek(number * (batches or 0) * self._micro_batch * self._world.data_size)
         if self._share.divided or batches is None:
             return self._iterate(once=True)
@@ -83,12 +84,12 @@ class GivenLoader:
         indexed = self._share.indexed
         taken = self._take(self._share.index if indexed else self._share.read, once)
         for batch in self._share.load(taken) if indexed else taken:
-            if not self._told:
-                self._tell_size(batch)
+            if not self._checked_size:
+                self._check_size(batch)
             yield batch
 
     def _take(self, read: Callable[[int], Iterable[Any]], once: bool) -> Iterator[Any]:
-        """What is this rank's in pass after pass of `read`, from this rank's place on."""
+        """This rank's items in pass after pass of `read`, starting from its current position."""
         share, skipped, restored = self._share, 0, self._restored
         if not restored:
             place = self._start // self._micro_batch
@@ -115,55 +116,54 @@ class GivenLoader:
             self._epoch += 1
 
     def _explain_nothing(self) -> None:
-        kind, again = type(self._share.loader).__name__, ", begun again," if self._epoch else ""
+        kind, again = type(self._share.loader).__name__, " when it is started again" if self._epoch else ""
         raise DataError(
-            f"{self._share.name} ({kind}){again} yields no batch on rank {self._world.data_rank}",
-            hint="it has to give a new iterator each time it is iterated over" if self._epoch else "",
+            f"{self._share.name} ({kind}) yields no batch on rank {self._world.data_rank}{again}",
+            hint="its __iter__ must return a new iterator each time" if self._epoch else "",
         )
 
-    def _tell_size(self, batch: Any) -> None:
-        self._told = True
+    def _check_size(self, batch: Any) -> None:
+        """Warns if the first batch does not have the size of a micro batch: progress would be counted wrongly."""
+        self._checked_size = True
         found = count_samples(batch)
         if found != self._micro_batch and self._world.data_rank == 0:
-            told = f"{self._share.name} yields batches of {found}, but each is counted as {self._micro_batch} samples"
-            warnings.warn(
-                f"{told} ({self._key}): set {self._key} to {found} if all batches have that size", stacklevel=2
-            )
+            problem = f"{self._share.name} yields batches of {found} samples, but {self._key} is {self._micro_batch}"
+            warnings.warn(f"{problem}: set {self._key} to {found} if all batches have that size", stacklevel=2)
 
 
 class StatefulLoader(GivenLoader):
-    """A loader with `state_dict` and `load_state_dict`, as torchdata's has them: checkpoints keep its state."""
+    """A loader with `state_dict` and `load_state_dict`, such as torchdata's. Checkpoints contain its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's own state, and for which pass, batch and number of ranks it is valid."""
+        """The loader's own state, and the pass, batch and number of ranks that it belongs to."""
         state, ranks = self._share.loader.state_dict(), self._world.data_size
         return {"loader": state, "epoch": self._epoch, "number": self._number, "world_size": ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the place of `state`; of another number of ranks: leaves it to `seek`."""
+        """Restores the loader's position. If the number of ranks has changed, this does nothing, and `seek` does it."""
         if state["world_size"] == self._world.data_size:
             self._share.loader.load_state_dict(state["loader"])
-            self._share.begun = None  # it was begun before
+            self._share.begun = None  # drop the pass that was started before the state was loaded
             self._epoch, self._number, self._restored = state["epoch"], state["number"], True
 
 
 def take_loader(loader: Any, **options: Any) -> GivenLoader:
-    """The loader as micro batches of this rank; see GivenLoader."""
+    """Wraps a user's loader; see GivenLoader for the options."""
     stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
     return (StatefulLoader if stateful else GivenLoader)(loader, **options)
 
 
 class LoaderEvaluation:
-    """Evaluation batches out of a loader of the user's own; see EvaluationBatches for what iteration gives.
+    """Evaluation batches from a loader of the user. Iteration yields the same as EvaluationBatches.
 
-    Where the loader does not know its length, it is read once to count its batches.
+    If the loader has no length, it is read once to count its batches.
     """
 
     def __init__(self, loader: Any, *, world: World, seed: int, divided: bool = False) -> None:
         if iter(loader) is loader:
             raise DataError(
-                f"data.eval is an iterator ({type(loader).__name__}), which can be read once",
-                hint="give an object whose __iter__ begins anew each time",
+                f"data.eval is an iterator ({type(loader).__name__}), which can be read only once",
+                hint="return an object whose __iter__ starts again each time",
             )
         self._share = Share(loader, world=world, seed=seed, divided=divided, name="data.eval")
         self._share.begun = None
@@ -171,7 +171,7 @@ class LoaderEvaluation:
         self._counted = self._share.length
 
     def limit(self, max_batches: int | None) -> EvaluationPass:
-        """One evaluation, of at most `max_batches` batches a rank."""
+        """One evaluation with at most `max_batches` batches per rank."""
         share, ranks = self._share, self._world.data_size
         every = share.turn[1]
         if self._counted is None:
@@ -185,12 +185,13 @@ class LoaderEvaluation:
             lengths = all_gather(self._world.data, (rounds, total))
             rounds, total = max(found for found, _ in lengths), min(found for _, found in lengths)
         if not total:
-            raise DataError(f"data.eval ({type(share.loader).__name__}) yields no batch, on one rank at least")
+            raise DataError(f"data.eval ({type(share.loader).__name__}) yields no batch on at least one rank")
         return EvaluationPass(share, rounds if max_batches is None else min(rounds, max_batches))
 
 
 class EvaluationPass:
-    """One pass over a loader, in `rounds` rounds: this rank's batch of each with its number of samples, or weight 0."""
+    """One pass over a loader in `rounds` rounds. Yields this rank's batch of each round, and its weight: the number of
+    samples, or 0 for a batch that only keeps the ranks together."""
 
     def __init__(self, share: Share, rounds: int) -> None:
         self._share, self._rounds = share, rounds
@@ -204,7 +205,8 @@ class EvaluationPass:
         for given, batch in enumerate(islice(batches, self._rounds), start=1):  # noqa: B007
             first = batch if first is None else first
             yield batch, count_samples(batch)
-        # The rest is what this rank has none left for; a rank without any batch of its own takes the very first.
+        # In the remaining rounds, this rank has no batch left, but must take part in the forward passes of a sharded
+        # model. It repeats its first batch with weight 0, or the first batch of all if it has none.
         if given < self._rounds and first is None:
             indices = list(islice(share.index(0), 1)) if share.indexed else []
             first = next(share.load(indices) if share.indexed else share.read(0))
@@ -221,6 +223,6 @@ def _require_batch_size(loader: Any, micro_batch: int, name: str, key: str) -> N
     size = next((size for size in sizes if isinstance(size, int)), None)
     if size is not None and size != micro_batch:
         raise DataError(
-            f"{name} is a loader whose batches hold {size} samples, and {key} is {micro_batch}",
-            hint=f"set {key} to {size}, or batch_size of the loader to {micro_batch}",
+            f"{name} is a loader with batch_size {size}, but {key} is {micro_batch}",
+            hint=f"set {key} to {size}, or the loader's batch_size to {micro_batch}",
         )

@@ -1,4 +1,4 @@
-"""Loaders: endless training batches that know their place, evaluation batches that end together on all ranks."""
+"""Loaders over datasets: endless, resumable training batches, and evaluation batches that end together on all ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,28 @@ from dsjob.contract.spec import Data
 from dsjob.data.batches import count_samples
 from dsjob.data.order import RankBatches, SampleOrder
 from dsjob.data.passes import Passes
-from dsjob.data.samples import Batches, Collate, Samples, Spoilt, StreamCollate, keep, require_sound, tell_stream
+from dsjob.data.samples import (
+    Batches,
+    Collate,
+    FailedBatch,
+    Samples,
+    StreamCollate,
+    keep,
+    number_stream,
+    raise_failures,
+)
 from dsjob.data.workers import outlive_stop
 from dsjob.errors import DataError
 from dsjob.ranks.mesh import World
 
-_WORKERS = 2  # one makes a batch while the other's is waiting
+_WORKERS = 2  # one prepares the next batch while the batch of the other is waiting
 
 
 class TrainingLoader:
-    """This rank's micro batches, without end; `seek` goes to the place of a resumed run.
+    """This rank's micro batches, endlessly. `seek` moves to the position of a resumed run.
 
-    A map-style dataset is read in a `SampleOrder`. An iterable one is read in its own order, the ranks taking turns,
-    and started again when it ends; seeking in it reads past what was seen.
+    A map-style dataset is read in the order of a `SampleOrder`. An iterable dataset is read in its own order, with the
+    ranks taking turns, and started again when it ends; seeking reads and drops the samples that were seen.
     """
 
     def __init__(
@@ -49,7 +58,8 @@ class TrainingLoader:
             "num_workers": num_workers,
             "worker_init_fn": outlive_stop,
             "pin_memory": pin_memory and world.device.type == "cuda",
-            # By default a DataLoader draws from the global generator when it starts: a resumed run would draw twice.
+            # Without a generator, a DataLoader draws from the global one when it starts. A resumed run would draw once
+            # more than one that ran through.
             "generator": torch.Generator().manual_seed(seed + world.data_rank),
         }
         self._name = name
@@ -78,17 +88,17 @@ class TrainingLoader:
             stride = self._micro_batch * self._world.data_size
             chosen = _Numbered(batches, self._start + self._world.data_rank * self._micro_batch, stride)
         made = Batches(self._samples, numbered=self._options["num_workers"] > 0)
-        yield from require_sound(DataLoader(made, batch_sampler=chosen, collate_fn=keep, **self._options), self._name)
+        yield from raise_failures(DataLoader(made, batch_sampler=chosen, collate_fn=keep, **self._options), self._name)
 
     def iterate_epoch(self, number: int, batches: int | None) -> Iterator[Any]:
-        """This rank's batches of epoch `number`, of which there are `batches`; None: those of one pass of a stream."""
+        """This rank's batches of epoch `number`. `batches`: how many; None: those of one pass over a stream."""
         if batches is None:
             return self._iterate_stream(once=True)
         self.seek(number * batches * self._micro_batch * self._world.data_size)
         return islice(self, batches)
 
     def _iterate_stream(self, *, once: bool = False) -> Iterator[Any]:
-        """The batches of an iterable dataset; without end, unless `once`."""
+        """The batches of an iterable dataset, endlessly unless `once`."""
         rank, world_size = self._world.data_rank, self._world.data_size
         skipped = self._start // (self._micro_batch * world_size)
         turns = _Turns(self.dataset, rank, world_size, self._micro_batch, self._name)
@@ -97,7 +107,7 @@ class TrainingLoader:
         read = 0
         while True:
             seen = 0
-            for seen, batch in enumerate(require_sound(loader, self._name), start=1):  # noqa: B007
+            for seen, batch in enumerate(raise_failures(loader, self._name), start=1):  # noqa: B007
                 if skipped:
                     skipped -= 1
                     continue
@@ -111,21 +121,21 @@ class TrainingLoader:
 
 
 class NoLoader:
-    """In the place of a TrainingLoader on a rank that reads no data: batches are None."""
+    """Replaces a TrainingLoader on a rank that reads no data. Its batches are None."""
 
     def __init__(self, samples_per_epoch: int | None = None) -> None:
         self.samples_per_epoch = samples_per_epoch
         self.passes = Passes("data.train")
 
     def seek(self, samples: int) -> None:
-        """There is no place to go to."""
+        """Does nothing: there is no position."""
 
     def __iter__(self) -> Iterator[None]:
         return repeat(None)
 
 
 class _Numbered:
-    """Batches of indices, each index with the sample's number in the run: `first`, and `stride` more a batch."""
+    """Adds to each index its sample's number in the run. Each batch's first number is `stride` more than the last's."""
 
     def __init__(self, batches: Iterable[list[int]], first: int, stride: int) -> None:
         self._batches, self._first, self._stride = batches, first, stride
@@ -136,9 +146,9 @@ class _Numbered:
 
 
 class _Turns(IterableDataset[Any]):
-    """An iterable dataset of which a rank takes every world_size-th sample, and a worker its share of those.
+    """Divides an iterable dataset: each rank takes every world_size-th sample, and each worker its share of those.
 
-    What is left at the end is given out where it makes a whole batch on every rank: all ranks have equally many.
+    Samples at the end count only if they fill a batch on every rank, so all ranks have equally many batches.
     """
 
     def __init__(self, dataset: Any, rank: int, world_size: int, batch_size: int, name: str) -> None:
@@ -151,10 +161,11 @@ class _Turns(IterableDataset[Any]):
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         stride, own = self._world_size * workers, self._rank * workers + number
-        last = stride * (self._batch_size - 1) + (self._world_size - 1) * workers + number  # sample of the last rank
+        # Where the last rank's batch (of the worker with this number) is complete: then all ranks yield theirs.
+        last = stride * (self._batch_size - 1) + (self._world_size - 1) * workers + number
         batch = []
-        for index, item in enumerate(tell_stream(self._dataset, self._name)):
-            if isinstance(item, Spoilt):
+        for index, item in enumerate(number_stream(self._dataset, self._name)):
+            if isinstance(item, FailedBatch):
                 yield item
                 continue
             place = index % (stride * self._batch_size)
@@ -166,11 +177,11 @@ class _Turns(IterableDataset[Any]):
 
 
 def count_dataset(dataset: Any, name: str) -> int | None:
-    """The number of samples of a map-style dataset; None for an iterable one. Raises DataError where it has none."""
+    """The number of samples of a map-style dataset; None for an iterable one. Raises DataError if it is empty."""
     if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset):
         if not hasattr(dataset, "__iter__"):
             raise DataError(
-                f"{name} is {type(dataset).__name__}, which is no dataset",
+                f"{name} is of type {type(dataset).__name__}, which is not a dataset",
                 hint="a dataset has __len__ and __getitem__, or __iter__",
             )
         return None
@@ -179,7 +190,7 @@ def count_dataset(dataset: Any, name: str) -> int | None:
     except TypeError:
         raise DataError(
             f"{name} ({type(dataset).__name__}) has __getitem__ but no __len__",
-            hint="define __len__, the number of samples",
+            hint="define __len__: it returns the number of samples",
         ) from None
     if length == 0:
         raise DataError(f"{name} ({type(dataset).__name__}) is empty", hint="check its path, split and limits")
@@ -188,15 +199,15 @@ def count_dataset(dataset: Any, name: str) -> int | None:
 
 def _take(stream: Any, most: int) -> list[Any]:
     taken = []
-    for item in islice(tell_stream(stream, "data.eval"), most):
-        if isinstance(item, Spoilt):
+    for item in islice(number_stream(stream, "data.eval"), most):
+        if isinstance(item, FailedBatch):
             raise item.error
         taken.append(item[1])
     return taken
 
 
 def choose_loading(spec: Data, dataset: Any, world: World) -> dict[str, Any]:
-    """`num_workers` and `pin_memory` of a DataLoader over a dataset on this rank."""
+    """The DataLoader options `num_workers` and `pin_memory` for a dataset on this rank."""
     on_gpu, workers = world.device.type == "cuda", spec.num_workers
     if workers is None:
         by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
@@ -205,10 +216,10 @@ def choose_loading(spec: Data, dataset: Any, world: World) -> dict[str, Any]:
 
 
 class EvaluationBatches:
-    """This rank's evaluation batches, each with its weight: the number of samples in it. `len`: how many.
+    """Yields this rank's evaluation batches, each with its weight: the number of its samples. `len`: of batches.
 
-    All ranks get equally many batches, since a sharded model runs on all of them at once: a rank that has none left
-    gets its first one again with weight 0. `max_batches`: at most so many a rank, spread evenly over the dataset.
+    All ranks get equally many batches, because a sharded model runs on all ranks at once. A rank with none left gets
+    the first batch again, with weight 0. max_batches: the most per rank, spread evenly over the dataset.
     """
 
     def __init__(
@@ -234,7 +245,7 @@ class EvaluationBatches:
             kind, dataset = type(dataset).__name__, _take(dataset, most)
             length = len(dataset)
             if not length:
-                raise DataError(f"data.eval ({kind}) yields nothing")
+                raise DataError(f"data.eval ({kind}) yields no samples")
         self._samples = Samples(dataset, collate, "data.eval")
         self._length, self._total = length, math.ceil(length / micro_batch)
         limited = max_batches is not None and max_batches < math.ceil(self._total / world.data_size)
@@ -245,14 +256,15 @@ class EvaluationBatches:
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         indices = range(self._world.data_rank, len(self) * self._world.data_size, self._world.data_size)
-        # A loader that starts draws a number, which must not be one of those that training draws.
+        # A starting DataLoader draws a random number. Without a generator of its own, it would change the numbers that
+        # training draws.
         generator = torch.Generator().manual_seed(self._world.data_rank)
         made, chosen = Batches(self._samples, numbered=False), [self._choose(index) for index in indices]
         loader = DataLoader(made, batch_sampler=chosen, collate_fn=keep, generator=generator, **self._options)
-        for index, batch in zip(indices, require_sound(loader, "data.eval"), strict=True):
+        for index, batch in zip(indices, raise_failures(loader, "data.eval"), strict=True):
             yield batch, count_samples(batch) if index < self._taken else 0
 
     def _choose(self, index: int) -> list[int]:
-        """The samples of the batch `index` of all ranks'; those of the first one where there is no such batch."""
+        """The sample indices of batch `index`, counted over all ranks; those of batch 0 beyond the end."""
         first = (index * self._total // self._taken) * self._micro_batch if index < self._taken else 0
         return list(range(first, min(first + self._micro_batch, self._length)))

@@ -1,4 +1,4 @@
-"""Why samples do not make a batch: the first one that does not go with the others, and what to do."""
+"""Explains why samples cannot be collated: finds the first one that does not match the others, and says what to do."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Number
 from typing import Any
 
-Named = list[tuple[str, Any]]  # samples, or what they have at one place, each with what to call it
+Named = list[tuple[str, Any]]  # samples, or their values below one key, each with its name for messages
 Misfit = tuple[str, str]  # what is wrong, what to do
 
-_PAD = "pad them in data.collate, which gets the samples of a batch as a list: {_target_: my_module.pad}"
+_PAD = "pad them in data.collate, which receives the samples of a batch as a list: {_target_: my_module.pad}"
 
 
 def find_misfit(named: Named) -> Misfit | None:
-    """The first sample that torch's default collate cannot put into a batch with the others; None where all fit."""
+    """The first sample that torch's default collate cannot batch with the others; None if all match."""
     for name, value in named:
         if value is None:
-            return f"{name} is None", "leave such samples out of the dataset, or drop them in data.collate"
+            return f"{name} is None", "remove such samples from the dataset, or drop them in data.collate"
     if not named:
         return None
     first_name, first = named[0]
     for name, value in named[1:]:
         if _sort(value) != _sort(first):
-            return f"{first_name} is {_describe(first)}, and {name} {_describe(value)}", "make all samples alike"
+            hint = "return the same type from every sample"
+            return f"{first_name} is {_describe(first)}, but {name} is {_describe(value)}", hint
     if isinstance(first, Mapping):
         return _compare_keys(named) or _find_below(named, first)
     if isinstance(first, (list, tuple)):
@@ -31,12 +32,12 @@ def find_misfit(named: Named) -> Misfit | None:
         return _compare(named, lambda value: list(value.shape), "shape {}")
     if isinstance(first, (Number, str, bytes)):
         return None
-    hint = "return tensors, arrays, numbers or texts, in dicts, lists or tuples; or make batches in data.collate"
-    return f"{first_name} is {_describe(first)}, which has no place in a batch", hint
+    hint = "return tensors, arrays, numbers or strings, in dicts, lists or tuples; or build batches in data.collate"
+    return f"{first_name} is {_describe(first)}, which cannot be batched", hint
 
 
 def _sort(value: Any) -> Any:
-    """What has to be equal for two values to go together."""
+    """A key that is equal for values of compatible types."""
     for kind in (Mapping, Number):
         if isinstance(value, kind):
             return kind
@@ -49,13 +50,13 @@ def _describe(value: Any) -> str:
 
 
 def _compare_keys(named: Named) -> Misfit | None:
-    hint = "give every sample the same keys, or choose in data.collate what a batch has"
+    hint = "give every sample the same keys, or select keys in data.collate"
     first_name, first = named[0]
     for name, value in named[1:]:
         for key in first.keys() - value.keys():
-            return f"{name} has no {key!r}, which {first_name} has", hint
+            return f"{name} lacks the key {key!r}, which {first_name} has", hint
         for key in value.keys() - first.keys():
-            return f"{first_name} has no {key!r}, which {name} has", hint
+            return f"{first_name} lacks the key {key!r}, which {name} has", hint
     return None
 
 
@@ -63,7 +64,7 @@ def _compare(named: Named, measure: Callable[[Any], Any], text: str) -> Misfit |
     first_name, first = named[0]
     for name, value in named[1:]:
         if measure(value) != measure(first):
-            sizes = f"{first_name} has {text.format(measure(first))}, {name} {text.format(measure(value))}"
+            sizes = f"{first_name} has {text.format(measure(first))}, {name} has {text.format(measure(value))}"
             return f"the samples of a batch differ in size: {sizes}", _PAD
     return None
 

@@ -1,7 +1,7 @@
-"""The order of training samples: a function of the seed and the number of samples already seen, and of nothing else.
+"""The order of training samples. It depends only on the seed and the number of samples already seen.
 
-Epochs follow one another without a gap, each in a shuffled order of its own, so that every batch is full. One step
-takes the next `train_batch` samples whatever the number of ranks: a run continued on other ranks sees the same data.
+Epochs follow each other without a gap, each shuffled differently, so every batch is full. A step takes the next
+`train_batch` samples on any number of ranks, so a run that is resumed on another number of ranks sees the same data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """The seed of what has a number (an epoch, a sample) in a run with a seed."""
+    """Derives the seed of an epoch or sample from the run's seed and its number."""
     return (seed * 1_000_003 + number) % 2**63
 
 
@@ -35,7 +35,7 @@ class SampleOrder:
         return order
 
     def stream(self, start: int) -> Iterator[int]:
-        """The indices from the `start`-th sample of the run on."""
+        """Yields the sample indices of the run, endlessly, beginning with sample number `start`."""
         number, position = divmod(start, self.length)
         while True:
             order = self.epoch(number)
@@ -45,7 +45,7 @@ class SampleOrder:
 
 
 class RankBatches(Sampler[list[int]]):
-    """One rank's micro batches: of every `micro_batch x world_size` samples of the stream, the rank-th part."""
+    """One rank's micro batches: the rank-th part of each `micro_batch x world_size` samples of the stream."""
 
     def __init__(self, order: SampleOrder, *, start: int, micro_batch: int, rank: int, world_size: int) -> None:
         self._order, self._start = order, start

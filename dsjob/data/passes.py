@@ -1,7 +1,7 @@
-"""Whether all ranks read equally much: as long datasets, and streams whose passes end after the same batch.
+"""Checks that all ranks read the same amount: datasets of equal length, and streams whose passes end at the same batch.
 
-Lengths are compared at the start, and the ends of streams with each log record, before a save: a rank that ends early
-would leave the others waiting.
+Lengths are compared at the start, ends of streams with each log record and before each save. Otherwise a rank that runs
+out of data early would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from dsjob.ranks.mesh import World
 
 
 class Passes:
-    """The ends of this rank's passes over data without a length. `strict`: ranks notice an end in the same step."""
+    """Records where this rank's passes over data without a length end. strict: all ranks reach an end in the same
+    step."""
 
     def __init__(self, name: str, *, strict: bool = True) -> None:
         self._name, self._strict = name, strict
         self._count, self._ends = 0, dict[int, int]()
 
     def end(self, batch: int) -> None:
-        """A pass has ended after the run's `batch`-th batch."""
+        """Records that a pass ended after batch number `batch` of the run."""
         self._count += 1
         self._ends[self._count] = batch
 
     def require_same(self, world: World, *, loads: bool = True) -> None:
-        """Raises DataError on all ranks where a pass has ended elsewhere on one of them. A collective of all ranks."""
+        """Raises DataError on all ranks if a pass ended at different batches on two of them. A collective."""
         everyone = all_gather(world.everyone, (self._count, self._ends) if loads else None)
         found = {rank: each for rank, each in enumerate(everyone) if each is not None}
         least = min((count for count, _ in found.values()), default=0)
@@ -38,16 +39,16 @@ class Passes:
     def _complain(self, number: int, places: dict[int, int | None]) -> None:
         first = min((place, rank) for rank, place in places.items() if place is not None)
         other = next((place, rank) for rank, place in places.items() if place != first[0])
-        told = "has not ended yet" if other[0] is None else f"after {other[0]}"
+        end = "it has not ended yet" if other[0] is None else f"after {other[0]}"
         raise DataError(
             f"ranks read different amounts of {self._name}: pass {number} ended after {first[0]} batches on rank"
-            f" {first[1]}, and on rank {other[1]} {told}",
-            hint="each rank has to see the same dataset (the same files, limits and filters), or an equal share",
+            f" {first[1]}, but on rank {other[1]} {end}",
+            hint="each rank must see the same dataset (the same files, limits and filters), or an equal share of it",
         )
 
 
 def require_same_length(samples: int | None, world: World, name: str) -> int | None:
-    """The samples of the ranks that read any. Raises DataError on all ranks where these differ."""
+    """The number of samples on the ranks that read data. Raises DataError on all ranks if they differ."""
     everyone = all_gather(world.everyone, (world.loads, samples))
     lengths = {rank: length for rank, (loads, length) in enumerate(everyone) if loads}
     first, *others = lengths.items()
@@ -55,7 +56,7 @@ def require_same_length(samples: int | None, world: World, name: str) -> int | N
         if length != first[1]:
             found = ["no length" if each is None else f"{each:,} samples" for each in (first[1], length)]
             raise DataError(
-                f"{name} has {found[0]} on rank {first[0]} and {found[1]} on rank {rank}",
-                hint="build the same dataset on every rank: dsjob gives each its share of it",
+                f"{name} differs between ranks: {found[0]} on rank {first[0]}, {found[1]} on rank {rank}",
+                hint="build the same dataset on every rank; dsjob divides it among them",
             )
     return first[1]

@@ -1,10 +1,10 @@
-"""From indices to batches: samples are read and put together here, and what goes wrong is told with the sample's index.
+"""Reads and collates samples into batches. Errors name the index of the sample.
 
-A loader's worker process could only send the text of a traceback; it sends a `Spoilt` batch in its place instead, and
-`require_sound` raises the error where the batch is used.
+A worker process of a DataLoader could only send an error as the text of a traceback. Instead, it sends a `FailedBatch`,
+and `raise_failures` raises the error where the batch is used.
 
-In worker processes random transforms are seeded by the sample's number, so neither a resume nor another number of
-workers or ranks changes them. A dataset with `__getitems__` reads a micro batch at once, seeded by the number of its
+In worker processes, random transforms are seeded by the sample's number. So they do not change with a resume, or with
+the number of workers or ranks. A dataset with `__getitems__` reads a micro batch at once, seeded by the number of its
 first sample.
 """
 
@@ -25,11 +25,11 @@ from dsjob.ranks.seeding import seed_rng
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 
 Collate = Callable[[list[Any]], Any]
-_MOST, _SHOWN = 400, 8  # characters of an error that is told, samples of a batch that are listed
+_MOST, _SHOWN = 400, 8  # in messages: characters of an error, and samples of a batch that are listed
 
 
 class Samples:
-    """The samples of a map-style dataset in batches. `name`: what a document calls the dataset."""
+    """Makes batches from the samples of a dataset. name: the dataset's key in the document, for messages."""
 
     def __init__(self, dataset: Any, collate: Collate | None, name: str, seed: int = 0) -> None:
         self.dataset, self.name = dataset, name
@@ -41,23 +41,23 @@ class Samples:
 
     def read(self, index: int) -> Any:
         """One sample. Raises DataError."""
-        with _Blaming(f"{self.name}[{index}]"):
+        with _RaiseAsDataError(f"{self.name}[{index}]"):
             return self.dataset[index]
 
     def read_all(self, indices: Sequence[int]) -> list[Any]:
-        """Several samples, at once where the dataset can. Raises DataError."""
+        """Several samples, in one call if the dataset supports it. Raises DataError."""
         at_once = getattr(self.dataset, "__getitems__", None)
         if at_once is None:
             return [self.read(index) for index in indices]
-        with _Blaming(f"{self.name}[{_list(indices)}]"):
+        with _RaiseAsDataError(f"{self.name}[{_list(indices)}]"):
             samples: list[Any] = at_once(indices)
             return samples
 
     def read_numbered(self, numbered: Iterable[tuple[int, int]]) -> list[Any]:
-        """Samples by index and number in the run, on which alone random transforms depend. Raises DataError.
+        """Reads samples by (index, number in the run). Random transforms depend only on the number. Raises DataError.
 
-        A worker's own generators would tell where the run was resumed, and how many workers and ranks there are. What
-        is read at once depends on the number of the first: on the micro batch as well.
+        The worker's own generators would depend on where the run was resumed, and on the number of workers and ranks.
+        Samples that are read in one call are seeded by the number of the first, so they also depend on the micro batch.
         """
         numbered = list(numbered)
         if numbered and _reads_at_once(self.dataset):
@@ -70,7 +70,7 @@ class Samples:
         return samples
 
     def collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
-        """A batch of samples, which have these `indices`. Raises DataError."""
+        """Collates samples into a batch. indices: of the samples, for messages. Raises DataError."""
         try:
             return (self._collate or default_collate)(samples)
         except DsjobError:
@@ -82,21 +82,24 @@ class Samples:
                 raise DataError(found[0], hint=found[1]) from error
             which = "data.collate" if self._collate else "making a batch"
             hint = found[0] if found else TRACEBACK_HINT
-            raise DataError(f"{which} failed on {self.name}[{_list(indices)}]: {_tell(error)}", hint=hint) from error
+            raise DataError(
+                f"{which} failed on {self.name}[{_list(indices)}]: {_shorten_error(error)}", hint=hint
+            ) from error
 
 
 @dataclass
-class Spoilt:
-    """In the place of a batch that could not be made: why not, and the traceback in a worker."""
+class FailedBatch:
+    """Replaces a batch that could not be made: the error, and in a worker, the text of its traceback."""
 
     error: DsjobError
     traceback: str = ""
 
 
 class Batches(Dataset[Any]):
-    """`Samples` as a DataLoader reads them by a batch sampler, with `keep` for `collate_fn`: whole batches, or Spoilt.
+    """A dataset for a DataLoader with a batch sampler and `keep` as `collate_fn`: one item is a whole batch, or a
+    FailedBatch.
 
-    `numbered`: indices come with the sample's number in the run.
+    numbered: each index comes with the sample's number in the run.
     """
 
     def __init__(self, samples: Samples, *, numbered: bool) -> None:
@@ -108,54 +111,54 @@ class Batches(Dataset[Any]):
                 return self._samples.collate(self._samples.read_numbered(batch), [index for index, _ in batch])
             return self._samples.make_batch(batch)
         except DsjobError as error:
-            return spoil(error)
+            return pack_failure(error)
 
 
 class StreamCollate:
-    """Makes batches of what `tell_stream` gives."""
+    """Collates the items of `number_stream` into batches."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
     def __call__(self, numbered: list[Any]) -> Any:
         for item in numbered:
-            if isinstance(item, Spoilt):
+            if isinstance(item, FailedBatch):
                 return item
         try:
             return self._samples.collate([sample for _, sample in numbered], [number for number, _ in numbered])
         except DsjobError as error:
-            return spoil(error)
+            return pack_failure(error)
 
 
-def tell_stream(stream: Iterable[Any], name: str) -> Iterator[Any]:
-    """The samples of an iterable dataset with their numbers; Spoilt without end once one could not be read."""
+def number_stream(stream: Iterable[Any], name: str) -> Iterator[Any]:
+    """Yields (number, sample) of an iterable dataset. After an error, yields a FailedBatch endlessly."""
     number = 0
     try:
         for sample in stream:
             yield number, sample
             number += 1
     except DsjobError as error:
-        yield from repeat(spoil(error))
+        yield from repeat(pack_failure(error))
     except Exception as error:
-        blamed = DataError(f"{name} failed after {number:,} samples: {_tell(error)}", hint=TRACEBACK_HINT)
+        blamed = DataError(f"{name} failed after {number:,} samples: {_shorten_error(error)}", hint=TRACEBACK_HINT)
         blamed.__cause__ = error
-        yield from repeat(spoil(blamed))  # a last batch that is not full would be dropped
+        yield from repeat(pack_failure(blamed))  # repeated, because an incomplete last batch would be dropped
 
 
 def keep(batch: Any) -> Any:
-    """The batch as it is: made already."""
+    """Returns the batch unchanged, as a `collate_fn` for items that are batches already."""
     return batch
 
 
-def spoil(error: DsjobError) -> Spoilt:
-    """`error` for the process that uses the batch."""
+def pack_failure(error: DsjobError) -> FailedBatch:
+    """Packs `error` for the process that uses the batch."""
     if get_worker_info() is None:
-        return Spoilt(error)
-    return Spoilt(error, "".join(traceback.format_exception(error)))
+        return FailedBatch(error)
+    return FailedBatch(error, "".join(traceback.format_exception(error)))
 
 
-def require_sound(batches: Iterable[Any], name: str) -> Iterator[Any]:
-    """The batches of a loader. Raises the error of one that is Spoilt, DataError where a worker process has ended."""
+def raise_failures(batches: Iterable[Any], name: str) -> Iterator[Any]:
+    """Yields the batches of a loader. Raises the error of a FailedBatch, and DataError if a worker process has died."""
     iterator = iter(batches)
     while True:
         try:
@@ -163,25 +166,26 @@ def require_sound(batches: Iterable[Any], name: str) -> Iterator[Any]:
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            # Errors of reading are Spoilt batches. An OSError or EOFError here means that a worker died between
+            # Errors of reading arrive as FailedBatch. An OSError or EOFError here means that a worker died between
             # sending a batch and handing over the file descriptors of its tensors.
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
-            hint = "memory may have run out: fewer data.num_workers, or in a container a larger /dev/shm"
-            raise DataError(f"a worker process that reads {name} has ended: {_tell(error)}", hint=hint) from error
-        if isinstance(batch, Spoilt):
-            del iterator  # its workers end here: kept alive by the traceback, they would be waited for for 5 s
+            hint = "it may have run out of memory: reduce data.num_workers, or in a container, enlarge /dev/shm"
+            raise DataError(f"a worker process of {name} has died: {_shorten_error(error)}", hint=hint) from error
+        if isinstance(batch, FailedBatch):
+            # End the workers now: the traceback would keep the iterator alive, and its workers would be waited for.
+            del iterator
             cause = batch.error.__cause__ or (_InWorker(f"\n{batch.traceback}") if batch.traceback else None)
             raise batch.error from cause
         yield batch
 
 
-class _InWorker(Exception):  # noqa: N818 (a cause that is shown, never caught)
+class _InWorker(Exception):  # noqa: N818 (shown as a cause, never caught)
     """The traceback of a worker process."""
 
 
-class _Blaming:
-    """Renames errors of the user's code into a DataError that begins with `what`."""
+class _RaiseAsDataError:
+    """Turns errors of the user's code into a DataError that begins with `what`."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -191,20 +195,20 @@ class _Blaming:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, DsjobError):
-            raise DataError(f"{self._what} failed: {_tell(error)}", hint=TRACEBACK_HINT) from error
+            raise DataError(f"{self._what} failed: {_shorten_error(error)}", hint=TRACEBACK_HINT) from error
 
 
 def _reads_at_once(dataset: Any) -> bool:
-    """Whether a dataset reads several samples at once; a Subset says that it does, and leaves it to its dataset."""
+    """Whether a dataset has __getitems__. A Subset always has it, so what counts is the dataset inside."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return hasattr(dataset, "__getitems__")
 
 
-def _tell(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     """An error on one line."""
-    told = " ".join(describe_failure(error).split())
-    return told if len(told) <= _MOST else f"{told[: _MOST // 2]} ... {told[-_MOST // 2 :]}"
+    text = " ".join(describe_failure(error).split())
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
 
 
 def _list(indices: Sequence[int]) -> str:

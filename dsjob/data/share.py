@@ -1,7 +1,7 @@
-"""Which batches of a loader are a rank's: all of a loader that differs by rank, else every world_size-th.
+"""Decides which batches of a loader belong to this rank: all, if the loader differs by rank, else every world_size-th.
 
-Whether a loader is divided among ranks already shows in its first batches: equal ones on all ranks mean that they take
-turns. A DistributedSampler, or a `data.loader` that takes `rank`, says so itself.
+A DistributedSampler, or a `data.loader` that takes `rank`, shows that the loader divides the data itself. Otherwise the
+ranks compare its first batches: if they are equal everywhere, the ranks take turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsjob.errors import DataError
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 
-# What a DataLoader keeps of its arguments, beside the dataset and what chooses the samples.
+# The options of a DataLoader, apart from its dataset and samplers. `load` copies them to a new DataLoader.
 _OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -40,11 +40,11 @@ _OPTIONS = (
 
 
 class Share:
-    """A loader, and which of its batches are this rank's.
+    """A loader, and which of its batches belong to this rank.
 
-    `divided`: the loader gives each rank batches of its own, as does one with a DistributedSampler. Of any other one
-    that does not choose samples by index the first batches are compared: where all ranks got the same, they take turns.
-    A collective, for more than one rank. Raises DataError.
+    divided: the loader gives each rank its own batches. A DistributedSampler implies it. For other loaders that do not
+    select samples by index, the ranks compare their first batches, and take turns if these are the same. A collective,
+    if there are several ranks. Raises DataError.
     """
 
     def __init__(self, loader: Any, *, world: World, seed: int, divided: bool, name: str) -> None:
@@ -54,31 +54,32 @@ class Share:
         self._world, self._seed = world, seed
         self._samplers = _find_samplers(loader)
         self.indexed = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
-        self._bases: dict[int, int] = {}  # the seeds that generators came with
-        self.begun: Iterator[Any] | None = None  # the first pass, where its first batch was looked at
+        self._bases: dict[int, int] = {}  # the original seeds of generators
+        self.begun: Iterator[Any] | None = None  # the first pass, if its first batch was already read for comparison
         self.length = count_batches(loader)
         if self.length == 0:
             raise DataError(f"{name} ({type(loader).__name__}) is empty", hint="check its dataset and drop_last")
         self.divided = divided or world.data_size == 1 or self._is_divided()
-        # A plan describes ranks that are not there, maybe in a process that has a group of its own.
+        # Skip the comparison while planning: the plan describes ranks that do not exist, possibly in a process with a
+        # different process group.
         if not self.divided and dist.is_initialized() and dist.get_world_size(world.data_group) == world.data_size:
             self._compare()
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Which batches are this rank's: the k-th of every n."""
+        """(k, n): this rank's batches are the k-th of every n."""
         return (0, 1) if self.divided else (self._world.data_rank, self._world.data_size)
 
     def _is_divided(self) -> bool:
-        """Whether a sampler divides the samples. Raises DataError where it does so for other ranks."""
+        """Whether a sampler divides the samples among ranks. Raises DataError if it does so for another rank."""
         for sampler in self._samplers:
             if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
                 found, own = (sampler.rank, sampler.num_replicas), (self._world.data_rank, self._world.data_size)
                 if found != own:
                     raise DataError(
-                        f"{self.name}: its {type(sampler).__name__} is that of rank {found[0]} of {found[1]}, and this"
-                        f" is data-parallel rank {own[0]} of {own[1]}",
-                        hint="leave num_replicas and rank out, or make it with those of this rank",
+                        f"{self.name}: its {type(sampler).__name__} is for rank {found[0]} of {found[1]}, but this is"
+                        f" data-parallel rank {own[0]} of {own[1]}",
+                        hint="omit num_replicas and rank, or set them to those of this rank",
                     )
                 return True
         return False
@@ -88,17 +89,17 @@ class Share:
             if self.indexed:
                 return
             raise DataError(
-                f"{self.name}: with trainer.mpu it cannot be seen whether this loader differs by rank",
-                hint="name a data.loader that takes `rank` and `world_size`",
+                f"{self.name}: with trainer.mpu, dsjob cannot detect whether this loader differs by rank",
+                hint="use a data.loader that takes `rank` and `world_size`",
             )
-        # Indices where there are any: comparing batches would read and transform samples that nobody trains on.
+        # Compare indices if there are any: comparing batches would read and transform samples just for that.
         first = next(self.index(0), None) if self.indexed else self._peek()
         digests = all_gather(self._world.data, _digest(first))
         same = digests[0] is not None and all(digest == digests[0] for digest in digests)
         if self.indexed and not same:
             raise DataError(
                 f"{self.name}: the sampler {type(self._samplers[-1]).__name__} orders the samples differently on each"
-                " rank, so that they would not be divided but repeated",
+                " rank, so ranks would repeat samples instead of dividing them",
                 hint="give the sampler a `generator` or `set_epoch(epoch)`, or use a DistributedSampler",
             )
         self.divided = not same
@@ -106,7 +107,7 @@ class Share:
     def _peek(self) -> Any:
         iterator = iter(self._start_pass(0))
         first = next(iterator, None)
-        # The batch that was looked at is given back, since a stream may not be able to start again.
+        # Put the batch back: a stream may not be able to start again.
         self.begun = chain([] if first is None else [first], iterator)
         return first
 
@@ -118,14 +119,15 @@ class Share:
         return iter(self._start_pass(epoch))
 
     def index(self, epoch: int) -> Iterator[Any]:
-        """One pass over the indices of batches (of samples, where the loader makes no batches)."""
+        """One pass over the indices of batches (of samples, if the loader does not batch them)."""
         loader = self._start_pass(epoch)
         return iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
     def _start_pass(self, epoch: int) -> Any:
-        """The loader, told of the pass: its order is a function of the seed and of the pass's number.
+        """Prepares the loader for a pass, and returns it. Its order depends only on the seed and the pass's number.
 
-        Generators are the same on all ranks; without one torch would draw from the global generator, which differs.
+        Generators are seeded equally on all ranks. Without one, torch would draw from the global generator, which
+        differs by rank.
         """
         for part in (self.loader, *self._samplers, getattr(self.loader, "dataset", None)):
             if hasattr(part, "set_epoch"):
@@ -136,14 +138,14 @@ class Share:
             if part.generator is None:
                 part.generator = torch.Generator().manual_seed(self._seed)
             if isinstance(part.generator, torch.Generator):
-                # From the seed that the generator came with, not from its state: any pass can be started first, after a
-                # resume too.
+                # Derived from the generator's original seed, not from its state: after a resume, any pass may be the
+                # first to start.
                 base = self._bases.setdefault(id(part.generator), part.generator.initial_seed())
                 part.generator.manual_seed(mix_seed(base, epoch))
         return self.loader
 
     def load(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of these indices, made as the loader makes them."""
+        """Loads the batches with these indices, with the loader's own options."""
         options: dict[str, Any] = {name: getattr(self.loader, name) for name in _OPTIONS if hasattr(self.loader, name)}
         if self.loader.batch_sampler is None:
             options |= {"sampler": batches, "batch_size": None}
@@ -154,7 +156,7 @@ class Share:
 
 
 def count_batches(loader: Any) -> int | None:
-    """The number of batches of one pass; None where the loader does not know."""
+    """The number of batches in one pass; None if the loader does not know it."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -162,7 +164,7 @@ def count_batches(loader: Any) -> int | None:
 
 
 def _find_samplers(loader: Any) -> list[Any]:
-    """The samplers of a DataLoader, the outer one first; none of anything else."""
+    """The samplers of a DataLoader, the outer one first. Empty for any other loader."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         sampler = getattr(loader, "sampler", None)
@@ -171,7 +173,7 @@ def _find_samplers(loader: Any) -> list[Any]:
 
 
 class _ByValue(pickle.Pickler):
-    """Writes tensors by their values: torch's own form of a storage holds its address."""
+    """Pickles tensors by value. torch's own pickles contain addresses of storages, so equal tensors would differ."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -181,12 +183,12 @@ class _ByValue(pickle.Pickler):
 
 
 def _digest(batch: Any) -> bytes | None:
-    """A digest by which equal batches are known; None of no batch, and of one that cannot be pickled."""
+    """A digest that is the same for equal batches. None if there is no batch, or if it cannot be pickled."""
     if batch is None:
         return None
     buffer = io.BytesIO()
     try:
         _ByValue(buffer).dump(batch)
-    except Exception:  # whatever an object of the user's raises
+    except Exception:  # pickling a user's object may raise anything
         return None
     return hashlib.sha256(buffer.getvalue()).digest()

@@ -1,4 +1,4 @@
-"""The processes of a DataLoader: how they begin."""
+"""Initialises the worker processes of DataLoaders."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 
 def outlive_stop(number: int) -> None:
-    """Begins a worker process: it outlives the signal that its rank saves for.
+    """Makes a worker process survive the signal on which its rank saves and stops.
 
-    Terminals and schedulers send that to every process of a job, and a rank whose workers are gone cannot go on to the
-    end of its step. A second SIGTERM, which torch sends to workers that are late, ends it.
+    Terminals and schedulers send the signal to every process of a job, but a rank needs its workers to finish its step.
+    A second SIGTERM, which torch sends to workers that do not stop in time, ends the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def make_outliving(loader: Any) -> None:
-    """Has the workers of somebody else's DataLoader outlive the stop, too; its own function begins them after that."""
+    """Makes the workers of a user's DataLoader survive that signal too. Its own worker_init_fn runs afterwards."""
     own = loader.worker_init_fn
     if own is not outlive_stop and getattr(own, "func", None) is not _begin:
         loader.worker_init_fn = outlive_stop if own is None else partial(_begin, own)

@@ -200,7 +200,7 @@ class Supervisor:
         """The end that a signal has asked for; `error`: what ranks have said of it."""
         failures = read_failures(self.private)
         if self._stuck and not isinstance(error, Preempted):
-            message = f"stopped by SIGTERM, and nothing moved for {self.grace:g} s: {error.message}"
+            message = f"stopped by SIGTERM, then no progress for {self.grace:g} s: {error.message}"
             return Interrupted(self._asked, message, hint=error.hint)
         if isinstance(error, Preempted) or any(not each.follows and each.exit_code < 128 for each in failures):
             return error

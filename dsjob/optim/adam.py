@@ -1,4 +1,4 @@
-"""Adam with or without bias correction, which some of the first large-batch recipes leave out."""
+"""Adam with optional bias correction. Some early large-batch recipes train without it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dsjob.optim.shards import local
 
 
 class DeepSpeedAdam(torch.optim.Adam):
-    """torch's Adam with a key `bias_correction`, of each group: whether averages are corrected for their start at zero.
+    """torch's Adam, with a key `bias_correction` per group: whether to correct the averages for their start at zero.
 
-    Without it the first steps are longer: with betas 0.9 and 0.999 the very first is 3.2 times as long. State of a
-    parameter, as torch's: `step` (fp32 []), `exp_avg` and `exp_avg_sq`, of its shape and dtype.
+    Without it, the first steps are larger: with betas 0.9 and 0.999, the first step is 3.2 times as large. The state of
+    a parameter is the same as in torch: `step` (fp32, shape []), `exp_avg` and `exp_avg_sq` (its shape and dtype).
     """
 
     def __init__(
@@ -29,17 +29,18 @@ class DeepSpeedAdam(torch.optim.Adam):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
     ) -> None:
-        """`adam_w_mode`: weight decay is decoupled, else added to the gradient."""
+        """`adam_w_mode`: decouple weight decay; otherwise it is added to the gradient."""
         if amsgrad and not bias_correction:
-            raise ValueError("amsgrad and bias_correction: false do not go together")
+            raise ValueError("amsgrad cannot be combined with bias_correction: false")
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
         self.defaults["bias_correction"] = bias_correction
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """Lists for torch's step what it is to move; a group without bias correction is moved here."""
-        if group.get("bias_correction", True):  # absent from checkpoints of earlier versions
+        """Collects the tensors that torch's step updates. Updates a group without bias correction itself, and then
+        collects nothing."""
+        if group.get("bias_correction", True):  # old checkpoints do not have this key
             return super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:

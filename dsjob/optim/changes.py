@@ -1,4 +1,4 @@
-"""What a document says of optimizer and schedule that differs from what it said when the checkpoint was saved."""
+"""Applies changes to the optimizer's and schedule's arguments that the document has had since a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from dsjob.optim.groups import list_overrides
 def apply_changes(
     optimizer: Optimizer, scheduler: LRScheduler | None, before: EngineSpec, now: EngineSpec
 ) -> list[str]:
-    """Puts hyperparameters that were changed since a checkpoint in place of those that it brought back.
+    """Replaces hyperparameters restored from a checkpoint by those changed in the document since.
 
-    Returns what changed, in words. A schedule in closed form has them already; any other is scaled to the new rate.
+    Returns descriptions of the changes. A schedule in closed form already uses the new ones; any other is scaled to the
+    new learning rate.
     """
-    told: dict[str, None] = {}
+    changes: dict[str, None] = {}  # used as an ordered set
     for group in optimizer.param_groups:
         for name, value, old in _list_changes(before.optimizer, now.optimizer, group):
-            told[f"optimizer.{_place(now.optimizer, group, name)} {old} -> {value}"] = None
+            changes[f"optimizer.{_place(now.optimizer, group, name)} {old} -> {value}"] = None
             if name == "lr" and scheduler is not None:
                 _scale_rate(group, scheduler, value, old)
             elif name in group:
                 group[name] = tuple(value) if isinstance(value, list) else value
     for name, value, old in _list_changes(before.scheduler, now.scheduler):
-        told[f"scheduler.params.{name} {old} -> {value}"] = None
+        changes[f"scheduler.params.{name} {old} -> {value}"] = None
         if not isinstance(scheduler, ClosedForm) and hasattr(scheduler, name):
             setattr(scheduler, name, value)
-    return list(told)
+    return list(changes)
 
 
 def _list_changes(
     before: Method | None, now: Method | None, group: Mapping[str, Any] | None = None
 ) -> list[tuple[str, Any, Any]]:
-    """The arguments that are others now, with their values now and before: those that hold for a parameter group."""
+    """(name, new value, old value) of the changed arguments, optionally as they apply to a parameter group."""
     if before is None or now is None or before.label.lower() != now.label.lower():
         return []
     old, new = _list_arguments(before, group), _list_arguments(now, group)
@@ -57,7 +58,7 @@ def _list_arguments(method: Method, group: Mapping[str, Any] | None) -> dict[str
 
 
 def _place(method: Method | None, group: Mapping[str, Any], name: str) -> str:
-    """The key of the document that a group's value comes from."""
+    """The document's key for a group's value."""
     rule = group.get("name", "")
     if method is not None and name in method.param_groups.get(rule, {}):
         return f"param_groups.{rule}.{name}"

@@ -1,4 +1,4 @@
-"""Lamb: Adam's update, scaled for each parameter by the norm of its weights over that of the update."""
+"""Lamb: Adam's update, scaled for each parameter by the ratio of its weights' norm to the update's norm."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from dsjob.optim.shards import add_parts, local
 class Lamb(PartwiseOptimizer):
     """You et al. 2019 in the form of DeepSpeed's FusedLamb (csrc/lamb/fused_lamb_cuda_kernel.cu, version 0.19).
 
-    With m, v the running averages of the gradient and of its square, without correction, and w the weights:
-    u = m / (sqrt(v) + eps) + weight_decay w, or sqrt(v + eps) for `eps_inside_sqrt`; w -= r c u, where
-    c = |w| / |u| within [min_coeff, max_coeff] (1 where either norm is 0) and r = lr sqrt(1 - beta2^t) / (1 - beta1^t),
-    or lr without `bias_correction`. Norms are those of whole parameters, however these are sharded.
+    m and v are the running averages of the gradient and of its square, without correction; w are the weights:
 
-    State of a parameter: `exp_avg` and `exp_avg_sq`, of its shape and dtype, and `step`, fp32 [].
+    - u = m / (sqrt(v) + eps) + weight_decay w; with `eps_inside_sqrt`, the divisor is sqrt(v + eps)
+    - w -= r c u
+    - c = |w| / |u|, clamped to [min_coeff, max_coeff]; 1 if either norm is 0
+    - r = lr sqrt(1 - beta2^t) / (1 - beta1^t); r = lr without `bias_correction`
+
+    Norms are those of whole parameters, even if they are sharded. State of a parameter: `exp_avg` and `exp_avg_sq` (its
+    shape and dtype), and `step` (fp32, shape []).
     """
 
     def __init__(
@@ -59,19 +62,19 @@ class Lamb(PartwiseOptimizer):
         torch._foreach_sub_(weights, updates)
 
     def find_ratios(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """c of each parameter: fp32 [len(parameters)]."""
-        first = updates[0].device  # some may be on the host and some not
+        """The ratio c of each parameter: fp32 [len(parameters)]."""
+        first = updates[0].device  # with offloading, some are on the host and some on the GPU
         squares = [
             _square(tensor).to(first) for pair in zip(map(local, parameters), updates, strict=True) for tensor in pair
         ]
-        sums = torch.stack(squares).view(-1, 2)
+        sums = torch.stack(squares).view(-1, 2)  # [parameters, 2]: of weights and of updates, over the own parts
         add_parts(sums, parameters)
         weights, lengths = sums.sqrt().unbind(1)
         ratios = (weights / lengths).clamp(group["min_coeff"], group["max_coeff"])
         return torch.where((weights == 0) | (lengths == 0), 1.0, ratios)
 
     def _roots(self, squares: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """As `root`, of several."""
+        """`root` for several tensors at once."""
         if group["eps_inside_sqrt"]:
             return list(torch._foreach_sqrt(torch._foreach_add(squares, group["eps"])))
         roots = list(torch._foreach_sqrt(squares))
@@ -79,7 +82,7 @@ class Lamb(PartwiseOptimizer):
         return roots
 
     def root(self, square: Tensor, group: dict[str, Any]) -> Tensor:
-        """The denominator of the update, for an average of squares."""
+        """The divisor of the update, given the average of squares."""
         return (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
 
     def _correction(self, parameter: Tensor, group: dict[str, Any]) -> float:
@@ -90,5 +93,5 @@ class Lamb(PartwiseOptimizer):
 
 
 def _square(tensor: Tensor) -> Tensor:
-    """The sum of squares, fp32 []."""
+    """The sum of squares: fp32, shape []."""
     return tensor.float().square().sum()

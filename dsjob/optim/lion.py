@@ -1,6 +1,6 @@
-"""Lion: steps of one size, in the direction of the sign of an averaged gradient.
+"""Lion: every element moves by the same amount, in the direction of the sign of an averaged gradient.
 
-Unlike DeepSpeed's, an element without any gradient stays where it is.
+Unlike in DeepSpeed, elements that never had a gradient do not move.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dsjob.optim.shards import local
 class Lion(PartwiseOptimizer):
     """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", with the defaults of DeepSpeed's FusedLion.
 
-    State of a parameter: `exp_avg`, of its shape and dtype. `weight_decay` is decoupled. An element without any
-    gradient yet stays where it is; DeepSpeed's kernels move it by lr, since they know no sign of zero.
+    State of a parameter: `exp_avg` (its shape and dtype). `weight_decay` is decoupled. An element that has not had a
+    gradient yet does not move; DeepSpeed's kernels move it by lr, since they treat zero as having a sign.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they are added; Adam for all that is no layer's matrix."""
+"""Muon: orthogonalises the momentum of weight matrices before adding it. Other parameters use Adam."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from torch import Tensor, nn
 from dsjob.optim.partwise import PartwiseOptimizer, move_averages
 from dsjob.optim.shards import gather, local, own_part
 
-# Of the quintic iteration x -> a x + b x^3 + c x^5 on singular values (Jordan et al. 2024), five times: they end up
-# between about 0.7 and 1.2, from wherever in (0, 1] they began.
+# The coefficients of x -> a x + b x^3 + c x^5 (Jordan et al. 2024). Applied five times to the singular values, it
+# brings any value in (0, 1] to between about 0.7 and 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS, _RESTART = 5, 2
 
 
 class MuonWithAuxAdam(PartwiseOptimizer):
-    """As DeepSpeed's class of that name (deepspeed/runtime/zero/muon, version 0.19): groups say `use_muon`.
+    """Follows DeepSpeed's class of the same name (deepspeed/runtime/zero/muon, version 0.19). Groups set `use_muon`.
 
-    Muon: m = lerp(m, g, 1 - momentum), d = lerp(g, m, momentum), w = (1 - lr weight_decay) w - lr s orthogonal(d) with
-    s = sqrt(max(1, rows / columns)). Tensors of four dimensions are matrices of their first; others are stacks of
-    matrices. d is gathered where it is sharded, so that every rank works on whole matrices and keeps its own part.
-    The rest is stepped by Adam with decoupled weight decay. `lr` and `adam_lr` are those of groups without their own.
+    With the gradient g, the momentum m and the weights w, Muon computes:
 
-    State of a parameter: `momentum_buffer`, or `exp_avg`, `exp_avg_sq` and `step` (fp32 []).
+    - m = lerp(m, g, 1 - momentum); d = lerp(g, m, momentum)
+    - w = (1 - lr weight_decay) w - lr s orthogonal(d), with s = sqrt(max(1, rows / columns))
+
+    A tensor with four dimensions is flattened to a matrix with its first dimension as rows; others are stacks of
+    matrices. If d is sharded, every rank gathers it, works on whole matrices and keeps its own part. Other groups use
+    Adam with decoupled weight decay. `lr` and `adam_lr` apply to groups without a rate of their own.
+
+    State of a parameter: `momentum_buffer`; or with Adam, `exp_avg`, `exp_avg_sq` and `step` (fp32, shape []).
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class MuonWithAuxAdam(PartwiseOptimizer):
     ) -> None:
         params = list(params)
         if any(group["use_muon"] and any(p.ndim < 2 for p in group["params"]) for group in params):
-            raise ValueError("use_muon: parameters of fewer than two dimensions are no matrices")
+            raise ValueError("use_muon: parameters need at least two dimensions")
         groups = [{**group, "lr": group.get("lr", lr if group["use_muon"] else adam_lr)} for group in params]
         defaults = {
             "lr": lr,
@@ -72,8 +76,8 @@ class MuonWithAuxAdam(PartwiseOptimizer):
         direction = gather(gradient.lerp(average, group["momentum"]))
         matrix = direction.flatten(1) if direction.ndim == 4 else direction
         made = orthogonalize(matrix, group["ns_method"]).view_as(direction).to(parameter.dtype)
-        # An orthogonal [n, m] has entries of about 1 / sqrt(max(n, m)); with this, 1 / sqrt(m) for tall and wide ones
-        # alike.
+        # The entries of an orthogonal [n, m] matrix are about 1 / sqrt(max(n, m)). This scale makes them 1 / sqrt(m)
+        # for tall matrices too, so updates do not depend on the number of rows.
         scale = math.sqrt(max(1.0, direction.size(-2) / direction.size(-1)))
         local(parameter).sub_(own_part(made, parameter), alpha=group["lr"] * scale)
 
@@ -89,10 +93,10 @@ class MuonWithAuxAdam(PartwiseOptimizer):
 
 
 def split_matrices(groups: list[Any], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Each of `groups` (or of plain parameters, one group) in two: what Muon steps, and what is left to Adam.
+    """Splits each group (or a list of parameters, as one group) into parameters for Muon and parameters for Adam.
 
-    `names`: of parameters, by id. Muon's are those of two dimensions and more whose name has neither `embed` nor
-    `lm_head` in it, as in DeepSpeed. One whose name is not known may be either, and is left to Adam.
+    names: of parameters, by id. As in DeepSpeed, Muon takes parameters with at least two dimensions whose name contains
+    neither `embed` nor `lm_head`. Parameters with unknown names go to Adam.
     """
     given = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
     split: list[dict[str, Any]] = []
@@ -112,11 +116,11 @@ def _is_matrix(parameter: nn.Parameter, name: str | None) -> bool:
 
 
 def orthogonalize(matrix: Tensor, method: str = "gram", dtype: torch.dtype | None = None) -> Tensor:
-    """`matrix` ([..., n, m]) with its singular values brought near 1: five Newton-Schulz steps.
+    """Brings the singular values of `matrix` ([..., n, m]) close to 1 with five Newton-Schulz steps.
 
-    `gram` iterates on the small square of a matrix that is not square, with the same result but for rounding. `dtype`:
-    of the work and the result; where None, half precision on a GPU, as in DeepSpeed (bf16, and fp16 for `gram`), and
-    fp32 elsewhere.
+    method: `gram` iterates on the smaller of x x^T and x^T x if the matrix is not square; the result is the same up to
+    rounding. dtype: of the computation and the result. By default half precision on a GPU, as in DeepSpeed (fp16 for
+    `gram`, otherwise bf16), and fp32 elsewhere.
     """
     if dtype is None:
         half = torch.float16 if method == "gram" else torch.bfloat16
@@ -125,10 +129,10 @@ def orthogonalize(matrix: Tensor, method: str = "gram", dtype: torch.dtype | Non
     # The iteration works on x x^T, so the smaller side goes first: [n, m] with n <= m.
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
-    # Scaled before it is rounded: gradients may be too small or too large for fp16.
+    # Scale before rounding: gradients may be too small or too large for fp16.
     x = (x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)).to(dtype)
     if method == "gram" and x.size(-2) < x.size(-1):
-        # x x^T is computed anew after a few steps: rounding errors of the small square grow with each.
+        # Recompute x x^T after a few steps, because its rounding errors grow with each step.
         x = _iterate_on_gram(_iterate_on_gram(x, _RESTART), _STEPS - _RESTART)
     else:
         for _ in range(_STEPS):
@@ -138,7 +142,7 @@ def orthogonalize(matrix: Tensor, method: str = "gram", dtype: torch.dtype | Non
 
 
 def _iterate_on_gram(x: Tensor, steps: int) -> Tensor:
-    """`steps` of the iteration, carried out on x x^T and multiplied by x at the end."""
+    """`steps` of the iteration, computed on x x^T ([..., n, n]), and applied to x ([..., n, m]) at the end."""
     gram, product = x @ x.mT, None
     for step in range(steps):
         factor = _B * gram + _C * gram @ gram

@@ -1,4 +1,4 @@
-"""Optimizers by name: DeepSpeed's names with DeepSpeed's defaults, every class of torch.optim, or a target."""
+"""Builds optimizers: DeepSpeed's names with DeepSpeed's defaults, any class of torch.optim, or a `_target_`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def build_optimizer(
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     names: Mapping[int, str] | None = None,
 ) -> Optimizer:
-    """The optimizer that the document names, over `parameters` (or groups of them). `names`: theirs, by id.
+    """Builds the document's optimizer for `parameters` (or groups of them). names: of parameters, by id.
 
-    Raises TargetError for a name that torch.optim does not have, for arguments that it does not take, and for rules of
-    `param_groups` that do not fit the parameters.
+    Raises TargetError for an unknown name, for invalid arguments, and for rules in `param_groups` that do not match the
+    parameters.
     """
     groups: list[Any] = list(parameters)
     if method.param_groups and names is not None:
@@ -45,7 +45,7 @@ def build_optimizer(
             groups = groups[0]["params"]
         if groups and isinstance(groups[0], dict):
             raise TargetError(
-                "optimizer.param_groups: the program gives groups of parameters itself", hint="keep one of the two"
+                "optimizer.param_groups: the program already passes parameter groups", hint="keep only one of the two"
             )
         groups = split_groups(groups, method.param_groups, names)
     built = _build(method, groups, trust, names or {})
@@ -99,7 +99,7 @@ def _adagrad(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
 
 
 def _lamb(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
-    arguments = {key: value for key, value in params.items() if key != "amsgrad"}  # false: the schema allows no other
+    arguments = {key: value for key, value in params.items() if key != "amsgrad"}  # the schema only allows false
     return Lamb(groups, **{**arguments, "betas": tuple(params["betas"])})
 
 
@@ -110,7 +110,7 @@ def _lion(groups: list[Any], params: Mapping[str, Any]) -> Optimizer:
 def _compressing(
     groups: list[Any], params: Mapping[str, Any], *, kind: type[OneBitAdam | OneBitLamb | ZeroOneAdam]
 ) -> Optimizer:
-    without_effect = ("amsgrad", "cuda_aware", "comm_backend_name")
+    without_effect = ("amsgrad", "cuda_aware", "comm_backend_name")  # accepted for DeepSpeed's configs
     arguments = {key: value for key, value in params.items() if key not in without_effect}
     return kind(groups, **{**arguments, "betas": tuple(params["betas"])})
 
@@ -141,7 +141,7 @@ def _find(name: str) -> Callable[[list[Any], Mapping[str, Any]], Optimizer]:
     if not (inspect.isclass(found) and issubclass(found, Optimizer) and found is not Optimizer):
         known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, Optimizer)]
         known.remove("Optimizer")
-        error = TargetError(f"there is no optimizer {name!r}", hint=f"known: {', '.join(sorted(known))}, or a _target_")
+        error = TargetError(f"unknown optimizer {name!r}", hint=f"use one of {', '.join(sorted(known))}, or a _target_")
         error.put_at(("optimizer", "type"))
         raise error
     kind: type[Optimizer] = found

@@ -1,8 +1,8 @@
-"""Optimizer steps taken part by part, so that something else can go on with the parts that are done.
+"""Takes optimizer steps in parts, so that finished parts can be processed while the next one steps.
 
-An optimizer that updates each parameter by itself steps 64 MiB of masters at a time: new weights are cast on the host
-and copied to the device while the next part steps, and only the device waits for the last copy. Other optimizers, and
-those with hooks, step everything at once.
+With offloading, an optimizer that updates each parameter independently steps 64 MiB of masters at a time. Meanwhile,
+the new weights of the previous part are cast on the host and copied to the device. Other optimizers, and those with
+hooks, step everything at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from dsjob.optim.lion import Lion
 
-# A step of these moves each parameter that has a gradient by itself, and does nothing else.
+# A step of these updates each parameter with a gradient independently, and does nothing else.
 _SEPARATE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -31,10 +31,11 @@ _SEPARATE = (
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
-    """Whether several steps over some parameters each are what one step over all is, to the program too."""
+    """Whether steps over subsets of the parameters are equivalent to one step over all, also for user code."""
     kind = type(optimizer)
-    own = kind.__module__.split(".")[0] in ("torch", "dsjob")  # a program's subclass may do more in `step`
-    step = vars(optimizer).get("step")  # so may what it has put in its place; a schedule's wrapper only notes the call
+    own = kind.__module__.split(".")[0] in ("torch", "dsjob")  # a user's subclass may do more in `step`
+    # So may a `step` that replaces the method on this instance; but a schedule's wrapper only counts calls.
+    step = vars(optimizer).get("step")
     own = own and (step is None or getattr(step, "__wrapped__", None) is kind.step)
     hooks = (
         optimizer._optimizer_step_pre_hooks,
@@ -46,10 +47,11 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
 
 def step_in_parts(optimizer: Optimizer, parts: Sequence[Sequence[Tensor]], done: Callable[[int], None]) -> None:
-    """Steps `parts` of the parameters one after the other, the first with all parameters that are in none.
+    """Steps `parts` of the parameters one after another. Parameters that are in no part step with the first.
 
-    Calls `done` with a part's number after its step. Gradients are dropped.
+    Calls `done` with a part's number after its step. Sets gradients to None.
     """
+    # An optimizer skips parameters without a gradient, so hide those of the parts that are not due yet.
     gradients = [[parameter.grad for parameter in part] for part in parts]
     for part in parts:
         for parameter in part:

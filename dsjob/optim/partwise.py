@@ -1,4 +1,4 @@
-"""What optimizers of our own have in common: steps taken on the own parts of sharded parameters, group by group."""
+"""The base of dsjob's own optimizers: they update each rank's own parts of sharded parameters, group by group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dsjob.optim.shards import local
 
 
 class PartwiseOptimizer(Optimizer):
-    """An optimizer that says how the parameters of a group are moved."""
+    """An optimizer whose subclasses implement the update of one parameter group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step for every parameter that is to move; what `closure` returns."""
+        """Takes one step for all chosen parameters. Returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -29,21 +29,22 @@ class PartwiseOptimizer(Optimizer):
         return loss
 
     def choose(self, group: dict[str, Any]) -> list[Tensor]:
-        """The parameters of a group that this step moves: those with a gradient."""
+        """The parameters of a group that this step updates: those with a gradient."""
         return [parameter for parameter in group["params"] if parameter.grad is not None]
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Moves `parameters`, those that `choose` gave, as `group` says."""
+        """Updates `parameters` (the result of `choose`) with the options in `group`."""
         raise NotImplementedError
 
 
 def move_averages(
     states: Sequence[dict[str, Any]], parameters: Sequence[Tensor], betas: tuple[float, float]
 ) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    """Adam's running averages of gradients and of their squares, moved on by a step: their own parts, and the steps.
+    """Updates Adam's running averages of gradients and of their squares. Returns this rank's parts of both, and the
+    step counts.
 
-    A parameter's state holds `exp_avg` and `exp_avg_sq`, of its shape and dtype, and `step`, fp32 [], from the first
-    step on.
+    Creates the state of a parameter on its first step: `exp_avg` and `exp_avg_sq` (its shape and dtype), and `step`
+    (fp32, shape []).
     """
     for state, parameter in zip(states, parameters, strict=True):
         if not state:
@@ -61,5 +62,5 @@ def move_averages(
 
 
 def own_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's parts of the gradients of parameters, all of which have one."""
+    """This rank's parts of the gradients. All parameters must have one."""
     return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

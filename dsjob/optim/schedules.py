@@ -1,9 +1,9 @@
-"""Learning-rate schedules: DeepSpeed's five in closed form, transformers' by their names, every class of
-torch.optim.lr_scheduler, or a target.
+"""Builds learning-rate schedules: DeepSpeed's five, transformers' by name, any class of torch.optim.lr_scheduler, or a
+`_target_`.
 
-Each of the five gives the rate of optimizer step k (from 0) as a function of k alone, so that a resumed schedule needs
-to know nothing but k. DeepSpeed counts from -1: its step k sees i = max(k - 1, 0), which is why two steps are taken at
-the initial rate. Formulas: deepspeed/runtime/lr_schedules.py, version 0.19.
+DeepSpeed's five are in closed form: the learning rate of optimizer step k (from 0) depends only on k, so a resumed
+schedule only needs k. DeepSpeed counts from -1: its step k uses i = max(k - 1, 0), so the first two steps have the
+initial rate. Formulas: deepspeed/runtime/lr_schedules.py, version 0.19.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dsjob.trust.grant import Trust
 from dsjob.trust.signatures import find_misfits
 from dsjob.trust.targets import call_target, placing_target
 
-LENGTHS = {  # the argument that says where a schedule ends, of those that have an end
+LENGTHS = {  # the argument for a schedule's length, for those that have one
     **dict.fromkeys(("WarmupDecayLR", "WarmupCosineLR"), "total_num_steps"),
     **dict.fromkeys(theirs.WITH_LENGTH, "num_training_steps"),
 }
 
 
 def settle_length(method: Method, steps: int | None) -> Method:
-    """The schedule with the length of the run, where it is known, for a length that is absent or "auto"."""
+    """Sets the schedule's length to that of the run (`steps`), if the document leaves it out or says "auto"."""
     key = LENGTHS.get(method.type or "")
     if steps is None or key is None or method.params.get(key, "auto") != "auto":
         return method
@@ -41,27 +41,27 @@ def settle_length(method: Method, steps: int | None) -> Method:
 
 
 def _warm_up(i: int, steps: int, kind: str) -> float:
-    """Share of the way up at DeepSpeed's step i < steps; `steps` is at least 2."""
+    """The fraction of the warm-up reached at DeepSpeed's step i < steps. `steps` is at least 2."""
     return i / steps if kind == "linear" else math.log(i + 1) / math.log(steps)
 
 
 class Schedule(ClosedForm):
-    """One of DeepSpeed's, which count from -1: their step i is step i + 1 here."""
+    """A schedule of DeepSpeed. DeepSpeed counts from -1, so its step i is step i + 1 here."""
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Goes on by one step, or to DeepSpeed's step `last_batch_iteration`."""
+        """Advances by one step, or jumps to DeepSpeed's step `last_batch_iteration`."""
         if last_batch_iteration is not None:
             self.last_epoch = last_batch_iteration
         super().step()
 
     @property
     def last_batch_iteration(self) -> int:
-        """The step by DeepSpeed's count."""
+        """The current step, as DeepSpeed counts."""
         return self.last_epoch - 1
 
 
 class WarmupLR(Schedule):
-    """From warmup_min_lr up to warmup_max_lr within warmup_num_steps, then constant."""
+    """Rises from warmup_min_lr to warmup_max_lr in warmup_num_steps, then stays constant."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class WarmupLR(Schedule):
         return low + (high - low) * self.share(max(step - 1, 0))
 
     def share(self, i: int) -> float:
-        """The share of the way from low to high at DeepSpeed's step i."""
+        """The position between low (0) and high (1) at DeepSpeed's step i."""
         return _warm_up(i, self.warmup_num_steps, self.warmup_type) if i < self.warmup_num_steps else 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR, then back down to warmup_min_lr linearly until total_num_steps."""
+    """Like WarmupLR, then falls linearly to warmup_min_lr at total_num_steps."""
 
     def __init__(self, optimizer: Optimizer, *, total_num_steps: int, **warm_up: Any) -> None:
         self.total = total_num_steps
@@ -101,7 +101,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Each group's rate times a ratio that warms up, then follows half a cosine down to cos_min_ratio."""
+    """Each group's own rate, times a ratio that warms up, then follows half a cosine down to cos_min_ratio."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class WarmupCosineLR(Schedule):
         return self.base[group] * self._ratio(step - 1)
 
     def get_lr_ratio(self) -> float:
-        """What each group's rate is multiplied by at this step."""
+        """The factor on each group's own rate at the current step."""
         return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, i: int) -> float:
@@ -136,7 +136,7 @@ class WarmupCosineLR(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Growing rates, to find the range in which a model learns."""
+    """Learning rates that grow steadily, to find the range in which a model learns."""
 
     def __init__(
         self,
@@ -158,9 +158,9 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """One cycle of the rate up and down, the first beta moving against it, then decay.
+    """One cycle of the learning rate up and down, then decay. The first beta moves in the opposite direction.
 
-    As in DeepSpeed the second beta becomes 0.99 while momentum is cycled; optimizers without betas keep theirs.
+    As in DeepSpeed, the second beta becomes 0.99 if momentum is cycled. Optimizers without betas are left alone.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class OneCycle(Schedule):
         self.up = cycle_first_step_size
         self.down = self.up if cycle_second_step_size is None else cycle_second_step_size
         self.total = self.up + self.down
-        self.step_ratio = self.up / self.total  # the share of the cycle that goes up
+        self.step_ratio = self.up / self.total  # the fraction of the cycle in which the rate rises
         down_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.stairs = (cycle_first_stair_count, down_stairs)
         self.decay_rate, self.decay_size = decay_lr_rate, decay_step_size
@@ -199,7 +199,7 @@ class OneCycle(Schedule):
 
     def get_lr(self) -> list[float | Tensor]:
         if self.cycles_momentum:
-            # DeepSpeed makes the optimizer with the lowest, and counts from the highest.
+            # At step 0, DeepSpeed sets the lowest momentum, although its cycle begins with the highest.
             moms = self.min_moms if self.last_epoch == 0 else [first for first, _ in self.get_mom() or ()]
             self._last_betas = [(first, 0.99) for first in moms]
             for group, betas in zip(self.optimizer.param_groups, self._last_betas, strict=True):
@@ -207,11 +207,11 @@ class OneCycle(Schedule):
         return super().get_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """See ClosedForm; and the betas that were set."""
+        """See ClosedForm. Includes the betas that were set."""
         return {**super().state_dict(), "last_betas": self._last_betas}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ClosedForm; betas are treated as rates are."""
+        """See ClosedForm. Betas are handled like learning rates."""
         groups, before, saved = self.optimizer.param_groups, self._last_betas, state_dict.get("last_betas")
         now = [group["betas"] for group in groups] if self.cycles_momentum else []
         super().load_state_dict(state_dict)
@@ -226,7 +226,7 @@ class OneCycle(Schedule):
         return low + (high - low) * self._height(step)
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each parameter group at this step; None where momentum is not cycled."""
+        """The betas of each parameter group at the current step; None if momentum is not cycled."""
         if not self.cycles_momentum:
             return None
         return [(self.momentum(index, self.last_epoch), 0.99) for index in range(len(self.max_moms))]
@@ -242,7 +242,8 @@ class OneCycle(Schedule):
         return (step - self.total) / self.decay_size if self.decay_size else 0.0
 
     def _height(self, step: int) -> float:
-        """Share of the way from low to high: 0 at the ends of the cycle, 1 at its top; rounded down to a stair."""
+        """The position between low and high: 0 at the ends of the cycle, 1 at its top. Rounded down if there are
+        stairs."""
         at = step % self.total
         done, size, stairs = (
             (at, self.up, self.stairs[0]) if at <= self.up else (self.total - at, self.down, self.stairs[1])
@@ -257,10 +258,7 @@ _NAMED: dict[str, type[ClosedForm]] = {
 
 
 def build_scheduler(method: Method, optimizer: Optimizer, trust: Trust = Trust()) -> LRScheduler:  # noqa: B008 (frozen)
-    """The schedule that the document names, over `optimizer`.
-
-    Raises TargetError for a name that torch does not have, or arguments that it does not take.
-    """
+    """Builds the document's schedule for `optimizer`. Raises TargetError for an unknown name or invalid arguments."""
     if method.target is not None:
         with placing_target(("scheduler",)):
             made = call_target(method.target, optimizer, trust=trust, where=("scheduler",))
@@ -291,7 +289,7 @@ def _find(name: str) -> Callable[..., LRScheduler]:
     }
     if name not in known:
         names = ", ".join([*_NAMED, *sorted(known)])
-        error = TargetError(f"there is no scheduler {name!r}", hint=f"known: {names}, or a _target_")
+        error = TargetError(f"unknown scheduler {name!r}", hint=f"use one of {names}, or a _target_")
         error.put_at(("scheduler", "type"))
         raise error
     return known[name]

@@ -1,8 +1,7 @@
-"""What an optimizer needs to know of sharded parameters: the own part of a tensor, and sums over all of its parts.
+"""Helps optimizers with sharded parameters: a rank's own part of a tensor, sums over all parts, whole tensors.
 
-An update that looks at each element alone is taken on the own parts; what looks at a whole parameter comes here.
-
-Lamb adds up the norms of all parameters in one collective. Muon gathers each matrix, works on it on every rank and
+Elementwise updates work on each rank's own part. Updates that depend on a whole parameter need the functions here: Lamb
+adds up the norms of all parameters in one collective; Muon gathers each matrix, computes its update on every rank, and
 keeps its own part.
 """
 
@@ -18,15 +17,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank holds, sharing its memory; a plain tensor as it is."""
+    """This rank's part of `tensor`, sharing its memory. A plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def add_parts(sums: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Makes sums over the own parts into sums over whole parameters, in place.
+    """Turns sums over this rank's parts into sums over whole parameters, in place.
 
-    `sums`: [len(parameters), n], row by row what was summed up over the own part of each parameter. One collective for
-    all parameters that are spread over the same ranks; all ranks have to call it with the same parameters.
+    sums: [len(parameters), n]; each row has the sums over the own part of one parameter. One collective for all
+    parameters that are sharded over the same ranks. All ranks must call it with the same parameters.
     """
     spread: dict[tuple[dist.ProcessGroup, str], list[int]] = {}
     for row, parameter in enumerate(parameters):
@@ -46,23 +45,23 @@ def add_parts(sums: Tensor, parameters: Sequence[Tensor]) -> None:
 
 
 def on_mesh(tensor: DTensor) -> DTensor:
-    """`tensor` on the device by which its ranks communicate: parts of it may be on the host."""
+    """`tensor` on the device of its mesh, where ranks can communicate. With offloading, its parts are on the host."""
     device = tensor.device_mesh.device_type
     return tensor if tensor.device.type == device else cast(DTensor, tensor.to(device))
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """All of `tensor` on every rank that has a part of it, where these ranks communicate; a plain tensor as it is."""
+    """The whole `tensor` on every rank of its mesh, on the mesh's device. A plain tensor is returned unchanged."""
     return on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of `tensor` on every rank that has a part of it, where that part is."""
+    """The whole `tensor` on every rank of its mesh, on the device of the rank's part."""
     return gather(tensor).to(tensor.device)
 
 
 def own_part(value: Tensor, like: Tensor) -> Tensor:
-    """The part of `value`, which is whole, that this rank holds of `like`, and where it holds it."""
+    """This rank's part of a whole tensor `value`, sharded like `like`, on the device of `like`."""
     if not isinstance(like, DTensor):
         return value
     placed = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,8 +1,8 @@
-"""transformers' schedules by the names that its Trainer knows them by (`lr_scheduler_type`), in closed form.
+"""transformers' schedules in closed form, by the names that its Trainer uses (`lr_scheduler_type`).
 
-Each is a ratio of the groups' own rates, up linearly from 0 within num_warmup_steps, then as the class says. Formulas:
-transformers/optimization.py, version 5. As there, a rate in `params` counts against the optimizer's default rate where
-groups have others.
+Each is a factor on the groups' own learning rates. It rises linearly from 0 in num_warmup_steps, then follows its
+class. Formulas: transformers/optimization.py, version 5. As there, a learning rate in `params` is relative to the
+optimizer's default rate, even if groups have others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsjob.optim.closed_form import ClosedForm, spread
 
 
 class Ratio(ClosedForm):
-    """`constant` and `constant_with_warmup`; the others differ in `after` alone."""
+    """`constant` and `constant_with_warmup`. Subclasses override `after`."""
 
     def __init__(self, optimizer: Optimizer, *, num_warmup_steps: int = 0) -> None:
         self.base, self.warm_up_steps = spread(optimizer, None, "lr"), num_warmup_steps
@@ -25,23 +25,23 @@ class Ratio(ClosedForm):
         return self.base[group] * self.ratio(step)
 
     def ratio(self, step: int) -> float:
-        """The share of its own rate that each group has in `step`."""
+        """The factor on each group's own rate in `step`."""
         return step / self.warm_up_steps if step < self.warm_up_steps else self.after(step)
 
     def after(self, step: int) -> float:
-        """The same, after the warm-up."""
+        """The factor after the warm-up."""
         return 1.0
 
 
 class Decay(Ratio):
-    """`linear`: down to 0 at num_training_steps."""
+    """`linear`: falls to 0 at num_training_steps."""
 
     def __init__(self, optimizer: Optimizer, *, num_training_steps: int, num_warmup_steps: int = 0) -> None:
         self.total = num_training_steps
         super().__init__(optimizer, num_warmup_steps=num_warmup_steps)
 
     def progress(self, step: int) -> float:
-        """The share of the way from the end of the warm-up to the end of the schedule."""
+        """The position between the end of the warm-up (0) and the end of the schedule (1)."""
         return (step - self.warm_up_steps) / max(1, self.total - self.warm_up_steps)
 
     def after(self, step: int) -> float:
@@ -49,7 +49,7 @@ class Decay(Ratio):
 
 
 class Cosine(Decay):
-    """`cosine`: num_cycles waves of a cosine, half a wave by default, which goes on beyond the end."""
+    """`cosine`: num_cycles waves of a cosine, by default half a wave. It continues beyond the end."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Cosine(Decay):
 
 
 class CosineWithMinLR(Cosine):
-    """`cosine_with_min_lr`: as `cosine`, down to min_lr, or to min_lr_rate as a share of the rate."""
+    """`cosine_with_min_lr`: like `cosine`, but falls to min_lr, or to min_lr_rate times the rate."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class CosineWithMinLR(Cosine):
         if min_lr is not None and min_lr_rate is None:
             min_lr_rate = min_lr / optimizer.defaults["lr"]
         elif min_lr is not None or min_lr_rate is None:
-            raise ValueError("one of min_lr and min_lr_rate is needed, and not both")
+            raise ValueError("give either min_lr or min_lr_rate")
         super().__init__(
             optimizer,
             num_training_steps=num_training_steps,
@@ -109,7 +109,7 @@ class CosineWithRestarts(Decay):
 
 
 class Polynomial(Decay):
-    """`polynomial`: down to lr_end at num_training_steps, as a power of what is left of the way."""
+    """`polynomial`: falls to lr_end at num_training_steps, as a power of the remaining fraction."""
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class Polynomial(Decay):
 
 
 class InverseSqrt(Ratio):
-    """`inverse_sqrt`: as one over the root of the step, in units of `timescale` (the warm-up, or 10,000 without)."""
+    """`inverse_sqrt`: falls like 1 / sqrt(step / timescale). The default timescale is the warm-up, or 10,000 without
+    one."""
 
     def __init__(self, optimizer: Optimizer, *, num_warmup_steps: int = 0, timescale: int | None = None) -> None:
         self.scale = timescale or num_warmup_steps or 10_000
@@ -142,9 +143,9 @@ class InverseSqrt(Ratio):
 
 
 class WarmupStableDecay(Ratio):
-    """`warmup_stable_decay`: up from min_lr_ratio, constant for num_stable_steps, down to it in num_decay_steps.
+    """`warmup_stable_decay`: rises from min_lr_ratio, is constant for num_stable_steps, falls in num_decay_steps.
 
-    Where num_stable_steps is absent, it is what num_training_steps leaves.
+    Without num_stable_steps, the stable phase fills num_training_steps.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class WarmupStableDecay(Ratio):
     ) -> None:
         if num_stable_steps is None:
             if num_training_steps is None:
-                raise ValueError("one of num_training_steps and num_stable_steps is needed")
+                raise ValueError("give num_training_steps or num_stable_steps")
             num_stable_steps = num_training_steps - num_warmup_steps - num_decay_steps
         self.decay_at, self.decay_steps = num_warmup_steps + num_stable_steps, num_decay_steps
         self.up, self.down, self.low, self.cycles = warmup_type, decay_type, min_lr_ratio, num_cycles
@@ -182,7 +183,7 @@ class WarmupStableDecay(Ratio):
 
 
 def _fall(progress: float, kind: str, cycles: float) -> float:
-    """From 1 at the beginning to 0 at the end."""
+    """Falls from 1 at progress 0 to 0 at progress 1."""
     if kind == "cosine":
         return (1 + math.cos(2 * math.pi * cycles * progress)) / 2
     return 1 - (math.sqrt(progress) if kind == "1-sqrt" else progress)

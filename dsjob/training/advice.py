@@ -1,4 +1,4 @@
-"""Advice that comes with a run: how to train longer, and what will make it slow."""
+"""Advice for the user of a run: how to train longer, and what will slow it down."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def train_longer(max_steps: int | None, max_epochs: float | None, *, step: int, epochs: float | None) -> str:
-    """The overrides with which a run trains beyond `step`, whatever limit of the two it has reached there.
+    """The overrides that make a run train beyond `step`, whichever of the two limits it reached.
 
-    `epochs`: the passes over the data up to `step`, which may be more than `max_epochs`; None for a stream.
+    epochs: the passes over the data up to `step`, possibly more than `max_epochs`; None for a stream.
     """
     longer = [f"trainer.max_steps={2 * max(max_steps, step)}"] if max_steps is not None else []
     if max_epochs is not None:
@@ -21,8 +21,8 @@ def train_longer(max_steps: int | None, max_epochs: float | None, *, step: int, 
 
 
 def count_too_few_cores(launch: Mapping[str, Any]) -> int:
-    """The CPU cores of this machine where ranks that compute on them are far more; 0 where they are not."""
+    """The number of CPU cores, if the job has far more ranks that compute on them; otherwise 0."""
     nproc, cores = launch["nproc"], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # torch, which would know, takes seconds to import
+    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # look for GPUs without torch, which takes seconds to import
     on_cpu = launch["device"] == "cpu" or (launch["device"] == "auto" and not any(map(os.path.exists, drivers)))
     return cores if on_cpu and cores and nproc > 2 * cores else 0

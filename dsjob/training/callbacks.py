@@ -1,4 +1,4 @@
-"""Callbacks: what happens beside training. A base class of harmless no-ops, and the files that a run writes."""
+"""Callbacks: a base class whose hooks do nothing, and the files that a run writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsjob.run_folder import (
 
 
 class RunView(Protocol):
-    """What a callback sees of the run."""
+    """The part of a run that callbacks may use."""
 
     @property
     def max_steps(self) -> int:
@@ -41,33 +41,38 @@ class RunView(Protocol):
         """Optimizer steps taken so far."""
 
     def say(self, title: str, text: str) -> None:
-        """Shows `text` under `title` to the user; on rank 0 alone."""
+        """Shows `text` with a `title` to the user. Prints on rank 0 only."""
 
 
 class Callback:
-    """Override what is needed. Every hook is called on every rank, in the same order, so collectives are safe in it.
+    """Override the hooks that you need. dsjob calls every hook on every rank, in the same order, so hooks may
+    communicate between ranks.
 
-    One with methods `state_dict` and `load_state_dict` has its state in each checkpoint: a dict of JSON values and of
-    tensors, 1 MiB of it at most, by rank where ranks differ; state that is none of this is told of and left out. A run
-    that goes on gives it back before `on_start`, with tensors on the CPU whatever they were saved from: `copy_` them
-    into your own, which stay on their device.
+    With methods `state_dict` and `load_state_dict`, a callback's state is part of each checkpoint: a dict of JSON
+    values and tensors, at most 1 MiB, saved per rank if ranks differ. State that cannot be saved is left out, with a
+    message. A resumed run restores it before `on_start`. Restored tensors are on the CPU: copy them into your own with
+    `copy_`.
     """
 
     def on_start(self, run: RunView) -> None:
-        """Training begins, or goes on after a resume."""
+        """Training begins, or continues after a resume."""
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
-        """A log record: step, epoch, loss, lr, grad_norm; samples_per_second and tokens_per_second of training alone;
-        eta_seconds, which counts in what evaluations, saves and callbacks have taken so far; with fp16 loss_scale too,
-        and a grad_norm that is not finite where the step was skipped; what trainer.step returned besides, and of each
-        further model `<name>/lr`, `<name>/grad_norm`."""
+        """A log record was written.
+
+        It has step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second and eta_seconds. Speeds are those
+        of training alone; eta_seconds also accounts for evaluations, saves and callbacks. With fp16, it has loss_scale,
+        and grad_norm is not finite if the step was skipped. It also has the other values that trainer.step returned,
+        and `<name>/lr` and `<name>/grad_norm` of each further model.
+        """
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """An evaluation is done: `eval/loss` and the document's metrics as `eval/<name>`, or what trainer.eval_step
-        returned."""
+        """An evaluation has finished: `eval/loss` and the document's metrics as `eval/<name>`, or the values that
+        trainer.eval_step returned."""
 
     def on_save(self, run: RunView, url: str) -> None:
-        """A checkpoint is committed, with what `state_dict` gave before this call; in the background, steps ago."""
+        """A checkpoint was committed. It contains what `state_dict` returned when the save began; for a background
+        save, that was some steps ago."""
 
     def on_end(self, run: RunView) -> None:
         """Training has reached its last step."""
@@ -89,9 +94,10 @@ class ResolvedFile(Callback):
 
 
 class MetricsFile(Callback):
-    """Appends every log record and evaluation to metrics.jsonl in a run's folder, one object a line; rank 0 alone.
+    """Appends every log record and evaluation to metrics.jsonl in a run's folder, one JSON object per line, on rank 0.
 
-    Each step is there once: before its first line a run sets aside those of steps that it takes anew.
+    Each step appears once: before it writes its first line, a resumed run moves the lines of steps that it repeats to
+    another file.
     """
 
     def __init__(self, run_dir: str) -> None:
@@ -117,7 +123,7 @@ class MetricsFile(Callback):
             self._file = None
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        if self._begun_at is not None:  # not in on_start: a run that fails before it gets anywhere spoils nothing
+        if self._begun_at is not None:  # not in on_start: a run that fails before its first record changes nothing
             supersede_metrics(self._run_dir, self._begun_at)
             self._begun_at, path = None, os.path.join(self._run_dir, METRICS_NAME)
             self._file = io.TextIOWrapper(open_append(path), encoding="utf-8")  # open for the rest of the run

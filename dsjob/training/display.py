@@ -1,4 +1,7 @@
-"""What the user sees of a run: the home of rich. A bar on a terminal, one line a record elsewhere; rank 0 alone."""
+"""Shows a run to the user, on rank 0: a progress bar on a terminal, otherwise one line per record.
+
+Of the training room, only this module uses rich.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from dsjob.training.callbacks import Callback, RunView
 
 
 def make_console() -> Console:
-    """Standard output; where it is no terminal, lines are as long as they are.
+    """A console on standard output. If that is not a terminal, lines are not wrapped.
 
-    A notebook is none, though it sets FORCE_COLOR, and rich's own way to show progress there needs ipywidgets.
+    A notebook is treated as no terminal, although it sets FORCE_COLOR: rich's progress bars there need ipywidgets.
     """
     shown = sys.stdout.isatty()
     return Console(highlight=False, force_jupyter=False, force_terminal=shown, width=None if shown else 10_000)
 
 
 class Display(Callback):
-    """Shows the course of training on a console."""
+    """Shows the progress of training on a console."""
 
     def __init__(self, console: Console, *, shown: bool) -> None:
         self.console, self._shown = console, shown
@@ -32,7 +35,7 @@ class Display(Callback):
         self._task = TaskID(0)
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A compact table of two columns."""
+        """Prints a compact table with two columns."""
         if not self._shown:
             return
         table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left", pad_edge=False)
@@ -49,7 +52,7 @@ class Display(Callback):
                 self.console.print(f"  {name:<{width}} {value}", markup=False)
 
     def say(self, title: str, text: str) -> None:
-        """`text` under a `title`, or on one line with it."""
+        """Prints `text` after `title`, or below it if it has several lines."""
         if self._shown:
             separator = "\n" if "\n" in text else "  "
             self.console.print(Text.assemble((title, "bold"), separator, text), soft_wrap=True)
@@ -85,13 +88,13 @@ class Display(Callback):
         self.close()
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
-# What every log record has; scalars of a step of the user's own stand beside them.
+# The keys of dsjob's own values in log records. A user's step may add others.
 RECORD_KEYS = frozenset(
     ["step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "samples_per_second", "tokens_per_second", "eta_seconds"]
 )

@@ -1,4 +1,4 @@
-"""Evaluation: the whole of data.eval through the models, on all ranks, and what that gives by name."""
+"""Evaluation: runs the models over data.eval on all ranks, and returns metrics by name."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _EVALUATED = "batches of data.eval"
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """What an evaluation takes. It needs neither an optimizer nor training data.
+    """Everything that an evaluation needs. It requires neither an optimizer nor training data.
 
-    `data`: a dataset or a LoaderEvaluation; None where this rank reads no data. `step`: the user's, in place of the
-    model's forward pass and `loss`. `averaging`: how much each batch counts. `taken`: names that `step` returns for
-    `measures` alone.
+    data: a dataset or a LoaderEvaluation; None if this rank reads no data. step: the user's, instead of the model's
+    forward pass and `loss`. averaging: the weight of each batch. taken: names in the result of `step` that only
+    `measures` use.
     """
 
     spec: JobSpec
@@ -48,17 +48,17 @@ class Evaluator:
     taken: Collection[str] = ()
 
     def evaluate(self) -> dict[str, float]:
-        """The mean loss as `eval/loss`, or what `step` returned, and the metrics, over all ranks. A collective.
+        """The mean loss as `eval/loss`, or the values that `step` returned, and the metrics. A collective.
 
-        Models are in training mode afterwards. Raises ContractError, DataError, MetricError.
+        Leaves models in training mode. Raises ContractError, DataError, MetricError.
         """
         return {**self._measure(), **self.measures.finish()}
 
     def rehearse(self, say: Callable[[str, str], None]) -> None:
-        """Evaluates one batch and forgets it, so that a mistake in what is evaluated with shows before the first step.
+        """Evaluates one batch and discards the result, so that mistakes in metrics show before the first step.
 
-        Random generators, buffers and metrics are then as before. Data that can be read once are left alone. `say`:
-        shows a title and a text to the user. Raises what an evaluation would; ContractError.
+        Restores random generators, buffers and metrics afterwards. Does nothing if the data can be read only once. say:
+        shows a title and a text to the user. Raises the errors of an evaluation, ContractError.
         """
         engine = self.engines.first
         if share(int(isinstance(self.data, Iterator)), engine.world):
@@ -72,10 +72,10 @@ class Evaluator:
         found = once._measure()
         try:
             results = {**found, **measures.finish()}
-            if len(measures) == len(self.measures):  # else it may be of a metric that cannot be copied
+            if len(measures) == len(self.measures):  # otherwise it may be that of a metric that cannot be copied
                 self._require_best(results)
-        except MetricError as error:  # one batch may be too little for it: one class alone, for example
-            say("note", f"{error.message}: on one batch of data.eval; the whole of it may be enough")
+        except MetricError as error:  # one batch may not be enough for a metric: it may have a single class
+            say("note", f"{error.message} (on one batch of data.eval; all of data.eval may be enough)")
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
@@ -85,18 +85,18 @@ class Evaluator:
         best = self.spec.checkpoint.best
         if best is not None and best.metric not in results:
             raise ContractError(
-                f"checkpoint.best.metric is {best.metric}, but evaluation produces no such metric",
+                f"checkpoint.best.metric: evaluation produces no metric {best.metric}",
                 hint=f"available: {', '.join(sorted(results))}",
             )
 
     @torch.no_grad()
     def _measure(self) -> dict[str, float]:
-        """Means over data.eval by name; `measures` have seen all of it."""
+        """The means over data.eval by name. Feeds all batches to `measures`."""
         engine = self.engines.first
         self.engines.eval()
         self.measures.start()
         same = Names("trainer.eval_step")
-        sums: dict[str, Tensor] = {}  # by name what values add up to, and their weights
+        sums: dict[str, Tensor] = {}  # by name: float64 [2], the weighted sum and the sum of weights
         for batch, samples in self._read():
             position.micro_steps += 1
             values = self._evaluate_batch(batch, samples)
@@ -114,7 +114,7 @@ class Evaluator:
         means = (together[:, 0] / together[:, 1]).tolist()
         follows = any(isinstance(each.lr_scheduler, ReduceLROnPlateau) for each in self.engines.values())
         if follows and "loss" not in names:
-            raise ContractError("trainer.eval_step returned no `loss`, which ReduceLROnPlateau follows")
+            raise ContractError("trainer.eval_step returned no `loss`, which ReduceLROnPlateau requires")
         return dict(zip((f"eval/{name}" for name in names), means, strict=True))
 
     def _read(self) -> Iterator[tuple[Any, int]]:
@@ -143,7 +143,7 @@ class Evaluator:
         )
 
     def _evaluate_batch(self, host_batch: Any, samples: int) -> dict[str, tuple[Tensor, Tensor | float]]:
-        """What a batch gives by name: means, each with its weight."""
+        """The means of a batch by name, each with its weight."""
         engine = self.engines.first
         batch = to_device(host_batch, engine.device)
         if self.step is not None:
@@ -162,7 +162,7 @@ class Evaluator:
 
 
 def _pair(value: Tensor | float, weight: Tensor | float, device: torch.device) -> Tensor:
-    """value x weight, and the weight: float64 [2]. What has no weight adds nothing, even if it is not a number."""
+    """(value x weight, weight) as float64 [2]. A value with weight 0 adds nothing, even if it is NaN."""
     value, weight = (
         part.detach().to(device, torch.float64)
         if isinstance(part, Tensor)

@@ -1,4 +1,4 @@
-"""A job's `data` section as loaders: datasets in batches, loaders of the user's own as they are."""
+"""Builds loaders from a job's `data` section: batches of datasets, or the user's own loaders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_collate(spec: JobSpec, trust: Trust) -> Collate:
 def build_training_data(
     spec: JobSpec, world: World, collate: Collate, trust: Trust
 ) -> TrainingLoader | GivenLoader | NoLoader:
-    """The training data of this rank. Raises DataError, also for what the user's own code raises."""
+    """The training loader of this rank. Raises DataError, also for errors in the user's code."""
     if not world.loads:
         return NoLoader()
     data = _call_data(spec.data.train, "train", trust)
@@ -40,7 +40,7 @@ def build_training_data(
     if is_loader(data) and given:
         raise DataError(
             f"data.train ({type(data).__name__}) is already a loader, so data.{given[0]} has no effect",
-            hint=f"remove data.{given[0]}, or let data.train give a dataset",
+            hint=f"remove data.{given[0]}, or make data.train return a dataset",
         )
     common: dict[str, Any] = {"micro_batch": spec.trainer.micro_batch, "world": world, "seed": spec.trainer.seed}
     if spec.data.loader:
@@ -58,14 +58,14 @@ def build_training_data(
 
 
 def build_evaluation_data(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> Any:
-    """The evaluation data: a dataset, or a LoaderEvaluation; None without data.eval, or where this rank reads no data.
+    """The evaluation data: a dataset, or a LoaderEvaluation; None without data.eval, or if this rank reads no data.
 
-    A collective. Raises as `build_training_data` does.
+    A collective. Raises the same errors as `build_training_data`.
     """
     if spec.data.eval is None or not world.loads:
         return None
     data, seed = _call_data(spec.data.eval, "eval", trust), spec.trainer.seed
-    if is_loader(data):  # beside a dataset as data.train, for which data.loader and data.collate are
+    if is_loader(data):  # data.train may still be a dataset, which then uses data.loader and data.collate
         return LoaderEvaluation(data, world=world, seed=seed)
     if spec.data.loader:
         loader, divided = _call_loader(spec, data, world, collate, trust, train=False)
@@ -76,7 +76,7 @@ def build_evaluation_data(spec: JobSpec, world: World, collate: Collate, trust: 
 
 
 def _call_data(target: Target, role: str, trust: Trust) -> Any:
-    """What a target of the data section makes. Raises DataError, naming it, for what the user's own code raises."""
+    """Calls a target of the data section. Turns errors of the user's code into DataError."""
     try:
         return call_target(target, trust=trust, where=("data", role))
     except DsjobError:
@@ -90,7 +90,8 @@ def _call_data(target: Target, role: str, trust: Trust) -> Any:
 
 
 def share_samples(loader: TrainingLoader | GivenLoader | NoLoader, world: World) -> None:
-    """Makes sure that all ranks read equally many samples, and tells those that read none. Raises DataError."""
+    """Checks that all ranks read equally many samples, and tells the number to ranks that read none. Raises
+    DataError."""
     if isinstance(loader, NoLoader):
         loader.samples_per_epoch = require_same_length(None, world, "data.train")
     else:
@@ -100,9 +101,9 @@ def share_samples(loader: TrainingLoader | GivenLoader | NoLoader, world: World)
 def _call_loader(
     spec: JobSpec, dataset: Any, world: World, collate: Collate, trust: Trust, *, train: bool
 ) -> tuple[Any, bool]:
-    """What data.loader makes of a dataset, and whether it divides the batches among ranks by itself.
+    """Calls data.loader with a dataset. Returns the loader, and whether it divides batches among ranks itself.
 
-    It gets those of the arguments that its signature names and the document does not give.
+    It receives those of dsjob's arguments that are in its signature, unless the document gives them.
     """
     target = spec.data.loader
     assert target is not None
@@ -128,7 +129,7 @@ def _call_loader(
         free.pop("batch_size", None)
     loader = call_target(Target(target.path, {**target.arguments, **free}), dataset, trust=trust, where=where)
     if not hasattr(loader, "__iter__"):
-        message = f"data.loader: {target.path} returned {type(loader).__name__}, which cannot be iterated over"
+        message = f"data.loader: {target.path} returned {type(loader).__name__}, which is not iterable"
         error = DataError(message, hint="return an iterable of batches, such as torch.utils.data.DataLoader")
         error.put_at((*where, "_target_"))
         raise error

@@ -1,4 +1,4 @@
-"""What a metric is called with: paths into a model's outputs and a batch, or what the names of its arguments tell."""
+"""Finds the arguments for a metric: by paths into the outputs and the batch, or by the names of its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LABELS = ("labels", "label", "targets", "target", "y")
 
 
 class Seen(NamedTuple):
-    """A batch that a metric may look at: the model's outputs for it, its loss (a scalar), how many samples it has."""
+    """What a metric can read of a batch: the model's outputs, the batch, its loss (a scalar), the number of samples."""
 
     outputs: Any
     batch: Any
@@ -24,9 +24,9 @@ class Seen(NamedTuple):
 
 
 class Inputs:
-    """What metrics.<name> is called with. `paths`: by argument; where absent it follows from the arguments of `takes`.
+    """The arguments of metrics.<name>. paths: by argument name. Without paths, the parameter names of `takes` decide.
 
-    Raises ContractError for arguments whose names tell nothing. A metric without `takes` gets (outputs, batch).
+    Without `takes` either, a metric receives (outputs, batch). Raises ContractError for parameters with unknown names.
     """
 
     def __init__(self, name: str, paths: Mapping[str, str] | None, takes: Callable[..., Any] | None) -> None:
@@ -34,7 +34,7 @@ class Inputs:
         self._names = None if paths or takes is None else _read_names(name, takes)
 
     def read(self, seen: Seen) -> dict[str, Any]:
-        """The arguments by name, detached. Raises ContractError for a path that leads nowhere."""
+        """The arguments by name, detached. Raises ContractError for a path that does not exist."""
         if self._paths:
             given = {key: self._follow(key, path, seen) for key, path in self._paths.items()}
         else:
@@ -43,7 +43,7 @@ class Inputs:
         return detached
 
     def call(self, function: Callable[..., Any], seen: Seen) -> Any:
-        """What `function` returns of the arguments."""
+        """Calls `function` with the arguments."""
         given = self.read(seen)
         if self._paths or self._names:
             return function(**given)
@@ -61,7 +61,7 @@ class Inputs:
 
 
 def list_outputs(paths: Mapping[str, str] | None) -> set[str]:
-    """The first names below `outputs` in the paths of a metric."""
+    """The names directly below `outputs` in the paths of a metric."""
     split = [path.split(".") for path in (paths or {}).values()]
     return {steps[1] for steps in split if steps[0] == "outputs" and len(steps) > 1}
 
@@ -93,7 +93,7 @@ def _find_predictions(name: str, seen: Seen) -> Any:
     if found is None:
         what = f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ContractError(
-            f"metrics.{name} needs predictions, and the model's output is {what}, without logits",
+            f"metrics.{name} needs predictions, but the model's output ({what}) has no logits",
             hint=f"metrics.{name}.inputs: {{preds: outputs.NAME, target: batch.NAME}}",
         )
     return found
@@ -114,7 +114,7 @@ def _find_targets(name: str, seen: Seen) -> Any:
         return batch[-1]
     what = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
     raise ContractError(
-        f"metrics.{name} needs targets, and the batch is {what}, without labels",
+        f"metrics.{name} needs targets, but the batch ({what}) has no labels",
         hint=f"metrics.{name}.inputs: {{preds: outputs.NAME, target: batch.NAME}}",
     )
 
@@ -135,9 +135,9 @@ def _read_names(name: str, takes: Callable[..., Any]) -> list[str]:
     wanted = [p.name for p in named if p.default is p.empty or p.name in ("predictions", "references")]
     unknown = [each for each in wanted if each not in _KNOWN]
     if unknown or (named and not wanted):
-        told, unclear = ", ".join(p.name for p in named), unknown[0] if unknown else named[0].name
+        listed, unclear = ", ".join(p.name for p in named), unknown[0] if unknown else named[0].name
         raise ContractError(
-            f"metrics.{name}: cannot tell what to pass as {unclear} of {takes.__name__}({told})",
+            f"metrics.{name}: unknown argument {unclear} of {takes.__name__}({listed})",
             hint=f"metrics.{name}.inputs: {{{unclear}: outputs.NAME}} (or batch.NAME, loss)",
         )
     return wanted or ["preds", "target"]

@@ -1,9 +1,9 @@
-"""Metrics: each sees all samples once, whatever the micro batch and the number of ranks, and gives one result.
+"""Metrics: each sees every sample once, whatever the micro batch and the number of ranks, and returns one result.
 
-A metric is fed on the rank that has the batch. What ranks have seen goes to rank 0, as states, as values or as the very
-inputs; there it becomes the result, which all ranks get. Padded batches are fed to nobody.
+A metric is fed on the rank that has the batch. Rank 0 then gathers states, values or the inputs themselves (depending
+on the kind of metric), computes the result, and sends it to all ranks. Padding batches are not fed to metrics.
 
-torchmetrics' own collectives would hang where the batches of a rank are all padding.
+The collectives of torchmetrics are not used: they would hang if all batches of a rank are padding.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dsjob.training.metric_inputs import Inputs, Seen
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 
 T = TypeVar("T")
-_NO_NUMBER = "return one number, or a dict of numbers by name: averaged over classes, for example"
+_NO_NUMBER = "return one number (averaged over classes, for example), or a dict of numbers by name"
 
 
 class Measure(Protocol):
-    """One metric of a run. `start` forgets; `feed` takes a batch; `collect` gives what this rank has seen, to be
-    pickled; `conclude` makes of that of all ranks, on rank 0, a number or a dict of numbers."""
+    """One metric of a run. `start` resets it, `feed` adds a batch, `collect` returns this rank's part (picklable), and
+    `conclude`, on rank 0, computes a number or a dict of numbers from the parts of all ranks."""
 
     def start(self, alone: bool) -> None: ...
     def feed(self, seen: Seen) -> None: ...
@@ -41,7 +41,7 @@ class Measure(Protocol):
 
 
 class Measures:
-    """The metrics of one phase by name: `eval` or `train`. A collective: all ranks make them together."""
+    """The metrics of one phase (`eval` or `train`) by name. Constructing it is a collective."""
 
     def __init__(
         self, phase: str = "eval", world: World | None = None, measures: Mapping[str, Measure] | None = None
@@ -54,39 +54,40 @@ class Measures:
         return len(self._measures)
 
     def copy(self) -> Measures:
-        """The same with metrics of their own, which share parameters; without those that cannot be copied."""
+        """A copy with copies of the metrics, which share its parameters. Omits metrics that cannot be copied."""
         other = Measures(self._phase)
         other._everyone, other._counts = self._everyone, self._counts
         other._measures = {name: own for name, each in self._measures.items() if (own := _copy(each)) is not None}
         return other
 
     def start(self) -> None:
-        """A new evaluation, or the next steps up to a log record."""
+        """Begins a new evaluation, or the steps up to the next log record."""
         for name, measure in self._measures.items():
-            with _Blamed(name):
+            with _RaiseAsMetricError(name):
                 measure.start(alone=self._everyone is None or self._everyone.size == 1)
 
     @torch.no_grad()
     def feed(self, outputs: Any, batch: Any, loss: Tensor | None, samples: int) -> None:
-        """A batch that counts, on its device."""
+        """Feeds a batch to all metrics, unless another rank feeds the data of this rank's model."""
         if self._counts:
             seen = Seen(outputs, batch, loss, samples)
             for name, measure in self._measures.items():
-                with _Blamed(name):
+                with _RaiseAsMetricError(name):
                     measure.feed(seen)
 
     @torch.no_grad()
     def finish(self) -> dict[str, float]:
-        """The results by `<phase>/<name>`, the same on all ranks; a dict's by `<phase>/<name>/<key>`. A collective.
+        """The results by `<phase>/<name>`, or `<phase>/<name>/<key>` for dicts; the same on all ranks. A collective.
 
-        Raises ContractError on all ranks for what fails on one, and for results that are no numbers.
+        Raises MetricError if a metric fails on any rank, ContractError for results that are not numbers; both on all
+        ranks.
         """
         everyone = self._everyone
         if not self._measures or everyone is None:
             return {}
         parts = gather_on_rank_0(everyone, self._collect)
         results: dict[str, float] = on_rank_0(everyone, lambda: self._conclude(parts))
-        self.start()  # frees what was kept of each batch, and no checkpoint has half of it
+        self.start()  # frees what was kept per batch, and keeps partial state out of checkpoints
         return results
 
     def _collect(self) -> dict[str, Any] | None:
@@ -94,14 +95,14 @@ class Measures:
             return None
         parts = {}
         for name, measure in self._measures.items():
-            with _Blamed(name):
+            with _RaiseAsMetricError(name):
                 parts[name] = measure.collect()
         return parts
 
     def _conclude(self, ranks: list[dict[str, Any] | None]) -> dict[str, float]:
         results: dict[str, float] = {}
         for name, measure in self._measures.items():
-            with _Blamed(name):
+            with _RaiseAsMetricError(name):
                 found = measure.conclude([of_rank[name] for of_rank in ranks if of_rank is not None])
                 results |= {f"{self._phase}/{key}": value for key, value in _read_numbers(name, found)}
         return results
@@ -112,12 +113,13 @@ def _copy(measure: Measure) -> Measure | None:
     shared = {id(each): each for module in modules for each in module.parameters()}
     try:
         return copy.deepcopy(measure, shared)
-    except Exception:  # it is the user's own class
+    except Exception:  # copying a user's class may raise anything
         return None
 
 
 def _is_counted(world: World) -> bool:
-    """Whether this rank's batches count: of the ranks that hold one model, the first that reports (and reads) data."""
+    """Whether this rank feeds its batches to metrics: of the ranks of one model, the first that reports and reads
+    data."""
     everyone = world.everyone
     ranks = all_gather(everyone, (world.data_rank, not world.reports, not world.loads))
     own = [(quiet, idle, number) for number, (data, quiet, idle) in enumerate(ranks) if data == world.data_rank]
@@ -126,7 +128,7 @@ def _is_counted(world: World) -> bool:
 
 
 def _read_numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
-    """A result by its names: NAME, or NAME/KEY of a dict, whose key NAME is NAME."""
+    """The numbers in a result: NAME, or NAME/KEY for each key of a dict, whose key NAME gives NAME."""
     if not isinstance(found, Mapping):
         yield name, _read_number(name, found)
         return
@@ -143,13 +145,13 @@ def _read_number(name: str, value: Any) -> float:
 
 
 def describe(value: Any) -> str:
-    """A value in a message: what it is, and its shape."""
+    """A value's type and shape, for messages."""
     shape = getattr(value, "shape", None)
     return type(value).__name__ if shape is None else f"a {type(value).__name__} of shape {list(shape)}"
 
 
-class _Blamed:
-    """Names the metric in an error of its own code, in one form wherever it fails: other ranks are to hear of it."""
+class _RaiseAsMetricError:
+    """Turns errors of a metric's code into a MetricError that names the metric, so that all ranks raise the same."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -163,11 +165,11 @@ class _Blamed:
 
 
 class BatchMean:
-    """A function that gives the mean over a batch: averaged, each batch weighted by its samples."""
+    """A function that returns the mean over a batch. The result is the mean over batches, weighted by samples."""
 
     def __init__(self, name: str, function: Callable[..., Any], inputs: Inputs) -> None:
         self._name, self._function, self._inputs = name, function, inputs
-        self._sums: Tensor | None = None  # float64 [2]: of values x samples, of samples
+        self._sums: Tensor | None = None  # float64 [2]: sum of value x samples, sum of samples
 
     def start(self, alone: bool) -> None:
         self._sums = None
@@ -176,7 +178,9 @@ class BatchMean:
         value = self._inputs.call(self._function, seen)
         scalar = to_scalar(value)
         if scalar is None:
-            raise ContractError(f"metrics.{self._name} returned {describe(value)}", hint="return the batch mean")
+            raise ContractError(
+                f"metrics.{self._name} returned {describe(value)}, not a number", hint="return the mean over the batch"
+            )
         scalar = scalar.double()
         added = torch.stack([scalar * seen.samples, torch.full_like(scalar, seen.samples)])
         self._sums = added if self._sums is None else self._sums + added
@@ -191,7 +195,7 @@ class BatchMean:
 
 
 class BatchValues:
-    """A function that gives anything of a batch, and one that makes the result of the values of all batches."""
+    """A function that returns any value per batch, and a second one that computes the result from all values."""
 
     def __init__(self, function: Callable[..., Any], inputs: Inputs, reduce: Callable[[list[Any]], Any]) -> None:
         self._function, self._inputs, self._reduce = function, inputs, reduce
@@ -230,9 +234,9 @@ class Reducer:
 
 
 class Gathered:
-    """An object whose state nobody else can join: on several ranks it gets all inputs on rank 0, in the data's order.
+    """An object whose states cannot be combined. With several ranks, it receives all inputs on rank 0, in data order.
 
-    `update`: the name of the method that takes them.
+    update: the name of the method that takes the inputs.
     """
 
     def __init__(self, metric: Any, inputs: Inputs, device: torch.device, update: str = "update") -> None:
@@ -264,12 +268,12 @@ class Gathered:
 
 
 class Joined:
-    """A metric of torchmetrics, or one that holds such metrics: their states are joined as each of them says."""
+    """A torchmetrics metric, or a module that contains some. States are combined as each metric declares."""
 
     def __init__(self, metric: nn.Module, inputs: Inputs) -> None:
         self._metric, self._inputs = metric, inputs
         self._holders: list[Any] = [each for each in metric.modules() if holds_states(each)]
-        for holder in self._holders:  # by itself it waits for ranks that have no batch
+        for holder in self._holders:  # its own synchronisation would wait for ranks that have no batch
             holder.sync_on_compute = holder._to_sync = False
 
     def start(self, alone: bool) -> None:
@@ -282,7 +286,7 @@ class Joined:
         each: Any
         for each in self._metric.modules():
             if has_methods(each, "items", "add_metrics"):
-                list(each.items(keep_base=True, copy_state=False))  # gives those that share a state the newest
+                list(each.items(keep_base=True, copy_state=False))  # updates metrics that share a state in a collection
         return [
             (holder._update_count, {name: to_host(getattr(holder, name)) for name in holder._defaults})
             for holder in self._holders
@@ -291,7 +295,7 @@ class Joined:
     def conclude(self, parts: list[list[tuple[int, dict[str, Any]]]]) -> Any:
         own = [{name: getattr(holder, name) for name in holder._defaults} for holder in self._holders]
         for number, holder in enumerate(self._holders):
-            fed = [part[number] for part in parts if part[number][0]]  # a rank without a batch has nothing to add
+            fed = [part[number] for part in parts if part[number][0]]  # skip ranks that had no batch
             if len(parts) == 1 or not fed:
                 continue
             holder._update_count, holder._computed = sum(count for count, _ in fed), None
@@ -299,14 +303,14 @@ class Joined:
                 states = to_device([state[name] for _, state in fed], holder.device)
                 setattr(holder, name, _join(states, holder._reductions[name]) if len(fed) > 1 else states[0])
         found = self._metric.compute()  # type: ignore[operator]
-        for holder, states in zip(self._holders, own, strict=True):  # of the kinds that `reset` expects
+        for holder, states in zip(self._holders, own, strict=True):  # restore the types that `reset` expects
             for name, state in states.items():
                 setattr(holder, name, state)
         return found
 
 
 def _join(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
-    """The states of several ranks as torchmetrics joins them: lists to one, tensors stacked, then reduced."""
+    """Combines the states of several ranks like torchmetrics: concatenates lists, stacks tensors, then reduces."""
     together = list(chain.from_iterable(states)) if isinstance(states[0], list) else torch.stack(states)
     if isinstance(together, list) and not together:
         return together
@@ -314,12 +318,12 @@ def _join(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
 
 
 def holds_states(value: Any) -> bool:
-    """Whether something is a metric of torchmetrics."""
+    """Whether `value` is a torchmetrics metric."""
     return all(hasattr(value, name) for name in ("_defaults", "_reductions", "_update_count"))
 
 
 def has_methods(value: Any, *names: str) -> bool:
-    """Whether an object has methods of these names."""
+    """Whether an object has these methods."""
     return all(callable(getattr(value, name, None)) for name in names)
 
 
@@ -331,7 +335,7 @@ def make_measure(
     reduce: Callable[[list[Any]], Any] | None,
     device: torch.device,
 ) -> Measure:
-    """How `made`, which metrics.<name> names, is fed and concluded. Raises ContractError where nobody can tell."""
+    """Wraps the object of metrics.<name> by its kind. Raises ContractError if it is not a supported kind."""
     if has_methods(made, "reset", "update", "per_slot_reduce", "cross_slot_reduce"):
         return Reducer(made, Inputs(name, inputs, made.update))
     if has_methods(made, "add_batch", "compute"):
@@ -351,18 +355,18 @@ def make_measure(
 
 
 def _is_called(made: Any) -> bool:
-    """Whether a class of the user's own says how its objects are called."""
+    """Whether the user's class defines `__call__`, rather than torch or torchmetrics."""
     owner = next((kind for kind in type(made).__mro__ if "__call__" in vars(kind)), None)
     return owner is not None and owner.__module__.partition(".")[0] not in ("torch", "torchmetrics")
 
 
 def to_host(value: Any) -> Any:
-    """`value` with every tensor in it detached, on the CPU."""
+    """`value` with all its tensors detached and on the CPU."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
 
 
 def in_order(parts: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    """What ranks have of their batches, in the order of the data: the first of each rank, the second of each, ..."""
+    """Interleaves the values of the ranks in data order: the first of each rank, then the second of each, ..."""
     nothing = object()
     for row in zip_longest(*parts, fillvalue=nothing):
         yield from (item for item in row if item is not nothing)

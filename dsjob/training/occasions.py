@@ -1,11 +1,11 @@
-"""When a checkpoint is due other than by the step: signals, a touched file, minutes; and what ranks agree on for that.
+"""Decides when a checkpoint is due for reasons other than the step: signals, the file `save-now`, and elapsed minutes.
 
-A handler sets a flag and little else. At the end of a step all ranks add up what they know in one collective: at
-most every half second, so that it costs nothing where steps are short.
+Signal handlers do little more than set a flag. At the end of a step, all ranks combine their flags in one collective,
+at most every half second, so that the cost is negligible even if steps are short.
 
-SIGTERM: save, exit 75. Ctrl-C: save, exit 130; a second one ends the process at once. The launcher passes both on to
-the ranks, not to their loader workers. After SIGTERM a run that makes no progress for `launch.grace` seconds is ended
-with the stack of the rank that hangs.
+SIGTERM: save, exit code 75. Ctrl-C: save, exit code 130; a second Ctrl-C ends the process at once. The launcher
+forwards both to the ranks, but not to their loader workers. If a run makes no progress for `launch.grace` seconds after
+SIGTERM, it ends with the stack of the rank that hangs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from dsjob.ranks.mesh import World
 from dsjob.ranks.watchdog import position, wait_until_stuck
 from dsjob.trust.frames import find_place
 
-_SECONDS = 0.5  # between two agreements of several ranks
+_SECONDS = 0.5  # between two agreements, with several ranks
 _MOST_STEPS = 1000
-_LONGEST_PAUSE = 300.0  # seconds between two tries of a save that was asked for and fails again and again
+_LONGEST_PAUSE = 300.0  # seconds between tries of a requested save that keeps failing
 _INTERRUPTED = b"\ndsjob: Ctrl-C: saving after the current step; press it again to stop at once\n"
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What holds on every rank: `saves`: a checkpoint is due; `stops`: the number of the signal that ends the run after
-    it, or 0; `news`: of a save in the background."""
+    """What all ranks agreed on. `saves`: a checkpoint is due. `stops`: the signal that ends the run after it, or 0.
+    `news`: a background save has ended on some rank."""
 
     saves: bool = False
     stops: int = 0
@@ -48,7 +48,7 @@ class Agreed:
 
 
 class Occasions:
-    """Watches over signals, the file `request` and the clock (in seconds) for one run."""
+    """Watches signals, the file `request` and the clock (in seconds) for one run."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Occasions:
         self._stuck, self._over = "", threading.Event()
         self._saved_at = self._agreed_at = self._clock()
         self._agreed_step = self._next = 0
-        self._granted = False  # the save under way was asked for
+        self._granted = False  # the running background save was requested
         self._pause, self._try_at = 0.0, -math.inf
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Takes SIGTERM, SIGINT and SIGUSR1 for requests while the block runs; `step`: the one that training begins at.
+        """Handles SIGTERM, SIGINT and SIGUSR1 as requests while the block runs. step: where training begins.
 
-        SIGINT stays ignored where it is. A second one ends the process at once.
+        An ignored SIGINT stays ignored. A second SIGINT ends the process at once.
         """
         self._saved_at = self._agreed_at = self._clock()
         self._agreed_step = self._next = step
@@ -94,7 +94,7 @@ class Occasions:
         if number == signal.SIGINT and self._stopped:
             raise KeyboardInterrupt
         if self._stuck:
-            raise Interrupted(number, f"stopped by SIGTERM, and nothing moved for {self._grace:g} s: {self._stuck}")
+            raise Interrupted(number, f"stopped by SIGTERM, then no progress for {self._grace:g} s: {self._stuck}")
         if number == signal.SIGTERM and not self._stopped and self._world.everyone.size == 1 and self._grace < math.inf:
             threading.Thread(target=self._end_stuck, name="dsjob-grace", daemon=True).start()
         self._asked, self._try_at = True, -math.inf
@@ -103,26 +103,26 @@ class Occasions:
             return
         if self._world.everyone.rank == 0:
             os.write(2, _INTERRUPTED)
-        if self._world.everyone.size > 1:  # a rank may sit in a collective that no handler can interrupt
+        if self._world.everyone.size > 1:  # Python cannot run handlers while a rank waits in a collective
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def _end_stuck(self) -> None:
-        """Ends a run that is alone, and does not get to the end of its step; several ranks have a launcher for that."""
+        """Ends a single-rank run that does not reach the end of its step. For several ranks, the launcher does that."""
         stack = wait_until_stuck(self._grace, self._over)
         if not stack:
             return
         self._stuck = f"step {position.step + 1} ({position.doing}) is at {find_place(stack)}"
-        os.kill(os.getpid(), signal.SIGTERM)  # an exception in the main thread, which saves nothing but cleans up
+        os.kill(os.getpid(), signal.SIGTERM)  # raises Interrupted in the main thread, which cleans up without saving
         if self._over.wait(patience.TO_ANSWER) or position.doing == "ending":
             return
-        os.write(2, f"dsjob: stopped by SIGTERM, and nothing moved for {self._grace:g} s: {self._stuck}\n".encode())
+        os.write(2, f"dsjob: stopped by SIGTERM, then no progress for {self._grace:g} s: {self._stuck}\n".encode())
         os.write(2, b"dsjob: nothing newer was saved\n")
         _exit(128 + signal.SIGTERM)
 
     def note_save(self, *, behind: bool = False) -> None:
-        """A checkpoint is made: what asked for it has got it, and the minutes are counted anew.
+        """A checkpoint was saved: clears the requests, and restarts counting minutes.
 
-        `behind`: it is under way, and `note_settled` will tell.
+        behind: it is running in the background, and `note_settled` will be called.
         """
         self._granted = behind and self._is_wanted()
         self._asked, self._saved_at = False, self._clock()
@@ -132,7 +132,7 @@ class Occasions:
             self._end_trouble()
 
     def note_settled(self, saved: bool | None) -> None:
-        """The save under way has ended: what had asked for it asks again where it has failed. None: there was none."""
+        """The background save has ended. If it failed, its request is repeated. saved: None if there was none."""
         if saved is None:
             return
         if saved:
@@ -143,8 +143,8 @@ class Occasions:
         self._granted = False
 
     def note_failure(self) -> None:
-        """A save has failed: what asks for it is heard at once the first time, then after pauses that double, until one
-        is made."""
+        """A save failed. A requested one is repeated at once the first time, then after pauses that double, until one
+        succeeds."""
         self._try_at = self._clock() + self._pause
         self._pause = min(_LONGEST_PAUSE, max(1.0, 2 * self._pause))
 
@@ -152,7 +152,7 @@ class Occasions:
         self._pause, self._try_at = 0.0, -math.inf
 
     def agree(self, step: int, *, news: bool) -> Agreed:
-        """What is due after `step`, on all ranks alike; `news`: of a save in the background, as this rank knows it."""
+        """What is due after `step`; the same on all ranks. news: this rank's knowledge of the background save."""
         if self._world.everyone.size == 1:
             return Agreed(self._is_due(), self._stopped, news)
         if step < self._next:
@@ -160,9 +160,10 @@ class Occasions:
         now = self._clock()
         pace = (now - self._agreed_at) / max(step - self._agreed_step, 1)
         flags = [float(self._is_due()), float(self._stopped), float(news), pace]
-        told = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        saves, stops, any_news, seconds = told.tolist()
+        combined = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
+        dist.all_reduce(combined, dist.ReduceOp.MAX)
+        saves, stops, any_news, seconds = combined.tolist()
+        # The next agreement must be at the same step on all ranks, so it follows from the slowest rank's pace.
         self._agreed_at, self._agreed_step = now, step
         self._next = step + min(_MOST_STEPS, max(1, int(_SECONDS / max(seconds, 1e-9))))
         return Agreed(bool(saves), int(stops), bool(any_news))
@@ -180,5 +181,5 @@ class Occasions:
 
 
 def crosses(every: float, before: float, after: float) -> bool:
-    """Whether a multiple of `every` lies after `before` and not after `after`."""
+    """Whether there is a multiple of `every` in the interval (before, after]."""
     return math.floor(after / every + 1e-9) > math.floor(before / every + 1e-9)

@@ -1,8 +1,8 @@
-"""How a run finds its way back: from its own checkpoints, or from another job's weights, as checkpoint.resume says.
+"""Resumes a run as `checkpoint.resume` says: from its own checkpoints, or from weights of another job.
 
-Hyperparameters of a resumed job are the document's where they differ from those in the checkpoint. A warm start
-(`resume: <path or URL>`) takes weights alone, and only while the run has no checkpoint of its own, so that a requeued
-job resumes its own.
+If hyperparameters in the document differ from those in the checkpoint, the document wins. A warm start
+(`resume: <path or URL>`) loads only weights, and only if the run has no checkpoint of its own, so that a requeued job
+resumes from its own checkpoints.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from dsjob.training.run import Run
 
 _WORDS = ("auto", "never", "required")
 _AVERAGED = (
-    "since the checkpoint: a step's loss is the mean over its targets, where batches have labels; the version of dsjob"
-    " that saved it averaged the means of micro batches, as trainer.loss_average=batches does"
+    "since the checkpoint: if batches have labels, a step's loss is now the mean over its targets; the version of dsjob"
+    " that saved the checkpoint averaged the means of micro batches, as trainer.loss_average=batches does"
 )
 
 
 def resume(run: Run, job: ResolvedJob) -> Loaded | None:
-    """Begins a new attempt, and continues from a checkpoint where there is one; None where training begins anew.
+    """Begins a new attempt, and resumes from a checkpoint if there is one. None if training starts from scratch.
 
-    Raises UsageError where checkpoint.resume names what is not there, before older runs are fenced by it.
+    Raises UsageError if checkpoint.resume names something that does not exist; this happens before older runs are
+    fenced.
     """
     policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
     tags = checkpointer.tags()
     if policy == "never" and tags:
         raise CheckpointError(
-            f"checkpoint.resume is never, but {checkpointer.url} holds checkpoints (the newest is {tags[0]})",
-            hint="choose another output.dir or checkpoint.dir, or continue with checkpoint.resume=auto",
+            f"checkpoint.resume is never, but {checkpointer.url} contains checkpoints (the newest is {tags[0]})",
+            hint="choose another output.dir or checkpoint.dir, or resume with checkpoint.resume=auto",
         )
     if policy == "required" and not tags:
         raise NoCheckpointError(
-            f"checkpoint.resume is required, but {checkpointer.url} holds no committed checkpoint",
-            hint="point checkpoint.dir at one, or start anew with checkpoint.resume=auto",
+            f"checkpoint.resume is required, but {checkpointer.url} contains no committed checkpoint",
+            hint="point checkpoint.dir at one, or start from scratch with checkpoint.resume=auto",
         )
     tag = None if policy in _WORDS or "/" in policy else policy
     own = True
     if tag is not None or ("/" in policy and not tags):
         own = on_rank_0(run.engine.world.everyone, lambda: _is_own(policy if tag is None else checkpointer.url, tag))
     checkpointer.open()
-    tags = checkpointer.tags()  # with what an older run has committed before it was fenced
+    tags = checkpointer.tags()  # list again: an older run may have committed more before it was fenced
     if tag is None and not tags:
         return _begin_from(run, policy, own=own) if "/" in policy else None
     if "/" in policy:
-        run.say("note", f"{checkpointer.url} holds checkpoints of this job: it goes on from those, not from {policy}")
+        run.say("note", f"resuming from this job's own checkpoints in {checkpointer.url}, not from {policy}")
     seed = run.spec.trainer.seed
     loaded = checkpointer.load(run.savable, tag=tag, seed=seed) if tag else _load_newest(run, tags)
     _follow_changes(run, loaded, job)
@@ -64,18 +65,18 @@ def resume(run: Run, job: ResolvedJob) -> Loaded | None:
 
 
 def _is_own(url: str, tag: str | None) -> bool:
-    """See `is_own`. What is not there was named by mistake, which a run that trains there has not to be fenced for."""
+    """See `is_own`. Raises UsageError if nothing is there: a mistyped path or tag must not fence a running job."""
     try:
         return is_own(url, tag)
     except NoCheckpointError as error:
         if tag is None and not storage.exists(url):
             hint = f"{error.message}: {error.hint}"
-            raise UsageError(f"checkpoint.resume: there is no file or folder {url}", hint=hint) from error
+            raise UsageError(f"checkpoint.resume: no such file or folder: {url}", hint=hint) from error
         raise UsageError(f"checkpoint.resume: {error.message}", hint=error.hint) from error
 
 
 def _load_newest(run: Run, tags: list[str]) -> Loaded:
-    """Loads the newest checkpoint; with `on_corrupt: previous` the newest that is not damaged."""
+    """Loads the newest checkpoint, or with `on_corrupt: previous`, the newest undamaged one."""
     damaged: list[str] = []
     first: CorruptCheckpointError | None = None
     for tag in tags:
@@ -83,20 +84,22 @@ def _load_newest(run: Run, tags: list[str]) -> Loaded:
             loaded = run.checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed)
         except CorruptCheckpointError as error:
             if run.spec.checkpoint.on_corrupt == "stop":
-                hint = "restore it from a copy, or go on from the one before it with checkpoint.on_corrupt=previous"
+                hint = "restore it from a copy, or resume from the previous one with checkpoint.on_corrupt=previous"
                 raise CorruptCheckpointError(error.message, hint=hint) from error
-            run.say("damaged", f"{error.message}; trying the checkpoint before it")
+            run.say("damaged", f"{error.message}; trying the previous checkpoint")
             damaged.append(tag)
             first = first or error
             continue
         run.checkpointer.set_aside_damaged(damaged)
         return loaded
     assert first is not None
-    raise CorruptCheckpointError(f"no checkpoint is whole; of the newest: {first.message}", hint=first.hint) from first
+    raise CorruptCheckpointError(
+        f"all checkpoints are damaged; the newest: {first.message}", hint=first.hint
+    ) from first
 
 
 def _follow_changes(run: Run, loaded: Loaded, job: ResolvedJob) -> None:
-    """Hyperparameters are the document's where they differ from those the checkpoint was saved with."""
+    """Applies hyperparameters that have changed in the document since the checkpoint, and tells the user."""
     if loaded.job is not None and "loss_average" not in loaded.job.get("trainer", {}) and run.averaging.by_targets:
         run.say("changed", _AVERAGED)
     known = complete_job(loaded.job).models if loaded.job is not None else {}
@@ -107,14 +110,14 @@ def _follow_changes(run: Run, loaded: Loaded, job: ResolvedJob) -> None:
         changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, now)
         types = [spec.scheduler.label if spec.scheduler else "none" for spec in (before, now)]
         if types[0].lower() != types[1].lower():
-            changed.append(f"scheduler {types[0]} -> {types[1]}, which goes on at step {run.step}")
+            changed.append(f"scheduler {types[0]} -> {types[1]}, which continues at step {run.step}")
         if changed:
             of = f"{name} " if run.spec.models else ""
             run.say("changed", f"{of}since the checkpoint: {', '.join(changed)}")
 
 
 def _begin_from(run: Run, url: str, *, own: bool) -> Loaded | None:
-    """Begins with the weights of another job's checkpoint, or goes on from what another program has left at `url`."""
+    """Starts from the weights of another job's checkpoint, or resumes from a checkpoint of another program at `url`."""
     world, strict = run.engine.world, run.spec.checkpoint.strict
     if not own:
         return Checkpointer(url, world=world).load(run.savable, strict=strict, seed=run.spec.trainer.seed)
@@ -123,12 +126,12 @@ def _begin_from(run: Run, url: str, *, own: bool) -> Loaded | None:
 
 
 def describe_matched(matched: Matched) -> str:
-    """What of a warm start was taken and what was not, one line each."""
+    """What a warm start loaded and what it did not, one line each."""
     lines = [f"{len(matched.taken)} tensors from {matched.url}"]
     for title, names in (
-        ("begin anew, not in it", matched.missing),
+        ("initialised, not in the checkpoint", matched.missing),
         ("not in the model", matched.unused),
-        ("of another shape", matched.reshaped),
+        ("different shapes", matched.reshaped),
     ):
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""

@@ -1,9 +1,9 @@
-"""Saving a run: whether a checkpoint is due, making it, and what a failure of that means.
+"""Saves a run's checkpoints, and handles failed saves.
 
-Ranks raise the error of the first rank that failed; the folder is deleted, so that a full disk has its room back,
-unless a request for its commit record had no definite answer: the store may still carry it out. An evaluation comes
-after the save of its step, so that no error in it loses that step; metrics are then added to the commit record. The
-step is saved again only where the evaluation changed what state.json holds.
+If a save fails, all ranks raise the error of the first failed rank. Its folder is deleted, so that a full disk has
+space again, unless the request for its commit record got no definite answer: the store may still carry it out. An
+evaluation runs after the save of its step, so that an error in it cannot lose that step. Its metrics are added to the
+commit record. The step is saved again only if the evaluation changed the content of state.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsjob.training.run import Run
 
 
 def ends_period(run: Run, seen: int) -> bool:
-    """Whether this step, which began after `seen` samples, completes one more of checkpoint.every_epochs."""
+    """Whether this step, which began after `seen` samples, completes another period of checkpoint.every_epochs."""
     every, length = run.spec.checkpoint.every_epochs, run.loader.samples_per_epoch
     return bool(every and length) and crosses(every * length, seen, run.engine.global_samples)  # type: ignore[operator]
 
@@ -33,9 +33,9 @@ def is_among_best(run: Run) -> bool:
 
 
 def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
-    """Saves, behind training where that is asked for and there is no need to `wait`; whether it has not failed.
+    """Saves a checkpoint; in the background with `checkpoint.async`, unless `wait`. Returns whether it has not failed.
 
-    `replace`: also where this step is saved already.
+    replace: overwrite an existing checkpoint of this step.
     """
     tag, metrics = _name_tag(run), _list_metrics(run)
 
@@ -44,7 +44,7 @@ def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
             run.checkpointer.save_behind(run.savable, tag=tag, metrics=metrics, replace=replace)
             run.progress.behind = tag
         else:
-            _tell_saved(run, run.checkpointer.save(run.savable, tag=tag, metrics=metrics, replace=replace))
+            _report_saved(run, run.checkpointer.save(run.savable, tag=tag, metrics=metrics, replace=replace))
         run.progress.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
 
     settled = settle(run)
@@ -54,9 +54,9 @@ def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
 
 
 def rate(run: Run) -> bool:
-    """Keeps the metrics of this step's evaluation with the checkpoint that was saved before it.
+    """Adds the metrics of this step's evaluation to the checkpoint that was saved before it.
 
-    False where it has to be saved again: the evaluation has changed what a checkpoint holds beside tensors (a schedule
+    Returns False if the step must be saved again: the evaluation changed plain values of the checkpoint (a schedule
     that follows the loss, the state of a metric or callback), or the metrics could not be written.
     """
     tag, metrics = _name_tag(run), _list_metrics(run)
@@ -72,7 +72,7 @@ def rate(run: Run) -> bool:
 
 
 def lacks_metrics(run: Run) -> bool:
-    """Whether this step is saved without those of its evaluation."""
+    """Whether this step's checkpoint exists without the metrics of its evaluation."""
     tag = _name_tag(run)
     return tag in run.checkpointer.tags() and all(record["tag"] != tag for record in run.checkpointer.rated())
 
@@ -82,25 +82,25 @@ def _name_tag(run: Run) -> str:
 
 
 def _list_metrics(run: Run) -> dict[str, float]:
-    """What retention may judge this step's checkpoint by."""
+    """The metrics by which retention compares this step's checkpoint."""
     if run.progress.evaluated_at != run.step:
         return {}
     return {name: value for name, value in run.progress.last_evaluation.items() if math.isfinite(value)}
 
 
 def settle(run: Run) -> bool | None:
-    """Waits for a save in the background and tells how it ended: whether it has not failed; None without one."""
+    """Waits for the background save, and reports it. Returns whether it succeeded; None if there was none."""
     tag, run.progress.behind = run.progress.behind, ""
 
     def wait() -> None:
         saved = run.checkpointer.settle()
         if saved is not None:
-            _tell_saved(run, saved)
+            _report_saved(run, saved)
 
     return _try_saving(run, tag, wait) if tag else None
 
 
-def _tell_saved(run: Run, saved: Saved) -> None:
+def _report_saved(run: Run, saved: Saved) -> None:
     run.progress.last_saved = saved.url
     for note in saved.notes:
         run.say("saved", f"{saved.tag}, but: {note}")
@@ -108,25 +108,26 @@ def _tell_saved(run: Run, saved: Saved) -> None:
 
 
 def _try_saving(run: Run, tag: str, action: Callable[[], None]) -> bool:
-    """Whether `action` saved; where it failed, the run ends, or is told of it, as checkpoint.save_on_error says."""
+    """Runs `action`, and returns whether it succeeded. If it fails, the run ends, or with
+    `checkpoint.save_on_error: warn`, tells the user."""
     try:
         action()
     except (CheckpointError, StorageError) as error:
         if isinstance(error, FencedError) or run.spec.checkpoint.save_on_error == "stop":
             raise
         run.progress.unsaved = f"{tag}: {error.message}"
-        run.say("not saved", run.progress.unsaved + ("; training goes on" if run.step < run.max_steps else ""))
+        run.say("not saved", run.progress.unsaved + ("; training continues" if run.step < run.max_steps else ""))
         return False
     run.progress.unsaved = ""
     return True
 
 
 def describe_end(run: Run, number: int, *, saved: bool) -> DsjobError:
-    """What the run that signal `number` has stopped after this step ends with."""
+    """The error with which a run ends that signal `number` stopped after this step."""
     newest = run.progress.last_saved
     name, at = ("Ctrl-C" if number == signal.SIGINT else "SIGTERM"), f"step {run.step}"
     if not saved:
         kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
         return Interrupted(number, f"stopped by {name} at {at}, which could not be saved; {kept}")
-    message = f"stopped by {name} after {at}, which is saved: {newest}"
+    message = f"stopped by {name} after {at}; saved {newest}"
     return Interrupted(number, message) if number == signal.SIGINT else Preempted(message)

@@ -1,4 +1,4 @@
-"""What one micro batch does: forward, backward and step of one engine, or a function of the user's over several."""
+"""The work on one micro batch: forward, backward and step of one engine, or the user's own step over several."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MicroStep = Callable[[Engines, Any, Part], dict[str, Tensor]]
 def make_micro_step(
     own: UserStep | None, loss: LossFunction | None, measures: Measures | None = None, taken: Collection[str] = ()
 ) -> MicroStep:
-    """A function that trains on a batch and gives detached scalars by name, `loss` first, the others sorted.
+    """A function that trains on a batch and returns detached scalars by name: `loss` first, the others sorted.
 
-    `measures`: metrics of training, which see each batch; `taken`: names that `own` returns for these alone.
+    measures: training metrics, which are fed each batch. taken: names in the result of `own` that only metrics use.
     """
     if own is None:
         return lambda engines, batch, part: _train_one(engines, batch, part, loss, measures)
@@ -44,10 +44,10 @@ def _train_one(
     engine.backward(weighed)
     if measures:
         measures.feed(outputs, batch, found.mean, count_samples(batch))
-    if engine.is_gradient_accumulation_boundary():
+    if engine.is_gradient_accumulation_boundary():  # all gradients of the step are there, but not reduced yet
         part.step.settle(engine)
     engine.step()
-    return {"loss": part.tell(weighed)}
+    return {"loss": part.detach(weighed)}
 
 
 def _call_own(
@@ -69,9 +69,9 @@ def _call_own(
 
 
 def read_scalars(values: Any, what: str, taken: Collection[str] = ()) -> dict[str, Tensor]:
-    """What a step function returned, as detached scalars by name. Raises ContractError where it is something else.
+    """The result of a step function, as detached scalars by name. Raises ContractError for anything but scalars.
 
-    `taken`: names that metrics take, whatever it is.
+    taken: names that metrics use; their values may be anything.
     """
     named = values if isinstance(values, Mapping) else {"loss": values}
     named = {name: value for name, value in named.items() if name not in taken}
@@ -86,16 +86,16 @@ def read_scalars(values: Any, what: str, taken: Collection[str] = ()) -> dict[st
 
 
 class Names:
-    """The names of the scalars that a step function gives: the same in every call, on every rank that reports."""
+    """Checks that a step function returns the same names in every call, on every rank that reports."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._known: list[str] | None = None
 
     def require(self, scalars: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-        """`scalars`, whose names are those of before; zeros where this rank reports nothing.
+        """`scalars`, after checking their names; zeros if this rank reports nothing.
 
-        Raises ContractError for other names. The first call is a collective.
+        Raises ContractError if the names differ from the first call. The first call is a collective.
         """
         if self._known is None:
             self._known = self._agree(all_gather(world.everyone, list(scalars) if world.reports else None))
@@ -103,7 +103,7 @@ class Names:
             return dict.fromkeys(self._known, torch.zeros(()))
         if self._known != list(scalars):
             raise ContractError(
-                f"{self._what} returned {', '.join(scalars)}, and {', '.join(self._known)} before",
+                f"{self._what} returned {', '.join(scalars)}, but {', '.join(self._known)} in an earlier call",
                 hint="return the same names in every call",
             )
         return scalars
@@ -113,7 +113,7 @@ class Names:
         for rank, found in others:
             if found != known:
                 raise ContractError(
-                    f"{self._what} returned {', '.join(known)} on rank {first}, and {', '.join(found)} on rank {rank}",
-                    hint="return the same names everywhere",
+                    f"{self._what} returned {', '.join(known)} on rank {first}, but {', '.join(found)} on rank {rank}",
+                    hint="return the same names on every rank",
                 )
         return list(known)

@@ -1,4 +1,4 @@
-"""What a run is, in a few rows: models, data, batch, precision, ZeRO, optimizer, where the output goes."""
+"""Summarises a run in a few rows: models, data, batch, precision, ZeRO, optimizer, output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ON_HOST = {"none": "", "optimizer": ", optimizer on the host", "param": ", para
 
 
 def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
-    """A title and a text for each thing that a user may want to make sure of before waiting for the run."""
+    """(title, text) rows with what a user may want to check before waiting for the run."""
     spec, world, trainer = run.spec, run.engine.world, run.spec.trainer
     size = run.loader.samples_per_epoch
     epochs = f", {run.max_steps * trainer.train_batch / size:.3g} epochs" if size else ""
@@ -35,7 +35,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         ("output", run_dir),
     ]
     if loaded is not None:
-        exact = "" if loaded.exact else "; random numbers begin anew"
+        exact = "" if loaded.exact else "; random generators were reseeded"
         rows.append(("resumed", "; ".join([f"{loaded.url} at step {loaded.step:,}{exact}", *loaded.notes])))
     return rows
 
@@ -45,7 +45,7 @@ def _count_ranks(ranks: int) -> str:
 
 
 def _describe_parts(world: World) -> str:
-    return f", {world.model.size} of which hold one model" if world.model.size > 1 else ""
+    return f", {world.model.size} ranks per model" if world.model.size > 1 else ""
 
 
 def _describe_engine(engine: Engine) -> Rows:

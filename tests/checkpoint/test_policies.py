@@ -68,7 +68,7 @@ def test_sigterm_saves_and_ends_and_the_run_goes_on_bit_for_bit(
 ) -> None:
     hooks.append(at_step(3, lambda: send(signal.SIGTERM)))
     checkpoint = {"keep": 0, "async": behind}
-    with pytest.raises(Preempted, match=r"stopped by SIGTERM after step 4, which is saved: .*step-00000004") as caught:
+    with pytest.raises(Preempted, match=r"stopped by SIGTERM after step 4; saved .*step-00000004") as caught:
         train(tmp_path, checkpoint=checkpoint)
     assert caught.value.exit_code == 75
     assert list_steps(tmp_path) == [4]
@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     with pytest.raises(CorruptCheckpointError):
         train(tmp_path)
     train(tmp_path, checkpoint={"every": 2, "keep": 0, "on_corrupt": "previous"})
-    assert "trying the checkpoint before it" in capsys.readouterr().out
+    assert "trying the previous checkpoint" in capsys.readouterr().out
     assert list_steps(tmp_path) == [2, 4, 6, 8]
     assert read_digests(tmp_path, 8) == read_digests(whole, 8)
 
@@ -153,7 +153,7 @@ def test_where_all_are_damaged_nothing_is_begun_anew(tmp_path: Path) -> None:
     train(tmp_path, trainer={"max_steps": 4}, checkpoint={"every": 2})
     damage(tmp_path, 2)
     damage(tmp_path, 4)
-    with pytest.raises(CorruptCheckpointError, match=r"no checkpoint is whole; of the newest: .*step-00000004"):
+    with pytest.raises(CorruptCheckpointError, match=r"all checkpoints are damaged; the newest: .*step-00000004"):
         train(tmp_path, checkpoint={"on_corrupt": "previous"})
 
 
@@ -177,7 +177,7 @@ def test_a_warm_start_takes_what_matches_and_tells_the_rest(
     with pytest.raises(CheckpointError, match=r"does not match the model: model\.fc\.weight is \[20, 8\] in the model"):
         train(tmp_path / "a", model=model, checkpoint={"resume": source})
     train(tmp_path / "b", model=model, checkpoint={"resume": source, "strict": False})
-    assert "of another shape: model.fc.weight, model.fc.bias, model.out.weight" in capsys.readouterr().out
+    assert "different shapes: model.fc.weight, model.fc.bias, model.out.weight" in capsys.readouterr().out
 
 
 def test_an_older_run_finds_itself_fenced_at_its_next_save(tmp_path: Path, hooks: list[Any]) -> None:

@@ -172,7 +172,7 @@ def test_what_gives_nothing_or_is_anothers_is_refused(loader: Any, message: str)
 
 
 def test_an_iterator_that_ends_is_explained() -> None:
-    with pytest.raises(DataError, match="begun again, yields no batch"):
+    with pytest.raises(DataError, match="yields no batch on rank 0 when it is started again"):
         first_batches(iter(Batches([1, 2])), 2)
 
 
@@ -244,7 +244,7 @@ def test_evaluation_counts_what_has_no_length_and_refuses_what_is_read_once() ->
         (3, 3),
         (1, 1),
     ]
-    with pytest.raises(DataError, match="can be read once"):
+    with pytest.raises(DataError, match="can be read only once"):
         LoaderEvaluation(iter([1]), world=make_world(), seed=0)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from dsjob.data import EvaluationBatches, TrainingLoader
 from dsjob.data.misfits import find_misfit
-from dsjob.data.samples import require_sound
+from dsjob.data.samples import raise_failures
 from dsjob.errors import DataError
 from dsjob.ranks.mesh import World
 
@@ -125,13 +125,13 @@ TENSORS = ({"x": torch.zeros(3), "y": [1, 2]}, {"x": torch.zeros(5), "y": [1, 2]
             {"x": 1},
             (1,),
             "data.train[4] is of type dict, and data.train[5] of type tuple",
-            "make all samples alike",
+            "return the same type from every sample",
         ),
         (
             Picture,
             Picture,
-            f"data.train[0] is of type {__name__}.Picture, which has no place in a batch",
-            "make batches in data.collate",
+            f"data.train[0] is of type {__name__}.Picture, which cannot be batched",
+            "build batches in data.collate",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_worker_that_is_killed_is_told() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     found = train(Given(die), 1)
-    assert found.message.startswith("a worker process that reads data.train has ended: ")
+    assert found.message.startswith("a worker process of data.train has died: ")
     assert "data.num_workers" in found.hint
 
 
@@ -194,7 +194,7 @@ def test_a_worker_that_dies_while_its_batch_is_received_is_told(error: Exception
         yield torch.ones(1)
         raise error
 
-    batches = require_sound(receive(), "data.train")
+    batches = raise_failures(receive(), "data.train")
     next(batches)
     with pytest.raises(DataError, match=rf"^a worker process that reads data\.train has ended: {type(error).__name__}"):
         next(batches)

@@ -129,7 +129,7 @@ def test_on_one_rank_parameters_have_the_attributes_of_shards() -> None:
 def test_a_repeating_loader_begins_again() -> None:
     loader = iter(RepeatingLoader([1, 2, 3]))
     assert [next(loader) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
-    with pytest.raises(DataError, match="yields nothing"):
+    with pytest.raises(DataError, match="yields no batches"):
         next(RepeatingLoader([]))
 
 

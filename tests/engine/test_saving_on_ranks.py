@@ -140,7 +140,7 @@ def test_ranks_save_together_or_fail_together(tmp_path: Path, capsys: pytest.Cap
     told = "callbacks.own resumes with rank 0's state on all ranks: it was saved on 2 ranks"
     shown = " ".join(capsys.readouterr().out.split())
     assert told in shown
-    assert "at step 8; random numbers begin anew" in shown
+    assert "at step 8; random generators were reseeded" in shown
     assert read_own(tmp_path / "own", 9) == [[10 * step for step in range(1, 10)]]
     assert first["unlike"] == ""
     for step in (2, 4):

@@ -188,7 +188,7 @@ def test_a_plateau_needs_a_loss_to_follow(tmp_path: Path) -> None:
         scheduler={"type": "ReduceLROnPlateau", "params": {}},
         trainer={"eval_step": {"_target_": "pairs.without_loss"}, "eval_every": 4},
     )
-    with pytest.raises(ContractError, match="no `loss`, which ReduceLROnPlateau follows"):
+    with pytest.raises(ContractError, match="no `loss`, which ReduceLROnPlateau requires"):
         run(document, join_world(device="cpu"))
 
 

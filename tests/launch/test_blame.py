@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
     assert code == 143, errors
     place = f"at {tmp_path}/sleeping.py:"
     who = f"rank {rank} has stalled in step 4 (training)," if nproc > 1 else "step 4 (training) is"
-    assert f"dsjob: error: stopped by SIGTERM, and nothing moved for 2 s: {who} {place}" in errors
+    assert f"dsjob: error: stopped by SIGTERM, then no progress for 2 s: {who} {place}" in errors
     kept = "the newest checkpoint is step-00000002; to resume: dsjob run run" if saves else "nothing was saved in run"
     assert errors.count(f"dsjob: {kept}\n") == 1, errors
     assert "Traceback" not in errors

@@ -105,7 +105,7 @@ def test_a_signal_saves_and_stops_everything(tmp_path: Path, arguments: list[str
     output, errors = started.process.communicate(timeout=60)
     assert started.process.returncode == code, errors
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    assert (told := re.search(rf"dsjob: stopped by {name} after step (\d+), which is saved: ", errors)), errors
+    assert (told := re.search(rf"dsjob: stopped by {name} after step (\d+); saved ", errors)), errors
     assert list_commits(started.run) == [f"step-{int(told[1]):08d}"]
     assert f"the newest checkpoint is step-{int(told[1]):08d}; to resume: dsjob run run" in errors
     assert errors.count("resume") == 1

@@ -68,7 +68,7 @@ def test_a_value_that_the_optimizer_does_not_know_is_told() -> None:
 def test_groups_of_the_program_and_of_the_document_are_one_too_many() -> None:
     weight = nn.Parameter(torch.ones(2))
     method = Method("Adagrad", {"lr": 0.1}, None, {"a": {"match": "w", "lr": 1.0}})
-    with pytest.raises(TargetError, match="the program gives groups"):
+    with pytest.raises(TargetError, match="the program already passes parameter groups"):
         build_optimizer(method, [{"params": [weight], "lr": 1.0}], names={id(weight): "w"})
     plain = build_optimizer(method, [{"params": [weight]}], names={id(weight): "w"})
     assert plain.param_groups[0]["lr"] == 1.0

@@ -131,5 +131,5 @@ def test_a_group_may_say_for_itself_who_steps_it() -> None:
     built = build_optimizer(method, [matrix, bias], names=names)
     assert [group["use_muon"] for group in built.param_groups] == [False, False]
     wrong = Method("Muon", full, None, {"plain": {"match": "*bias", "use_muon": True}})
-    with pytest.raises(TargetError, match="fewer than two dimensions"):
+    with pytest.raises(TargetError, match="at least two dimensions"):
         build_optimizer(wrong, [matrix, bias], names=names)

@@ -67,7 +67,7 @@ def test_a_metric_that_cannot_be_copied_may_choose_the_best(tmp_path: Path) -> N
 
 def test_what_a_schedule_follows_has_to_be_there(tmp_path: Path) -> None:
     step = {"eval_step": {"_target_": "rehearsed.rate"}, "eval_every": 4}
-    with pytest.raises(ContractError, match="no `loss`, which ReduceLROnPlateau follows"):
+    with pytest.raises(ContractError, match="no `loss`, which ReduceLROnPlateau requires"):
         train(tmp_path, data=EVALUATED, trainer=step, scheduler=DECAYING)
 
 

@@ -141,7 +141,7 @@ def test_a_run_goes_on_in_the_midst_of_an_epoch_bit_for_bit(tmp_path: Any) -> No
 
 def test_a_step_without_any_target_is_an_error_of_the_data(tmp_path: Any) -> None:
     data = {"train": {"_target_": "token_jobs.Tagged", "targets": 0}}
-    with pytest.raises(DataError, match="a whole step has no targets: all labels of its micro batches are -100"):
+    with pytest.raises(DataError, match="a step has no targets: all labels in its micro batches are -100"):
         token_jobs.run(token_jobs.make_document(str(tmp_path), data=data))
 
 

@@ -92,7 +92,7 @@ def fail(world: World, folder: str, metric: dict[str, Any]) -> str:
         ),
         (
             {"_target_": "torchmetrics.MeanMetric"},
-            "metrics.f1: cannot tell what to pass as value of update(value, weight) metrics.f1.inputs: {value:",
+            "metrics.f1: unknown argument value of update(value, weight) metrics.f1.inputs: {value:",
         ),
     ],
 )
