@@ -1,1 +1,1 @@
-"""How numbers are computed: precision, loss scale, forward and backward passes, activations, repeated blocks."""
+"""Numerics: precision, loss scale, forward and backward passes, activation checkpointing, repeated blocks."""

@@ -1,12 +1,12 @@
-"""Automatic mixed precision by `torch.autocast`: which dtype, and whose gradients travel in it.
+"""Automatic mixed precision with `torch.autocast`: the dtype, and which gradients are communicated in it.
 
-The model and its optimizer stay fp32; torch's policy decides which operators compute low. Gradients of "safe" modules
-lose nothing by travelling low, since they were computed low.
+The model and its optimizer stay in fp32; torch's policy decides which operators compute in the lower precision.
+Gradients of "safe" modules are computed in it anyway, so communicating them in it loses nothing.
 
-At stage 0 DDP's hook splits each bucket by dtype. At stages 1 to 3 each safe module is an FSDP2 unit of its own, since
-a unit has one dtype; linear and convolution layers are also gathered low at stage 3. Safe classes are found by name
-among loaded modules, so a config imports nothing. While gradients accumulate at stage 1, FSDP2 keeps those of safe
-modules in the lower precision.
+At stage 0, DDP's hook splits each bucket by dtype. At stages 1 to 3, each safe module is an FSDP2 unit of its own,
+because a unit has only one dtype; at stage 3, linear and convolution layers are also gathered in the lower precision.
+Safe classes are looked up among loaded modules, so a config imports nothing. While gradients accumulate at stage 1,
+FSDP2 keeps those of safe modules in the lower precision.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MARK = "_dsjob_autocast_dtype"
 
 
 def cast_operators(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """A context in which operators compute in `dtype` by torch's policy; None: in the dtypes of their operands.
+    """A context in which operators compute in `dtype`, by torch's policy. None: in the dtypes of their operands.
 
-    An autocast around it does not count: the engine computes as its document says.
+    It overrides an autocast context around it, since the engine follows its document.
     """
     if dtype is None and not torch.is_autocast_enabled(device.type):
         return nullcontext()
@@ -36,11 +36,10 @@ def cast_operators(device: torch.device, dtype: torch.dtype | None) -> AbstractC
 
 
 def find_safe_modules(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """The modules in `model` of the classes that `names` (dotted) lists, by default `DEFAULT_SAFE_MODULES`.
+    """The modules in `model` whose class is in `names` (dotted), by default in `DEFAULT_SAFE_MODULES`.
 
-    Left out are those that share a parameter with another module, which has to travel in one dtype, and those whose
-    parameters are not all their own. Raises TargetError for a name that is no class of what is loaded; nothing is
-    imported.
+    Excludes modules that share a parameter with another module (it can only be communicated in one dtype), and modules
+    whose children have parameters. Raises TargetError for a name that is not a loaded module class; imports nothing.
     """
     classes = DEFAULT_SAFE_MODULES if names is None else tuple(_find_class(name) for name in names)
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
@@ -57,18 +56,18 @@ def _find_class(name: str) -> type:
     found = getattr(sys.modules.get(package), attribute, None)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise TargetError(
-            f"torch_autocast.lower_precision_safe_modules: {name} is no module class that the model has loaded",
-            hint='dotted names, ["torch.nn.Linear", "torch.nn.Conv2d"] for example',
+            f"torch_autocast.lower_precision_safe_modules: {name} is not a loaded module class",
+            hint='use dotted names, for example ["torch.nn.Linear", "torch.nn.Conv2d"]',
         )
     return found
 
 
 def mark(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Says of `parameter` that its gradient travels in `dtype`."""
+    """Marks `parameter`: its gradient is communicated in `dtype`."""
     setattr(parameter, MARK, dtype)
 
 
 def marked_dtype(parameter: torch.Tensor) -> torch.dtype | None:
-    """The dtype that `parameter` was marked with, if it was."""
+    """The dtype that `parameter` was marked with, or None."""
     dtype: torch.dtype | None = getattr(parameter, MARK, None)
     return dtype

@@ -1,10 +1,10 @@
-"""Backward passes that the program starts itself: what a gradient passes on its way into a model.
+"""Supports backward passes that the program starts itself with `loss.backward()`.
 
-`engine.backward(loss)` divides and scales the loss. A program may call `loss.backward()` instead, of a loss over the
-outputs of several engines perhaps: then the gradients of the outputs are divided where they enter each model.
+`engine.backward(loss)` divides and scales the loss. With `loss.backward()` (of a loss over several engines, perhaps),
+the gradients of a model's outputs are divided and scaled instead, where they enter the model.
 
-Outputs are handed out as views, and the hook sits on the view: a loss that the model computed from another output must
-not be divided twice.
+Outputs are returned as views, with the hook on the view. Otherwise, a loss that the model itself computes from another
+output would be divided twice.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map
 
-_engine_drives = False  # one backward pass at a time, whatever the thread that autograd runs it on
+_engine_drives = False  # a global, because autograd may run hooks in other threads; only one backward pass runs at once
 
 
 @contextmanager
 def drive() -> Iterator[None]:
-    """While an engine runs the backward pass: it has divided and scaled the loss itself."""
+    """Use it while an engine runs a backward pass: the engine has divided and scaled the loss, so hooks do nothing."""
     global _engine_drives
     before, _engine_drives = _engine_drives, True
     try:
@@ -33,11 +33,10 @@ def drive() -> Iterator[None]:
 
 
 def watch_outputs(outputs: Any, enter: Callable[[Tensor], Tensor]) -> Any:
-    """`outputs` (tensors in dicts, lists, tuples, dataclasses) that pass their gradients through `enter`.
+    """Makes the gradients of `outputs` (tensors in dicts, lists, tuples, dataclasses) pass through `enter`.
 
-    Each is a view of its own: a loss that the model has computed from another output does not pass it twice. `enter`
-    is not called for backward passes of an engine, nor inside torch.func, where gradients are a function's and not a
-    step's.
+    Each output becomes a view, so the gradient of a loss that the model computed from another output passes only once.
+    `enter` is not called in backward passes of an engine, nor inside torch.func, whose gradients belong to no step.
     """
 
     def hook(gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the loop expects of models, losses and metrics: how a batch goes in, and where the loss comes out."""
+"""The calling convention for models, losses and metrics: how a batch is passed in, and where the loss is found."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from dsjob.errors import ContractError
 
 LossFunction = Callable[[Any, Any], Any]
 
-_ADVICE = 'return {"loss": ...}, (loss, ...), an object with .loss or the scalar itself, or give loss._target_'
+_ADVICE = 'return {"loss": ...}, (loss, ...), an object with .loss, or the scalar itself; or set loss._target_'
 
-# transformers' models that predict the next token of their own input: inside, they shift labels by one.
+# The classes of transformers that predict the next token of their input. They shift labels by one internally.
 _CAUSAL = re.compile(r"For(CausalLM|ConditionalGeneration)$|(?<!With)LMHeadModel$")
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A micro batch's loss, a scalar: the mean over its targets; their sum if there is a `count` (float64, scalar)."""
+    """A micro batch's loss (a scalar): the mean over its targets, or their sum if there is a `count` (float64,
+    scalar)."""
 
     value: Tensor
     count: Tensor | None = None
@@ -35,7 +36,8 @@ class Loss:
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
-    """The model's output for a batch: a mapping is passed as keywords, a tuple or list by position, all else as one."""
+    """Calls the model with a batch: a mapping as keyword arguments, a tuple or list as positional arguments, anything
+    else as a single argument."""
     args, keywords = _spread(batch)
     try:
         return model(*args, **keywords)
@@ -51,7 +53,7 @@ def _spread(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def _require_taken(model: Any, batch: Any, error: TypeError) -> None:
-    """Raises ContractError where a model's `forward` does not take the arguments that a batch gives."""
+    """Raises ContractError if the signature of the model's `forward` does not match the batch."""
     module = getattr(model, "module", model)
     forward = getattr(module, "forward", module)
     args, keywords = _spread(batch)
@@ -66,16 +68,16 @@ def _require_taken(model: Any, batch: Any, error: TypeError) -> None:
         way = f"as keywords: {', '.join(map(str, batch)) or 'none'}" if by_name else f"by position, here {len(args)}"
         takes, kind = ", ".join(taken.parameters) or "nothing", type(batch).__name__
         raise ContractError(
-            f"the model's forward does not take what a batch gives: {why}",
+            f"the model's forward does not match the batch: {why}",
             hint=f"forward takes {takes}; the batch, a {kind}, is passed {way}",
         ) from error
 
 
 def find_loss(outputs: Any, batch: Any, function: LossFunction | None) -> Loss:
-    """The loss: what `function`(outputs, batch) returns, where it is given; else `.loss`, `["loss"]`, the first element
-    or the output itself. A function may return the pair (sum, count) in place of a mean.
+    """The loss: the result of `function`(outputs, batch), if given; else `.loss`, `["loss"]`, the first element of the
+    outputs, or the outputs themselves. A function may return a pair (sum, count) instead of a mean.
 
-    Raises ContractError where there is none, or it is no scalar tensor.
+    Raises ContractError if there is no loss, or if it is not a scalar tensor.
     """
     if function is not None:
         given, where = function(outputs, batch), f"the loss function ({_name(function)}) returned"
@@ -105,7 +107,8 @@ def _require_scalar(loss: Any, where: str) -> Tensor:
         raise ContractError(f"{where} a tensor of shape {list(loss.shape)}, not a scalar loss", hint=_ADVICE)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ContractError(
-            "the loss does not depend on any trainable parameter", hint="detached, or every parameter frozen?"
+            "the loss does not depend on any trainable parameter",
+            hint="check whether the loss is detached, or all parameters are frozen",
         )
     return loss.reshape(())
 
@@ -116,20 +119,21 @@ def _read_count(count: Any, total: Tensor, where: str) -> Tensor:
     if isinstance(count, (int, float)):
         return torch.full((), count, dtype=torch.float64, device=total.device)
     found = f"a tensor of shape {list(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
-    raise ContractError(f"{where} {found}, not a count", hint="return (sum over the targets, how many there are)")
+    raise ContractError(f"{where} {found}, not a count", hint="return (sum over the targets, number of targets)")
 
 
 def to_scalar(value: Any) -> Tensor | None:
-    """A number, or a tensor of one element, as a detached 0-dim tensor; None of anything else."""
+    """A number, or a tensor with one element, as a detached 0-dim tensor. None for anything else."""
     try:
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):  # what torch raises of a string, a ragged list, None
+    except (TypeError, ValueError, RuntimeError):  # torch.tensor raises these for a string, a ragged list, None
         return None
     return tensor.reshape(()) if tensor.numel() == 1 else None
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a model of transformers, or peft's of one, shifts `labels` by one to predict each from those before."""
+    """Whether a transformers model (also inside peft) shifts `labels` by one, to predict each token from those before
+    it."""
     inner = getattr(model, "get_base_model", None)
     bare = inner() if callable(inner) else model
     if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):

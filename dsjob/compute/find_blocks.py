@@ -1,8 +1,8 @@
-"""Finding the units to shard in a model that says nothing about it.
+"""Finds the repeated blocks of a model, which become units of sharding, recomputation and compilation.
 
-Blocks are siblings of one class in a list, made of parts, that share no parameter with anything outside. Blocks of
-less than a million elements are units of their own only at stage 3 (`contract.sharding`): below it everything is
-gathered at once, and a unit's hooks and collectives would cost more than they hide.
+Blocks are siblings of the same class in a list, have children, and share no parameter with the rest of the model.
+Blocks with less than a million elements are units of their own only at stage 3 (`contract.sharding`): at lower stages,
+everything is gathered at once, and the hooks and collectives of small units would cost more than they hide.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ _EXTERNAL = "_dsjob_external"
 
 
 def mark_leaf(module: nn.Module, flag: bool = True) -> None:
-    """Says of a module that nothing inside it is a unit of its own: ranks may use different parts of it."""
+    """Marks a module: nothing inside it becomes a unit of its own, because ranks may use different parts of it."""
     setattr(module, _LEAF, flag)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether `mark_leaf` was called of it."""
+    """Whether `mark_leaf` was called with this module."""
     return bool(getattr(module, _LEAF, False))
 
 
 def mark_external(parameter: Tensor) -> None:
-    """Says of a parameter that modules other than its own use it too."""
+    """Marks a parameter: modules other than its owner use it too."""
     setattr(parameter, _EXTERNAL, True)
 
 
 def is_external(parameter: Tensor) -> bool:
-    """Whether `mark_external` was called of it."""
+    """Whether `mark_external` was called with this parameter."""
     return getattr(parameter, _EXTERNAL, False)
 
 
-Found = tuple[list[nn.Module], list[str]]  # modules, and what was asked for and is not there
+Found = tuple[list[nn.Module], list[str]]  # modules found, and requested names that were not found
 
 
 def mark_leaves(model: nn.Module, section: LeafModule | None) -> list[str]:
-    """Marks what the config's `leaf_module` names; what of that the model does not have.
+    """Marks the modules that the config's `leaf_module` names. Returns the names that were not found.
 
-    Classes are missing only if nothing is found at all: a list of them may be meant for several models.
+    Classes count as missing only if nothing is found at all: their list may be meant for several models.
     """
     if section is None:
         return []
@@ -62,7 +62,7 @@ def _as_list(given: Sequence[str]) -> list[str]:
 
 
 def find_of_classes(model: nn.Module, classes: Sequence[type | str]) -> Found:
-    """Modules of these classes; a string is a class's name, dotted or not."""
+    """Modules of these classes. A string is the name of a class, dotted or not."""
 
     def is_one(module: nn.Module, wanted: type | str) -> bool:
         kind = type(module)
@@ -75,24 +75,24 @@ def find_of_classes(model: nn.Module, classes: Sequence[type | str]) -> Found:
 
 
 def find_by_name(model: nn.Module, names: Sequence[str]) -> Found:
-    """The modules that are called so in the model, in the order of the names."""
+    """The modules with these names in the model, in the order of `names`."""
     modules = dict(model.named_modules())
     return [modules[name] for name in names if name in modules], [name for name in names if name not in modules]
 
 
 def find_by_suffix(model: nn.Module, suffixes: Sequence[str]) -> Found:
-    """The modules whose names end so."""
+    """The modules whose names end in one of `suffixes`."""
     named = list(model.named_modules())
     missing = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name, _ in named)]
     return [module for name, module in named if name.endswith(tuple(suffixes))], missing
 
 
 def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:
-    """The repeated blocks of a model, outermost ones, in order: siblings of one class in a list, each made of parts.
+    """The outermost repeated blocks of a model, in order: siblings of the same class in a list, each with children.
 
-    A block that shares a parameter with anything outside it is left out, since one parameter can be sharded in one
-    unit alone: it then belongs to what remains of the model. So is one with a parameter that was said to be used
-    elsewhere. `sharing`: it is listed all the same.
+    Omits a block that shares a parameter with anything outside it, because a parameter can be sharded in only one unit.
+    The block then belongs to the rest of the model. Also omits blocks with a parameter marked by `mark_external`.
+    sharing: include such blocks.
     """
     found = [block for block in _search(model) if any(True for _ in block.parameters())]
     if sharing:
@@ -120,7 +120,7 @@ def _search(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _owned_ids(model: nn.Module, blocks: list[nn.Module]) -> Iterator[int]:
-    """The ids of all parameters, once for each unit that uses them."""
+    """The ids of all parameters, each once per unit that uses it. (Everything outside the blocks is one unit.)"""
     inside = {id(module) for block in blocks for module in block.modules()}
     for block in blocks:
         yield from (id(parameter) for parameter in block.parameters())

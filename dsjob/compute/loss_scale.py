@@ -1,10 +1,10 @@
-"""The loss scale of fp16: how large it is, and how it answers to overflows.
+"""The loss scale of fp16, and how it reacts to overflows.
 
-Arithmetic alone: who finds overflows, and what becomes of the step, is the engine's matter.
+This is arithmetic only; the engine detects overflows and skips steps.
 
-One scaler serves every stage, so the stage changes no number. (DeepSpeed before 0.19 has no hysteresis at stage 0, and
-its stage 0 continues at the minimum scale, where dsjob stops.) A step is unscaled by the scale of its own backward
-pass; DeepSpeed uses the new scale where it has just doubled.
+All stages use the same scaler, so the stage does not change any number. (DeepSpeed before 0.19 has no hysteresis at
+stage 0, and its stage 0 continues at the minimum scale, where dsjob stops.) A step is unscaled by the scale of its own
+backward pass; DeepSpeed uses the new scale if it has just doubled.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dsjob.errors import LossScaleError
 
 
 class LossScaler:
-    """A static or dynamic loss scale, by DeepSpeed's rules (`runtime/fp16/loss_scaler.py` of 0.19.6).
+    """A static or dynamic loss scale that follows DeepSpeed's rules (`runtime/fp16/loss_scaler.py` of 0.19.6).
 
-    A dynamic scale starts at 2^initial_scale_power. It doubles after each `loss_scale_window` good steps in a row (the
-    first step is not counted), and is halved by an overflow once `hysteresis` - 1 others have been borne. What they
-    have used up comes back when it doubles, or at each good step with `consecutive_hysteresis`.
+    A dynamic scale starts at 2^initial_scale_power. It doubles after `loss_scale_window` good steps in a row (not
+    counting the first step). The first `hysteresis` - 1 overflows are tolerated; each further one halves the scale. The
+    tolerance is restored when the scale doubles, or with `consecutive_hysteresis`, at each good step.
     """
 
     def __init__(self, spec: Fp16) -> None:
@@ -33,18 +33,19 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the next overflow finds nothing left to lower."""
+        """Whether the scale cannot be lowered at the next overflow."""
         return self.dynamic and self._borne == 1 and self.scale <= self._spec.min_loss_scale
 
     def update(self, overflow: bool, culprits: Sequence[str] = ()) -> None:
-        """Counts one step. Raises LossScaleError where a dynamic scale would have to fall below its minimum.
+        """Records one step. Raises LossScaleError if a dynamic scale would fall below its minimum.
 
-        `culprits`: names of parameters whose gradients overflowed, for the message.
+        culprits: names of parameters whose gradients overflowed, for the message.
         """
         if overflow and self.exhausted:
             raise LossScaleError(
                 f"gradients overflowed fp16 at the smallest loss scale, {self.scale:g}{_list(culprits)}",
-                hint="use bf16.enabled=true, which has the range of fp32 and needs no loss scale; or lower the rate",
+                hint="use bf16.enabled=true, which has the range of fp32 and needs no loss scale, or lower the learning"
+                " rate",
             )
         if self.dynamic:
             self._adapt(overflow)
@@ -67,18 +68,18 @@ class LossScaler:
             self._borne = self._spec.hysteresis
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: JSON values, exact (a scale is a float of few digits)."""
+        """The state for checkpoints, as JSON values. They are exact: a scale is a float with few digits."""
         return {
             "scale": self.scale,
             "dynamic": self.dynamic,
-            "skipped": self._skipped,  # which earlier programs need; here the engine counts them
+            "skipped": self._skipped,  # not used here (the engine counts skipped steps), but expected by old versions
             "step": self._step,
             "last_overflow": self._last_overflow,
             "borne": self._borne,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave; a static scale stays what the document says."""
+        """Restores a state. A static scale always comes from the document."""
         self._skipped = state.get("skipped", self._skipped)
         if self.dynamic and state["dynamic"]:
             self.scale, self._step = state["scale"], state["step"]

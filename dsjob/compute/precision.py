@@ -1,8 +1,8 @@
-"""Precision: the dtypes by name, those of a job, and casting of inputs.
+"""Precision: dtypes by name, the dtypes of a job, and casting of inputs.
 
-Gradients accumulate in the compute dtype at stages 0 and 1 (at 1 in communication_data_type where given), as in
-DeepSpeed, and in fp32 at stages 2 and 3, also on one rank. With `data_types.grad_accum_dtype: fp32`, a strategy that
-cannot accumulate in fp32 reduces after each micro step and adds to the masters' gradients.
+As in DeepSpeed, gradients accumulate in the compute dtype at stages 0 and 1 (at stage 1 in communication_data_type, if
+given), and in fp32 at stages 2 and 3, even on one rank. With `data_types.grad_accum_dtype: fp32`, a strategy that
+cannot accumulate in fp32 reduces after each micro step, and adds to the gradients of the masters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`compute`: dtype of forward and backward; `reduce`: dtype in which gradients travel between ranks.
+    """The dtypes of a job.
 
-    `predivide`: what gradients are divided by before they are summed over the ranks; None: the number of ranks.
-    `accumulate`: dtype that gradients of several micro steps are added up in; None: as the ZeRO stage has it.
+    compute: of the forward and backward pass. reduce: of gradients that are communicated between ranks. predivide: what
+    gradients are divided by before they are summed over ranks; None: the number of ranks. accumulate: of gradients that
+    are added up over micro steps; None: the default of the ZeRO stage.
 
-    `autocast`: dtype that torch.autocast lowers operators to, and that the gradients of `safe` modules (classes by
-    dotted name; None: torch's linear and convolution layers) travel in; None: no autocast.
+    autocast: the lower precision of torch.autocast; None: no autocast. Gradients of `safe` modules are communicated in
+    it. safe: classes by dotted name; None: torch's linear and convolution layers.
     """
 
     compute: torch.dtype
@@ -40,7 +41,7 @@ class Precision:
 
     @classmethod
     def of(cls, spec: EngineSpec, device: torch.device) -> Precision:
-        """As the job asks; gradients travel in the compute dtype unless communication_data_type says otherwise."""
+        """The job's precision. Gradients are communicated in communication_data_type, or else in the compute dtype."""
         compute = torch.bfloat16 if spec.bf16.enabled else torch.float16 if spec.fp16.enabled else torch.float32
         named = spec.communication_data_type
         asked, summed, factor = spec.torch_autocast, spec.data_types.grad_accum_dtype, spec.gradient_predivide_factor
@@ -60,7 +61,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """`fp32`, `bf16` or `fp16`: what the model computes in."""
+        """`fp32`, `bf16` or `fp16`: the compute dtype."""
         return name_dtype(self.compute)
 
 
@@ -70,7 +71,7 @@ def name_dtype(dtype: torch.dtype) -> str:
 
 
 def _find_autocast(name: DtypeName | None, device: torch.device) -> torch.dtype | None:
-    """The dtype of a name, torch's choice for the device by default; None for fp32, which lowers nothing."""
+    """The dtype for a name; by default, torch's choice for the device. None for fp32, which needs no autocast."""
     if name is None:
         return torch.get_autocast_dtype(device.type)
     word = name.removeprefix("torch.")
@@ -80,7 +81,7 @@ def _find_autocast(name: DtypeName | None, device: torch.device) -> torch.dtype 
 
 @contextmanager
 def matmul_precision(wanted: Literal["highest", "high", "medium"] | None) -> Iterator[None]:
-    """Computes matrix products of fp32 tensors as precisely as `wanted` within the block; None changes nothing."""
+    """Sets the precision of fp32 matrix products within the block. None changes nothing."""
     if wanted is None:
         yield
         return
@@ -93,7 +94,7 @@ def matmul_precision(wanted: Literal["highest", "high", "medium"] | None) -> Ite
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it (in dicts, lists and tuples) as `dtype`."""
+    """`value` with all its floating-point tensors (in dicts, lists and tuples) cast to `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):

@@ -1,13 +1,13 @@
-"""Steps of which the device decides whether they are taken, so that the host need not wait for it.
+"""Lets the GPU decide whether a step is skipped, so that the host does not wait for the gradient norm.
 
-torch's fused optimizers take a flag, `found_inf`, and do nothing where it is set. The host learns of it later: until
-then it goes on as if the step had been taken, which nearly all are, and what it did to the schedule can be undone.
+torch's fused optimizers read a flag, `found_inf`, on the device, and do nothing if it is set. The host learns of it one
+step later. Until then, it assumes that the step was taken, as nearly all are. It can undo the step of the schedule.
 
-The norm reveals overflows: it is computed over all ranks from scaled gradients, so all ranks skip together without
-another collective. A skipped step counts in global_steps and advances the data. The device decides only where all
-masters are on a GPU and the optimizer is one of torch's fused ones; elsewhere the host reads the norm once a step.
-bf16 steps that are not finite are skipped too (`check_grad_overflow`). After `rhythm.MAX_SKIPPED` in a row the engine
-raises: no loss scale would help.
+The norm shows overflows. It is computed over all ranks from scaled gradients, so all ranks skip together without
+another collective. A skipped step counts in global_steps and advances the data. This works only if all masters are on a
+GPU and the optimizer is one of torch's fused ones; otherwise the host reads the norm once per step. bf16 steps that are
+not finite are skipped too (`check_grad_overflow`). After `rhythm.MAX_SKIPPED` skips in a row, the engine raises an
+error, because no loss scale would help.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-_decided: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # that may, and what they were like
+_decided: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # optimizers that can, and their groups at that time
 
 
 def can_decide(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` can leave out a step by a flag: one of torch's fused ones, all of it on a GPU.
+    """Whether `optimizer` can skip a step by a flag: a fused optimizer of torch, with all parameters on a GPU.
 
-    Not yet where SGD is to make buffers of momentum: it would keep them, unwritten, after a step that is left out.
+    Not before SGD has created its momentum buffers: if the step that creates them is skipped, they stay uninitialised.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -47,10 +47,10 @@ def can_decide(optimizer: Optimizer) -> bool:
 
 
 class Verdict:
-    """What the device has decided of one step."""
+    """The device's decision about one step."""
 
     def __init__(self, optimizer: Optimizer, finite: Tensor) -> None:
-        """Lets `optimizer` take its step where `finite` (bool [], on a GPU) is true."""
+        """Makes `optimizer` step only if `finite` (bool, shape [], on a GPU) is true."""
         flags: Any = optimizer
         flags.grad_scale, flags.found_inf = None, (~finite).float()
         try:
@@ -64,15 +64,15 @@ class Verdict:
         self._event.record(torch.cuda.current_stream(finite.device))
 
     def step_schedule(self, scheduler: LRScheduler, arguments: Mapping[str, Any]) -> None:
-        """Steps the schedule, as after a step that was taken."""
+        """Steps the schedule as if the optimizer had stepped. `read` can undo it."""
         state, before = _keep(scheduler.state_dict()), self._settings()
         scheduler.step(**arguments)
         self._undo = scheduler, state, before, self._settings()
 
     def read(self) -> bool:
-        """Whether the step was taken. Waits for the device to come to it; undoes the schedule's step if it was not.
+        """Whether the step was taken. Waits for the device to reach it. If it was skipped, undoes the schedule's step.
 
-        What the program has set in the optimizer's groups meanwhile stays.
+        Keeps values that the program has set in the optimizer's groups in the meantime.
         """
         self._event.synchronize()
         taken = bool(self._finite)
@@ -94,7 +94,7 @@ class Verdict:
 
 
 def _keep(value: Any) -> Any:
-    """A copy of a setting or a schedule's state, with the same models, optimizers and parameters in it."""
+    """A copy of a setting or a schedule's state. Models, optimizers and parameters in it are not copied."""
     if isinstance(value, (nn.Module, nn.Parameter, Optimizer)):
         return value
     if isinstance(value, Tensor):
@@ -113,7 +113,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _put_back(group: dict[str, Any], key: str, value: Any) -> None:
-    """Into the tensor of the group, where it is one, which captured graphs and schedules hold."""
+    """Restores a group's value. Tensors are restored in place, because captured graphs and schedules refer to them."""
     if isinstance(value, Tensor) and isinstance(group[key], Tensor):
         group[key].copy_(value)
     else:

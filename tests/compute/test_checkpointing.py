@@ -245,7 +245,7 @@ def test_states_are_put_back() -> None:
     with tracker.fork("a"):
         torch.testing.assert_close(torch.rand(3), first, rtol=0, atol=0)
     tracker.reset()
-    with pytest.raises(UsageError, match="no random state a; known are: none"), tracker.fork("a"):
+    with pytest.raises(UsageError, match="unknown random state a; known states: none"), tracker.fork("a"):
         pass
 
 

@@ -1,5 +1,6 @@
-"""Activations computed again in the backward pass: `recompute` does it, `stores` keeps the inputs until then, `rng` the
-generators of model-parallel ranks.
+"""Activation checkpointing: `recompute` runs it, `stores` keeps inputs until the backward pass, `rng` has the random
+states of model-parallel ranks.
 
-Which blocks of a model the document means is for `blocks` to say; DeepSpeed's calls are in `checkpointing`.
+`dsjob/engine/blocks.py` selects the blocks of a model that the document means; DeepSpeed's functions are in
+`dsjob/checkpointing.py`.
 """

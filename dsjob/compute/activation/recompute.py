@@ -1,10 +1,10 @@
-"""Running a function so that what autograd would keep of it is computed again in the backward pass.
+"""Runs a function without keeping its activations, and recomputes them in the backward pass.
 
-On torch.utils.checkpoint without reentrant autograd, which keeps random numbers and autocast as they were, and asks
-nothing of the inputs. This module adds how inputs are kept (`Store`), which operators are not computed again, and the
-tracked random states.
+Built on torch.utils.checkpoint with use_reentrant=False, which restores random generators and autocast, and has no
+requirements on the inputs. This module adds how inputs are stored (`Store`), which operators are not recomputed, and
+the named random states.
 
-Without reentrance DDP counts each parameter once, and results are the same bit for bit.
+Without reentrant autograd, DDP sees each parameter once, and results are bit-identical.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsjob.compute.activation.rng import TRACKER, go_back_to
 from dsjob.compute.activation.stores import Store
 from dsjob.compute.activation.timing import run_timed
 
-# Matrix products, convolutions and attention, by operator: most of the time of a block, and little of its memory.
+# Matrix products, convolutions and attention: they take most of a block's time, but little of its memory.
 _COSTLY = frozenset(
     {
         "mm",
@@ -44,19 +44,19 @@ _COSTLY = frozenset(
 
 
 def is_costly(operator: Any) -> bool:
-    """Whether the results of an operator (torch._ops.OpOverload) are kept under `mode: selective`."""
+    """Whether `mode: selective` keeps the results of an operator (torch._ops.OpOverload)."""
     return operator.namespace == "aten" and operator.overloadpacket.__name__ in _COSTLY
 
 
 def choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of `mode: selective`, as torch.utils.checkpoint asks for it."""
+    """The policy of `mode: selective`, as a callback for torch.utils.checkpoint."""
     return CheckpointPolicy.MUST_SAVE if is_costly(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Recomputed:
-    """A module's `forward` whose activations are computed again; put in its place, it changes no name.
+    """Replaces a module's `forward` by one that recomputes activations. Wrapping the module would change names.
 
-    A class and not a closure: a copy of the module then has one that belongs to the copy.
+    It is a class rather than a closure, so that a deep copy of the module gets one that refers to the copy.
     """
 
     def __init__(self, forward: Callable[..., Any], *, store: Store, selective: bool = False) -> None:
@@ -75,9 +75,9 @@ def recompute(
     store: Store,
     selective: bool = False,
 ) -> Any:
-    """What `function` returns for the arguments, which `store` keeps until the backward pass calls it again.
+    """Calls `function`, and calls it again in the backward pass. Until then, `store` keeps the arguments.
 
-    `selective`: results of costly operators are kept too. Without gradients it is a plain call.
+    selective: also keep the results of costly operators. If gradients are disabled, this is a plain call.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -94,7 +94,7 @@ def _run(
     contexts = functools.partial(_make_contexts, selective)
     if not store.changes_anything:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    # Flat, since torch hands over tensors among the positional arguments alone.
+    # Flatten the arguments: torch passes only positional tensors to the hooks, not tensors in dicts.
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
 
     def call(*leaves: Any) -> Any:
@@ -106,7 +106,7 @@ def _run(
 
 
 def _make_contexts(selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of the first run and of the second."""
+    """The contexts of the first run and of the recomputation."""
     first, second = nullcontext(), nullcontext()
     if selective:
         first, second = create_selective_checkpoint_contexts(choose_policy)  # type: ignore[no-untyped-call]

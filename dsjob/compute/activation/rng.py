@@ -1,7 +1,7 @@
-"""Several states of one random generator by name, as Megatron's models use them: model-parallel ranks draw the same
-numbers where they hold the same tensor, and different ones where each holds a part.
+"""Named states of one random generator, as Megatron's models use them: model-parallel ranks draw equal numbers for
+tensors that they all hold, and different numbers for tensors of which each holds a part.
 
-The generator is that of the current CUDA device; of the CPU where there is no CUDA.
+The generator is that of the current CUDA device, or without CUDA, that of the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODEL_PARALLEL = "model-parallel-rng"
 
 
 class CudaRNGStatesTracker:
-    """Named states of the generator; `fork` draws from one of them."""
+    """Named states of the generator. `fork` switches to one of them."""
 
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
@@ -30,19 +30,19 @@ class CudaRNGStatesTracker:
         self.seeds_ = set()
 
     def get_states(self) -> dict[str, Tensor]:
-        """The states by name (uint8): a copy of the mapping, whose tensors nobody writes to."""
+        """The states by name (uint8). The mapping is a copy; its tensors are never written to."""
         return dict(self.states_)
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Puts `states`, from `get_states`, in the place of all states."""
+        """Replaces all states by `states`, from `get_states`."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Adds the state that `seed` gives. Raises UsageError for a name or seed that is there already."""
+        """Adds a state seeded with `seed`. Raises UsageError if the name or the seed is in use."""
         if seed in self.seeds_:
-            raise UsageError(f"seed {seed} is that of another state", hint="each state needs a seed of its own")
+            raise UsageError(f"another random state has the seed {seed}", hint="give each state a different seed")
         if name in self.states_:
-            raise UsageError(f"there is a state {name} already", hint="reset() forgets all of them")
+            raise UsageError(f"random state {name} exists already", hint="reset() removes all states")
         before = read_state()
         seed_generator(seed)
         self.seeds_.add(seed)
@@ -51,11 +51,11 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Within it random numbers are those of the state `name`, which moves on; those outside are not touched."""
+        """Draws random numbers from the state `name` within the block. The generator's own state is restored after."""
         if name not in self.states_:
             known = ", ".join(self.states_) or "none"
             raise UsageError(
-                f"there is no random state {name}; known are: {known}",
+                f"unknown random state {name}; known states: {known}",
                 hint="model_parallel_cuda_manual_seed(seed) adds the model-parallel one, add(name, seed) any other",
             )
         before = read_state()
@@ -72,7 +72,7 @@ TRACKER = CudaRNGStatesTracker()
 
 @contextmanager
 def go_back_to(states: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it the tracker's states begin as `states`; those of before are there again afterwards."""
+    """Sets the tracker's states to `states` within the block, and restores the current ones afterwards."""
     now = TRACKER.get_states()
     TRACKER.set_states(states)
     try:
@@ -87,7 +87,7 @@ def read_state() -> Tensor:
 
 
 def write_state(state: Tensor) -> None:
-    """Puts the generator into `state`."""
+    """Sets the generator's state."""
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state)
     else:
@@ -95,7 +95,7 @@ def write_state(state: Tensor) -> None:
 
 
 def seed_generator(seed: int) -> None:
-    """Seeds the generator, and no other."""
+    """Seeds this generator only. (torch.manual_seed would seed those of all devices.)"""
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
     else:

@@ -1,7 +1,8 @@
-"""Where the inputs of what is computed again wait for the backward pass: as they are, in slices over model-parallel
-ranks, in buffers that are allocated once, on the host.
+"""Stores the inputs of recomputed functions until the backward pass: unchanged, sliced over model-parallel ranks, in
+preallocated buffers, or on the host.
 
-Autograd hands them over by `torch.autograd.graph.saved_tensors_hooks`. What is not floating point stays as it is.
+Autograd passes them through `torch.autograd.graph.saved_tensors_hooks`. Tensors that are not floating point are kept
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Kind = tuple[torch.dtype, torch.device, int]
 
 @dataclass(slots=True, weakref_slot=True)
 class Kept:
-    """What is kept of a tensor, flat, and what it takes to make it whole again."""
+    """The stored part of a tensor (flat), and what is needed to rebuild the tensor."""
 
     part: Tensor
     shape: torch.Size
@@ -32,7 +33,7 @@ class Kept:
 
 
 class Store:
-    """Keeps tensors as the section says. `group`: the ranks that hold the same inputs, None where there are none."""
+    """Stores tensors as the section says. group: the ranks that have the same inputs; None if there are no others."""
 
     def __init__(self, section: ActivationCheckpointing, group: dist.ProcessGroup | None = None) -> None:
         self.section = section
@@ -41,16 +42,16 @@ class Store:
         self._buffers: dict[_Kind, _Buffer] = {}
 
     def __deepcopy__(self, memo: Any) -> Store:
-        return self  # a copy of a model keeps its inputs in the same place
+        return self  # copies of a model share one store
 
     @property
     def changes_anything(self) -> bool:
-        """Whether tensors are kept in any other way than as they are."""
+        """Whether the store does anything but keep tensors unchanged."""
         return self._size > 1 or self.section.cpu_checkpointing or self.section.contiguous_memory_optimization
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Kept | Tensor:
-        """What to keep of `tensor`. Raises UsageError where number_checkpoints are kept already."""
+        """Stores `tensor`. Raises UsageError if number_checkpoints tensors are stored already."""
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return tensor
         flat = tensor.detach().reshape(-1)
@@ -61,13 +62,13 @@ class Store:
             self._place(kept, target)
         elif target != tensor.device:
             host = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
-            # No wait: the way back is taken on the same stream, and page-locked memory is not given out in between.
+            # No wait is needed: the copy back runs on the same stream, and until then the pinned memory is not reused.
             kept.part = host.copy_(part, non_blocking=True)
         return kept
 
     @torch.no_grad()
     def unpack(self, kept: Kept | Tensor) -> Tensor:
-        """The tensor of which `kept` was kept. Of slices: called by all ranks of the group, in the same order."""
+        """Rebuilds a stored tensor. For slices, this is a collective: all ranks must call it in the same order."""
         if isinstance(kept, Tensor):
             return kept
         part = kept.part.to(kept.device, non_blocking=True)
@@ -78,11 +79,11 @@ class Store:
         return part.view(kept.shape)
 
     def reset(self) -> None:
-        """Gives up the buffers."""
+        """Frees the buffers."""
         self._buffers.clear()
 
     def _cut(self, flat: Tensor) -> Tensor:
-        """This rank's slice, a copy; all are as long as the first, so the last may end in zeros."""
+        """A copy of this rank's slice. All slices have the same length, so the last one may be padded with zeros."""
         length = math.ceil(flat.numel() / self._size)
         start = dist.get_rank(self._group) * length
         own = flat[start : start + length]
@@ -91,7 +92,7 @@ class Store:
         return part
 
     def _place(self, kept: Kept, device: torch.device) -> None:
-        """Moves what is kept to a buffer on `device`, for as long as anybody refers to `kept`."""
+        """Moves the stored part into a buffer on `device`. Its row is freed when `kept` is garbage collected."""
         kind = (kept.part.dtype, device, kept.part.numel())
         if kind not in self._buffers:
             self._buffers[kind] = _Buffer(kind, self.section.number_checkpoints or 1)
@@ -99,7 +100,7 @@ class Store:
 
 
 class _Buffer:
-    """Memory for `number` tensors of one kind, allocated at once."""
+    """Preallocated memory for `number` tensors of one kind: [number, length]."""
 
     def __init__(self, kind: _Kind, number: int) -> None:
         dtype, device, length = kind
@@ -109,8 +110,9 @@ class _Buffer:
     def take(self, kept: Kept) -> None:
         if not self._free:
             raise UsageError(
-                f"more than number_checkpoints={len(self._rows)} inputs of {self._rows.shape[1]} elements are kept",
-                hint="set activation_checkpointing.number_checkpoints to as many as a forward pass keeps; "
+                f"a forward pass stores more than number_checkpoints={len(self._rows)} inputs of"
+                f" {self._rows.shape[1]} elements",
+                hint="increase activation_checkpointing.number_checkpoints; "
                 "call reset() after forward passes without a backward pass",
             )
         row = self._free.pop()

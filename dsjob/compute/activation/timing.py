@@ -1,4 +1,4 @@
-"""Times of what is computed again: `profile` and `synchronize_checkpoint_boundary` of the section."""
+"""Measures recomputed functions, for `profile` and `synchronize_checkpoint_boundary` of the section."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG = logging.getLogger("dsjob.checkpointing")
 
 
 def show_times() -> None:
-    """Lets the times be seen in a program that has not set up logging."""
+    """Makes the log messages with times visible in a program that has not configured logging."""
     LOG.setLevel(logging.INFO)
     if not LOG.hasHandlers():
         LOG.addHandler(logging.StreamHandler())
@@ -31,13 +31,13 @@ def run_timed(
     kwargs: Mapping[str, Any],
     section: ActivationCheckpointing,
 ) -> Any:
-    """`run(function, args, kwargs)`, with the times of its forward and its backward pass logged if `profile` is on.
+    """Calls `run(function, args, kwargs)`. With `profile`, logs the times of its forward and backward pass.
 
-    The backward pass begins with the first gradient of an output, and ends with the last one of an input: where no
-    input needs a gradient, it has no end, and is not told of.
+    The backward pass begins with the first gradient of an output, and ends with the last gradient of an input. If no
+    input requires a gradient, its end is unknown, and nothing is logged.
     """
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
-    # Other names for the inputs, whose gradients come from this function alone.
+    # Views of the inputs: their gradients come only from this function, so the last one marks the end.
     leaves = [leaf.view_as(leaf) if _has_gradient(leaf) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(leaves, tree)
     clock = _Clock(getattr(function, "__qualname__", type(function).__name__), section)
