@@ -1,6 +1,6 @@
-"""What ranks do together: an error of one is raised on all, so that none waits for another for ever.
+"""Runs actions on several ranks together. An error on one rank is raised on all, so that none waits for ever.
 
-Objects travel from host to host: NCCL would take them through the memory of GPUs, so there gloo carries them.
+Objects are exchanged with gloo, even if the ranks use NCCL, which would copy them through GPU memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dsjob.errors import CheckpointError, DsjobError
 from dsjob.ranks.mesh import Ranks
 
 T = TypeVar("T")
-_of_hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # by one of the same ranks
+_of_hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # gloo groups, by NCCL group
 
 
 def on_rank_0(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0 and gives its result, or raises its error, on every rank."""
+    """Runs `action` on rank 0. Returns its result, or raises its error, on every rank."""
     if ranks.size == 1:
         return action()
     answer: list[Any] = list(_try(0, action)) if ranks.rank == 0 else [None, None]
@@ -32,7 +32,8 @@ def on_rank_0(ranks: Ranks, action: Callable[[], T]) -> T:
 
 
 def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs `action` on every rank; its result there, or on every rank the error of the first that has one."""
+    """Runs `action` on every rank, and returns its own result. If it fails anywhere, raises the error of the first
+    failed rank on all."""
     if ranks.size == 1:
         return action()
     result, error = _try(ranks.rank, action)
@@ -43,7 +44,7 @@ def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> T:
 
 
 def all_gather(ranks: Ranks, value: T) -> list[T]:
-    """`value` of each rank, in their order, on every rank."""
+    """The values of all ranks, in rank order, on every rank."""
     if ranks.size == 1:
         return [value]
     found: list[Any] = [None] * ranks.size
@@ -52,7 +53,7 @@ def all_gather(ranks: Ranks, value: T) -> list[T]:
 
 
 def gather_on_rank_0(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """As `on_all_ranks`; gives rank 0 the results of all, in their order, and nothing to the others."""
+    """Like `on_all_ranks`, but returns the results of all ranks, in rank order, on rank 0, and [] elsewhere."""
     result = on_all_ranks(ranks, action)
     if ranks.size == 1:
         return [result]
@@ -62,7 +63,7 @@ def gather_on_rank_0(ranks: Ranks, action: Callable[[], T]) -> list[T]:
 
 
 def scatter(ranks: Ranks, action: Callable[[], list[T]]) -> T:
-    """Runs `action` on rank 0 and gives each rank its own of the results."""
+    """Runs `action` on rank 0, and returns to each rank its item of the result."""
     if ranks.size == 1:
         return action()[0]
     answer = _try(0, action) if ranks.rank == 0 else ([], None)
@@ -75,14 +76,14 @@ def scatter(ranks: Ranks, action: Callable[[], list[T]]) -> T:
 
 
 def as_told(rank: int, error: BaseException) -> DsjobError:
-    """An error as other ranks are to hear of it."""
+    """Converts an error for other ranks: one that can be pickled, and that names the rank."""
     if isinstance(error, DsjobError):
         return error
     return CheckpointError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def _find_group(ranks: Ranks) -> dist.ProcessGroup:
-    """The group that carries objects among these ranks; it is made, by all of them together, with the first object."""
+    """The group for exchanging objects among these ranks. The first call creates it, on all of them together."""
     group = ranks.group or dist.group.WORLD
     assert group is not None
     if "cpu:" in dist.get_backend_config(group):
@@ -93,10 +94,10 @@ def _find_group(ranks: Ranks) -> dist.ProcessGroup:
 
 
 def _make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, whose name follows from that of `group`.
+    """A gloo group of the same ranks, with a name derived from that of `group`.
 
-    Only these ranks make it. `dist.new_group` would name it by how many groups each of them is in, which may differ:
-    ranks with other names wait for one another in vain.
+    Only these ranks create it. `dist.new_group` would derive the name from the number of groups that a rank is in,
+    which may differ: ranks with different names would wait for each other for ever.
     """
     ranks = dist.get_process_group_ranks(group)
     name: Any = f"{group.group_name}/hosts"
@@ -110,5 +111,5 @@ def _make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.P
 def _try(rank: int, action: Callable[[], T]) -> tuple[T | None, DsjobError | None]:
     try:
         return action(), None
-    except Exception as error:  # the other ranks are waiting: they have to hear of it
+    except Exception as error:  # of any type: the other ranks wait for the result, and must learn of the error
         return None, as_told(rank, error)

@@ -1,10 +1,10 @@
-"""What a rank that fails leaves behind, and which of several failures came first.
+"""Records of failed ranks, and the search for the failure that came first.
 
-Where one rank fails, the others find their connections closed, or wait until they may wait no longer: such errors are
-recognised, and never blamed while any rank has a cause of its own.
+When one rank fails, the others find their connections closed, or time out while waiting. Such errors are recognised,
+and are not blamed if any rank has a cause of its own.
 
-The first failure in time is shown, unless it only follows from another. Every end of a process without a record is a
-failure, exit code 0 too. No time limit is added: only a collective that takes longer than `launch.timeout` is a stall.
+The user sees the earliest failure that does not follow from another. A process that ends without a record has failed,
+even with exit code 0. No time limits are added: a stall is only a collective that takes longer than `launch.timeout`.
 """
 
 from __future__ import annotations
@@ -38,32 +38,35 @@ from dsjob.ranks.stalls import (
 )
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure, find_path, find_place, list_frames
 
-# What gloo, NCCL and torch's stores say on ranks that wait for another one in vain.
+# Messages of gloo, NCCL and torch's stores on ranks that timed out waiting for another one.
 _WAITED = re.compile(
     r"Timed out waiting \d+ ?ms|Application timeout caused pair closure|Socket Timeout|wait timeout after \d+ ?ms"
     r"|Watchdog caught collective operation timeout|Timed out after \d+ seconds waiting for clients"
 )
-# And on ranks that have lost one.
+# Their messages on ranks that lost the connection to another one.
 _LOST = re.compile(
     r"Connection (?:closed by peer|reset by peer|refused)|Broken pipe|Socket closed|connectFullMesh"
     r"|gloo/transport/.*(?:[Rr]ead|[Ww]rite) error|failed to (?:recv|send), got 0 bytes|No route to host"
     r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|ncclInProgress|ncclSystemError"
     r"|failure detected by another rank|DataLoader worker .*killed by signal: (?:Terminated|Killed)"
 )
-# And nothing more than that, where a process has ended.
+# Of those, the ones that only say that the other process has ended.
 _HUNG_UP = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe|Socket closed|failed to recv, got 0 bytes")
-# Errors that tell what the user's code, data or storage said, which may have connections of its own.
+# Errors that quote the user's code, data or storage. These may have connections of their own, with similar messages.
 _QUOTING = (DataError, StorageError, TargetError, MetricError)
 _TORCH_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
-SAVED_CODES = (Preempted.exit_code, 128 + signal.SIGINT)  # of ranks that a signal has stopped after a step
-_LINES = 12  # of a rank's last output that are shown
+SAVED_CODES = (Preempted.exit_code, 128 + signal.SIGINT)  # exit codes of ranks that a signal stopped after a save
+_LINES = 12  # lines of a rank's last output that are shown
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed. `time`: nanoseconds since the epoch. `follows`: another rank has caused it; `waited`: by not
-    coming. `frames`: where the main thread was, innermost first. `path`: the place in the document that is at fault, if
-    one is; `of_target`: the document itself is wrong there."""
+    """How one rank failed.
+
+    time: nanoseconds since the epoch. follows: it is a consequence of another rank's failure. waited: it timed out
+    waiting for another rank. frames: of the main thread, innermost first. path: the place in the document that caused
+    it, if any. of_target: the document itself is wrong there.
+    """
 
     rank: int
     time: int
@@ -78,7 +81,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """How `rank` failed, where `error` ended it."""
+        """The record of a rank that `error` ended."""
         known = error if isinstance(error, DsjobError) else None
         return cls(
             rank=rank,
@@ -94,7 +97,7 @@ class Failure:
         )
 
     def to_error(self) -> DsjobError:
-        """The error to raise for it where all ranks are known."""
+        """The error to raise in the launcher."""
         error: DsjobError
         if self.of_target and self.path:
             error = TargetError(f"{self.message} (rank {self.rank})", hint=self.hint)
@@ -106,10 +109,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class End:
-    """How the process of a rank ended: its exit code, negative for signals, and when (nanoseconds since the epoch).
+    """How the process of a rank ended: its exit code (negative for signals), and when (nanoseconds since the epoch).
 
-    `finished`: it has said that its work is done. `output`: the last lines that it wrote, as far as they were kept;
-    `stacks`: what faulthandler has written of it. `timed_out`: NCCL has written its record of collectives.
+    finished: it reported that its work is done. output: its last lines, as far as they were kept. stacks: the output of
+    faulthandler. timed_out: NCCL wrote its record of collectives.
     """
 
     rank: int
@@ -122,18 +125,18 @@ class End:
 
     @property
     def waited(self) -> bool:
-        """Whether NCCL has ended the process for waiting too long, which only its output tells."""
+        """Whether NCCL aborted the process because it waited too long. Only its output shows that."""
         return self.code == -signal.SIGABRT and (self.timed_out or bool(_WAITED.search(self.output)))
 
 
 def has_waited(error: BaseException) -> bool:
-    """Whether an error is what a rank gets that has waited for another one in vain."""
+    """Whether an error means that the rank timed out waiting for another one."""
     found = _find_cause(error)
     return found is not None and bool(_WAITED.search(str(found)))
 
 
 def follows_from_another(error: BaseException) -> bool:
-    """Whether an error is what a rank gets where another one has failed, or does not come."""
+    """Whether an error means that another rank has failed or does not respond."""
     found = _find_cause(error)
     if found is None:
         return False
@@ -142,20 +145,21 @@ def follows_from_another(error: BaseException) -> bool:
 
 
 def has_hung_up(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank's end of a connection was closed."""
+    """Whether an error only says that another rank has closed its connection."""
     found = _find_cause(error)
     return found is not None and bool(_HUNG_UP.search(str(found)))
 
 
 def _find_cause(error: BaseException) -> BaseException | None:
-    """The error whose text tells of other ranks; None of a rank's own connections, to data and storage."""
+    """The error to search for messages about other ranks; None for errors of a rank's own connections, to data or
+    storage."""
     if isinstance(error, _QUOTING):  # collectives, and loaders whose workers were killed, raise RuntimeError
         return error.__cause__ if isinstance(error.__cause__, RuntimeError) else None
     return None if isinstance(error, OSError) else error
 
 
 def record_failure(folder: str, rank: int, error: BaseException) -> Failure:
-    """Writes what `rank` failed with into `folder`."""
+    """Writes the record of a failed rank to `folder`."""
     failure = Failure.of(rank, error)
     path = os.path.join(folder, f"error-{rank:05d}.json")
     with open(f"{path}.new", "w", encoding="utf-8") as file:
@@ -165,18 +169,18 @@ def record_failure(folder: str, rank: int, error: BaseException) -> Failure:
 
 
 def record_success(folder: str, rank: int) -> None:
-    """Writes that `rank` has done its work: an exit code of 0 alone may be that of any library."""
+    """Records that `rank` has finished its work. Exit code 0 is not enough, since any library may exit with it."""
     with open(os.path.join(folder, f"done-{rank:05d}"), "w", encoding="utf-8"):
         pass
 
 
 def has_succeeded(folder: str, rank: int) -> bool:
-    """Whether `rank` has said that its work is done."""
+    """Whether `rank` has recorded that its work is done."""
     return os.path.exists(os.path.join(folder, f"done-{rank:05d}"))
 
 
 def read_failures(folder: str) -> list[Failure]:
-    """What ranks have left behind of their ends, in the order of their ranks."""
+    """The records of failed ranks, in rank order."""
     failures = []
     for name in sorted(os.listdir(folder)):
         if name.startswith("error-") and name.endswith(".json"):
@@ -186,7 +190,7 @@ def read_failures(folder: str) -> list[Failure]:
 
 
 def find_saved_end(failures: Sequence[Failure]) -> Preempted | Interrupted | None:
-    """The end that a signal has asked for, where ranks have come to it."""
+    """The end that a signal requested, if a rank reached it."""
     for failure in failures:
         if failure.exit_code == Preempted.exit_code:
             return Preempted(failure.message, hint=failure.hint)
@@ -197,9 +201,11 @@ def find_saved_end(failures: Sequence[Failure]) -> Preempted | Interrupted | Non
 
 @dataclass(frozen=True)
 class Scene:
-    """What was found where a rank has failed: `ends` of those that ended by themselves; of the others, which were then
-    ended, where they were (`beats`, `stacks`) and which were `stopped`. `logs`: the folder of their output. `stuck`:
-    none has failed, and none has got anywhere."""
+    """What is known after a failure.
+
+    ends: of ranks that ended on their own. beats, stacks: where the other ranks were before they were ended. stopped:
+    those in process state T. logs: the folder of the ranks' output. stuck: no rank failed, but none made progress.
+    """
 
     failures: Sequence[Failure]
     ends: Sequence[End]
@@ -212,34 +218,34 @@ class Scene:
 
 
 def blame(scene: Scene) -> DsjobError:
-    """The failure that came first: a rank's own error or sudden end, else the rank that the others have waited for."""
+    """The first failure: a rank's own error or sudden end; if there is none, the rank that the others waited for."""
     if (saved := find_saved_end(scene.failures)) is not None:
         return saved
-    told = {failure.rank for failure in scene.failures}
-    sudden = [end for end in scene.ends if end.rank not in told and not (end.finished and end.code == 0)]
+    recorded = {failure.rank for failure in scene.failures}
+    sudden = [end for end in scene.ends if end.rank not in recorded and not (end.finished and end.code == 0)]
     own: list[tuple[int, DsjobError]] = [
         (failure.time, failure.to_error()) for failure in scene.failures if not failure.follows
     ]
     own += [(end.time, _describe_end(end, scene.logs)) for end in sudden if not _end_follows(end)]
     if own:
         return min(own, key=lambda item: item[0])[1]
-    alive = set(range(scene.world_size)) - told - {end.rank for end in scene.ends}
+    alive = set(range(scene.world_size)) - recorded - {end.rank for end in scene.ends}
     waited = scene.stuck or any(failure.waited for failure in scene.failures) or any(end.waited for end in sudden)
     return _describe_waiting(scene, alive, waited)
 
 
 def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> LaunchError:
-    """The end of a run in which every rank that has failed lacked another one."""
+    """The error of a run in which every failed rank waited for another one."""
     stalled = find_stalled(scene.beats, alive, scene.stopped, scene.stacks) if waited else sorted(alive & scene.stopped)
     if stalled:
         message, stack = describe_stall(stalled, scene.beats, scene.stopped, scene.stacks)
-        kept = f"stacks of all ranks and their output are in {scene.logs}"
+        kept = f"the stacks and output of all ranks are in {scene.logs}"
         return LaunchError(message, hint=f"{stack}\n  {kept}" if stack else kept)
     places = {**scene.stacks, **{failure.rank: failure.frames for failure in scene.failures}}
     if waited and (different := describe_places(places)):
         return LaunchError(
-            f"the ranks wait for one another in different collectives: {different}",
-            hint="every rank has to enter the same collectives in the same order",
+            f"ranks wait for each other in different collectives: {different}",
+            hint="every rank must call the same collectives in the same order",
         )
     if scene.failures:
         first = min(scene.failures, key=lambda failure: failure.time)
@@ -250,21 +256,21 @@ def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> LaunchErro
 
 
 def _end_follows(end: End) -> bool:
-    """Whether a process that said nothing was ended over another rank: NCCL aborts ranks that have waited."""
+    """Whether a process without a record ended because of another rank: NCCL aborts ranks that waited too long."""
     return end.waited or (end.code == -signal.SIGABRT and bool(_LOST.search(end.output)))
 
 
 def _describe_end(end: End, logs: str) -> LaunchError:
-    """The sudden end of a rank's process, with its last words."""
+    """The error for a process that ended suddenly, with its last output."""
     frames = parse_stack(end.stacks)
     place = f" at {find_place(frames)}" if frames else ""
     words = "\n".join(f"    {line}" for line in end.output.splitlines()[-_LINES:])
     parts = [show_stack(end.rank, frames), f"its last output:\n{words}" if words else "", f"its output is in {logs}"]
     hint = "\n  ".join(part for part in parts if part)
     if end.code >= 0:
-        how = f"exited with code {end.code} before the last step and reported no error (os._exit in user code?)"
+        how = f"exited with code {end.code} before the last step without reporting an error (os._exit in user code?)"
         return LaunchError(f"rank {end.rank} {how}", hint=hint)
     number = -end.code
-    reason = " (the system kills processes that way when memory runs out)" if number == signal.SIGKILL else ""
+    reason = " (the system may have run out of memory)" if number == signal.SIGKILL else ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return LaunchError(f"rank {end.rank} was killed by {name}{place}{reason}", hint=hint)

@@ -1,10 +1,9 @@
-"""Where the ranks that torchrun, srun or a program has started meet: a store, and what in it outlives restarts.
+"""The rendezvous of ranks that torchrun, srun or a program has started: a store, separate for each start.
 
-torchrun starts ranks anew without a new store, and its agents count restarts each for itself. So neither keys nor
-counts tell one start from the one before it: rank 0 names each start, and the store of that start has the name as
-prefix of its keys.
+torchrun restarts ranks without a new store, and each of its agents counts restarts on its own. So neither keys nor
+counts distinguish one start from the next. Instead, rank 0 chooses a name for each start, which prefixes all its keys.
 
-A run's folder is kept outside of that prefix, so that a later start resumes in it.
+The run's folder is stored outside this prefix, so that a later start resumes in it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ from torch.distributed import FileStore, PrefixStore, Store
 from dsjob.errors import LaunchError
 
 STORE_VARIABLE = "DSJOB_STORE"
-LONGEST_WAY = (
-    300.0  # seconds from the first rank's coming to the last one's: interpreters may start at different speeds
-)
+LONGEST_WAY = 300.0  # seconds between the first and the last rank to arrive: interpreters start at different speeds
 _KEYS, _QUESTIONS = "dsjob", "questions"
 _lasting: Store | None = None
 
 
 def open_store(rank: int, world_size: int, timeout: float) -> Store:
-    """The store of this start of the ranks; `timeout`: seconds that a collective may take.
+    """The store of this start. timeout: seconds that a collective may take.
 
-    Raises LaunchError where ranks have not come within that time, or five minutes if these are longer.
+    Raises LaunchError if not all ranks arrive within that time, or within five minutes if that is longer.
     """
     global _lasting
     seconds = max(timeout, LONGEST_WAY)
@@ -48,27 +45,28 @@ def open_store(rank: int, world_size: int, timeout: float) -> Store:
 
 
 def recall(key: str) -> str | None:
-    """What `keep` was given for `key`, by an earlier start of these ranks too; None where there is nothing."""
+    """The value that `keep` stored for `key`, also in an earlier start of these ranks; None if there is none."""
     if _lasting is None or not _lasting.check([key]):
         return None
     return _lasting.get(key).decode()
 
 
 def keep(key: str, value: str) -> None:
-    """Keeps a value for later starts of these ranks, where torchrun's store outlives them."""
+    """Stores a value for later starts of these ranks, if torchrun's store outlives them."""
     if _lasting is not None:
         _lasting.set(key, value)
 
 
 def _name_start(store: Store, world_size: int, timeout: float) -> str:
-    """Gives each question the same new name, until all ranks have taken it: a question may be from an earlier start.
+    """Chooses a name for this start, and answers every question with it until all ranks have taken it.
 
-    Questions and takers are collected in one key each, so that a look costs as much for a thousand ranks as for two.
+    (Some questions may be left over from an earlier start.) All questions are in one key, and all ranks that took the
+    name in another, so that polling costs the same for a thousand ranks as for two.
     """
     name, answered, pause, end = uuid.uuid4().hex, set[str](), 0.005, time.monotonic() + timeout
     taken, ranks = f"taken/{name}", set(map(str, range(1, world_size)))
     for key in (_QUESTIONS, taken):
-        _append(store, key, "")  # `get` waits for a key that is not there
+        _append(store, key, "")  # create the key, because `get` would wait for a missing one
     while missing := ranks.difference(store.get(taken).decode().split()):
         questions = [each for each in store.get(_QUESTIONS).decode().split() if each not in answered]
         if questions:
@@ -78,7 +76,7 @@ def _name_start(store: Store, world_size: int, timeout: float) -> str:
             first = ", ".join(sorted(missing, key=int)[:8]) + (", ..." if len(missing) > 8 else "")
             raise LaunchError(
                 f"{len(missing)} of {world_size} ranks did not join within {timeout:g} s: {first}",
-                hint="look at their output: they may have failed, or not reach MASTER_ADDR (firewall, another network)",
+                hint="check their output: they may have failed, or cannot reach MASTER_ADDR (firewall, other network)",
             )
         time.sleep(pause)
         pause = min(0.2, 1.5 * pause)
@@ -92,7 +90,7 @@ def _ask_for_name(store: Store, rank: int, timeout: float) -> str:
         name = store.get(f"name/{question}").decode()
     except dist.DistStoreError as error:
         raise LaunchError(
-            f"rank {rank}: rank 0 did not join within {timeout:g} s", hint="look at the output of rank 0"
+            f"rank {rank}: rank 0 did not join within {timeout:g} s", hint="check the output of rank 0"
         ) from error
     _append(store, f"taken/{name}", str(rank))
     return name

@@ -1,6 +1,6 @@
-"""What several nodes must have in common before they train together: the storage that checkpoints go to.
+"""Checks that all nodes share the storage for checkpoints.
 
-Rank 0 writes a file where checkpoints go; a node that does not see it ends the run before the first step.
+Rank 0 writes a file there. If another node does not see it, the run ends before the first step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _ADVICE = "set checkpoint.dir to a folder on storage that all nodes mount, or to
 
 
 def check_shared(folder: str, world: World) -> None:
-    """Makes sure that each node sees `folder` as rank 0 does: rank 0 writes a file there, which the others look for.
+    """Checks that every node sees the file that rank 0 writes to `folder`. Raises LaunchError on all ranks.
 
-    URLs of stores are shared by nature, and a single node shares all it has. Raises LaunchError on all ranks.
+    Skipped for URLs of stores, which are shared anyway, and for a single node.
     """
     if world.everyone.size == int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0):
         return
     if folder.startswith("memory:"):
         raise LaunchError(
-            f"the place for checkpoints is {folder}, which is the memory of one process: the nodes do not share it",
+            f"checkpoints would go to {folder}, the memory of one process, which nodes cannot share",
             hint=_ADVICE,
         )
     if not storage.is_local(folder):
@@ -43,14 +43,15 @@ def check_shared(folder: str, world: World) -> None:
     nodes = [node for node in unseen if node is not None]
     if nodes:
         raise LaunchError(
-            f"{nodes[0]} does not see what rank 0 writes to {os.path.dirname(_locate(folder, written))}, the place for"
-            " checkpoints: the nodes do not share that folder",
+            f"the nodes do not share the checkpoint folder: {nodes[0]} does not see what rank 0 writes to"
+            f" {os.path.dirname(_locate(folder, written))}",
             hint=_ADVICE,
         )
 
 
 def _write(folder: str) -> str:
-    """Makes a file in `folder`, or above it as far as there is no folder yet; its path from there."""
+    """Creates a file in `folder`, or if it does not exist yet, in the closest parent. Returns its path relative to
+    `folder`."""
     up = ""
     while not os.path.isdir(_locate(folder, up)) and _locate(folder, up) != os.sep:
         up = os.path.join(os.pardir, up)
@@ -64,7 +65,7 @@ def _locate(folder: str, inside: str) -> str:
 
 
 def _find_unseen(folder: str, written: str) -> str | None:
-    """This node's name where it does not see the file."""
+    """This node's name if it does not see the file; otherwise None."""
     end = time.monotonic() + patience.TO_BE_SEEN
     while not os.path.exists(_locate(folder, written)):
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""How a program that nobody launched through dsjob finds its other ranks: DeepSpeed's `init_distributed`."""
+"""The rendezvous for programs that dsjob did not launch: DeepSpeed's `init_distributed`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from dsjob.errors import LaunchError
 from dsjob.ranks.mesh import join_world
 
-# What MPI launchers tell each process: rank, size, local rank, local size.
+# The environment variables of MPI launchers: rank, size, local rank, local size.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -33,11 +33,12 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins torch.distributed's process group, if nobody has yet. With nothing set, or one rank, a group of one.
+    """Joins torch.distributed's process group, unless it exists already. Without settings, or for one rank, creates a
+    group of one.
 
-    In this order: the rendezvous that `init_method`, `rank` and `world_size` give; RANK, WORLD_SIZE and MASTER_ADDR of
-    the environment; what an MPI launcher tells its processes (`auto_mpi_discovery`). `timeout` of a collective: 30
-    minutes, or DEEPSPEED_TIMEOUT minutes. `verbose` and `config` have no effect. Raises LaunchError.
+    Uses the first of these that is given: `init_method` with `rank` and `world_size`; the environment variables RANK,
+    WORLD_SIZE and MASTER_ADDR; the variables of an MPI launcher (`auto_mpi_discovery`). timeout: of a collective; by
+    default 30 minutes, or DEEPSPEED_TIMEOUT minutes. `verbose` and `config` have no effect. Raises LaunchError.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
@@ -58,9 +59,9 @@ def init_distributed(
 
 
 def discover_mpi() -> None:
-    """Sets RANK, WORLD_SIZE and LOCAL_RANK to what an MPI launcher says of this process, if one does.
+    """Sets RANK, WORLD_SIZE and LOCAL_RANK from the variables of an MPI launcher, if there are any.
 
-    MASTER_ADDR is this machine where all ranks are on it. Raises LaunchError where nobody names it for several.
+    If all ranks are on this machine, sets MASTER_ADDR to it. Raises LaunchError if MASTER_ADDR is needed and not set.
     """
     names = next((names for names in _MPI if names[0] in os.environ and names[1] in os.environ), None)
     if names is None:
@@ -71,7 +72,7 @@ def discover_mpi() -> None:
         if local_size != size:
             raise LaunchError(
                 f"MPI has started {size} ranks, {local_size} of them here, but MASTER_ADDR is not set",
-                hint="mpirun -x MASTER_ADDR=<the host of rank 0> ...",
+                hint="add -x MASTER_ADDR=<host of rank 0> to mpirun",
             )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))

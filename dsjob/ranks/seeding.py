@@ -1,4 +1,4 @@
-"""Seeding every random generator that a model, a dataset or a transform may draw from."""
+"""Seeds all random generators that a model, a dataset or a transform may use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def seed_rng(seed: int) -> None:
-    """Seeds Python's, NumPy's and torch's generators, on all devices."""
+    """Seeds the generators of Python, NumPy and torch, on all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Signal handlers for as long as a block runs."""
+"""Sets signal handlers while a block runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @contextmanager
 def handling(handlers: Mapping[int, Callable[[int, Any], object]]) -> Iterator[None]:
-    """Sets `handlers` by the number of their signal while the block runs, but for signals that are ignored.
+    """Sets `handlers`, by signal number, while the block runs. Ignored signals stay ignored.
 
-    Python sets handlers on the main thread alone. On another thread this does nothing, and the program that started
-    the thread keeps its own.
+    Python can set handlers only on the main thread. On another thread this does nothing, and the program keeps its own
+    handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -28,5 +28,5 @@ def handling(handlers: Mapping[int, Callable[[int, Any], object]]) -> Iterator[N
 
 
 def list_heeded(numbers: Sequence[int]) -> list[int]:
-    """Those signals that are not ignored: nohup, and a shell that starts a job in the background, ask for that."""
+    """The signals that are not ignored. (nohup, and shells that start background jobs, ignore some.)"""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]

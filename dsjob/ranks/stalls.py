@@ -1,7 +1,7 @@
-"""Which rank the others wait for: what each has told of its place, compared, and stacks made readable.
+"""Finds the rank that the others wait for, by comparing their progress, and formats stacks.
 
-Where all ranks that failed timed out waiting, blamed is the rank in process state T, else the one that has entered the
-fewest collectives, else one that does not wait.
+If all failed ranks timed out while waiting, the rank to blame is one in process state T (stopped), else the one that
+has entered the fewest collectives, else one that is not waiting.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import asdict, dataclass
 
 from dsjob.trust.frames import find_place
 
-# What a launcher and its ranks share in their private folder.
-FAILED_NAME = "failed"  # there once a rank has failed
-RECORD_PREFIX = "nccl-rank-"  # NCCL's record of its collectives, in the folder of logs; the rank's number follows
-# The launcher asks for stacks by it: SIGUSR1 and SIGUSR2 belong to schedulers and programs.
+# Files in the private folder that the launcher and its ranks share.
+FAILED_NAME = "failed"  # exists once a rank has failed
+RECORD_PREFIX = "nccl-rank-"  # NCCL's record of its collectives, in the folder of logs; followed by the rank
+# With this signal, the launcher requests stacks. SIGUSR1 and SIGUSR2 are left to schedulers and programs.
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SECTION = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _DEEPEST = 12  # frames of a stack that are shown
-_WHO_STOPS = "the run has ended it; SIGSTOP comes from a debugger, a scheduler that suspends jobs, or kill -STOP"
+_WHO_STOPS = "dsjob ended it; SIGSTOP comes from a debugger, a scheduler that suspends jobs, or kill -STOP"
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank is: its optimizer step, micro steps and collectives so far, and what it is doing."""
+    """The progress of a rank: its optimizer step, micro steps, collectives entered, and current activity."""
 
     step: int
     micro_steps: int
@@ -38,7 +38,7 @@ class Beat:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """What grows while a rank gets anywhere; collectives first, since all ranks take part in each."""
+        """Increases while a rank makes progress. Collectives come first, because all ranks take part in each."""
         return self.collectives, self.step, self.micro_steps
 
     def to_text(self) -> str:
@@ -55,27 +55,27 @@ def name_beat(rank: int) -> str:
 
 
 def name_stack(rank: int) -> str:
-    """The file that a rank's stacks are written to, when it is asked and when it crashes."""
+    """The file for a rank's stacks, which are written on request and on a crash."""
     return f"stacks-{rank:05d}.txt"
 
 
 def parse_stack(text: str) -> tuple[str, ...]:
-    """The main thread's frames in what faulthandler has written, innermost first, as `file:line in function`."""
-    *_, last = _SECTION.split(text)  # faulthandler writes the oldest thread last
+    """The main thread's frames in faulthandler's output, innermost first, as `file:line in function`."""
+    *_, last = _SECTION.split(text)  # faulthandler writes the oldest thread, the main thread, last
     return tuple(f"{file}:{line} in {function}" for file, line, function in _FRAME.findall(last))
 
 
 def is_waiting(frames: Sequence[str]) -> bool:
-    """Whether a stack ends in communication, or in a backward pass, which waits for communication."""
+    """Whether a stack ends in communication, or in a backward pass that may wait for communication."""
     return any("/torch/distributed/" in f or "in _engine_run_backward" in f for f in frames[:6])
 
 
 def find_stalled(
     beats: Mapping[int, Beat], alive: Collection[int], stopped: Collection[int], stacks: Mapping[int, Sequence[str]]
 ) -> list[int]:
-    """The ranks that the others wait for: stopped ones, or those behind all that have got furthest.
+    """The ranks that the others wait for: stopped ones, or those with the least progress.
 
-    `alive`: ranks that have not failed. Empty where all have got equally far and wait.
+    alive: ranks that have not failed. Empty if all ranks have made the same progress and wait.
     """
     if held := sorted(set(stopped) & set(alive)):
         return held
@@ -90,30 +90,30 @@ def find_stalled(
 def describe_stall(
     ranks: Sequence[int], beats: Mapping[int, Beat], stopped: Collection[int], stacks: Mapping[int, Sequence[str]]
 ) -> tuple[str, str]:
-    """Of the ranks that the others wait for: what is known of the first, and its stack."""
+    """A message about the first of the ranks that the others wait for, and its stack."""
     first = ranks[0]
-    more = f" (so have ranks {', '.join(map(str, ranks[1:9]))})" if len(ranks) > 1 else ""
+    more = f" (and ranks {', '.join(map(str, ranks[1:9]))})" if len(ranks) > 1 else ""
     beat, frames = beats.get(first), stacks.get(first, ())
     where = f"in step {beat.step + 1} ({beat.doing})" if beat else ""
     if first in stopped:
         seen = f"; it was last seen {where}" if where else ""
         return f"rank {first} was stopped by a signal: its process is in state T{seen}{more}", _WHO_STOPS
-    at = f", at {find_place(frames)}" if frames else ", and does not answer"
-    told = f"rank {first} has stalled {where}".rstrip()
-    return f"{told}{more}{at}; the others waited for it", show_stack(first, frames)
+    at = f", at {find_place(frames)}" if frames else ", and does not respond"
+    stalled = f"rank {first} has stalled {where}".rstrip()
+    return f"{stalled}{more}{at}; the other ranks waited for it", show_stack(first, frames)
 
 
 def describe_places(stacks: Mapping[int, Sequence[str]]) -> str:
-    """Where ranks stand that wait for one another: the places, each with its ranks, the fewest first."""
+    """The code locations at which ranks wait for each other, each with its ranks; those with the fewest ranks first."""
     places: dict[str, list[int]] = {}
     for rank, frames in sorted(stacks.items()):
         if frames:
             places.setdefault(find_place(frames), []).append(rank)
-    told = []
+    listed = []
     for place, ranks in sorted(places.items(), key=lambda item: (len(item[1]), item[1])):
         first = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        told.append(f"rank{'s' if len(ranks) > 1 else ''} {first} at {place}")
-    return "; ".join(told) if len(told) > 1 else ""
+        listed.append(f"rank{'s' if len(ranks) > 1 else ''} {first} at {place}")
+    return "; ".join(listed) if len(listed) > 1 else ""
 
 
 def show_stack(rank: int, frames: Sequence[str]) -> str:

@@ -77,14 +77,14 @@ def run(folder: Path, rank: int, end: str, *arguments: str, **env: str) -> tuple
 @pytest.mark.parametrize(
     ("end", "rank", "said"),
     [
-        ("_exit 0", 1, "exited with code 0 before the last step and reported no error (os._exit in user code?)"),
-        ("_exit 7", 0, "exited with code 7 before the last step and reported no error"),
+        ("_exit 0", 1, "exited with code 0 before the last step without reporting an error (os._exit in user code?)"),
+        ("_exit 7", 0, "exited with code 7 before the last step without reporting an error"),
         ("os._exit", 1, "user code called os._exit(0) before the last step ({file}:"),
         ("SystemExit", 1, "user code called sys.exit(0) before the last step ({file}:"),
         ("KeyboardInterrupt", 0, "KeyboardInterrupt ({file}:"),
         ("ConnectionError", 1, "ConnectionResetError: Connection reset by peer: the data server ({file}:"),
-        ("SIGKILL", 0, "was killed by SIGKILL (the system kills processes that way when memory runs out)"),
-        ("SIGKILL", 1, "was killed by SIGKILL (the system kills processes that way when memory runs out)"),
+        ("SIGKILL", 0, "was killed by SIGKILL (the system may have run out of memory)"),
+        ("SIGKILL", 1, "was killed by SIGKILL (the system may have run out of memory)"),
         ("SIGABRT", 0, "was killed by SIGABRT at {file}:"),
         ("SIGABRT", 1, "was killed by SIGABRT at {file}:"),
         ("SIGSEGV", 1, "was killed by SIGSEGV"),
@@ -109,7 +109,7 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, rank: int, end: str, said:
         (1, "sleep", "rank 1 has stalled in step 3 (training), at {file}:"),
         (0, "sleep", "rank 0 has stalled in step 3 (training), at {file}:"),
         (1, "SIGSTOP", "rank 1 was stopped by a signal: its process is in state T; it was last seen in step "),
-        (2, "collective", "the ranks wait for one another in different collectives: rank 2 at {file}:"),
+        (2, "collective", "ranks wait for each other in different collectives: rank 2 at {file}:"),
     ],
 )
 def test_a_rank_that_the_others_wait_for_is_named_with_its_stack(

@@ -27,12 +27,12 @@ def test_a_local_folder_is_looked_at_in_whatever_form_it_is_named(
     check_shared(folder, WORLD)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("os.path.exists", lambda path: False)  # as on a node with a disk of its own
-    with pytest.raises(LaunchError, match=f"does not see what rank 0 writes to {tmp_path}, the place for checkpoints"):
+    with pytest.raises(LaunchError, match=f"does not see what rank 0 writes to {tmp_path}"):
         check_shared(folder, WORLD)
 
 
 def test_memory_is_no_place_that_nodes_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="memory://run, which is the memory of one process"):
+    with pytest.raises(LaunchError, match="checkpoints would go to memory://run, the memory of one process"):
         check_shared("memory://run", WORLD)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     check_shared("memory://run", WORLD)

@@ -51,10 +51,10 @@ class Net(Plain):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("exception", "dsjob: rank 1 ends, since another rank has failed: rank 0: ValueError: the data are wrong"),
-        ("os._exit", "dsjob: rank 1 ends, since another rank has failed: rank 0: user code called os._exit(3)"),
-        ("library", "dsjob: rank 1 ends, since rank 0, which keeps the ranks' store, is gone"),
-        ("SIGKILL", "dsjob: rank 1 ends, since rank 0, which keeps the ranks' store, is gone"),
+        ("exception", "dsjob: rank 1 ends because another rank has failed: rank 0: ValueError: the data are wrong"),
+        ("os._exit", "dsjob: rank 1 ends because another rank has failed: rank 0: user code called os._exit(3)"),
+        ("library", "dsjob: rank 1 ends because rank 0, which hosts the ranks' store, is gone"),
+        ("SIGKILL", "dsjob: rank 1 ends because rank 0, which hosts the ranks' store, is gone"),
     ],
 )
 def test_a_rank_0_that_takes_the_store_with_it_ends_the_others(
