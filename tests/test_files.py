@@ -16,7 +16,7 @@ from dsjob.trust.grant import Trust, check_document
 
 def test_a_pipe_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "resolved.json")
-    with pytest.raises(StorageError, match="not a plain file"):
+    with pytest.raises(StorageError, match="not a regular file"):
         storage.read_text(str(tmp_path / "resolved.json"))
 
 

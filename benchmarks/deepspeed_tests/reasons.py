@@ -115,7 +115,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
         "another class of error",
         r"already contains converted weights|gradients overflowed fp16 at the smallest loss scale",
     ),
-    ("a model in two engines", r"sharded for another engine"),
+    ("a model in two engines", r"sharded by another engine"),
     ("refused here", r"ConfigError: |TargetError: |UsageError: "),
     ("allowed here", r"Empty parameters should be filtered out"),
     ("allowed here", r"DID NOT RAISE|Expected RuntimeError: inputs with|in-place modification error"),

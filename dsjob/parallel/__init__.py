@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks: one strategy behind one protocol, chosen by ZeRO stage and world size."""
+"""Spreads a model over ranks: strategies with one protocol, chosen by ZeRO stage and number of ranks."""
 
 from torch import nn
 
@@ -11,9 +11,9 @@ from dsjob.ranks.mesh import World
 
 
 def build_strategy(model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> Strategy:
-    """The strategy for a ZeRO stage. On one rank there is nothing to shard; parameters on the host come in by blocks.
+    """The strategy for a ZeRO stage. On one rank nothing is sharded, except to load offloaded parameters by block.
 
-    Raises UsageError for groups of ranks that do not divide the world size.
+    Raises UsageError if the number of ranks does not divide into the groups of MiCS or hpZ.
     """
     if zero.stage == 0 or (world.data_size == 1 and zero.offload != "param"):
         return Replicated(model, zero=zero, world=world, precision=precision)

@@ -1,8 +1,8 @@
-"""FSDP2's two collectives on CPU, by messages between pairs of ranks.
+"""FSDP2's two collectives on CPU, implemented with messages between pairs of ranks.
 
-gloo's own take longer, its reduce-scatter most of all: `benchmarks/engine.py` has a step with either (dsjob's, and
-FSDP2 by hand). Sums of more than two ranks are taken in the dtype that travels, as gloo takes them, and in an order
-that differs by rank and not by run.
+gloo's own collectives are slower, especially reduce-scatter; `benchmarks/engine.py` measures a step with either. Sums
+over more than two ranks are computed in the communicated dtype, as in gloo, and in an order that differs by rank but
+not by run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-TAG = 1414  # apart from messages of the program's own
+TAG = 1414  # separates these messages from the program's own
 
 
 def exchange_directly(unit: FSDPModule) -> None:
-    """Lets a unit gather and reduce by the functions of this module."""
+    """Makes a unit gather and reduce with the functions of this module."""
     unit.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
     unit.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
 
@@ -30,7 +30,8 @@ class _Comm:
 
 
 class _AllGather(_Comm):
-    """As `all_gather_into_tensor`: `output_tensor` [ranks * n] gets each rank's `input_tensor` [n]; done on return."""
+    """Like `all_gather_into_tensor`: fills `output_tensor` [ranks * n] with each rank's `input_tensor` [n].
+    Synchronous."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         rank, size = group.rank(), group.size()
@@ -48,7 +49,7 @@ class _AllGather(_Comm):
 
 
 class _ReduceScatter(_Comm):
-    """As `reduce_scatter_tensor`: `output_tensor` [n] is this rank's part of the sum, or mean, of [ranks * n]."""
+    """Like `reduce_scatter_tensor`: `output_tensor` [n] is this rank's part of the sum, or mean, of [ranks * n]."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -73,5 +74,5 @@ class _ReduceScatter(_Comm):
 
 
 def _wait(work: dist.Work | None) -> None:
-    assert work is not None  # None is for a rank outside the group
+    assert work is not None  # it is None only on a rank outside the group
     work.wait()

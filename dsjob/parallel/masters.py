@@ -1,12 +1,12 @@
-"""fp32 masters beside the parameters that a model computes with: gradients go to them, new weights come back.
+"""fp32 masters of parameters in lower precision, or on another device: they receive gradients, and return new weights.
 
-They are on the model's device, or on the host, where the optimizer then steps. Where masters and parameters are on two
-devices and host memory is pinned, copies run beside the passes and beside the optimizer's step.
+Masters are on the model's device, or on the host, where the optimizer then steps. If masters and parameters are on
+different devices and host memory is pinned, copies overlap with the passes and with the optimizer's step.
 
-Masters are fp32 whatever dtype the model comes in. Under FSDP2 the sharded parameters are the masters, and compute
-copies come from MixedPrecisionPolicy; a replicated bf16 model is cast in place and has masters beside it, as in
-DeepSpeed. Offloading changes no bit of a run and nothing in a checkpoint. All gradients have to arrive before the
-first weight is stepped, because clipping needs their norm.
+Masters are fp32, whatever the dtype of the model. With FSDP2, the sharded parameters themselves are the masters, and
+MixedPrecisionPolicy makes the compute copies. A replicated bf16 model is cast in place and has separate masters, as in
+DeepSpeed. Offloading changes no bit of a run, and nothing in a checkpoint. All gradients must arrive before the first
+weight is stepped, because clipping needs their norm.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dsjob.optim.parts import can_step_in_parts, step_in_parts
 from dsjob.optim.shards import local
 from dsjob.parallel.pairs import HOST, Pair, Pairs
 
-PART = 64 << 20  # bytes of masters on the host that are stepped before their new weights are sent
+PART = 64 << 20  # bytes of masters on the host that are stepped at a time; then their new weights are sent
 
 
 class Masters(Pairs):
-    """fp32 copies of parameters. They outlive a cast of the parameters, which has to follow and is the caller's."""
+    """fp32 copies of parameters. Create them before casting the parameters, which is up to the caller."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], host: Container[str] = (), pin: bool = False) -> None:
-        """`host`: names of those whose masters are on the host, in page-locked memory for `pin`."""
-        # A stream of its own only where there is something to overlap: pageable memory blocks the host anyway.
+        """host: names of parameters whose masters are on the host. pin: use pinned memory for them."""
+        # A separate stream only helps with pinned memory: copies from and to pageable memory block the host.
         far = [p.device for name, p in parameters.items() if name in host and p.device.type == "cuda"]
         side = torch.cuda.Stream(far[0]) if far and pin else None  # type: ignore[no-untyped-call]
         pairs = {}
@@ -47,7 +47,8 @@ class Masters(Pairs):
 
     @torch.no_grad()
     def take_gradients(self, wait: bool = True) -> None:
-        """Adds the parameters' gradients to the masters', in fp32, and drops them; waits for those on their way."""
+        """Adds the parameters' gradients to those of the masters, in fp32, and drops the former. wait: also finish
+        copies to the host."""
         self._take_first()
         for pair in self._pairs.values():
             self._take(pair)
@@ -55,7 +56,7 @@ class Masters(Pairs):
             self._arrive()
 
     def _take_first(self) -> None:
-        """Takes the first gradients of a step that are where their masters are, all at once."""
+        """Takes the first gradients of a step on the same device as their masters, all together."""
         taken, kept = [], []
         for pair in self._pairs.values():
             if pair.parameter.grad is not None and not pair.on_host and pair.master.grad is None:
@@ -63,7 +64,7 @@ class Masters(Pairs):
                 taken.append(local(pair.parameter.grad))
                 kept.append(local(pair.master.grad))
                 pair.parameter.grad = None
-        # Copied in groups, and cast to fp32 on the way: a kernel per parameter would cost more than the copy.
+        # One grouped copy, which also casts to fp32: a kernel per parameter would cost more than the copy itself.
         if taken:
             torch._foreach_copy_(kept, taken)
 
@@ -74,24 +75,24 @@ class Masters(Pairs):
         pair.parameter.grad = None
         if not pair.on_host or not gradient.is_cuda:
             if gradient.is_cuda:
-                # FSDP2 may have made it on another stream, whose next gradient would get its memory.
+                # FSDP2 may have allocated it on another stream. Without this, that stream could reuse its memory now.
                 gradient.record_stream(torch.cuda.current_stream(gradient.device))
             _add(pair, gradient)
             return
-        # A pair holds one gradient on its way: that of an earlier backward pass is added up first.
+        # A pair can hold only one gradient in transit, so first add that of an earlier backward pass.
         if pair.taken is not None:
             self._arrive()
         pins = self._side is not None
         pair.taken = torch.empty_like(gradient, device=HOST, pin_memory=pins)
         with self._beside():
-            # Without record_stream the allocator would hand out the gradient's memory while the copy still reads it.
+            # Without record_stream, the allocator could reuse the gradient's memory while the copy still reads it.
             pair.taken.copy_(gradient, non_blocking=pins)
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
 
     def _arrive(self) -> None:
-        """Adds what is on its way to the host, once all of it is there."""
+        """Adds the gradients in transit to the host, after waiting for all of them."""
         if self._side is not None and any(pair.taken is not None for pair in self._pairs.values()):
-            # The host is about to read what the copies write; it waits once for all of them.
+            # The host is about to read what the copies write. Wait once for all of them.
             self._side.synchronize()
         for pair in self._pairs.values():
             taken, pair.taken = pair.taken, None
@@ -100,7 +101,7 @@ class Masters(Pairs):
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """Has `optimizer` step. New weights from the host travel part by part, while it steps the next part."""
+        """Steps `optimizer`. New weights from the host are sent part by part, while it steps the next part."""
         parts = list(_split([p for p in self._pairs.values() if p.on_host and p.master.grad is not None]))
         if len(parts) < 2 or not can_step_in_parts(optimizer):
             optimizer.step()
@@ -115,7 +116,7 @@ class Masters(Pairs):
 
 
 def _split(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Successive pairs, each list of no more than `PART` bytes if it has several."""
+    """Splits pairs into lists of at most `PART` bytes. A larger pair is alone in its list."""
     part: list[Pair] = []
     size = 0
     for pair in pairs:
@@ -130,21 +131,22 @@ def _split(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 
 def _add(pair: Pair, gradient: Tensor) -> None:
-    """Adds to the master's gradient. `gradient`: of this rank's share, on the master's device."""
+    """Adds to the master's gradient. gradient: of this rank's part, on the master's device."""
     if pair.master.grad is not None:
         local(pair.master.grad).add_(gradient)
         return
     kept = pair.sums if pair.sums is not None else torch.empty_like(pair.master.data)
     local(kept).copy_(gradient)
     pair.master.grad = kept
-    if pair.on_host:  # of which the system would give new pages each time
+    if pair.on_host:  # keep the memory: the system would map new pages each time
         pair.sums = kept
 
 
 def use_cores(device: torch.device) -> None:
-    """Lets what a rank on a GPU computes on the host, as an offloaded optimizer does, use its share of the cores.
+    """Lets an offloaded optimizer on the host use this rank's share of the CPU cores, if the rank trains on a GPU.
 
-    torchrun gives each rank a single thread (OMP_NUM_THREADS=1); a number that somebody has chosen stays.
+    torchrun gives each rank a single thread (OMP_NUM_THREADS=1). Any other number of threads was chosen by the user and
+    is kept.
     """
     if device.type != "cuda" or torch.get_num_threads() > 1 or not hasattr(os, "sched_getaffinity"):
         return
@@ -153,6 +155,7 @@ def use_cores(device: torch.device) -> None:
 
 
 def choose_host(parameters: Mapping[str, nn.Parameter], ratio: float) -> set[str]:
-    """Names of the parameters whose masters a share of all elements on the host takes, as `planning` counts them."""
+    """Names of the parameters whose masters go to the host, for a share (`ratio`) of all elements. `planning` uses the
+    same rule."""
     names = list(parameters)
     return {names[number] for number in choose_share([p.numel() for p in parameters.values()], ratio)}

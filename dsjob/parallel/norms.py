@@ -1,4 +1,4 @@
-"""The norm of gradients that may be spread over ranks, and over host and device."""
+"""The norm of gradients that may be sharded over ranks, and may be on the host or the device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dsjob.optim.shards import add_parts, local
 
 
 def total_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The L2 norm of gradients, over all ranks that have shards of them: fp32 [], 0 of none.
+    """The L2 norm of gradients, over all ranks that have shards of them: fp32, shape []; 0 if there are none.
 
-    It is where the gradients are; on `device` if some are on the host and some are not.
+    It is on the device of the gradients; on `device` if some are on the host and some are not.
     """
     places: dict[tuple[torch.device, bool], list[Tensor]] = {}
     for gradient in gradients:
@@ -33,7 +33,7 @@ def _norm_in_one_place(gradients: Sequence[Tensor]) -> Tensor:
     if devices <= {place.type}:
         norm = get_total_norm(gradients, norm_type=2.0)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    # Shards on the host of a mesh of GPUs: NCCL takes nothing from the host, where DTensor would reduce them.
+    # Shards on the host, of a mesh of GPUs. DTensor would reduce them on the host, where NCCL cannot communicate.
     squares = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).float().square()
     sums = squares[:, None].to(devices.pop())
     add_parts(sums, gradients)

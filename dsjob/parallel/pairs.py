@@ -1,4 +1,5 @@
-"""Parameters that a model computes with, beside the fp32 masters that the optimizer steps, perhaps on the host."""
+"""Pairs of a parameter that the model computes with, and the fp32 master that the optimizer steps, perhaps on the
+host."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ HOST = torch.device("cpu")
 class Pair:
     """A parameter and its master.
 
-    `taken`: of the parameter's gradients, what is not in the master's yet. `sums`: where the master's gradient is kept
-    on the host from step to step. `is_sent`: the parameter has the master's new values, or they are on their way.
+    taken: a gradient of the parameter that was not yet added to the master's. sums: memory on the host that is reused
+    for the master's gradient. is_sent: the master's new values have been sent to the parameter.
     """
 
     parameter: nn.Parameter
@@ -31,15 +32,16 @@ class Pair:
 
 
 class Pairs:
-    """Pairs by name; what all kinds of masters have in common."""
+    """Pairs by name: the base of all kinds of masters."""
 
     def __init__(self, pairs: dict[str, Pair], side: torch.cuda.Stream | None = None) -> None:
-        """`side`: for copies between host and device, through page-locked memory; without it they block the host."""
+        """side: a stream for copies between host and device through pinned memory. Without it, copies block the
+        host."""
         self._pairs, self._side = pairs, side
         self.masters: dict[str, nn.Parameter] = {name: pair.master for name, pair in pairs.items()}
 
     def stream(self, wanted: Callable[[], bool]) -> None:
-        """From now on gradients are taken in the midst of backward passes, each as soon as it is there, if `wanted`."""
+        """Takes each gradient during the backward pass, as soon as it is complete, if `wanted()` is true then."""
         for pair in self._pairs.values():
 
             def take(_: Tensor, pair: Pair = pair) -> None:
@@ -50,19 +52,19 @@ class Pairs:
             pair.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def _take(self, pair: Pair) -> None:
-        """Takes a gradient that a backward pass has left, if there is one."""
+        """Takes the gradient of a backward pass from the parameter, if there is one."""
         raise NotImplementedError
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """Copies the masters' values to the parameters, in the dtype of these, where they are not on their way yet."""
+        """Copies the masters' values to the parameters, in their dtype, unless they were sent already."""
         self._send([pair for pair in self._pairs.values() if not pair.is_sent])
         for pair in self._pairs.values():
             pair.is_sent = False
         self._join()
 
     def _join(self) -> None:
-        """Has the device wait with what follows for all copies; not the host."""
+        """Makes the device wait for all copies before it continues. The host does not wait."""
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
@@ -76,7 +78,7 @@ class Pairs:
                     near[0].append(target)
                     near[1].append(source)
                     continue
-                # Cast on the host: half of the bytes travel, and copies that change the dtype would block.
+                # Cast on the host: this halves the bytes to copy, and copies that change the dtype would block.
                 cast = torch.empty_like(source, dtype=target.dtype, pin_memory=pins)
                 target.copy_(cast.copy_(source), non_blocking=pins)
         if near[0]:
@@ -84,7 +86,7 @@ class Pairs:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Copies in this context wait for what the device was given before, and run beside what follows."""
+        """Copies in this context wait for earlier work on the device, and overlap with later work."""
         if self._side is None:
             yield
             return
@@ -93,13 +95,13 @@ class Pairs:
             yield
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Puts `move(tensor)` in the place of each master, but for those that are on the host anyhow."""
+        """Replaces each master by `move(tensor)`, except those that are always on the host."""
         for pair in self._pairs.values():
             if not pair.on_host:
                 pair.master.data = move(pair.master.data)
 
     def drop_gradients(self) -> None:
-        """Forgets what was taken in this step."""
+        """Drops the gradients taken in this step."""
         for pair in self._pairs.values():
             pair.taken = pair.master.grad = None
             pair.is_sent = False

@@ -1,7 +1,7 @@
-"""One parameter of a training, as a program meets it on the model: its fp32 value, gradient and optimizer state.
+"""Reads and writes one parameter of an engine: its fp32 value, gradient and optimizer state.
 
-Whole (`full`), which is a collective of all ranks under sharding, or this rank's part (`local`). The names are
-DeepSpeed's; a parameter is found by the tensor that the model shows, or by the one that the optimizer was given.
+Either whole (`full`), which is a collective of all ranks if it is sharded, or this rank's part (`local`). The function
+names are DeepSpeed's. A parameter is identified by the tensor in the model, or by the one given to the optimizer.
 
 Engines register their parameters in a weak table, so looking one up keeps no model alive.
 """
@@ -21,41 +21,41 @@ from dsjob.parallel import Strategy
 
 
 class Owner(Protocol):
-    """What has parameters: an engine."""
+    """An engine, as far as this module needs it."""
 
     strategy: Strategy
     optimizer: Optimizer | None
 
 
 class Owned(NamedTuple):
-    """A parameter of an engine, by its name there."""
+    """A parameter of an engine, by name."""
 
     owner: Owner
     name: str
 
     @property
     def weight(self) -> Tensor:
-        """What a checkpoint keeps: the master, or the frozen parameter itself."""
+        """The value that checkpoints store: the master, or the frozen parameter itself."""
         return self.owner.strategy.weights()[self.name]
 
     @property
     def master(self) -> Tensor | None:
-        """What is trained of it; None of a frozen parameter."""
+        """The tensor that is trained; None for a frozen parameter."""
         return self.owner.strategy.masters.get(self.name)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The reduced gradient, from the boundary's backward pass to the step; scaled, with fp16."""
+        """The reduced gradient, between the backward pass at the boundary and the step. With fp16, it is scaled."""
         carrier = self._carrier()
         return carrier.grad if carrier is not None else None
 
     @property
     def own_gradient(self) -> Tensor | None:
-        """What waits on this rank to be reduced, whole; None where `gradient` has it."""
+        """This rank's unreduced gradient, whole; None once `gradient` contains it."""
         return self.owner.strategy.own_gradient(self.name)
 
     def _carrier(self) -> Tensor | None:
-        """What has the gradient: the master, or before `step` the model's copy of it in lower precision."""
+        """The tensor with the gradient: the master, or before `step`, the model's copy in lower precision."""
         master = self.master
         if master is None or master.grad is not None:
             return master
@@ -63,7 +63,7 @@ class Owned(NamedTuple):
         return shown if shown is not None and shown.grad is not None else master
 
     def state(self, key: str) -> Tensor | None:
-        """A tensor of the optimizer's state."""
+        """A tensor of the optimizer's state for this parameter."""
         master = self.master
         if master is None or self.owner.optimizer is None:
             return None
@@ -75,17 +75,17 @@ _known: WeakKeyDictionary[Owner, dict[int, tuple[str, Tensor]]] = WeakKeyDiction
 
 
 def register(owner: Owner) -> None:
-    """Makes the parameters of an engine known, for as long as it lives."""
+    """Registers the parameters of an engine, for as long as it exists."""
     _known[owner] = {}
 
 
 def forget(owner: Owner) -> None:
-    """They are known no longer."""
+    """Removes the parameters of an engine."""
     _known.pop(owner, None)
 
 
 def find_owned(parameter: Tensor) -> Owned | None:
-    """Where a parameter belongs; None where no engine knows it."""
+    """The engine and name of a parameter; None if it belongs to no engine."""
     for owner, by_id in list(_known.items()):
         name, found = by_id.get(id(parameter), ("", None))
         if found is not parameter:
@@ -113,7 +113,7 @@ def _read_gradient(parameter: Tensor, part: Callable[[Tensor], Tensor], *, own: 
 
 
 def _find_factor(parameter: Tensor) -> int:
-    """How many times its tensor a gradient is: ranks are averaged, where their sum was asked for too."""
+    """What to multiply a reduced gradient by: gradients are always averaged, even if the config asks for a sum."""
     owned = find_owned(parameter)
     return owned.owner.strategy.gradient_factor if owned is not None else 1
 
@@ -125,36 +125,36 @@ def _write(
     owned = find_owned(parameter)
     place = choose(owned) if owned is not None else None
     if owned is None or place is None:
-        raise ValueError("no engine has that of this parameter now")
+        raise ValueError("this parameter does not belong to an engine, or does not have that value at the moment")
     local(place).copy_((value if is_part else own_part(value.to(place.device), place)).view_as(local(place)))
     if weight:
         owned.owner.strategy.weights_changed()
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """A parameter's fp32 value, whole; None of one that is frozen, or that no engine has."""
+    """A parameter's fp32 value, whole; None if it is frozen, or belongs to no engine."""
     return _read(param, lambda owned: owned.master, whole)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Gives a parameter and its master a value, whole and the same on every rank."""
+    """Sets a parameter and its master to a value, which must be whole and the same on every rank."""
     _write(param, value, lambda owned: owned.weight, is_part=False, weight=True)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """A parameter's gradient as fp32, whole: from the boundary's backward pass to the step.
+    """A parameter's gradient as fp32, whole, between the backward pass at the boundary and the step.
 
-    Before that, and inside `no_sync`, what this rank has added up by itself, where nothing of it is reduced yet; else
-    None; the mean of that over all ranks is what is there after reducing, whatever `gradient_allreduce_op` says: with
-    sum both are multiplied by the number of ranks. With fp16 it is still multiplied by the loss scale. Of a parameter
-    that cannot be sharded (0-dim or empty), stages 1 to 3 reduce the gradient in `engine.backward` or else in `step`.
+    Before that, and inside `no_sync`, it is this rank's own sum if nothing of it has been reduced yet, and otherwise
+    None. Reducing takes the mean over all ranks. With `gradient_allreduce_op` sum, both are multiplied by the number of
+    ranks. With fp16, the gradient is still multiplied by the loss scale. For a parameter that cannot be sharded (0-dim
+    or empty), stages 1 to 3 reduce the gradient in `engine.backward`, or else in `step`.
     """
     reduced = _read_gradient(param, whole)
     return _read_gradient(param, whole, own=True) if reduced is None else reduced
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Puts a value, whole and the same on every rank, in the place of a gradient that is there."""
+    """Replaces an existing gradient by a value, which must be whole and the same on every rank."""
     _write(param, value / _find_factor(param), lambda owned: owned.gradient, is_part=False)
 
 
@@ -164,17 +164,17 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Gives a tensor of a parameter's optimizer state a value, whole and the same on every rank."""
+    """Sets a tensor of a parameter's optimizer state to a value, which must be whole and the same on every rank."""
     _write(param, value, lambda owned: owned.state(optim_state_key), is_part=False)
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """This rank's part of a parameter's fp32 value: its rows, [rows of this rank, ...]."""
+    """This rank's part of a parameter's fp32 value, with shape [rows of this rank, ...]."""
     return _read(param, lambda owned: owned.master, local)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Gives this rank's part of a parameter a value."""
+    """Sets this rank's part of a parameter."""
     _write(param, value, lambda owned: owned.weight, is_part=True, weight=True)
 
 
@@ -184,7 +184,7 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Puts a value in the place of this rank's part of a gradient."""
+    """Replaces this rank's part of a gradient."""
     _write(param, value / _find_factor(param), lambda owned: owned.gradient, is_part=True)
 
 
@@ -194,14 +194,14 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Gives this rank's part of a tensor of a parameter's optimizer state a value."""
+    """Sets this rank's part of a tensor of a parameter's optimizer state."""
     _write(param, value, lambda owned: owned.state(optim_state_key), is_part=True)
 
 
 def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: Callable[..., Tensor]) -> None:
-    """Puts `update_func(gradient, parameter)` in the place of each gradient that is there, whole.
+    """Replaces each existing gradient by `update_func(gradient, parameter)`, with whole gradients.
 
-    What is not reduced yet at stages 1 to 3 is left alone.
+    Skips gradients that are not reduced yet at stages 1 to 3.
     """
     for param in param_list:
         gradient = _read_gradient(param, whole)

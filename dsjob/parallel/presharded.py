@@ -1,10 +1,8 @@
-"""Parameters that are sharded from the moment they are made, before any engine has seen their model.
+"""Parameters that are sharded as soon as they are created, before an engine takes their model.
 
-`shard_parameters` replaces the parameters of a module by shards; a strategy lays these aside, gives the model its own
-form, and writes them back. No rank ever holds more than one of them whole.
-
-Sharding happens in torch's registration hook, when a module becomes part of another. The shards are DTensors of rank
-0's values. A strategy lays them aside, shards the model on meta, and writes them back.
+`shard_parameters` replaces the parameters of a module by shards: DTensors with rank 0's values. It runs in torch's
+registration hook, when a module becomes part of another. A strategy later lays the shards aside, shards the model on
+the meta device in its own way, and writes them back. So no rank ever holds more than one whole parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from dsjob.ranks.mpu import copy_marks
 
 
 class ShardStatus(Enum):
-    """DeepSpeed's words for whether a sharded parameter is whole here."""
+    """Whether a sharded parameter is whole on this rank, in DeepSpeed's terms."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -33,23 +31,23 @@ class ShardStatus(Enum):
 
 
 def announce(parameter: Tensor, status: ShardStatus = ShardStatus.NOT_AVAILABLE) -> None:
-    """Gives a sharded parameter the attributes by which programs for DeepSpeed know that it has to be gathered."""
+    """Sets the attributes by which programs written for DeepSpeed see that a parameter must be gathered."""
     shape = parameter.shape
     marks = {"ds_id": id(parameter), "ds_shape": shape, "ds_numel": shape.numel(), "ds_status": status}
-    for name, value in {**marks, "ds_persist": False}.items():  # none is kept whole for being small
+    for name, value in {**marks, "ds_persist": False}.items():  # unlike in DeepSpeed, small ones are sharded too
         setattr(parameter, name, value)
 
 
 def is_unshardable(parameter: Tensor) -> bool:
-    """Whether there is nothing to shard it along: FSDP2 takes no tensor without dimensions, and none that is empty."""
+    """Whether a parameter cannot be sharded: FSDP2 supports neither 0-dim nor empty tensors."""
     return parameter.dim() == 0 or parameter.numel() == 0
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
-    """Replaces every whole parameter in `module` by this rank's share of rank 0's values, on the mesh's device.
+    """Replaces every whole parameter in `module` by this rank's part of rank 0's values, on the mesh's device.
 
-    Floating-point ones become `dtype`, if given. What cannot be sharded stays whole; what is on meta stays
-    there, having no values yet (torch.nn.utils.skip_init).
+    Casts floating-point ones to `dtype`, if given. Parameters that cannot be sharded stay whole. Those on the meta
+    device stay there, because they have no values yet (torch.nn.utils.skip_init).
     """
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
     for owner in module.modules():
@@ -65,7 +63,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | N
 
 
 def lay_aside(model: nn.Module) -> dict[str, DTensor]:
-    """Puts meta tensors of their whole shapes in the place of sharded parameters; these, by name."""
+    """Replaces sharded parameters by meta tensors with the whole shapes. Returns the shards by name."""
     placed: dict[str, DTensor] = {}
     made: dict[int, nn.Parameter] = {}
     for prefix, owner in model.named_modules():
@@ -82,7 +80,7 @@ def lay_aside(model: nn.Module) -> dict[str, DTensor]:
 
 @torch.no_grad()
 def write_back(model: nn.Module, placed: dict[str, DTensor], device: torch.device) -> None:
-    """Gives the parameters of a model that was sharded on meta the values that were laid aside; empties `placed`."""
+    """Writes the shards in `placed` into a model that was sharded on the meta device. Empties `placed`."""
     if not placed:
         return
 
@@ -96,18 +94,18 @@ def write_back(model: nn.Module, placed: dict[str, DTensor], device: torch.devic
 
 
 def require_shards(model: nn.Module, world: World) -> None:
-    """Raises UsageError where parameters are sharded over other ranks than those of `world`."""
+    """Raises UsageError if parameters are sharded over other ranks than those of `world`."""
     ranks = dist.get_process_group_ranks(world.data_group) if dist.is_initialized() else [0]
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and sorted(parameter.device_mesh.mesh.flatten().tolist()) != sorted(ranks):
             raise UsageError(
-                f"zero.Init has sharded {name} over other ranks than the data-parallel ones of the engine",
-                hint="give both the same mpu: zero.Init(mpu=mpu), initialize(mpu=mpu)",
+                f"zero.Init sharded {name} over other ranks than the data-parallel ranks of the engine",
+                hint="pass the same mpu to both: zero.Init(mpu=mpu), initialize(mpu=mpu)",
             )
 
 
 def make_whole(model: nn.Module) -> None:
-    """Replaces sharded parameters by whole ones, for a model that is to be on every rank."""
+    """Replaces sharded parameters by whole ones, for a replicated model."""
     for name, shard in lay_aside(model).items():
         path, _, leaf = name.rpartition(".")
         empty = model.get_submodule(path)._parameters[leaf]

@@ -1,11 +1,11 @@
-"""The whole model on each rank: ZeRO stage 0, and every stage when there is one rank alone.
+"""The whole model on each rank: ZeRO stage 0, and all stages on a single rank.
 
-DDP runs with find_unused_parameters: any step may leave parameters out, and its buckets keep their order. DDP would
-then copy all outputs, logits too, in each micro step; `_give_out` hands out an alias of each instead, which a program
-may also change in place. The remaining cost is one small all-reduce a step.
+DDP runs with find_unused_parameters: any step may leave parameters unused, and buckets keep their order. With it, DDP
+would copy all outputs, including logits, in each micro step. `_give_out` returns aliases instead, which a program may
+change in place. The remaining cost is one small all-reduce per step.
 """
 
-# Without `from __future__ import annotations`: DDP compares those of a communication hook with its own classes.
+# No `from __future__ import annotations` here: DDP checks that the annotations of a communication hook are its classes.
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -30,7 +30,8 @@ from dsjob.ranks.mesh import World
 
 
 class Replicated(Strategy):
-    """DDP, or the bare module on one rank; below fp32, or offloaded, the model computes on a copy of fp32 masters."""
+    """DDP, or the bare module on one rank. In half precision, or with offloading, the model computes on a copy of fp32
+    masters."""
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
         super().__init__(model, world)
@@ -38,14 +39,14 @@ class Replicated(Strategy):
         make_whole(model)
         self.module = model.to(world.device)
         if world.data_size > 1:
-            align(model, world)  # DDP would do it too late: after the masters have been copied
+            align(model, world)  # DDP's own synchronisation would be too late: masters are copied before it
         self._dtype, self._device = precision.compute, world.device
-        self._armed = False  # whether DDP was told to reduce in a backward pass since gradients were last taken
-        self._by_hand = False  # whether there may be gradients in this step that it does not reduce
+        self._armed = False  # DDP was told to reduce in a backward pass since gradients were last taken
+        self._by_hand = False  # this step may have gradients that DDP does not reduce
         low = precision.compute != torch.float32
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         offload = zero.offload_optimizer if zero.offload == "optimizer" else None
-        # As on several ranks, where stages 2 and 3 add up in the shards of the masters.
+        # As on several ranks: at stages 2 and 3, gradients accumulate in the shards of the masters.
         in_fp32 = zero.stage > 1 if precision.accumulate is None else precision.accumulate == torch.float32
         self._sums_in_masters = in_fp32 and (low or offload is not None)
         self._boundary = True
@@ -63,7 +64,7 @@ class Replicated(Strategy):
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(precision.compute)
         if self.copies is not None and offload is not None:
-            # Before the boundary gradients add up on the device: only the reduced sum is worth a trip to the host.
+            # Before the boundary, gradients accumulate on the device. Only the reduced sum is copied to the host.
             self.copies.stream(lambda: self._boundary or self._sums_in_masters)
         mark_safe(model, precision)
         copies = self.copies.masters if self.copies is not None else {}
@@ -77,14 +78,14 @@ class Replicated(Strategy):
                 process_group=world.data_group,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                # Accepts parameters without gradient. It also keeps DDP from rearranging its buckets after the first
-                # step: with three ranks and more, the order of additions, and so the last bits, would depend on
-                # whether a run was resumed.
+                # Allows parameters without gradient. It also keeps DDP from rearranging its buckets after the first
+                # step. Otherwise, with three or more ranks, the order of additions, and so the last bits, would depend
+                # on whether a run was resumed.
                 find_unused_parameters=True,
                 init_sync=False,
             )
-            # For parameters without gradient DDP puts a node behind all outputs, and copies them there, so that they
-            # may be changed in place: see `_give_out`.
+            # To allow parameters without gradient, DDP adds an autograd node after all outputs. It copies the outputs
+            # there, so that programs may change them in place. `_give_out` makes the copies unnecessary.
             self._ddp._set_ddp_sink_clone(False)
             if precision.autocast is not None:
                 self._ddp.register_comm_hook(self._how, _reduce_each)
@@ -102,17 +103,17 @@ class Replicated(Strategy):
             self._take_reduced(self.copies)
         if self._ddp is None:
             return
-        # DDP reduces in the one backward pass that follows the forward pass it was told to: not in one of another
-        # forward pass, nor if the boundary is moved in between.
+        # DDP decides in the forward pass whether the following backward pass reduces. Backward passes of other forward
+        # passes do not, nor do those whose boundary was moved in between.
         reduces = sync and self._reduces and (boundary or self._sums_in_masters)
-        # A second forward pass before the armed backward pass: DDP reduces one of the two, so the step reduces the
-        # rest.
+        # A second forward pass before the armed backward pass: DDP reduces only one of the two, so reduce_gradients
+        # must reduce the rest.
         self._by_hand = self._by_hand or self._armed
         self._armed = self._armed or reduces
         self._ddp.require_backward_grad_sync = reduces
 
     def _take_reduced(self, copies: Masters) -> None:
-        """Adds what earlier backward passes have left to the sums, once it is reduced."""
+        """Reduces the gradients of earlier backward passes, and adds them to those of the masters."""
         if self._reduces:
             if not self._armed or all(p.grad is None for p in self.module.parameters()):
                 return
@@ -123,7 +124,7 @@ class Replicated(Strategy):
     def reduce_gradients(self) -> None:
         if not self._reduces or (self._armed and not self._by_hand):
             return
-        # Also those that the program has frozen since: they may have gradients of earlier backward passes.
+        # Includes parameters that the program has frozen since: they may have gradients of earlier backward passes.
         trainable = [p for name, p in self.module.named_parameters() if name in self.masters]
         # Ranks may have used different parameters. All must reduce the same list, or their collectives would not match.
         used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
@@ -135,7 +136,7 @@ class Replicated(Strategy):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if found:
-            # What DDP has averaged already stays what it is: the mean of equal numbers.
+            # Gradients that DDP has averaged already do not change: the mean of equal numbers.
             gradients = [p.grad for p in found if p.grad is not None]
             for work, copy_back in _average(found, gradients, self._how):
                 work.wait()
@@ -145,7 +146,7 @@ class Replicated(Strategy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._dtype != torch.float32:
             args, kwargs = cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
-        # Without gradients DDP has nothing to add, and would wait for buffers of ranks that do not evaluate.
+        # Without gradients DDP has nothing to do, and it would wait for buffers of ranks that do not evaluate.
         if self._ddp is None or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         return _give_out(self._ddp(*args, **kwargs))
@@ -158,7 +159,7 @@ class Replicated(Strategy):
         super().finish_step()
         self._armed = self._by_hand = False
         if self._ddp is not None:
-            # The next step begins with rank 0's buffers, also where this one has reduced nothing.
+            # The next step starts with rank 0's buffers, even if this one did not reduce anything.
             self._ddp.require_forward_param_sync = True
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class Replicated(Strategy):
 
 
 class _How(NamedTuple):
-    """The dtype that gradients travel in, what they are divided by before, and among how many ranks they do."""
+    """How to average gradients: the communicated dtype, the divisor before the sum, and the ranks."""
 
     dtype: torch.dtype
     before: float
@@ -175,13 +176,14 @@ class _How(NamedTuple):
     group: dist.ProcessGroup | None
 
     def divide_rest(self, summed: Tensor) -> Tensor:
-        """What sums were not divided by before."""
+        """Applies the part of the division that was not done before the sum."""
         rest = self.before / self.ranks
         return summed.mul_(rest) if rest != 1 else summed
 
 
 class _Alias(torch.autograd.Function):
-    """Its inputs again, as tensors that autograd does not take for views of something that a function has made."""
+    """Returns its inputs as tensors that autograd does not treat as views of another function's output, so that they
+    may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -194,7 +196,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _give_out(outputs: Any) -> Any:
-    """What a model under DDP returned, so that a program may change it in place; without copying it."""
+    """Makes the outputs of a model under DDP safe to change in place, without copying them."""
     leaves, form = tree_flatten(outputs)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     if places:
@@ -205,9 +207,9 @@ def _give_out(outputs: Any) -> Any:
 
 
 def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:
-    """Averages a bucket of gradients in a dtype; what they are not divided by before, they are afterwards."""
+    """Averages a bucket of gradients in another dtype."""
     own = bucket.buffer()
-    # Dividing before the sum keeps fp16 from overflowing; `before` says how much of the division that is.
+    # Dividing before the sum keeps fp16 from overflowing. `before` is that part of the division.
     sent = own.to(how.dtype, copy=True)
     work = dist.all_reduce(sent.div_(how.before), group=how.group, async_op=True)
 
@@ -218,7 +220,7 @@ def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:
 
 
 def _reduce_each(how: _How, bucket: GradBucket) -> Future[Tensor]:
-    """As `_reduce_in`, each gradient in the dtype that its parameter is marked with, where it is."""
+    """Like `_reduce_in`, but uses the dtype that a parameter is marked with, if any."""
     own = bucket.buffer()
     pairs = _average(bucket.parameters(), bucket.gradients(), how)
 
@@ -231,12 +233,12 @@ def _reduce_each(how: _How, bucket: GradBucket) -> Future[Tensor]:
 
 
 def _finish_after(works: Sequence[Any], finish: Callable[[], Tensor]) -> Future[Tensor]:
-    """What `finish` returns, called once all of `works`, which were started in this order, have their results.
+    """A future of `finish()`, which is called when all of `works` are done. `works` must be in the order they started.
 
-    NCCL's futures are complete when a collective is launched. What orders the callback behind the collective on the
-    device are the events that such a future carries, which only a future made from it by `then` inherits: one made by
-    `collect_all` has none. Inside the callback `wait` makes the stream wait on NCCL, and on gloo the thread, for
-    collectives that it has taken up before.
+    With NCCL, futures complete when a collective is launched. They carry events that order the callback after the
+    collective on the device. Only a future made by `then` inherits these events; one made by `collect_all` has none.
+    So this chains to the last future, and inside the callback waits for the earlier ones: with NCCL on the stream, with
+    gloo in the thread, which has started them before.
     """
     *earlier, last = [work.get_future() for work in works]
 
@@ -252,16 +254,16 @@ def _finish_after(works: Sequence[Any], finish: Callable[[], Tensor]) -> Future[
 def _average(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], how: _How
 ) -> list[tuple[Any, Callable[[], None]]]:
-    """Starts to average gradients over the ranks, each in the dtype that its parameter is marked with, where it is.
+    """Starts averaging gradients over the ranks, each in the dtype that its parameter is marked with, or `how.dtype`.
 
-    One collective a dtype: what to wait for, and what then puts the result into its gradients.
+    Returns for each dtype its collective to wait for, and a function that then copies the result into the gradients.
     """
     groups: dict[torch.dtype, list[Tensor]] = {}
     for parameter, gradient in zip(parameters, gradients, strict=True):
         groups.setdefault(marked_dtype(parameter) or how.dtype, []).append(gradient)
 
     def start(low: torch.dtype, group: list[Tensor]) -> tuple[Any, Callable[[], None]]:
-        # One message a dtype: many small collectives would cost more than the copies.
+        # One message per dtype: many small collectives would cost more than these copies.
         flat = torch.cat([g.reshape(-1) for g in group]).to(low).div_(how.before)
 
         def copy_back() -> None:

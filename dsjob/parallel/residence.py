@@ -1,4 +1,4 @@
-"""Where the state of a training lies: moving it to the host while something else needs the device, and back."""
+"""Moves an engine's state to the host while something else needs the device, and back."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def offload(
 ) -> None:
     """Moves optimizer state, and parameters with their masters and gradients, to the host.
 
-    `include`: those of `STATES` to move, as strings or as an enum of them. Parameters and masters go together, and
-    gradients with them, since torch keeps a gradient where its parameter is; asked for alone, gradients stay.
-    `pin_memory`: in page-locked memory, where the device is a GPU. `non_blocking`: copies do not wait for one another.
-    Raises UsageError for other names and devices.
+    include: which of `STATES` to move, as strings or enum members; by default all. Parameters, masters and gradients
+    move together, because torch requires a gradient to be on the device of its parameter; gradients alone do not move.
+    pin_memory: use pinned memory, if the device is a GPU. non_blocking: copies do not wait for each other. Raises
+    UsageError for other names and devices.
     """
     if str(getattr(device, "value", device)) != "cpu":
-        raise UsageError(f"states are offloaded to the host, not to {device!r}", hint='device="cpu"')
+        raise UsageError(f"cannot offload states to {device!r}", hint='use device="cpu"')
     names = {str(name.value if isinstance(name, Enum) else name) for name in include or STATES}
     unknown = sorted(names - set(STATES))
     if unknown:
-        raise UsageError(f"there is no state {unknown[0]!r} to offload", hint=f"allowed are {', '.join(STATES)}")
+        raise UsageError(f"unknown state to offload: {unknown[0]!r}", hint=f"use one of {', '.join(STATES)}")
     pins = pin_memory and torch.cuda.is_available()
 
     def to_host(tensor: Tensor) -> Tensor:
@@ -50,13 +50,13 @@ def offload(
     if names & {"hp_params", "lp_params"}:
         strategy.move_weights(to_host)
     if non_blocking and torch.cuda.is_available():
-        torch.cuda.synchronize()  # once for all copies: what is saved or read next is there
+        torch.cuda.synchronize()  # wait once for all copies, before anything reads or saves them
 
 
 def reload(
     strategy: Strategy, optimizer: Optimizer | None, device: torch.device, *, non_blocking: bool = False
 ) -> None:
-    """Brings back to `device` what belongs there: what is offloaded by the config stays on the host."""
+    """Moves the state back to `device`. What the config offloads stays on the host."""
 
     def to_device(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=non_blocking)
@@ -67,7 +67,7 @@ def reload(
 
 
 def _move_optimizer(optimizer: Optimizer, move: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Puts `move(tensor, the parameter that it belongs to)` in the place of each tensor of the state."""
+    """Replaces each tensor of the state by `move(tensor, its parameter)`."""
     for parameter, entry in optimizer.state.items():
-        # `step` stays where the optimizer put it: most of torch's keep it on the host.
+        # `step` stays where the optimizer put it: most of torch's optimizers keep it on the host.
         entry.update({k: move(v, parameter) for k, v in entry.items() if isinstance(v, Tensor) and k != "step"})

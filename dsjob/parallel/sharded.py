@@ -1,6 +1,6 @@
-"""ZeRO stages 1 to 3 on FSDP2: fp32 masters sharded over the ranks, compute copies gathered block by block.
+"""ZeRO stages 1 to 3 on FSDP2: fp32 masters are sharded over the ranks, compute copies are gathered block by block.
 
-Parameters without dimensions, and empty ones, stay whole on every rank (`unsharded`).
+0-dim and empty parameters stay whole on every rank (`unsharded`).
 
 stage  gradients                                        parameters
 1      kept whole while accumulating, reduce-scattered   gathered once a step
@@ -8,10 +8,10 @@ stage  gradients                                        parameters
 2      reduce-scattered every micro step                 gathered once a step
 3      reduce-scattered every micro step                 gathered for each use, block by block
 
-MiCS is a mesh of two axes: FSDP2 shards within a group and all-reduces shards of gradients between groups. hpZ is
-`reshard_after_forward=n`: masters stay sharded over all ranks, and between the passes a block is kept in compute
-copies over n successive ranks. DeepSpeed keeps that second copy all the time. A parameter may stay without gradient,
-at stages 1 to 3 on all ranks alike: FSDP2 reduces what a rank has.
+MiCS uses a mesh with two axes: FSDP2 shards within a group, and all-reduces shards of gradients between groups. hpZ
+uses `reshard_after_forward=n`: masters stay sharded over all ranks, and between forward and backward, a block's compute
+copy stays sharded over n successive ranks. (DeepSpeed keeps that second copy all the time.) Parameters may have no
+gradient, but then on all ranks alike: FSDP2 reduces what a rank has.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dsjob.ranks.mesh import World
 
 
 class Sharded(Strategy):
-    """The repeated blocks of a model, and what remains, each sharded as one unit."""
+    """Shards each repeated block of a model as one unit, and the rest of the model as another."""
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
         _refuse_sharded(model)
@@ -60,7 +60,7 @@ class Sharded(Strategy):
         mesh = self._mesh = world.data_mesh
         require_shards(model, world)
         if mesh.ndim > 1:
-            make_whole(model)  # its shards are those of another mesh
+            make_whole(model)  # zero.Init sharded it over a different mesh
         # zero.Init's shards leave meta tensors behind, which fully_shard can take; write_back brings their values back.
         placed = lay_aside(model)
         # Before sharding: afterwards no rank has a whole tensor that could be compared or cast.
@@ -88,7 +88,8 @@ class Sharded(Strategy):
                 fully_shard(block, mp_policy=policy, **options)
         if zero.stage == 3 and zero.stage3_prefetch_bucket_size:
             _prefetch(blocks, zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
-        # What is outside the blocks is used at both ends of the model: freeing it in between would gather it twice.
+        # Parameters outside the blocks are used at both ends of the model. Freeing them in between would gather them
+        # twice.
         fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
         write_back(model, placed, HOST if keep_off else world.device)
         self.module = model
@@ -98,13 +99,14 @@ class Sharded(Strategy):
         if zero.offload != "none":
             use_cores(world.device)
         self._set_masters(zero, precision, left)
-        # Whether each is trained, as the tensor that is sharded and the gathered one said when they last agreed.
+        # Whether each parameter is trained, when its sharded and its gathered tensor last agreed on it.
         known = (parameter for unit in self._units() for parameter in _list_fsdp_parameters(unit))
         self._trained = {parameter: bool(parameter.sharded_param.requires_grad) for parameter in known}
         self._all = dict(model.named_parameters())
         for parameter in self._all.values():
             announce(parameter)
-        # FSDP2 adds up in the dtype that a unit reduces in; in a wider one the sharded parameters can.
+        # Without reducing, FSDP2 accumulates in a unit's reduce dtype. To accumulate in fp32, reduce each micro step
+        # into the sharded parameters.
         travels_low = precision.reduce != torch.float32 or precision.autocast is not None
         self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
         self._has_buffers = any(True for _ in model.buffers())
@@ -112,9 +114,9 @@ class Sharded(Strategy):
         show_whole_state(model, precision.compute)
 
     def _set_masters(self, zero: Zero, precision: Precision, left: dict[str, nn.Parameter]) -> None:
-        """The sharded parameters; where the optimizer alone is offloaded, copies of them on the host.
+        """Sets the masters: the sharded parameters; or if only the optimizer is offloaded, copies of them on the host.
 
-        `left`: those that are not sharded, by name.
+        left: parameters that are not sharded, by name.
         """
         # Each p is a DTensor: p.shape is the whole parameter's, local(p) this rank's part, [ceil(dim 0 / ranks), ...].
         trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -126,7 +128,8 @@ class Sharded(Strategy):
         self._stays_on_host = zero.offload == "param"
         if offload is None:
             return
-        # Gradients take the dtype of the shards: with another one on their way they would lose what they have.
+        # Gradients get the dtype of the shards, so shards may only be cast if gradients are reduced in that dtype
+        # anyway.
         low = precision.compute if precision.compute == precision.reduce != torch.float32 else None
         copied = {name: p for name, p in trainable.items() if (low or name in host) and name not in whole}
         self.copies = Masters(copied, host, pin=offload.pin_memory)
@@ -139,13 +142,14 @@ class Sharded(Strategy):
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         self._follow_freezing()
         if self._buffers_differ and self._has_buffers:
-            # As DDP does: each step begins with rank 0's buffers, so that one checkpoint speaks for all ranks. A model
-            # may have put new tensors in the place of old ones.
+            # Like DDP, start each step with rank 0's buffers, so that a checkpoint is valid for all ranks. List them
+            # each time, because a model may have replaced them.
             _broadcast_coalesced(
                 self.world.data_group or _get_default_group(), list(self.module.buffers()), 25 << 20, 0
             )
             self._buffers_differ = False
-        # Setting the flags visits every unit, which costs more than a small model's step; most calls change nothing.
+        # Setting the flags visits every unit, which costs more than the step of a small model. Most calls change
+        # nothing.
         if (boundary, sync) == self._flags:
             return
         self._flags = (boundary, sync)
@@ -156,9 +160,9 @@ class Sharded(Strategy):
             root.set_reshard_after_backward(boundary)
 
     def _follow_freezing(self) -> None:
-        """Trains what the program has asked for, of a parameter's two tensors, on the one that it was shown.
+        """Applies changes of requires_grad to both tensors of a parameter, the sharded and the gathered one.
 
-        FSDP2 looks at the sharded one when it gathers, and forgets what was asked for on the gathered one.
+        A program may have changed either one. FSDP2 only reads the sharded one, when it gathers.
         """
         thawed = False
         for parameter, trained in self._trained.items():
@@ -172,7 +176,7 @@ class Sharded(Strategy):
         if thawed:
             for unit in self._units():
                 for group in _list_groups(unit):
-                    group._init_mp_dtypes()  # FSDP2 looks but once, at those that are trained
+                    group._init_mp_dtypes()  # FSDP2 otherwise does this only once, for the parameters trained then
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -210,8 +214,8 @@ class Sharded(Strategy):
         super().finish_step()
         self._unsharded.give_weights()
         self._buffers_differ = True
-        # Only a backward pass at the boundary frees what a forward pass has gathered. After an evaluation, a call of
-        # the module itself, or where the program has moved the boundary since, it would be stale.
+        # Only a backward pass at the boundary frees gathered parameters. After an evaluation, a call of the module
+        # itself, or if the program has moved the boundary, they would be outdated in the next step.
         self.free_gathered()
 
     def drop_gradients(self) -> None:
@@ -249,16 +253,19 @@ class Sharded(Strategy):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def weights(self) -> dict[str, Tensor]:
-        # After an evaluation the module may still show gathered parameters: these are the sharded ones, always.
+        # Not from the module: after an evaluation, it may still have gathered parameters. These are always sharded.
         return {name: self.masters.get(name, parameter).data for name, parameter in self._all.items()}
 
 
 def _shard_safe(module: nn.Module, options: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """Shards a module whose gradients travel in `dtype`; at stage 3, as with DeepSpeed, its parameters do so too.
+    """Shards a module whose gradients are reduced in `dtype`. At stage 3, as in DeepSpeed, its parameters are gathered
+    in it too.
 
-    It is a unit of its own, since a unit has one dtype, and one of several modules waits for all of them to be used.
+    It is a unit of its own, because a unit has one dtype, and a unit of several modules reduces only when all were
+    used.
     """
-    # Only what autocast would lower in any case: other operators may not take parameters and inputs of two dtypes.
+    # Gather only linear and convolution layers in it: autocast lowers their inputs anyway, but other operators may not
+    # accept parameters and inputs of different dtypes.
     gathers_low = options["reshard_after_forward"] and type(module) in DEFAULT_SAFE_MODULES
     low = MixedPrecisionPolicy(
         param_dtype=dtype if gathers_low else None, reduce_dtype=dtype, cast_forward_inputs=False
@@ -269,7 +276,7 @@ def _shard_safe(module: nn.Module, options: dict[str, Any], dtype: torch.dtype |
 
 
 def _prefetch(blocks: list[nn.Module], bucket: int, live: int | None) -> None:
-    """Gathers blocks ahead of their use, in both directions; FSDP2 does so with one of them by itself."""
+    """Gathers several blocks ahead of their use, in both directions. FSDP2 does so with one block by default."""
     for order in (blocks, blocks[::-1]):
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in order]
         for number, ahead in enumerate(choose_ahead(sizes, bucket, live)):
@@ -283,14 +290,14 @@ def _prefetch(blocks: list[nn.Module], bucket: int, live: int | None) -> None:
 
 
 def _cast(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
-    """Gives sharded parameters another dtype, in place; FSDP2 looks at it again when the first forward pass begins."""
+    """Casts sharded parameters, in place. FSDP2 reads their dtype again when the first forward pass begins."""
     chosen = {id(parameter) for parameter in parameters}
     model._apply(lambda tensor: tensor.to(dtype) if id(tensor) in chosen else tensor)  # type: ignore[no-untyped-call]
 
 
 def _list_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
-    # One group before torch 2.13, a list of them since.
+    # A single group before torch 2.13, a list of groups since.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
@@ -300,7 +307,7 @@ def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
 
 
 def _own_gradient(parameter: Any) -> Tensor | None:
-    """What backward passes that were told not to reduce have added up: the whole gradient of this rank."""
+    """This rank's whole unreduced gradient, accumulated by backward passes without synchronisation."""
     if parameter.unsharded_accumulated_grad is not None:
         return cast(Tensor, parameter.unsharded_accumulated_grad)
     unsharded = getattr(parameter, "_unsharded_param", None)
@@ -310,8 +317,8 @@ def _own_gradient(parameter: Any) -> Tensor | None:
 def _refuse_sharded(model: nn.Module) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError(
-            "the model, or a part of it, is sharded for another engine",
-            hint="make another model, and give one that has parts in common to a single engine",
+            "the model, or a part of it, is already sharded by another engine",
+            hint="create a new model for each engine; models that share parts must use the same engine",
         )
 
 
@@ -323,18 +330,18 @@ def _refuse_groups(zero: Zero, world: World) -> None:
         if size > 1 and world.model.size > 1:
             raise UsageError(
                 f"zero_optimization.{key} is {size}: groups among the data-parallel ranks of an mpu are not supported",
-                hint="leave it out, to shard over all of them",
+                hint="omit it to shard over all data-parallel ranks",
             )
         if size > 0 and world.data_size % size:
             fits = [str(n) for n in range(1, world.data_size + 1) if world.data_size % n == 0]
             raise UsageError(
                 f"zero_optimization.{key}: {world.data_size} ranks do not divide into groups of {size}",
-                hint=f"{', '.join(fits)} divide {world.data_size}; or start another number of ranks",
+                hint=f"use one of {', '.join(fits)}, or another number of ranks",
             )
 
 
 def _move_unshardable(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    """The parameters that FSDP2 is to leave alone, by name; moved to `device`, since it does not do that either."""
+    """The parameters that FSDP2 must ignore, by name. Moves them to `device`, which FSDP2 does not do for them."""
     left = {name: parameter for name, parameter in model.named_parameters() if is_unshardable(parameter)}
     for parameter in left.values():
         parameter.data = parameter.data.to(device)

@@ -1,7 +1,7 @@
-"""The protocol between the engine and the ways to spread a model over ranks.
+"""The protocol between the engine and the strategies that spread a model over ranks.
 
-`reduce_gradients` makes every order of calls legal at every stage: under `no_sync`, when a program moves the boundary
-between forward and backward, or after two backward passes in one step, it reduces what no backward pass has reduced.
+`reduce_gradients` allows any order of calls at every stage. It reduces what no backward pass has reduced: under
+`no_sync`, if a program moves the boundary between forward and backward, or after two backward passes in one step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Strategy:
     3. `start_micro_step(boundary, sync)` before a forward pass that will be differentiated
     4. `forward(...)`, then the loss's own backward; several times perhaps
     at the boundary
-    5. `reduce_gradients()`: what backward passes have left on their rank is reduced; then `finish_gradients()`: the
-       masters' `.grad` is the mean over all ranks (each rank's own if the optimizer `wants_own_gradients`)
-    6. `clip(...)`, `step(optimizer)` (left out where the norm is not finite and gradients are dropped)
+    5. `reduce_gradients()`: reduces what backward passes have not; then `finish_gradients()`: the masters' `.grad` is
+       the mean over all ranks (each rank's own if the optimizer `wants_own_gradients`)
+    6. `clip(...)`, then `step(optimizer)` (skipped if the norm is not finite; gradients are then dropped)
     7. `finish_step()`
     and around checkpoints
     8. `weights()` to save from and load into in place, then `drop_gradients()` and `finish_step()` after loading
@@ -49,18 +49,18 @@ class Strategy:
 
     module: nn.Module
     masters: dict[str, nn.Parameter]
-    copies: Masters | None = None  # where masters are no parameters of the model
-    optimizer: Optimizer | None = None  # the engine's, once it is made
-    gradient_factor: int = 1  # what a step multiplies reduced gradients by: the ranks for gradient_allreduce_op "sum"
+    copies: Masters | None = None  # if masters are not parameters of the model
+    optimizer: Optimizer | None = None  # the engine's; None until it is built
+    gradient_factor: int = 1  # a step multiplies reduced gradients by it: the number of ranks to get their sum
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world
-        self._counted_elsewhere = find_counted_elsewhere(model, world)  # sharding makes other parameters of these
+        self._counted_elsewhere = find_counted_elsewhere(model, world)  # by name, since sharding replaces parameters
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
-        """A forward and backward pass follows; `boundary`: the optimizer steps after it.
+        """Prepares for a forward and backward pass. boundary: the optimizer steps after it.
 
-        Without `sync` its gradients stay on their rank, to be reduced with later ones or by `reduce_gradients`.
+        Without `sync`, its gradients stay on their rank, and are reduced later, or by `reduce_gradients`.
         """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,17 +68,17 @@ class Strategy:
         return self.module(*args, **kwargs)
 
     def reduce_gradients(self) -> None:
-        """Reduces what backward passes have left on their rank; nothing where they reduce all. A collective."""
+        """Reduces gradients that backward passes have not reduced, if there are any. A collective."""
 
     def end_backward(self) -> None:
-        """The engine has run a backward pass at the boundary: reduces what that pass could not. A collective."""
+        """Called after the engine's backward pass at the boundary. Reduces what that pass could not. A collective."""
 
     def own_gradient(self, name: str) -> Tensor | None:
-        """What backward passes have left on their rank of a parameter's gradient, where its `.grad` has none of it."""
+        """A parameter's unreduced gradient on this rank; None if there is none, or if `.grad` contains it."""
         return None
 
     def finish_gradients(self) -> None:
-        """All backward passes of this step are done."""
+        """Called after all backward passes of a step: moves the gradients to the masters."""
         if self.copies is not None:
             self.copies.take_gradients()
 
@@ -86,9 +86,10 @@ class Strategy:
     def clip(self, max_norm: float, scale: float = 1.0, divisor: Tensor | None = None) -> Tensor:
         """Divides all gradients by `scale`, and by `divisor` (scalar), then clips them to `max_norm` if that is > 0.
 
-        Returns their L2 norm over all ranks (0-dim, between the two), the parts of model-parallel ranks among them: the
-        same on every rank, and not finite where a gradient of any rank is not. If the optimizer takes each
-        rank's own gradients, a rank clips them by their own norm, and `unite_norms` of these norms is returned.
+        Returns the L2 norm over all ranks (0-dim, after dividing, before clipping), including the parts of
+        model-parallel ranks. It is the same on every rank, and not finite if any gradient is not finite. If the
+        optimizer takes each rank's own gradients, each rank clips them by their own norm, and this returns
+        `unite_norms` of these norms.
         """
         named = {name: p for name, p in self.masters.items() if p.grad is not None}
         parameters = list(named.values())
@@ -112,21 +113,22 @@ class Strategy:
         if self.world.model.size > 1:
             square = norm.to(device, torch.float64).square()
             others = total_norm([g for name, g in gradients.items() if name in self._counted_elsewhere], device)
-            # What is counted elsewhere adds nothing, but all ranks have to hear where it is not finite: 0 * inf is nan.
+            # Parameters counted on another rank add nothing, but if their gradients are not finite, all ranks must know
+            # it: 0 * inf is nan.
             square += 0 * others.to(square)
             dist.all_reduce(square, group=self.world.model.group)
             norm = square.sqrt().float().to(norm.device)
         return norm
 
     def step(self, optimizer: Optimizer) -> None:
-        """Has the optimizer step; new weights may be on their way to the model when this returns."""
+        """Steps the optimizer. Copies of new weights to the model may still be running when this returns."""
         if self.copies is not None:
             self.copies.step(optimizer)
         else:
             optimizer.step()
 
     def find_non_finite(self) -> list[str]:
-        """Names of masters whose gradients are not finite; under sharding, in this rank's share of them."""
+        """Names of masters whose gradients (under sharding, this rank's part of them) are not finite."""
         return [
             name
             for name, master in self.masters.items()
@@ -134,14 +136,14 @@ class Strategy:
         ]
 
     def finish_step(self) -> None:
-        """The masters have new values, or the step is left out; gradients are done with."""
+        """Called after a step, or a skipped one: drops gradients, and copies new weights to the model."""
         for master in self.masters.values():
-            master.grad = None  # also of those that the optimizer was not given
+            master.grad = None  # also for masters that the optimizer does not have
         if self.copies is not None:
             self.copies.give_weights()
 
     def drop_gradients(self) -> None:
-        """Forgets what the backward passes of a step that will not be finished have added up."""
+        """Drops all gradients of a step that will not be finished."""
         self.module.zero_grad(set_to_none=True)
         for master in self.masters.values():
             master.grad = None
@@ -149,31 +151,31 @@ class Strategy:
             self.copies.drop_gradients()
 
     def free_gathered(self) -> None:
-        """Frees what forward passes have gathered."""
+        """Frees gathered parameters."""
 
     def close(self) -> None:
-        """There will be no more passes."""
+        """Called when there will be no more passes."""
         self.drop_gradients()
 
     def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Puts `move(tensor)` in the place of every parameter, its gradient, every buffer and every master."""
+        """Replaces every parameter, gradient, buffer and master by `move(tensor)`."""
         self.module._apply(move)  # type: ignore[no-untyped-call]
         if self.copies is not None:
             self.copies.move(move)
 
     def shown(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors by which a program may know a parameter, with its name: the model's, and the optimizer's."""
+        """All tensors by which a program may refer to a parameter, with its name: the model's, and the optimizer's."""
         yield from self.module.named_parameters()
         yield from self.masters.items()
 
     def weights_changed(self) -> None:
-        """A program has written into `weights()`: what has been made of them is made anew."""
+        """Call it after writing into `weights()`: updates everything derived from them."""
         self.free_gathered()
         if self.copies is not None:
             self.copies.give_weights()
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by name, tied ones once: the masters, and the frozen ones as the model holds them."""
+        """Parameters by name, tied ones once: the masters, and the model's frozen parameters."""
         frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
         return {**{name: master.data for name, master in self.masters.items()}, **frozen}
 
@@ -189,7 +191,8 @@ def _divide(gradients: list[Tensor], divisor: Tensor) -> None:
 
 @torch.no_grad()
 def align(model: nn.Module, world: World) -> None:
-    """Gives all data-parallel ranks the first one's parameters and buffers: else each would train another model."""
+    """Broadcasts the first data-parallel rank's parameters and buffers. Otherwise, ranks would train different
+    models."""
     there = [
         tensor.data for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta
     ]  # see presharded
@@ -205,7 +208,7 @@ def align(model: nn.Module, world: World) -> None:
 
 
 def _send(tensors: list[Tensor], world: World) -> None:
-    """Gives tensors, which may be on the host and of any layout, the first rank's values."""
+    """Broadcasts the first rank's values into tensors, which may be on the host and have any layout."""
     sent = [tensor.to(world.device).contiguous() for tensor in tensors]
     if sent:
         _broadcast_coalesced(world.data_group or _get_default_group(), sent, _SENT_AT_ONCE, 0)
@@ -215,7 +218,8 @@ def _send(tensors: list[Tensor], world: World) -> None:
 
 
 def mark_safe(model: nn.Module, precision: Precision) -> list[nn.Module]:
-    """Under autocast: marks the parameters whose gradients travel low; the modules in `model` that they belong to."""
+    """With autocast, marks the parameters whose gradients are communicated in lower precision. Returns their
+    modules."""
     if precision.autocast is None:
         return []
     modules = [module for module in find_safe_modules(model, precision.safe) if module is not model]
@@ -226,7 +230,7 @@ def mark_safe(model: nn.Module, precision: Precision) -> list[nn.Module]:
 
 
 def widen(model: nn.Module) -> None:
-    """Makes half-precision parameters fp32, in place: as masters they would lose what optimizer steps add."""
+    """Casts half-precision parameters to fp32, in place. As masters, they would lose small optimizer updates."""
     for parameter in model.parameters():
         if parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()

@@ -1,10 +1,10 @@
-"""Parameters that cannot be sharded, in a model that is: those without dimensions, and empty ones.
+"""Parameters that cannot be sharded, in a sharded model: 0-dim and empty ones.
 
-Every rank has them whole. Their masters are replicated tensors of the mesh, so that an optimizer sees one kind of
-tensor; gradients are averaged over the ranks by one small collective.
+Every rank holds them whole. Their masters are replicated DTensors of the mesh, so that the optimizer sees only one kind
+of tensor. One small collective averages their gradients over the ranks.
 
-The collective also carries who has a gradient; a rank asks for that only if it has none itself. Norms count these
-parameters once.
+The collective also says whether any rank has a gradient; a rank reads that only if it has none itself. Norms count
+these parameters once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsjob.ranks.mesh import World
 
 
 class Unsharded(Pairs):
-    """The trained ones among them: fp32 masters, and gradients that are added up in fp32 until they are reduced."""
+    """The trained ones: fp32 masters, and gradients that accumulate in fp32 until they are reduced."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Unsharded(Pairs):
         world: World,
         dtype: torch.dtype,
     ) -> None:
-        """Casts `parameters` to `dtype`, in place. `host`: names of those whose masters are on the host."""
+        """Casts `parameters` to `dtype`, in place. host: names of parameters whose masters are on the host."""
         self._world = world
         pairs = {}
         for name, parameter in parameters.items():
@@ -46,7 +46,7 @@ class Unsharded(Pairs):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Adds the mean over the ranks of what each has added up to the masters' gradients. A collective."""
+        """Averages the accumulated gradients over the ranks, and adds them to those of the masters. A collective."""
         pairs = list(self._pairs.values())
         if not pairs:
             return
@@ -63,7 +63,7 @@ class Unsharded(Pairs):
         for number, (pair, mean) in enumerate(zip(pairs, means, strict=True)):
             known = pair.taken is not None or pair.master.grad is not None
             pair.taken = None
-            # Only where this rank has no gradient does the host ask, and wait to hear, whether another one has.
+            # Only if this rank has no gradient does the host read (and wait for) whether another rank has one.
             if not known and not float(use[number]):
                 continue
             if pair.master.grad is None:
@@ -72,11 +72,11 @@ class Unsharded(Pairs):
             part.add_(mean.view_as(part).to(part.device))
 
     def own_gradient(self, name: str) -> Tensor | None:
-        """What is to be reduced yet of a parameter's gradient: fp32, of its shape."""
+        """A parameter's unreduced gradient: fp32, with its shape."""
         return self._pairs[name].taken if name in self._pairs else None
 
     def _take(self, pair: Pair) -> None:
-        """Adds a gradient that a backward pass has left to what is to be reduced."""
+        """Adds the gradient of a backward pass to the unreduced one."""
         gradient = pair.parameter.grad
         pair.parameter.grad = None
         if gradient is not None:

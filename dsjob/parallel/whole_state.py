@@ -1,7 +1,7 @@
-"""What a sharded module shows to programs that know nothing of shards: whole tensors in its state dict.
+"""Makes `state_dict()` of a sharded module return whole tensors, for programs that know nothing about sharding.
 
-`module.state_dict()`, and so `save_pretrained` and `torch.save` of it, gather tensor by tensor into host memory, on all
-ranks that call it. All of them have to. Checkpoints of dsjob never come here: they save shards.
+`module.state_dict()`, and so `save_pretrained` and `torch.save` of it, gather one tensor after another into host
+memory. All ranks must call it. dsjob's own checkpoints do not use it; they save shards.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dsjob.optim.shards import whole
 
 
 def show_whole_state(model: nn.Module, dtype: torch.dtype) -> None:
-    """Makes `state_dict()` of `model` and of each module in it give whole tensors, floating-point ones as `dtype`, and
+    """Makes `state_dict()` of `model` and of its modules return whole tensors, floating-point ones as `dtype`. Also
     tells transformers that the parameters are sharded."""
 
     def gather(module: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Any) -> None:
-        if prefix and module is not model:  # part of a larger state dict, which is gathered at its end
+        if prefix and module is not model:  # part of a larger state dict, whose own hook gathers everything at the end
             return
-        # Tied parameters stay one tensor, for those who save them once. By name: all ranks have to gather alike.
+        # Tied parameters stay one tensor, so that they can be saved once. Iterate by name, because all ranks must
+        # gather in the same order.
         owners = {prefix + name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
         known: dict[int | str, Tensor] = {}
         for name, value in state.items():
@@ -35,7 +36,7 @@ def show_whole_state(model: nn.Module, dtype: torch.dtype) -> None:
 
     for module in model.modules():
         module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
-    # transformers' `generate` reads it: ranks that finish early then keep gathering with the others.
+    # transformers' `generate` reads this. Ranks that finish early then keep gathering with the others.
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 

@@ -1,9 +1,9 @@
-"""Models that are sharded while they are built, and parameters made whole for a while: DeepSpeed's `zero`.
+"""DeepSpeed's `zero` namespace: sharding models while they are built (`Init`), and gathering parameters temporarily.
 
-What it leaves to others: how a model in training is sharded (`parallel`), and reading one value (`parameters`).
+Sharding a model for training is up to the strategies, and reading single values is in `parameters`.
 
-`GatheredParameters` changes the class of the parameter objects themselves while they are whole, so that references to
-them anywhere see the whole values.
+`GatheredParameters` changes the class of the parameter objects themselves while they are gathered, so that all
+references to them see the whole values.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from dsjob.ranks.rendezvous import init_distributed
 
 
 class Init:
-    """While it is entered, each module's parameters are sharded over all ranks as soon as it is part of another.
+    """A context in which each module's parameters are sharded over all ranks as soon as it becomes part of another.
 
-    So a model is never whole anywhere: at most one module's own parameters are, for the moment of their making; those
-    of the outermost one until the end. All ranks build the same model, and rank 0's values count. `Module.apply` (for
-    initialisation) sees whole parameters, module by module. `module`: one that is there already, to be sharded at
-    once. `dtype`: what parameters become; they stay as they are made where it is absent, since they are masters too.
-    `mpu`, `data_parallel_group`: what says, in place of all ranks, which ones share. On one rank parameters stay whole,
-    and have the attributes of sharded ones; without `enabled` nothing happens. A process that is in no group joins it.
-    The other arguments are DeepSpeed's, and have no counterpart.
+    So a model is never whole on any rank: only a single module's own parameters are, right after their creation, and
+    those of the outermost module until the end. All ranks build the same model; rank 0's values are used.
+    `Module.apply` (for initialisation) sees whole parameters, module by module.
+
+    module: an existing module to shard at once. dtype: cast parameters to it; by default they keep their dtype, since
+    they become the masters. mpu, data_parallel_group: the ranks to shard over, instead of all. enabled: False turns
+    everything off. The other arguments are DeepSpeed's and have no effect. On one rank, parameters stay whole, but have
+    the attributes of sharded ones. A process without a process group joins one.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Init:
         **others: Any,
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
-            raise UsageError(f"zero.Init: remote_device is {remote_device!r}", hint='allowed are "cpu" and None')
+            raise UsageError(f"zero.Init: invalid remote_device {remote_device!r}", hint='use "cpu" or None')
         self._dtype, self._enabled, self._mesh = dtype, enabled, None
         self._group: dist.ProcessGroup | None = None
         self._stack = contextlib.ExitStack()
@@ -88,19 +89,19 @@ class Init:
         if not self._enabled:
             return self
 
-        # A module's own parameters are complete once a parent takes it, and no earlier: `__init__` has returned.
+        # When a parent takes a module, its `__init__` has returned, so its own parameters are complete.
         def place(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             if child is not None:
                 self._place(child)
 
-        # Weak: modules that a constructor makes and throws away must not be kept until the end.
+        # Weak references: modules that a constructor creates and drops must not be kept alive.
         built: WeakSet[nn.Module] = WeakSet()
 
         def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             built.add(module)
 
         def place_rest() -> None:
-            for module in list(built):  # what is part of no other module
+            for module in list(built):  # modules that are not part of another
                 self._place(module)
 
         for handle in (
@@ -120,7 +121,7 @@ class Init:
 
 
 def _find_world(mpu: Any, group: dist.ProcessGroup | None) -> World:
-    """This process among those that parameters are to be sharded over."""
+    """This process among those to shard over."""
     world = join_world()
     if group is None or group is dist.group.WORLD:
         return divide(world, mpu)
@@ -135,16 +136,16 @@ def _find_world(mpu: Any, group: dist.ProcessGroup | None) -> World:
 
 @contextmanager
 def _apply_to_whole(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """`Module.apply` gathers the parameters of each module that it is called for; what rank 0 makes of them counts.
+    """Makes `Module.apply` gather the parameters of each module that it visits. Rank 0's changes are kept.
 
-    `group`: the ranks that have the same parameters; None for all.
+    group: the ranks that have the same parameters; None for all.
     """
     original = nn.Module.apply
 
     def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
         for child in self.children():
             child.apply(fn)
-        # Children first, as torch does it, and only this module's own: otherwise the whole model would be gathered.
+        # Children first, as in torch. Gather only this module's own parameters, never the whole model.
         gathered = GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0)
         gathered.group = group
         with gathered:
@@ -159,7 +160,7 @@ def _apply_to_whole(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class _Gathered(DTensor):
-    """A sharded parameter for as long as it is whole: all that is done with it is done with `_whole`."""
+    """A sharded parameter while it is gathered. All operations use `_whole` instead."""
 
     __slots__ = ()
     _whole: nn.Parameter
@@ -173,11 +174,11 @@ class _Gathered(DTensor):
 
 
 class GatheredParameters:
-    """While it is entered, `params` are whole on every rank: the very objects, on their modules and elsewhere.
+    """A context in which `params` are whole on every rank: the same parameter objects, wherever they are referenced.
 
-    `modifier_rank`: what this rank has made of them by the end becomes their value on all ranks (under an mpu it is
-    one of the data-parallel ranks), and that of their masters; without it changes are lost. Every rank has to enter
-    and leave. May be nested; `fwd_module` has no counterpart, since forward passes gather by themselves.
+    modifier_rank: the rank whose values at the end are kept, on all ranks and in the masters (with an mpu, a
+    data-parallel rank). Without it, changes are lost. Every rank must enter and leave the context. Contexts may be
+    nested. `fwd_module` has no effect, since forward passes gather on their own.
     """
 
     def __init__(
@@ -194,13 +195,13 @@ class GatheredParameters:
         listed = [params] if isinstance(params, Tensor) else list(params)
         self._params = list({id(p): p for p in listed}.values()) if enabled else []
         self._modifier_rank = modifier_rank
-        self.group: dist.ProcessGroup | None = None  # who has the same parameters that nobody has sharded; None: all
+        self.group: dist.ProcessGroup | None = None  # ranks with the same unsharded parameters; None: all
         self._gathered: list[Tensor] = []
         self._announced: list[Tensor] = []
 
     def __enter__(self) -> GatheredParameters:
         for parameter in self._params:
-            # One that is whole on the only rank there is may look like a shard.
+            # On a single rank, whole parameters may have the attributes of shards.
             if (
                 not isinstance(parameter, DTensor)
                 and getattr(parameter, "ds_status", None) == ShardStatus.NOT_AVAILABLE
@@ -230,7 +231,7 @@ class GatheredParameters:
             parameter.requires_grad_(trained)
             announce(parameter)
         self._gathered = []
-        # Shards first, for all parameters, then what each engine derives from them, once for each engine.
+        # First write all shards. Then update what each engine derives from them, once per engine.
         changed = set()
         for parameter, value in zip(self._params, values, strict=False):
             _write(parameter, value, inside=isinstance(parameter, _Gathered) and id(parameter) not in wholes)
@@ -242,7 +243,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _agree(self, parameter: Tensor) -> Tensor:
-        """The value of `parameter` as the modifying rank has it."""
+        """The modifying rank's value of `parameter`."""
         value, group = _whole_of(parameter).data, _find_group(parameter) or self.group or _find_everyone()
         if group is not None and dist.get_world_size(group) > 1:
             value = value.contiguous()
@@ -251,7 +252,7 @@ class GatheredParameters:
 
 
 def _find_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that have the same parameter, or a part of it; None where neither an engine nor shards tell."""
+    """The ranks that have the same parameter, or a part of it. None if neither an engine nor its shards know them."""
     owned = find_owned(parameter)
     if owned is not None and owned.owner.strategy.world.data_group is not None:
         return owned.owner.strategy.world.data_group
@@ -270,7 +271,8 @@ def _whole_of(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write(parameter: Tensor, value: Tensor, *, inside: bool) -> None:
-    """Puts a whole value into a parameter, its shares and its master; `inside`: it stays gathered for now."""
+    """Writes a whole value to a parameter, its shards and its master. inside: it stays gathered, in an outer
+    context."""
     if inside:
         _whole_of(parameter).data.copy_(value)
         # `local` needs the DTensor; an outer context still shows the whole value afterwards.
@@ -287,38 +289,39 @@ def _write(parameter: Tensor, value: Tensor, *, inside: bool) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Says that `module` uses a parameter of another module: it is then gathered for the whole forward pass.
+    """Declares that `module` uses a parameter of another module, which is then gathered for the whole forward pass.
 
-    Called in a model's constructor, before the model has an engine: raises UsageError afterwards.
+    Call it in the model's constructor. Raises UsageError if the model has an engine already.
     """
     if not isinstance(parameter, nn.Parameter):
-        raise UsageError(f"an external parameter is an nn.Parameter, not {type(parameter).__name__}")
+        raise UsageError(f"an external parameter must be an nn.Parameter, not {type(parameter).__name__}")
     if find_owned(parameter) is not None:
         raise UsageError(
-            "register_external_parameter comes too late: the model is sharded already",
+            "register_external_parameter was called too late: the model is already sharded",
             hint="call it in the constructor of the module that uses the parameter",
         )
     mark_external(parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Takes back what `register_external_parameter` has said."""
+    """Reverses `register_external_parameter`."""
     parameter.__dict__.pop("_dsjob_external", None)
 
 
 def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
-    """Says, before `initialize`, whether the parameters inside a module are sharded and gathered together."""
+    """Sets whether a module is a leaf: all parameters inside are sharded and gathered together. Call it before
+    `initialize`."""
     mark_leaf(module, flag)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The same of all modules in `model` of these classes (or their names, dotted or not): experts, for example, of
-    which ranks use different ones. Returns them; raises UsageError where there is none."""
+    """Makes all modules in `model` of these classes (or class names, dotted or not) leaves. This suits experts, for
+    example, of which ranks use different ones. Returns the modules; raises UsageError if there are none."""
     found, _ = find_of_classes(model, leaf_module_classes)
     if not found and raise_if_not_found:
-        raise UsageError(f"no module of the model is one of {list(leaf_module_classes)}")
+        raise UsageError(f"the model has no module of the classes {list(leaf_module_classes)}")
     for module in found:
         mark_leaf(module)
     return found
@@ -327,15 +330,15 @@ def set_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Says it, or with `flag` False takes it back, of the modules with these names in the model; they, and the names
-    that it does not have. Raises UsageError for such names."""
+    """Sets or (with `flag` False) clears the leaf flag of the modules with these names. Returns the modules, and names
+    that were not found. Raises UsageError for such names."""
     return _mark_all(find_by_name(model, module_names), flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same of the modules whose names end so."""
+    """Like `set_z3_leaf_modules_by_name`, for modules whose names end in one of these suffixes."""
     return _mark_all(find_by_suffix(model, module_name_suffixes), flag, raise_if_not_found)
 
 
@@ -344,7 +347,7 @@ def _mark_all(
 ) -> tuple[list[nn.Module], list[str]]:
     modules, missing = found
     if missing and raise_if_not_found:
-        raise UsageError(f"no module of the model is named {' or '.join(missing)}")
+        raise UsageError(f"the model has no module named {' or '.join(missing)}")
     for module in modules:
         mark_leaf(module, flag)
     return found
@@ -353,7 +356,7 @@ def _mark_all(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Takes that back."""
+    """Reverses `set_z3_leaf_modules`."""
     found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         mark_leaf(module, False)
@@ -361,10 +364,10 @@ def unset_z3_leaf_modules(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of which it was said."""
+    """All leaf modules in `model`."""
     return [module for module in model.modules() if is_leaf(module)]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether it was said of a module."""
+    """Whether a module is a leaf."""
     return is_leaf(module)

@@ -147,14 +147,14 @@ def test_loading_leaves_the_global_generator_alone() -> None:
     ids=["batch_size", "batch_sampler"],
 )
 def test_a_batch_size_other_than_the_micro_batch_is_refused(loader: Any) -> None:
-    with pytest.raises(DataError, match=r"hold 4 samples, and trainer.micro_batch is 2") as caught:
+    with pytest.raises(DataError, match=r"batch_size 4, but trainer.micro_batch is 2") as caught:
         first_batches(loader, 1)
     assert "set trainer.micro_batch to 4" in caught.value.hint
 
 
 def test_batches_of_another_size_are_told_where_the_loader_does_not_say() -> None:
     loader = DataLoader(torch.arange(12).reshape(3, 4), batch_size=None)
-    with pytest.warns(UserWarning, match="yields batches of 4, but each is counted as 2 samples"):
+    with pytest.warns(UserWarning, match="yields batches of 4 samples, but trainer.micro_batch is 2"):
         first_batches(loader, 1)
 
 
@@ -289,7 +289,7 @@ def test_several_ranks_share_a_loader_that_is_the_same_on_all() -> None:
 def test_a_loader_of_other_batches_on_each_rank_is_left_alone_until_it_ends_elsewhere() -> None:
     told = run_ranks(read_on_rank, 2, "own")
     assert told[0] == told[1]
-    assert "data.train: pass 1 ended after 2 batches on rank 0, and on rank 1 has not ended yet" in told[0]
+    assert "data.train: pass 1 ended after 2 batches on rank 0, but on rank 1 it has not ended yet" in told[0]
 
 
 def test_an_order_that_differs_by_rank_is_refused() -> None:

@@ -72,7 +72,7 @@ class Unsized:
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
-    [([], "is empty"), (7, "no dataset"), (Unsized(), "no __len__"), (Stream(0), "no full batch")],
+    [([], "is empty"), (7, "not a dataset"), (Unsized(), "no __len__"), (Stream(0), "no full batch")],
 )
 def test_what_cannot_be_trained_on_is_refused_by_name(dataset: Any, message: str) -> None:
     with pytest.raises(DataError, match=f"data.train.*{message}"):

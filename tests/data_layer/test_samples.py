@@ -111,20 +111,20 @@ TENSORS = ({"x": torch.zeros(3), "y": [1, 2]}, {"x": torch.zeros(5), "y": [1, 2]
         ((1, 2), (1, None), "data.train[5][1] is None", "drop them in data.collate"),
         (
             *TENSORS,
-            "the samples of a batch differ in size: data.train[4]['x'] has shape [3], data.train[5]['x'] shape [5]",
+            "the samples of a batch differ in size: data.train[4]['x'] has shape [3], data.train[5]['x'] has shape [5]",
             "pad them in data.collate",
         ),
         (
             {"a": [1, 2]},
             {"a": [1, 2, 3]},
-            "the samples of a batch differ in size: data.train[4]['a'] has 2 items, data.train[5]['a'] 3 items",
+            "the samples of a batch differ in size: data.train[4]['a'] has 2 items, data.train[5]['a'] has 3 items",
             "pad them in data.collate",
         ),
-        ({"x": 1, "y": 2}, {"x": 1}, "data.train[5] has no 'y', which data.train[4] has", "the same keys"),
+        ({"x": 1, "y": 2}, {"x": 1}, "data.train[5] lacks the key 'y', which data.train[4] has", "the same keys"),
         (
             {"x": 1},
             (1,),
-            "data.train[4] is of type dict, and data.train[5] of type tuple",
+            "data.train[4] is of type dict, but data.train[5] is of type tuple",
             "return the same type from every sample",
         ),
         (
@@ -144,7 +144,7 @@ def test_samples_that_make_no_batch_are_explained(usual: Any, odd: Any, message:
 def test_a_key_too_many_is_a_misfit_as_well() -> None:
     found = find_misfit([("a", {"x": 1}), ("b", {"x": 1, "y": 2})])
     assert found is not None
-    assert found[0] == "a has no 'y', which b has"
+    assert found[0] == "a lacks the key 'y', which b has"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_worker_that_dies_while_its_batch_is_received_is_told(error: Exception
 
     batches = raise_failures(receive(), "data.train")
     next(batches)
-    with pytest.raises(DataError, match=rf"^a worker process that reads data\.train has ended: {type(error).__name__}"):
+    with pytest.raises(DataError, match=rf"^a worker process of data\.train has died: {type(error).__name__}"):
         next(batches)
 
 

@@ -139,7 +139,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_converts(tmp_path: Path, world_si
         ("pairs.twice", "the first model, student, took 2 steps, not 1"),
         ("pairs.uneven", "teacher is in the midst of accumulating"),
         ("pairs.named_as_lr", "'lr', a reserved log name"),
-        ("pairs.now_and_then", "returned loss, extra, teacher, and|and loss, extra, teacher before"),
+        ("pairs.now_and_then", "returned loss, extra, teacher, but|but loss, extra, teacher in an earlier call"),
         ("pairs.wordy", "trainer.step returned loss: str"),
     ],
 )
@@ -163,7 +163,7 @@ def run_with_ranks(world: World, folder: str) -> Any:
 
 def test_ranks_return_the_same_names_in_any_order_and_evaluate_uneven_batches(tmp_path: Path) -> None:
     (said, records), (other, _) = run_ranks(run_with_ranks, 2, str(tmp_path))
-    assert said == other == "trainer.step returned loss, of_0, teacher on rank 0, and loss, of_1, teacher on rank 1"
+    assert said == other == "trainer.step returned loss, of_0, teacher on rank 0, but loss, of_1, teacher on rank 1"
     assert (records[-2]["a"], records[-2]["b"]) == (1.0, 3.0)
     assert records[-1]["eval/mean"] == pytest.approx(float(pairs.Points(13).x.mean()))
 

@@ -49,18 +49,20 @@ def test_conditions_of_a_rule_have_to_hold_together() -> None:
 
 
 def test_a_pattern_without_a_match_is_told_with_names_near_it() -> None:
-    with pytest.raises(TargetError, match=r'no_decay.match: "\*nrom\*" matches no parameter') as caught:
+    with pytest.raises(TargetError, match=r'no_decay.match: "\*nrom\*" matches no trained parameter') as caught:
         group({"no_decay": {"match": ["*bias", "*nrom*"], "weight_decay": 0}})
     assert "blocks.0.norm.weight" in caught.value.hint.split(",")[0]
 
 
 def test_a_rule_that_is_left_with_nothing_is_told() -> None:
-    with pytest.raises(TargetError, match=r"param_groups\.again: takes no parameter"):
+    with pytest.raises(TargetError, match=r"param_groups\.again: selects no parameters"):
         group({"biases": {"match": "*bias", "lr": 1.0}, "again": {"match": "*fc.bias", "lr": 2.0}})
 
 
 def test_a_value_that_the_optimizer_does_not_know_is_told() -> None:
-    with pytest.raises(TargetError, match=r"param_groups\.a\.weight_decai: the optimizer has no such value") as caught:
+    with pytest.raises(
+        TargetError, match=r"param_groups\.a\.weight_decai: the optimizer has no such group option"
+    ) as caught:
         group({"a": {"match": "*bias", "weight_decai": 0}})
     assert "weight_decay" in caught.value.hint
 

@@ -51,7 +51,7 @@ def test_a_target_is_called_with_the_parameters() -> None:
 
 
 def test_what_cannot_be_built_is_named() -> None:
-    with pytest.raises(TargetError, match="no optimizer 'AdamX'") as caught:
+    with pytest.raises(TargetError, match="unknown optimizer 'AdamX'") as caught:
         make("AdamX")
     assert "AdamW" in caught.value.hint
     with pytest.raises(TargetError, match="alfa"):

@@ -203,7 +203,7 @@ def test_torch_schedules_are_found_by_name() -> None:
 
 
 def test_unknown_names_and_arguments_are_named() -> None:
-    with pytest.raises(TargetError, match="no scheduler 'WarmUpLR'") as caught:
+    with pytest.raises(TargetError, match="unknown scheduler 'WarmUpLR'") as caught:
         build_scheduler(Method(type="WarmUpLR", params={}, target=None), make_optimizer(1.0))
     assert "WarmupLR" in caught.value.hint
     with pytest.raises(TargetError, match="gama"):

@@ -78,8 +78,8 @@ def test_a_saved_schedule_goes_on_where_it_was(kind: str, params: dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
-        ("cosine_with_min_lr", {"num_training_steps": 9}, "one of min_lr and min_lr_rate"),
-        ("cosine_with_min_lr", {"num_training_steps": 9, "min_lr": 0, "min_lr_rate": 0}, "not both"),
+        ("cosine_with_min_lr", {"num_training_steps": 9}, "give either min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {"num_training_steps": 9, "min_lr": 0, "min_lr_rate": 0}, "give either"),
         ("polynomial", {"num_training_steps": 9, "lr_end": 0.2}, "lr_end 0.2 is not below"),
         ("warmup_stable_decay", {"num_decay_steps": 3}, "num_training_steps or num_stable_steps"),
         ("linear", {"num_training_steps": 9, "warmup": 1}, "warmup"),

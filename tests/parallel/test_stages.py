@@ -283,7 +283,7 @@ def build_twice(world: World) -> str:
 @pytest.mark.slow
 def test_a_model_of_another_engine_is_refused_where_it_would_be_sharded_again() -> None:
     for said in run_ranks(build_twice, 2):
-        assert "sharded for another engine" in said
+        assert "sharded by another engine" in said
 
 
 class Unused(nn.Module):

@@ -54,7 +54,9 @@ def test_a_failing_metric_is_told_in_one_form(tmp_path: Path, target: str, phase
 
 def test_what_the_best_are_chosen_by_is_among_what_an_evaluation_gives(tmp_path: Path) -> None:
     step, best = {"eval_step": {"_target_": "rehearsed.evaluate"}}, {"metric": "eval/acuracy"}
-    with pytest.raises(ContractError, match=r"checkpoint\.best\.metric is eval/acuracy") as told:
+    with pytest.raises(
+        ContractError, match=r"checkpoint\.best\.metric: evaluation produces no metric eval/acuracy"
+    ) as told:
         train(tmp_path, data=EVALUATED, trainer=step, checkpoint={"best": best})
     assert told.value.hint == "available: eval/accuracy, eval/loss"
 

@@ -105,7 +105,7 @@ def test_evaluation_reads_a_loader_with_batches_of_its_own_size(tmp_path: Path) 
 def test_what_would_batch_a_loader_again_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is already a loader, so data.collate has no effect"):
         run(tmp_path, {"train": LOADER, "collate": {"_target_": "torch.utils.data.default_collate"}})
-    with pytest.raises(DataError, match=r"hold 4 samples, and trainer.micro_batch is 8"):
+    with pytest.raises(DataError, match=r"batch_size 4, but trainer.micro_batch is 8"):
         run(tmp_path, {"train": {**LOADER, "batch_size": 4}})
 
 
@@ -145,8 +145,8 @@ def test_two_ranks_train_on_the_samples_that_one_would(data: dict[str, Any], sta
 @pytest.mark.parametrize(
     ("train_on", "message"),
     [
-        ("small_jobs.make_shorter", "data.train has 40 samples on rank 0 and 39 samples on rank 1"),
-        ("small_jobs.Streamed", "pass 1 ended after 4 batches on rank 1, and on rank 0 has not ended yet"),
+        ("small_jobs.make_shorter", "data.train differs between ranks: 40 samples on rank 0, 39 samples on rank 1"),
+        ("small_jobs.Streamed", "pass 1 ended after 4 batches on rank 1, but on rank 0 it has not ended yet"),
     ],
 )
 def test_ranks_that_read_different_amounts_are_told(train_on: str, message: str, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_streams_of_any_length_end_together(tmp_path: Path) -> None:
 def test_evaluation_sets_of_other_lengths_are_told(tmp_path: Path) -> None:
     data = {"train": {"_target_": "small_jobs.Data"}, "eval": {"_target_": "small_jobs.make_shorter"}}
     for told in run_ranks(run_on_rank, 2, str(tmp_path), data, 0):
-        assert "data.eval has 40 samples on rank 0 and 39 samples on rank 1" in told
+        assert "data.eval differs between ranks: 40 samples on rank 0, 39 samples on rank 1" in told
 
 
 # ---- programs
@@ -186,7 +186,7 @@ def test_initialize_takes_a_loader_as_it_is() -> None:
         assert torch.equal(x, given)
         engine.backward(mse_loss(engine(x), y))
         engine.step()
-    with pytest.raises(DataError, match=r"training_data.*8 samples, and train_micro_batch_size_per_gpu is 4"):
+    with pytest.raises(DataError, match=r"training_data.*batch_size 8, but train_micro_batch_size_per_gpu is 4"):
         engine.deepspeed_io(make_loader(batch_size=8))
 
 
@@ -201,7 +201,7 @@ def share_in_a_program(world: World) -> Any:
 
 def test_a_program_is_told_of_datasets_that_differ() -> None:
     for told in run_ranks(share_in_a_program, 2):
-        assert "training_data has 40 samples on rank 0 and 39 samples on rank 1" in told
+        assert "training_data differs between ranks: 40 samples on rank 0, 39 samples on rank 1" in told
 
 
 def test_a_plan_looks_at_a_loader_too() -> None:

@@ -155,7 +155,7 @@ def run_unlike(world: World, folder: str) -> str:
 
 
 def test_labels_on_some_ranks_alone_are_told_and_wait_for_nobody(tmp_path: Any) -> None:
-    told = "the first batch has no `labels` on data-parallel rank 1, and has them on others"
+    told = "the first batch has no `labels` on data-parallel rank 1, but has them on others"
     assert run_ranks(run_unlike, 2, str(tmp_path)) == [told, told]
 
 
