@@ -20,8 +20,8 @@ from dsjob.compute.find_blocks import find_blocks
 from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.spec import ActivationCheckpointing, JobSpec
 from dsjob.planning.report import Activations
+from dsjob.training.build import build_loss
 from dsjob.trust.grant import Trust
-from dsjob.trust.targets import build_callable
 
 
 def measure_activations(
@@ -41,7 +41,7 @@ def measure_activations(
     if section.mode == "none":
         section = replace(section, mode="full", interval=1, cpu_checkpointing=False)
     try:
-        function = build_callable(spec.loss, "loss", trust) if spec.loss else None
+        function = build_loss(spec, torch.device("cpu"), trust)
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             warnings.simplefilter("ignore")
             dtype = Precision.of(spec, torch.device("cpu")).compute

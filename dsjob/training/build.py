@@ -144,9 +144,9 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
     return min(limits)
 
 
-def build_loss(spec: JobSpec, world: World, trust: Trust) -> LossFunction | None:
-    """`loss`, on the job's device if it is a module; None where the model computes its own. Raises TargetError."""
-    return _to_device(build_callable(spec.loss, "loss", trust), world.device) if spec.loss else None
+def build_loss(spec: JobSpec, device: torch.device, trust: Trust) -> LossFunction | None:
+    """`loss`, on `device` if it is a module; None where the model computes its own. Raises TargetError."""
+    return _to_device(build_callable(spec.loss, "loss", trust), device) if spec.loss else None
 
 
 def _to_device(made: T, device: torch.device) -> T:

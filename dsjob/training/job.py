@@ -104,7 +104,7 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
     engines = build.build_engines(models, job, world, trust, steps=steps)
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on
-    loss = build.build_loss(spec, world, trust)
+    loss = build.build_loss(spec, world.device, trust)
     callbacks = build.build_callbacks(spec, trust)
     eval_measures, eval_metrics = build.build_measures("eval", spec, world, trust)
     measures, metrics = build.build_measures("train", spec, world, trust)
