@@ -25,6 +25,7 @@ from dsjob.contract.models import is_trainable, take_model
 from dsjob.contract.paths import Path
 from dsjob.contract.rules import RULES
 from dsjob.contract.rules.methods import find_meant
+from dsjob.contract.rules.table import is_driven
 from dsjob.contract.schema import Schema
 from dsjob.contract.shown import shorten
 from dsjob.errors import Problem
@@ -69,7 +70,7 @@ def check_job(document: dict[str, Any]) -> list[Problem]:
         return endless
     schema = contract.job_schema()
     problems = _check_expanded(document, _check_shape(document, schema), schema)
-    if document.get("engine") == "deepspeed":
+    if is_driven(document):
         problems = [problem for problem in problems if not _has_effect_there(problem)]
     config = document.get("deepspeed")
     rest = {k: v for k, v in config.items() if k not in schema["properties"]} if isinstance(config, dict) else {}

@@ -265,6 +265,11 @@ class JobSpec(EngineSpec):
     launch: Launch
     output: Output
 
+    @property
+    def driven(self) -> bool:
+        """Whether the installed DeepSpeed trains in place of dsjob's own engine."""
+        return self.engine == "deepspeed"
+
 
 def view(cls: type[T], document: Mapping[str, Any]) -> T:
     """`document` (resolved: complete and checked) as an object of `cls`; keys that `cls` does not name are left out."""

@@ -1,7 +1,8 @@
 """DeepSpeed's names over dsjob: `import dsjob.deepspeed as deepspeed` in place of `import deepspeed`.
 
-Its modules say where a program for DeepSpeed finds what it calls; what they offer lives elsewhere in dsjob. What
-dsjob lacks is not here, so that importing it fails at once, with what to do instead (`absent`).
+Its modules say where a program for DeepSpeed finds what it calls. Most of what they offer lives elsewhere in dsjob; the
+engine with all of DeepSpeed's getters is here (`DeepSpeedEngine`). What dsjob lacks is not here, so that
+importing it fails at once, with what to do instead (`absent`).
 """
 
 from __future__ import annotations

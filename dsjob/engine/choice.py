@@ -1,7 +1,7 @@
 """The one place that decides who trains a model of a job: dsjob's own engine, or the installed DeepSpeed behind it.
 
-What differs between the two is asked of the engine, such as `Engine.divides_gradients`. Before torch is imported,
-`dsjob.contract.rules.engines` asks the document.
+What differs between the two is asked of the engine, such as `Engine.divides_gradients`. Before there is one, checks of
+the document ask `is_driven`, and plans `JobSpec.driven`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def build_job_engine(model: nn.Module, job: ResolvedModel, world: World, *, trus
     Raises UsageError where DeepSpeed is asked for and not installed, or refuses the job.
     """
     spec, config = job.spec, job.config
-    if spec.engine == "deepspeed":
+    if spec.driven:
         from dsjob.engine import driven  # only jobs that ask for it pay for its imports
 
         return driven.build_engine(model, spec, world, trust=trust, config=config, document=job.sections)

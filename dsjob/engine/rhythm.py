@@ -28,7 +28,7 @@ class Rhythm:
 
     micro_batch: int
     accumulation: int  # micro steps in one step
-    world_size: int
+    data_size: int  # data-parallel ranks
     global_steps: int = 0
     global_samples: int = 0
     micro_steps: int = 0
@@ -42,14 +42,14 @@ class Rhythm:
     passes: int = 0  # backward passes since the last step
 
     @classmethod
-    def of(cls, trainer: Trainer, world_size: int, managed: bool = True) -> Rhythm:
+    def of(cls, trainer: Trainer, data_size: int, managed: bool = True) -> Rhythm:
         """The beginning of a training."""
-        return cls(trainer.micro_batch, trainer.grad_accum, world_size, managed=managed)
+        return cls(trainer.micro_batch, trainer.grad_accum, data_size, managed=managed)
 
     @property
     def train_batch(self) -> int:
         """Samples in one step."""
-        return self.micro_batch * self.accumulation * self.world_size
+        return self.micro_batch * self.accumulation * self.data_size
 
     @property
     def boundary(self) -> bool:
@@ -88,7 +88,7 @@ class Rhythm:
         if stepped:
             self.global_steps += 1
             passes = self.accumulation if self.managed else self.passes
-            self.global_samples += self.micro_batch * passes * self.world_size
+            self.global_samples += self.micro_batch * passes * self.data_size
             self.passes = 0
             if skipped is not None:
                 self.note_step(skipped=skipped)
@@ -112,9 +112,9 @@ class Rhythm:
 
     def set_train_batch(self, samples: int) -> None:
         """Another train batch, by another number of micro steps. Raises UsageError where that is no whole number."""
-        one = self.micro_batch * self.world_size
+        one = self.micro_batch * self.data_size
         if samples < one or samples % one:
-            needs = f"no multiple of micro batch {self.micro_batch} x {self.world_size} ranks"
+            needs = f"no multiple of micro batch {self.micro_batch} x {self.data_size} ranks"
             raise UsageError(f"a train batch of {samples} is {needs}", hint=f"{max(samples // one, 1) * one}, say")
         self.accumulation = samples // one
 

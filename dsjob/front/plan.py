@@ -77,7 +77,7 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
         notes.append("optimizer state is that after the freeze step; from there on a 32nd of the all-reduce is sent")
     if spec.trainer.model_parallel_size > 1:
         notes.append("the model is taken for the part of a model-parallel rank, and ranks for the data-parallel ones")
-    if spec.engine == "deepspeed":
+    if spec.driven:
         notes.append("engine: deepspeed: all figures are of dsjob's own engine; DeepSpeed's buckets and copies differ")
     if spec.torch_autocast.enabled:
         notes.append("torch_autocast: activations are counted as fp32, and are smaller")

@@ -44,7 +44,10 @@ def test_the_site_has_a_page_for_every_markdown_file(site: Path) -> None:
     ("page", "texts"),
     [
         ("reference/cli.html", ["usage: dsjob validate", "usage: dsjob ckpt verify", "--explain RULE"]),
-        ("reference/python.html", ["dsjob.initialize", "dsjob.errors.ConfigError", "FP16Config", "on_eval"]),
+        (
+            "reference/python.html",
+            ["dsjob.initialize", "errors.ConfigError", "FP16Config", "on_eval", "Engine.save_checkpoint"],
+        ),
         ("reference/index.html", ["zero_optimization.html"]),
     ],
 )

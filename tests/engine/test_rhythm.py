@@ -4,7 +4,7 @@ from dsjob.engine.rhythm import Rhythm
 
 
 def test_the_boundary_is_counted_unless_the_program_says_it() -> None:
-    rhythm = Rhythm(micro_batch=2, accumulation=2, world_size=3)
+    rhythm = Rhythm(micro_batch=2, accumulation=2, data_size=3)
     seen = []
     for forced in (None, None, False, False, True, None, None):
         rhythm.forced = forced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dsjob.contract.rules.table import Document, Finding, enter, is_on, read, read_stage
+from dsjob.contract.rules.table import Document, Finding, enter, is_driven, is_on, read, read_stage
 
 _OTHER = "leave engine out"
 _BY_ELEMENT = {
@@ -12,14 +12,10 @@ _BY_ELEMENT = {
 }  # fmt: skip
 
 
-def _drives(document: Document) -> bool:
-    return bool(read(document, "engine") == "deepspeed")
-
-
 @enter("deepspeed-models")
 def _models(document: Document) -> Iterator[Finding]:
     """DeepSpeed keeps one process-wide config of several models, and has nothing for one that is not trained."""
-    if _drives(document) and document.get("models"):
+    if is_driven(document) and document.get("models"):
         yield "engine", "deepspeed does not go with models", _OTHER
 
 
@@ -29,21 +25,21 @@ def _optimizer(document: Document) -> Iterator[Finding]:
     would compute something else there without a word. Only what works element by element is let through."""
     place = "type" if read(document, "optimizer.type") else "_target_"
     kind = str(read(document, f"optimizer.{place}", "")).rpartition(".")[2]
-    if _drives(document) and kind and kind.lower() not in _BY_ELEMENT:
+    if is_driven(document) and kind and kind.lower() not in _BY_ELEMENT:
         yield f"optimizer.{place}", f"{kind} does not go with engine deepspeed", f"use AdamW, or {_OTHER}"
 
 
 @enter("deepspeed-mpu", whole=True)
 def _mpu(document: Document) -> Iterator[Finding]:
     """What is kept of each part of a model, and where, is known of dsjob's own engine alone."""
-    if _drives(document) and read(document, "trainer.mpu"):
+    if is_driven(document) and read(document, "trainer.mpu"):
         yield "trainer.mpu", "does not go with engine deepspeed", _OTHER
 
 
 @enter("deepspeed-compile")
 def _compile(document: Document) -> Iterator[Finding]:
     """DeepSpeed's hooks sit inside of what would be compiled."""
-    if _drives(document) and is_on(document, "compile"):
+    if is_driven(document) and is_on(document, "compile"):
         yield "compile.enabled", "does not go with engine deepspeed", f"switch it off, or {_OTHER}"
 
 
@@ -51,14 +47,14 @@ def _compile(document: Document) -> Iterator[Finding]:
 def _fp16(document: Document) -> Iterator[Finding]:
     """At stage 0, with an optimizer that a program brings, DeepSpeed divides gradients by a loss scale that it has not
     multiplied the loss by."""
-    if _drives(document) and is_on(document, "fp16") and read_stage(document) == 0:
+    if is_driven(document) and is_on(document, "fp16") and read_stage(document) == 0:
         yield "fp16.enabled", "needs stage 1, 2 or 3 with engine deepspeed", f"set stage to 1, or {_OTHER}"
 
 
 @enter("deepspeed-amp")
 def _amp(document: Document) -> Iterator[Finding]:
     """amp stands for fp16 or autocast at stage 0, where DeepSpeed's loss scaling is not that of its other stages."""
-    if _drives(document) and is_on(document, "amp"):
+    if is_driven(document) and is_on(document, "amp"):
         yield "amp.enabled", "does not go with engine deepspeed", f"use bf16, or {_OTHER}"
 
 
@@ -67,7 +63,7 @@ def _autocast(document: Document) -> Iterator[Finding]:
     """At stage 0 DeepSpeed scales losses under autocast by torch's GradScaler, whose state no checkpoint would hold."""
     named = str(read(document, "torch_autocast.dtype", ""))
     low = "bf16" in named or "bfloat16" in named
-    if _drives(document) and is_on(document, "torch_autocast") and read_stage(document) == 0 and not low:
+    if is_driven(document) and is_on(document, "torch_autocast") and read_stage(document) == 0 and not low:
         yield "torch_autocast.dtype", "must be bfloat16 at stage 0 with engine deepspeed", f"say so, or {_OTHER}"
 
 
@@ -75,5 +71,5 @@ def _autocast(document: Document) -> Iterator[Finding]:
 def _groups(document: Document) -> Iterator[Finding]:
     """MiCS and hpZ need a model that was built inside of DeepSpeed's own zero.Init."""
     for key, off in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
-        if _drives(document) and read(document, f"zero_optimization.{key}", off) not in (off, 0):
+        if is_driven(document) and read(document, f"zero_optimization.{key}", off) not in (off, 0):
             yield f"zero_optimization.{key}", "does not go with engine deepspeed", f"leave it out, or {_OTHER}"

@@ -55,6 +55,11 @@ def is_on(document: Document, section: str) -> bool:
     return read(document, f"{section}.enabled") is True
 
 
+def is_driven(document: Document) -> bool:
+    """Whether the installed DeepSpeed trains in place of dsjob's own engine."""
+    return bool(read(document, "engine") == "deepspeed")
+
+
 def read_stage(document: Document) -> int:
     stage = read(document, "zero_optimization.stage", 0)
     return stage if isinstance(stage, int) else 0
