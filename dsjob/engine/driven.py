@@ -151,6 +151,7 @@ class DrivenEngine(Engine):
 
     driver = "DeepSpeed"
     divides_gradients = False
+    _more_names = ". engine.driven is DeepSpeed's own engine"
 
     def __init__(
         self,

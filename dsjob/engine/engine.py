@@ -55,6 +55,7 @@ class Engine(Saving):
 
     driver = ""  # the program that trains the model in place of dsjob, where one does
     divides_gradients = True  # whether `divide_gradients` is supported
+    _more_names = ". The engine that dsjob.deepspeed.initialize returns has all of DeepSpeed's names"
 
     def __init__(
         self,
@@ -291,7 +292,4 @@ class Engine(Saving):
         """A message for whoever asks for an attribute that neither the engine nor its model has."""
         kind, model = type(self).__name__, type(self.strategy.module).__name__
         instead = f"; use engine.{OWN_WORDS[name]}" if name in OWN_WORDS else ""
-        return (
-            f"neither {kind} nor its model {model} has an attribute {name!r}{instead}. "
-            "The engine that dsjob.deepspeed.initialize returns has all of DeepSpeed's names"
-        )
+        return f"neither {kind} nor its model {model} has an attribute {name!r}{instead}{self._more_names}"

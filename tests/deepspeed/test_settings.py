@@ -175,6 +175,8 @@ def test_what_programs_ask_of_an_engine_besides() -> None:
     assert make_deepspeed_engine(0, compile={"enabled": True, "backend": "eager"}).is_compiled is True
     engine.compile(backend="eager")
     assert engine.is_compiled is True
+    with pytest.raises(AttributeError, match="neither DeepSpeedEngine nor its model Net has an attribute 'nothing'"):
+        _ = engine.nothing
 
 
 def test_a_mesh_of_ranks_is_one_of_data_parallel_ranks() -> None:

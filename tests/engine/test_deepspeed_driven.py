@@ -273,6 +273,10 @@ def refuse(world: World) -> list[str]:
         assert (engine.global_steps, engine.rhythm.done) == (1, 1)
     with pytest.raises(UsageError) as caught:
         make_engine(world, "deepspeed", 2, zero_optimization={"allgather_bucket_size": 5})
+    messages.append(caught.value.message)
+    with pytest.raises(UsageError) as caught:
+        engine.divide_gradients(torch.ones(()))
+    assert not engine.divides_gradients
     return [*messages, caught.value.message]
 
 
@@ -282,6 +286,7 @@ def test_what_deepspeed_does_not_do_is_told() -> None:
     assert messages[1] == "DeepSpeed has no_sync at stages 0 and 1 alone"
     assert "cannot drop gradients in the midst of a step" in messages[2]
     assert messages[3].startswith("DeepSpeed refuses the job")
+    assert messages[4] == "engine: deepspeed does not divide gradients"
 
 
 def test_a_job_runs_and_goes_on_by_either_engine(tmp_path: Path) -> None:

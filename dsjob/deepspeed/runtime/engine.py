@@ -18,6 +18,8 @@ from dsjob.errors import UsageError
 class DeepSpeedEngine(Settings, Engine):
     """An `Engine` with DeepSpeed's getters, setters and older names. Made by `dsjob.deepspeed.initialize`."""
 
+    _more_names = ". docs/explanation/deepspeed-tests.md lists what dsjob has of DeepSpeed"
+
     sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
     client_lr_scheduler: Any = None  # the schedule, or the callable that made it, that a program gave to `initialize`
     mpu: Any = None  # what a program gave to `initialize` to divide the ranks
