@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("storage", "planning"),
     ("run_folder", "document"),
     ("config", "importing", "trust"),
+    ("torch_private",),
     ("ranks",),
     ("compute", "data"),
     ("optim", "checkpointing"),
@@ -37,7 +38,7 @@ INNER = {
     "checkpoint": ("format", "root", "pretrained", "other", "live", "offline"),
 }
 # Torch takes seconds to import: what starts or reads a job without training it does without.
-WITHOUT_TORCH = {room for room, floor in FLOOR_OF.items() if floor < FLOOR_OF["ranks"]} | {
+WITHOUT_TORCH = {room for room, floor in FLOOR_OF.items() if floor < FLOOR_OF["torch_private"]} | {
     "cli",
     "front",
     "__main__",
@@ -256,7 +257,7 @@ def test_every_home_in_the_table_is_lived_in(package: str) -> None:
     assert empty == set()
 
 
-def test_torch_starts_with_the_ranks() -> None:
+def test_torch_starts_with_its_private_names() -> None:
     """Commands and the launcher import it late, inside functions."""
     wrong = [
         str(found)

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._pytree import tree_map
+
+from dsjob.torch_private import is_functorch_wrapped_tensor, tree_map
 
 _engine_drives = False  # a global, because autograd may run hooks in other threads; only one backward pass runs at once
 

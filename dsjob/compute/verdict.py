@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dsjob.torch_private import can_skip_on_device
+
 _decided: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # optimizers that can, and their groups at that time
 
 
@@ -30,7 +32,7 @@ def can_decide(optimizer: Optimizer) -> bool:
 
     Not before SGD has created its momentum buffers: if the step that creates them is skipped, they stay uninitialised.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not can_skip_on_device(optimizer):
         return False
     groups, state = optimizer.param_groups, optimizer.state
     found = [(len(group["params"]), bool(group.get("momentum"))) for group in groups], len(state)

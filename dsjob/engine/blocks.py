@@ -24,6 +24,7 @@ from dsjob.compute.activation.recompute import Recomputed
 from dsjob.compute.find_blocks import find_blocks
 from dsjob.contract.spec import Compile, EngineSpec
 from dsjob.errors import ContractError
+from dsjob.torch_private import COMPILER_LOG, LIMIT_REACHED, raise_recompile_limit
 
 _FOR_ONE = 8  # torch's own recompile_limit
 
@@ -69,13 +70,12 @@ class Compiled:
     def __init__(self, forward: Callable[..., Any], spec: Compile) -> None:
         self.forward, self.spec = forward, spec
         mode = spec.mode if spec.mode != "default" else None
-        try:
-            self._compiled = torch.compile(
-                forward, backend=spec.backend, mode=mode, fullgraph=spec.fullgraph, dynamic=spec.dynamic
-            )
-        except torch._dynamo.exc.InvalidBackend as error:
-            known = ", ".join(torch._dynamo.list_backends())
-            raise ContractError(f"compile.backend: torch has no {spec.backend}", hint=f"known are {known}") from error
+        if spec.backend not in torch.compiler.list_backends(()):  # also those for debugging
+            known = ", ".join(torch.compiler.list_backends())
+            raise ContractError(f"compile.backend: torch has no {spec.backend}", hint=f"known are {known}")
+        self._compiled = torch.compile(
+            forward, backend=spec.backend, mode=mode, fullgraph=spec.fullgraph, dynamic=spec.dynamic
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
@@ -89,17 +89,14 @@ def _expect_compilations(blocks: int) -> None:
 
     Blocks that differ in an integer (`layer_idx`) are compiled one by one, and torch stops after eight.
     """
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, _FOR_ONE * blocks)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
-    log = logging.getLogger("torch._dynamo.convert_frame")
-    if _tell_of_the_limit not in log.filters:
-        log.addFilter(_tell_of_the_limit)
+    raise_recompile_limit(_FOR_ONE * blocks)
+    if _tell_of_the_limit not in COMPILER_LOG.filters:
+        COMPILER_LOG.addFilter(_tell_of_the_limit)
 
 
 def _tell_of_the_limit(record: logging.LogRecord) -> bool:
     """Puts torch's message that it compiles a function no more into the words of a job document."""
-    if "torch._dynamo hit config." not in str(record.msg) or not isinstance(record.args, tuple):
+    if LIMIT_REACHED not in str(record.msg) or not isinstance(record.args, tuple):
         return True
     _, limit, function, reason, *_ = record.args
     warnings.warn(

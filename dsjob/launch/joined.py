@@ -13,8 +13,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
 
-from torch.distributed.distributed_c10d import _get_default_store
-
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LostRankError, Preempted
 from dsjob.launch.launcher import telling_what_is_kept
@@ -34,6 +32,7 @@ from dsjob.ranks.watchdog import (
     record_collectives,
 )
 from dsjob.run_folder import make_run_dir, read_result
+from dsjob.torch_private import get_store
 from dsjob.training.job import run_job
 from dsjob.trust.frames import drop_path
 from dsjob.trust.grant import Trust
@@ -57,7 +56,7 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
     if world.everyone.size == 1:
         return _run(job, world, trust, run_dir)
     position.begin()
-    board = StoreBoard(_get_default_store(), world.everyone.rank, world.everyone.size)
+    board = StoreBoard(get_store(), world.everyone.rank, world.everyone.size)
     watchdog = Watchdog(board, rank=world.everyone.rank, timeout=options.timeout)
     try:
         return _run(job, world, trust, run_dir)

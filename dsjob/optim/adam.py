@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsjob.optim.partwise import move_averages, own_gradients
 from dsjob.optim.shards import local
+from dsjob.torch_private import init_group
 
 
 class DeepSpeedAdam(torch.optim.Adam):
@@ -41,7 +42,7 @@ class DeepSpeedAdam(torch.optim.Adam):
         """Collects the tensors that torch's step updates. Updates a group without bias correction itself, and then
         collects nothing."""
         if group.get("bias_correction", True):  # old checkpoints do not have this key
-            return super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+            return init_group(self, group, *lists)
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:
             self._move_uncorrected(parameters, group)

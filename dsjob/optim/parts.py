@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dsjob.optim.lion import Lion
+from dsjob.torch_private import has_step_hooks
 
 # A step of these updates each parameter with a gradient independently, and does nothing else.
 _SEPARATE = (
@@ -37,13 +37,7 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     # So may a `step` that replaces the method on this instance; but a schedule's wrapper only counts calls.
     step = vars(optimizer).get("step")
     own = own and (step is None or getattr(step, "__wrapped__", None) is kind.step)
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-    )
-    return own and isinstance(optimizer, _SEPARATE) and not any(hooks)
+    return own and isinstance(optimizer, _SEPARATE) and not has_step_hooks(optimizer)
 
 
 def step_in_parts(optimizer: Optimizer, parts: Sequence[Sequence[Tensor]], done: Callable[[int], None]) -> None:

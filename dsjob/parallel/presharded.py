@@ -20,6 +20,7 @@ from dsjob.compute.find_blocks import is_external, mark_external
 from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import copy_marks
+from dsjob.torch_private import change_tensors, own_parameters
 
 
 class ShardStatus(Enum):
@@ -51,7 +52,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | N
     """
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
     for owner in module.modules():
-        for name, parameter in list(owner._parameters.items()):
+        for name, parameter in list(own_parameters(owner).items()):
             if parameter is None or isinstance(parameter, DTensor) or is_unshardable(parameter) or parameter.is_meta:
                 continue
             if id(parameter) not in made:
@@ -59,7 +60,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | N
                 value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
                 made[id(parameter)] = _replace(parameter, distribute_tensor(value, mesh, [Shard(0)]))
                 announce(made[id(parameter)])
-            owner._parameters[name] = made[id(parameter)]
+            own_parameters(owner)[name] = made[id(parameter)]
 
 
 def lay_aside(model: nn.Module) -> dict[str, DTensor]:
@@ -67,14 +68,14 @@ def lay_aside(model: nn.Module) -> dict[str, DTensor]:
     placed: dict[str, DTensor] = {}
     made: dict[int, nn.Parameter] = {}
     for prefix, owner in model.named_modules():
-        for name, parameter in list(owner._parameters.items()):
+        for name, parameter in list(own_parameters(owner).items()):
             if not isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in made:
                 placed[f"{prefix}.{name}" if prefix else name] = parameter
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 made[id(parameter)] = _replace(parameter, empty)
-            owner._parameters[name] = made[id(parameter)]
+            own_parameters(owner)[name] = made[id(parameter)]
     return placed
 
 
@@ -87,7 +88,7 @@ def write_back(model: nn.Module, placed: dict[str, DTensor], device: torch.devic
     def materialise(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-    model._apply(materialise)  # type: ignore[no-untyped-call]
+    change_tensors(model, materialise)
     parameters = dict(model.named_parameters())
     for name in list(placed):
         cast(DTensor, parameters[name].data).to_local().copy_(placed.pop(name).to_local())
@@ -108,12 +109,12 @@ def make_whole(model: nn.Module) -> None:
     """Replaces sharded parameters by whole ones, for a replicated model."""
     for name, shard in lay_aside(model).items():
         path, _, leaf = name.rpartition(".")
-        empty = model.get_submodule(path)._parameters[leaf]
+        empty = own_parameters(model.get_submodule(path))[leaf]
         whole = _replace(shard, shard.full_tensor().detach())
         for owner in model.modules():
-            for key, parameter in list(owner._parameters.items()):
+            for key, parameter in list(own_parameters(owner).items()):
                 if parameter is empty:
-                    owner._parameters[key] = whole
+                    own_parameters(owner)[key] = whole
 
 
 def _replace(parameter: Tensor, value: Tensor) -> nn.Parameter:

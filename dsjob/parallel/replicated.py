@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dsjob.compute.autocast import marked_dtype
 from dsjob.compute.precision import Precision, cast_floats
@@ -27,6 +26,7 @@ from dsjob.parallel.presharded import make_whole, require_shards
 from dsjob.parallel.statistics import keep_statistics_wide
 from dsjob.parallel.strategy import Strategy, align, mark_safe, widen
 from dsjob.ranks.mesh import World
+from dsjob.torch_private import keep_outputs, tree_flatten, tree_unflatten
 
 
 class Replicated(Strategy):
@@ -34,7 +34,7 @@ class Replicated(Strategy):
     masters."""
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
-        super().__init__(model, world)
+        super().__init__(model, world, precision)
         require_shards(model, world)
         make_whole(model)
         self.module = model.to(world.device)
@@ -86,7 +86,7 @@ class Replicated(Strategy):
             )
             # To allow parameters without gradient, DDP adds an autograd node after all outputs. It copies the outputs
             # there, so that programs may change them in place. `_give_out` makes the copies unnecessary.
-            self._ddp._set_ddp_sink_clone(False)
+            keep_outputs(self._ddp)
             if precision.autocast is not None:
                 self._ddp.register_comm_hook(self._how, _reduce_each)
             elif precision.reduce != precision.compute or before != world.data_size:
@@ -143,7 +143,7 @@ class Replicated(Strategy):
                 copy_back()
         self._armed, self._by_hand = True, False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._dtype != torch.float32:
             args, kwargs = cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
         # Without gradients DDP has nothing to do, and it would wait for buffers of ranks that do not evaluate.

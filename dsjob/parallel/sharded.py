@@ -22,8 +22,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _broadcast_coalesced
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
@@ -39,10 +37,11 @@ from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.pairs import HOST
 from dsjob.parallel.presharded import announce, is_unshardable, lay_aside, make_whole, require_shards, write_back
 from dsjob.parallel.statistics import keep_statistics_wide
-from dsjob.parallel.strategy import Strategy, align, mark_safe, widen
+from dsjob.parallel.strategy import Strategy, align, broadcast, mark_safe, widen
 from dsjob.parallel.unsharded import Unsharded
 from dsjob.parallel.whole_state import show_whole_state
 from dsjob.ranks.mesh import World
+from dsjob.torch_private import change_tensors, find_gathered, list_sharded, look_again_at_dtypes, name_of
 
 
 class Sharded(Strategy):
@@ -53,7 +52,7 @@ class Sharded(Strategy):
         _refuse_groups(zero, world)
         if zero.mics_shard_size > 0:
             world = dataclasses.replace(world, copies=world.data_size // zero.mics_shard_size)
-        super().__init__(model, world)
+        super().__init__(model, world, precision)
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
@@ -100,7 +99,7 @@ class Sharded(Strategy):
             use_cores(world.device)
         self._set_masters(zero, precision, left)
         # Whether each parameter is trained, when its sharded and its gathered tensor last agreed on it.
-        known = (parameter for unit in self._units() for parameter in _list_fsdp_parameters(unit))
+        known = (parameter for unit in self._units() for parameter in list_sharded(unit))
         self._trained = {parameter: bool(parameter.sharded_param.requires_grad) for parameter in known}
         self._all = dict(model.named_parameters())
         for parameter in self._all.values():
@@ -144,9 +143,7 @@ class Sharded(Strategy):
         if self._buffers_differ and self._has_buffers:
             # Like DDP, start each step with rank 0's buffers, so that a checkpoint is valid for all ranks. List them
             # each time, because a model may have replaced them.
-            _broadcast_coalesced(
-                self.world.data_group or _get_default_group(), list(self.module.buffers()), 25 << 20, 0
-            )
+            broadcast(list(self.module.buffers()), self.world)
             self._buffers_differ = False
         # Setting the flags visits every unit, which costs more than the step of a small model. Most calls change
         # nothing.
@@ -167,7 +164,8 @@ class Sharded(Strategy):
         thawed = False
         for parameter, trained in self._trained.items():
             sharded = parameter.sharded_param
-            gathered = getattr(parameter, "_unsharded_param", sharded)
+            gathered = find_gathered(parameter)
+            gathered = sharded if gathered is None else gathered
             if trained != sharded.requires_grad or trained != gathered.requires_grad:
                 self._trained[parameter] = not trained
                 sharded.requires_grad_(not trained)
@@ -175,12 +173,11 @@ class Sharded(Strategy):
                 thawed = thawed or not trained
         if thawed:
             for unit in self._units():
-                for group in _list_groups(unit):
-                    group._init_mp_dtypes()  # FSDP2 otherwise does this only once, for the parameters trained then
+                look_again_at_dtypes(unit)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        waiting = [p for unit in self._units() for p in _list_fsdp_parameters(unit) if _own_gradient(p) is not None]
+        waiting = [p for unit in self._units() for p in list_sharded(unit) if _own_gradient(p) is not None]
         for parameter in waiting:  # in the same order on every rank
             gradient = cast(Tensor, _own_gradient(parameter))
             # [whole shape] on each rank. Dividing before the sum keeps fp16 from overflowing in it.
@@ -194,8 +191,7 @@ class Sharded(Strategy):
             before = parameter.sharded_param.grad
             parameter.sharded_param.grad = share if before is None else before + share
             # FSDP2 would otherwise reduce the same gradient again in the next backward pass.
-            parameter.unsharded_accumulated_grad = None
-            parameter._unsharded_param.grad = None
+            _drop_own_gradient(parameter)
         self._unsharded.reduce()
 
     def end_backward(self) -> None:
@@ -204,11 +200,8 @@ class Sharded(Strategy):
     def own_gradient(self, name: str) -> Tensor | None:
         if name in self._unsharded.masters:
             return self._unsharded.own_gradient(name)
-        known = (p for unit in self._units() for p in _list_fsdp_parameters(unit) if p._param_fqn == name)
+        known = (p for unit in self._units() for p in list_sharded(unit) if name_of(p) == name)
         return next(map(_own_gradient, known), None)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
     def finish_step(self) -> None:
         super().finish_step()
@@ -223,10 +216,8 @@ class Sharded(Strategy):
         super().drop_gradients()
         for unit in self._units():
             # Micro steps before the boundary may have left parameters gathered, and sums in a wider dtype beside them.
-            for parameter in _list_fsdp_parameters(unit):
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+            for parameter in list_sharded(unit):
+                _drop_own_gradient(parameter)
             unit.reshard()
         self._unsharded.drop_gradients()
         super().drop_gradients()
@@ -292,26 +283,22 @@ def _prefetch(blocks: list[nn.Module], bucket: int, live: int | None) -> None:
 def _cast(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
     """Casts sharded parameters, in place. FSDP2 reads their dtype again when the first forward pass begins."""
     chosen = {id(parameter) for parameter in parameters}
-    model._apply(lambda tensor: tensor.to(dtype) if id(tensor) in chosen else tensor)  # type: ignore[no-untyped-call]
-
-
-def _list_groups(unit: FSDPModule) -> list[Any]:
-    state: Any = unit._get_fsdp_state()
-    # A single group before torch 2.13, a list of groups since.
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def _list_fsdp_parameters(unit: FSDPModule) -> list[Any]:
-    return [parameter for group in _list_groups(unit) for parameter in group.fsdp_params]
+    change_tensors(model, lambda tensor: tensor.to(dtype) if id(tensor) in chosen else tensor)
 
 
 def _own_gradient(parameter: Any) -> Tensor | None:
     """This rank's whole unreduced gradient, accumulated by backward passes without synchronisation."""
     if parameter.unsharded_accumulated_grad is not None:
         return cast(Tensor, parameter.unsharded_accumulated_grad)
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    return unsharded.grad if unsharded is not None else None
+    gathered = find_gathered(parameter)
+    return gathered.grad if gathered is not None else None
+
+
+def _drop_own_gradient(parameter: Any) -> None:
+    parameter.unsharded_accumulated_grad = None
+    gathered = find_gathered(parameter)
+    if gathered is not None:
+        gathered.grad = None
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from dsjob.torch_private import NormBase, copy_with_parameters
 
 
 def keep_statistics_wide(model: nn.Module) -> None:
@@ -17,15 +16,14 @@ def keep_statistics_wide(model: nn.Module) -> None:
     weights to have the same dtype.
     """
     for module in model.modules():
-        if not isinstance(module, _NormBase) or module.running_mean is None or module.running_var is None:
+        if not isinstance(module, NormBase) or module.running_mean is None or module.running_var is None:
             continue
         module.running_mean, module.running_var = module.running_mean.float(), module.running_var.float()
         module.forward = partial(_forward_in_fp32, module)  # deepcopy also copies the module inside a partial
 
 
-def _forward_in_fp32(module: _NormBase, inputs: Tensor) -> Tensor:
+def _forward_in_fp32(module: NormBase, inputs: Tensor) -> Tensor:
     # A shallow copy that shares buffers. Gradients flow through the cast to the original (or gathered) parameters.
-    wide: Any = copy.copy(module)
-    wide._parameters = {name: p.float() if p is not None else None for name, p in module._parameters.items()}
+    wide = copy_with_parameters(module, Tensor.float)
     outputs: Tensor = type(module).forward(wide, inputs.float())
     return outputs.to(inputs.dtype)

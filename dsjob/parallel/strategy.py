@@ -6,19 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _broadcast_coalesced
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from dsjob.compute.autocast import find_safe_modules, mark
+from dsjob.compute.autocast import cast_operators, find_safe_modules, mark
 from dsjob.compute.precision import Precision
 from dsjob.optim.onebit.own_gradients import unite_norms
 from dsjob.optim.shards import local
@@ -26,8 +24,18 @@ from dsjob.parallel.masters import Masters
 from dsjob.parallel.norms import total_norm
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import find_counted_elsewhere
+from dsjob.torch_private import change_tensors
 
 _SENT_AT_ONCE = 64 << 20  # bytes
+_SENT_ALONE = 1 << 20
+
+
+class MicroBatch(NamedTuple):
+    """What the model is called with in one micro step, and what its loss is computed from besides the outputs."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any = None
 
 
 class Strategy:
@@ -37,7 +45,8 @@ class Strategy:
     2. `masters`, to build the optimizer over: fp32 weights by name, tied ones once, frozen ones left out
     for each micro step
     3. `start_micro_step(boundary, sync)` before a forward pass that will be differentiated
-    4. `forward(...)`, then the loss's own backward; several times perhaps
+    4. `forward(...)`, then the loss's own backward; several times perhaps; at the boundary `end_backward()`
+       (or `run_step(...)`, which does 3 and 4 for all micro steps of an optimizer step)
     at the boundary
     5. `reduce_gradients()`: reduces what backward passes have not; then `finish_gradients()`: the masters' `.grad` is
        the mean over all ranks (each rank's own if the optimizer `wants_own_gradients`)
@@ -49,12 +58,14 @@ class Strategy:
 
     module: nn.Module
     masters: dict[str, nn.Parameter]
+    autocast: torch.dtype | None  # the dtype of operators in forward passes; None: that of their operands
     copies: Masters | None = None  # if masters are not parameters of the model
     optimizer: Optimizer | None = None  # the engine's; None until it is built
     gradient_factor: int = 1  # a step multiplies reduced gradients by it: the number of ranks to get their sum
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, precision: Precision) -> None:
         self.world = world
+        self.autocast = precision.autocast
         self._counted_elsewhere = find_counted_elsewhere(model, world)  # by name, since sharding replaces parameters
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
@@ -64,8 +75,35 @@ class Strategy:
         """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """The model's output. Under autocast, operators compute in its dtype."""
+        with cast_operators(self.world.device, self.autocast):
+            return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def run_step(self, micro_batches: Sequence[MicroBatch], loss: Callable[[Any, Any], Tensor]) -> list[Tensor]:
+        """Runs all forward and backward passes of one optimizer step: calls 3 and 4 of every micro step.
+
+        A strategy that interleaves the passes, such as a pipeline, overrides it. A collective.
+
+        micro_batches: this rank's, one per micro step, in the order of the data, with their tensors on the device. All
+        ranks have the same number.
+        loss(outputs, target): a scalar to back-propagate, already divided by the number of micro batches, and scaled in
+        fp16. It is called once per micro batch, in order, on the ranks that have the model's outputs. Its errors pass
+        through.
+
+        Returns what `loss` returned, in order: detached scalars on the device, the same on all ranks that hold one
+        model together.
+        """
+        losses = []
+        for number, (args, kwargs, target) in enumerate(micro_batches, 1):
+            self.start_micro_step(number == len(micro_batches))
+            value = loss(self.forward(*args, **kwargs), target)
+            value.backward()  # type: ignore[no-untyped-call]
+            losses.append(value.detach())
+        self.end_backward()
+        return losses
 
     def reduce_gradients(self) -> None:
         """Reduces gradients that backward passes have not reduced, if there are any. A collective."""
@@ -159,7 +197,7 @@ class Strategy:
 
     def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replaces every parameter, gradient, buffer and master by `move(tensor)`."""
-        self.module._apply(move)  # type: ignore[no-untyped-call]
+        change_tensors(self.module, move)
         if self.copies is not None:
             self.copies.move(move)
 
@@ -190,6 +228,23 @@ def _divide(gradients: list[Tensor], divisor: Tensor) -> None:
 
 
 @torch.no_grad()
+def broadcast(tensors: list[Tensor], world: World) -> None:
+    """Overwrites tensors on `world.device` with the first data-parallel rank's. Small ones are sent in one message."""
+    together: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        # Copying a large tensor into a buffer and back would need memory, and take longer than a message.
+        if tensor.nbytes >= _SENT_ALONE and tensor.is_contiguous():
+            dist.broadcast(tensor, group=world.data_group, group_src=0)
+        else:
+            together.setdefault(tensor.dtype, []).append(tensor)
+    for same in together.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(flat, group=world.data_group, group_src=0)
+        parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in same])
+        torch._foreach_copy_(same, [part.view_as(tensor) for part, tensor in zip(parts, same, strict=True)])
+
+
+@torch.no_grad()
 def align(model: nn.Module, world: World) -> None:
     """Broadcasts the first data-parallel rank's parameters and buffers. Otherwise, ranks would train different
     models."""
@@ -211,7 +266,7 @@ def _send(tensors: list[Tensor], world: World) -> None:
     """Broadcasts the first rank's values into tensors, which may be on the host and have any layout."""
     sent = [tensor.to(world.device).contiguous() for tensor in tensors]
     if sent:
-        _broadcast_coalesced(world.data_group or _get_default_group(), sent, _SENT_AT_ONCE, 0)
+        broadcast(sent, world)
     for tensor, values in zip(tensors, sent, strict=True):
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)

@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils._pytree import tree_map
 
 from dsjob.compute.find_blocks import find_by_name, find_by_suffix, find_of_classes, is_leaf, mark_external, mark_leaf
 from dsjob.errors import UsageError
@@ -35,6 +34,7 @@ from dsjob.parallel.presharded import ShardStatus, announce, shard_parameters
 from dsjob.ranks.mesh import World, join_world
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.rendezvous import init_distributed
+from dsjob.torch_private import replace_apply, tree_map
 
 
 class Init:
@@ -140,7 +140,6 @@ def _apply_to_whole(group: dist.ProcessGroup | None) -> Iterator[None]:
 
     group: the ranks that have the same parameters; None for all.
     """
-    original = nn.Module.apply
 
     def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
         for child in self.children():
@@ -152,11 +151,8 @@ def _apply_to_whole(group: dist.ProcessGroup | None) -> Iterator[None]:
             fn(self)
         return self
 
-    nn.Module.apply = apply  # type: ignore[assignment,method-assign]
-    try:
+    with replace_apply(apply):
         yield
-    finally:
-        nn.Module.apply = original  # type: ignore[method-assign]
 
 
 class _Gathered(DTensor):

@@ -11,10 +11,10 @@ from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
 
 from dsjob.errors import CheckpointError, DsjobError
 from dsjob.ranks.mesh import Ranks
+from dsjob.torch_private import make_group_of_hosts
 
 T = TypeVar("T")
 _of_hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # gloo groups, by NCCL group
@@ -89,23 +89,8 @@ def _find_group(ranks: Ranks) -> dist.ProcessGroup:
     if "cpu:" in dist.get_backend_config(group):
         return group
     if group not in _of_hosts:
-        _of_hosts[group] = _make_group_of_hosts(group, timedelta(seconds=ranks.timeout))
+        _of_hosts[group] = make_group_of_hosts(group, timedelta(seconds=ranks.timeout))
     return _of_hosts[group]
-
-
-def _make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, with a name derived from that of `group`.
-
-    Only these ranks create it. `dist.new_group` would derive the name from the number of groups that a rank is in,
-    which may differ: ranks with different names would wait for each other for ever.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    name: Any = f"{group.group_name}/hosts"
-    made, _ = _new_process_group_helper(
-        len(ranks), group.rank(), ranks, "gloo", _get_default_store(), name, timeout=timeout
-    )
-    _world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
-    return cast(dist.ProcessGroup, made)
 
 
 def _try(rank: int, action: Callable[[], T]) -> tuple[T | None, DsjobError | None]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dsjob.torch_private import make_group_of_one
 
 
 class Axes(NamedTuple):
@@ -53,22 +55,7 @@ def build_mesh(
         known = {name: made.get_group(name) for name in missing}
     assert known.keys() == missing.keys()
     places = torch.tensor(ranks or range(math.prod(axes)), dtype=torch.int).view(axes)
-    alone = _find_alone()
-    listed = [known.get(name, alone) for name in axes._fields]
+    # Nothing should communicate along an axis of size 1: see `make_group_of_one`.
+    alone = dist.group.WORLD if dist.get_world_size() == 1 else make_group_of_one()
+    listed: list[Any] = [known.get(name, alone) for name in axes._fields]
     return DeviceMesh.from_group(listed, device_type, mesh=places, mesh_dim_names=axes._fields)
-
-
-def _find_alone() -> dist.ProcessGroup:
-    """A group of this rank alone. In a larger job torch's "fake" one, which has neither a connection nor a thread.
-
-    Its collectives leave or copy their input, as is right for one rank. On torch 2.11 `reduce_scatter` and `all_to_all`
-    do not write to their output at all, so nothing should communicate along an axis of size 1.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    if world.size() == 1:
-        return world
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
-
-    made: dist.ProcessGroup = dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True)
-    return made

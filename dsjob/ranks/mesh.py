@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 
 from dsjob.errors import LaunchError
 from dsjob.ranks.axes import Axes, build_mesh
 from dsjob.ranks.meeting import STORE_VARIABLE, open_store
+from dsjob.torch_private import list_process_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def abandon_world() -> None:
     """Drops the process group of a run that has failed, if there is one: other ranks that wait in it get an error."""
     _meshes.clear()
     if dist.is_initialized():
-        for group in list(_world.pg_map):
+        for group in list_process_groups():
             group.abort()
         dist.destroy_process_group()
         gc.collect()  # an engine, which refers to itself, may hold connections

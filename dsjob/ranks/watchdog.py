@@ -20,7 +20,6 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed import Store
-from torch.distributed.distributed_c10d import _world
 
 from dsjob.errors import LostRankError
 from dsjob.ranks import patience
@@ -34,6 +33,7 @@ from dsjob.ranks.stalls import (
     name_beat,
     name_stack,
 )
+from dsjob.torch_private import count_collectives, list_process_groups
 
 OBSERVERS = 4  # only the first ranks search for a late one, since reading all beats takes a message per rank
 _PERIOD = 0.5  # seconds between checks
@@ -273,9 +273,9 @@ def read_beat() -> Beat:
     entered = 0
     # Sequence numbers count the collectives entered, whether or not they have finished.
     if dist.is_initialized():
-        for group in list(_world.pg_map):
+        for group in list_process_groups():
             try:
-                entered += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                entered += count_collectives(group)
             except RuntimeError:  # a backend without sequence numbers, or a group that is being destroyed
                 continue
     return Beat(position.step, position.micro_steps, entered, position.doing, time.time())

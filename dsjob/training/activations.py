@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsjob.compute.activation.recompute import is_costly
 from dsjob.compute.calls import call_model, find_loss
@@ -20,6 +17,7 @@ from dsjob.compute.find_blocks import find_blocks
 from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.spec import ActivationCheckpointing, JobSpec
 from dsjob.planning.report import Activations
+from dsjob.torch_private import FakeTensorMode, TorchDispatchMode, address_of, tree_leaves, tree_map_only
 from dsjob.training.build import build_loss
 from dsjob.trust.grant import Trust
 
@@ -98,7 +96,7 @@ class _Saved:
     _block: int = 0
 
     def __post_init__(self) -> None:
-        self._skipped = {t.untyped_storage()._cdata for t in self.known if isinstance(t, Tensor)}
+        self._skipped = {address_of(t) for t in self.known if isinstance(t, Tensor)}
         # Only blocks that are computed again are told from the rest.
         self._blocks = find_blocks(self.model, sharing=True)[:: self.section.interval]
 
@@ -147,12 +145,11 @@ class _Saved:
             self.results |= {address for leaf in leaves if (address := self._note(leaf)) is not None}
 
     def _note(self, tensor: Tensor) -> int | None:
-        storage = tensor.untyped_storage()
-        address: int = storage._cdata
+        address = address_of(tensor)
         if address in self._skipped:
             return None
         self._alive.append(tensor)
-        self.sizes[address] = storage.nbytes()
+        self.sizes[address] = tensor.untyped_storage().nbytes()
         return address
 
     def count(self) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from dsjob.errors import ContractError
+from dsjob.torch_private import tree_map_only
 
 _LABELS = ("labels", "label", "targets", "target", "y")
 

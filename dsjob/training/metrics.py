@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from dsjob.compute.calls import to_scalar
 from dsjob.data import to_device
@@ -23,6 +22,7 @@ from dsjob.errors import ContractError, DsjobError, MetricError
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_rank_0
 from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
+from dsjob.torch_private import tree_map_only
 from dsjob.training.metric_inputs import Inputs, Seen
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 

@@ -21,7 +21,10 @@ from dsjob.ranks.mesh import World, join_world
 from dsjob.ranks.mpu import divide
 
 NAMES = ("pipe", "replicate", "shard", "context", "tensor")
-LIBRARIES = [None, pytest.param("simulated", marks=pytest.mark.skipif(find_obstacle() is not None, reason="no g++"))]
+LIBRARIES = [
+    None,
+    pytest.param("simulated", marks=pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or "")),
+]
 
 
 def count_communicators() -> int:

@@ -25,6 +25,7 @@ from dsjob.compute.loss_scale import LossScaler
 from dsjob.errors import CheckpointError
 from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.onebit.own_gradients import count_ranks, list_own_state
+from dsjob.torch_private import list_saved_buffers
 
 BY_RANK = "@rank"
 _ELSEWHERE = "dsjob run FOLDER/resolved.json output.dir=OTHER_FOLDER checkpoint.resume=FOLDER/, with your changes"
@@ -234,8 +235,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     wanted = {
         f"{prefix}.{name}" if prefix else name
         for prefix, owner in module.named_modules()
-        for name in owner._buffers
-        if name not in owner._non_persistent_buffers_set
+        for name in list_saved_buffers(owner)
     }
     return {name: buffer for name, buffer in module.named_buffers() if name in wanted}
 

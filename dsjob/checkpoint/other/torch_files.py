@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.dtypes import NAMES
 from dsjob.errors import CheckpointError
+from dsjob.torch_private import position_in_file
 
 MAX_VALUES, MAX_NESTED = 50_000_000, 100  # per pickle; a shared object counts each time it is referred to
 MAX_PICKLE, MAX_DIRECTORY, MAX_MEMBERS = 256 << 20, 256 << 20, 1 << 20
@@ -120,7 +121,7 @@ class TorchFile:
                 hint="call .contiguous() on the weights before saving them",
             )
         storage = tensor.untyped_storage()
-        position = getattr(storage, "_checkpoint_offset", None)
+        position = position_in_file(tensor)
         member = self.members.get(position) if position is not None else None
         start, end = (n * tensor.itemsize for n in (tensor.storage_offset(), tensor.storage_offset() + tensor.numel()))
         if member is None or storage.nbytes() != member.size or end > member.size:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dsjob.compute.activation.rng import TRACKER, go_back_to
 from dsjob.compute.activation.stores import Store
 from dsjob.compute.activation.timing import run_timed
+from dsjob.torch_private import tree_flatten, tree_unflatten
 
 # Matrix products, convolutions and attention: they take most of a block's time, but little of its memory.
 _COSTLY = frozenset(

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dsjob.contract.spec import ActivationCheckpointing
+from dsjob.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 LOG = logging.getLogger("dsjob.checkpointing")
 

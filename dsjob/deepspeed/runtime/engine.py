@@ -13,6 +13,7 @@ from dsjob.deepspeed.settings import Settings
 from dsjob.engine.batches import load_batches
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
+from dsjob.torch_private import is_compiled as _is_compiled
 
 
 class DeepSpeedEngine(Settings, Engine):
@@ -33,7 +34,7 @@ class DeepSpeedEngine(Settings, Engine):
     @property
     def is_compiled(self) -> bool:
         """Whether the model, or its blocks, are compiled: by the config, or by `compile` of the model."""
-        return self.spec.compile.enabled or self.module._compiled_call_impl is not None
+        return self.spec.compile.enabled or _is_compiled(self.module)
 
     @property
     def micro_steps(self) -> int:

@@ -25,6 +25,7 @@ def init_autocast_params(engine: Engine, dtype: torch.dtype, safe_modules: Seque
             hint='give it in the config: "torch_autocast": {"enabled": true, "dtype": ...}',
         )
     engine.precision = dataclasses.replace(engine.precision, autocast=dtype, safe=safe_modules)
+    engine.strategy.autocast = dtype
     for module in find_safe_modules(engine.module, safe_modules):
         for parameter in module.parameters():
             mark(parameter, dtype)

@@ -1,0 +1,244 @@
+"""Every private name of torch that dsjob uses, and why no public one does.
+
+Checked on torch 2.11.0 and 2.13.0. A new version of torch may rename any of them: `tests/test_torch_private.py` checks
+each on the torch that is installed, and fails where another module of dsjob uses a private name. `torch._foreach_*` is
+used everywhere: torch documents it ("Foreach Operations").
+`dsjob/checkpoint/format/zero_to_fp32.py` stands alone and uses no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _new_process_group_helper,
+    _world,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# torch.utils._pytree: walks nested lists, tuples and dicts. torch's documentation names it, but it has no public name.
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# is_functorch_wrapped_tensor: whether torch.func differentiates a tensor. torch.func has no question for it.
+# FakeTensorMode, TorchDispatchMode: run a model on tensors without memory, and see each operator. Described in torch's
+# documentation under these names only.
+
+# What batch and instance norms have in common: running statistics, and how they are used. The public classes
+# (nn.BatchNorm1d, ...) leave out those that programs derive from it.
+NormBase = _NormBase
+
+
+# --- torch.distributed
+
+
+def list_process_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this process is in. torch.distributed gives out the default one alone (group.WORLD)."""
+    return list(_world.pg_map)
+
+
+def count_collectives(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has entered in `group`. There is no public counter.
+
+    Raises RuntimeError for a backend that does not count, and for a group that is being left.
+    """
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def get_store() -> Store:
+    """The store that the ranks met at. `init_process_group` takes one, and nothing public gives it back."""
+    return _get_default_store()
+
+
+def make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of the ranks of `group`, whose name follows from that of `group`. Only these ranks make it.
+
+    `dist.new_group` with use_local_synchronization would name it by how many groups a rank is in, which may differ:
+    ranks with other names wait for one another in vain.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    name: Any = f"{group.group_name}/hosts"
+    made, _ = _new_process_group_helper(len(ranks), group.rank(), ranks, "gloo", get_store(), name, timeout=timeout)
+    _world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, made)
+
+
+def make_group_of_one() -> dist.ProcessGroup:
+    """A group of this rank alone, without connection or thread: torch's "fake" backend, which has to be registered.
+
+    Its collectives leave or copy their input, as is right for one rank. On torch 2.11 `reduce_scatter` and `all_to_all`
+    do not write to their output, so nothing should communicate in it. A public backend would open a socket.
+    """
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers it)
+
+    made: dist.ProcessGroup = dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True)
+    return made
+
+
+def keep_outputs(ddp: DistributedDataParallel) -> None:
+    """Keeps DDP from copying outputs behind the node that it puts there for parameters without gradient.
+
+    There is no public switch.
+    """
+    ddp._set_ddp_sink_clone(False)
+
+
+# --- FSDP2. What a unit (a module after `fully_shard`) holds is not public at all: `FSDPParam` is the class of what
+# `list_sharded` gives. dsjob uses its `sharded_param`, `unsharded_accumulated_grad`, `offload_to_cpu` and
+# `to_sharded_dtensor`.
+
+
+def list_sharded(unit: FSDPModule) -> list[Any]:
+    """The FSDPParam of each parameter that `unit` itself has sharded."""
+    return [parameter for group in _list_groups(unit) for parameter in group.fsdp_params]
+
+
+def look_again_at_dtypes(unit: FSDPModule) -> None:
+    """Has a unit find the dtypes of its trained parameters anew: it looks but once, at those that are trained then."""
+    for group in _list_groups(unit):
+        group._init_mp_dtypes()
+
+
+def find_gathered(parameter: Any) -> nn.Parameter | None:
+    """The whole tensor that an FSDPParam shows to the model between gathering and freeing; None before the first."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def name_of(parameter: Any) -> str | None:
+    """The name of an FSDPParam in the model that was sharded last, as a whole; None before the first forward pass."""
+    return cast("str | None", parameter._param_fqn)
+
+
+def _list_groups(unit: FSDPModule) -> list[Any]:
+    state: Any = unit._get_fsdp_state()
+    # A list of groups since torch 2.13; before, one group or None.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+# --- torch.nn
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's own parameters, or None, by name: the dict itself, to put others in their place.
+
+    `setattr` and `register_parameter` would call the hooks that zero.Init registers.
+    """
+    return module._parameters
+
+
+def copy_with_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A shallow copy that shares the module's buffers, and has `change(parameter)` in place of its own parameters.
+
+    `torch.func.functional_call` would call the `forward` that the module was given in place of its class's.
+    """
+    made = copy.copy(module)
+    made._parameters = {n: p if p is None else change(p) for n, p in module._parameters.items()}  # type: ignore[misc]
+    return made
+
+
+def list_saved_buffers(module: nn.Module) -> list[str]:
+    """Names of the module's own buffers that its state dict has. `state_dict()` itself would gather what is sharded."""
+    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+
+
+def change_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Puts `change(tensor)` in the place of each parameter, its gradient, and each buffer.
+
+    As `Module.to` does, which takes a device or dtype, but no function.
+    """
+    model._apply(change)  # type: ignore[no-untyped-call]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+@contextmanager
+def replace_apply(apply: Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module]) -> Iterator[None]:
+    """While entered, `Module.apply` of all modules is `apply`. The name is public; that it may be replaced is not said.
+
+    Models are initialised by it, and no hook tells which module comes next.
+    """
+    original = nn.Module.apply
+    nn.Module.apply = apply  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.apply = original  # type: ignore[method-assign]
+
+
+# --- torch.optim
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether something is called before or after `step`. Hooks can be registered, but not listed."""
+    return any(
+        (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+    )
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Whether `step` reads `found_inf` on the device, as GradScaler's use of it asks."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def init_group(optimizer: torch.optim.Adam, group: dict[str, Any], *lists: Any) -> Any:
+    """Adam's own `_init_group`, which lists for `step` what a group's step moves; for subclasses that override it.
+
+    The public place to change is `step` as a whole.
+    """
+    return torch.optim.Adam._init_group(optimizer, group, *lists)  # type: ignore[no-untyped-call]
+
+
+# --- storages
+
+
+def address_of(tensor: Tensor) -> int:
+    """What tells a storage from others, also one without memory; `data_ptr()` is 0 for all of those."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def position_in_file(tensor: Tensor) -> int | None:
+    """Where `torch.load(map_location="meta")` found a tensor's storage in its file. It has no other name."""
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+
+
+# --- torch.compile
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Lets torch compile a function at least `limit` times. `torch.compile` takes a limit only since torch 2.13."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, limit)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+
+
+COMPILER_LOG = logging.getLogger("torch._dynamo.convert_frame")
+LIMIT_REACHED = "torch._dynamo hit config."  # begins the message of that logger, once a function is compiled no more
