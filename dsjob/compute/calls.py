@@ -38,7 +38,7 @@ class Loss:
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """Calls the model with a batch: a mapping as keyword arguments, a tuple or list as positional arguments, anything
     else as a single argument."""
-    args, keywords = _spread(batch)
+    args, keywords = spread(batch)
     try:
         return model(*args, **keywords)
     except TypeError as error:
@@ -46,7 +46,8 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
         raise
 
 
-def _spread(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def spread(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The positional and the keyword arguments that a batch is passed as."""
     if isinstance(batch, Mapping):
         return (), batch
     return (batch if isinstance(batch, (tuple, list)) else (batch,)), {}
@@ -56,7 +57,7 @@ def _require_taken(model: Any, batch: Any, error: TypeError) -> None:
     """Raises ContractError if the signature of the model's `forward` does not match the batch."""
     module = getattr(model, "module", model)
     forward = getattr(module, "forward", module)
-    args, keywords = _spread(batch)
+    args, keywords = spread(batch)
     try:
         taken = inspect.signature(forward)
     except (TypeError, ValueError):

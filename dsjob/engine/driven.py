@@ -20,7 +20,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dsjob.checkpoint.live.state import TrainingState, persistent_buffers
 from dsjob.checkpoint.pretrained.configuration import describe_pretrained
+from dsjob.compute.calls import call_model
 from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.deepspeed_keys import ENGINE_SECTIONS
 from dsjob.contract.spec import EngineSpec
@@ -199,6 +200,14 @@ class DrivenEngine(Engine):
         self.holds_gradients = True
         part: Tensor = self.driven.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return part
+
+    def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
+        self._require_whole_step(micro_batches)
+        parts = []
+        for batch in micro_batches:  # DeepSpeed divides, scales and counts by itself
+            parts.append(self.backward(loss(call_model(self, batch), batch)).detach())
+            self.step()
+        return torch.stack(parts).float().sum()
 
     def scale(self, loss: Tensor) -> Tensor:
         """See Engine."""

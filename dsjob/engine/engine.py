@@ -6,7 +6,7 @@ that of `rhythm` and `readings`, saving that of `saving`. `dsjob.deepspeed` adds
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dsjob.compute.autocast import cast_operators
 from dsjob.compute.backward import drive, watch_outputs
+from dsjob.compute.calls import spread
 from dsjob.compute.loss_scale import LossScaler
 from dsjob.compute.precision import Precision
 from dsjob.compute.verdict import Verdict, can_decide
@@ -25,6 +25,7 @@ from dsjob.engine.rhythm import Rhythm
 from dsjob.engine.saving import Saving, find_aliases
 from dsjob.errors import UsageError
 from dsjob.parallel import Strategy, parameters, residence
+from dsjob.parallel.strategy import MicroBatch
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 
@@ -123,8 +124,7 @@ class Engine(Saving):
         # Evaluation passes are no micro steps.
         if torch.is_grad_enabled():
             self.strategy.start_micro_step(self.rhythm.boundary, self._syncs)
-        with cast_operators(self.device, self.precision.autocast):
-            outputs = self.strategy.forward(*args, **kwargs)
+        outputs = self.strategy.forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             return outputs
         if not self.rhythm.managed:
@@ -158,6 +158,43 @@ class Engine(Saving):
         if self.rhythm.boundary and self._syncs:
             self.strategy.end_backward()
         return part
+
+    def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
+        """One optimizer step: all its micro batches through the model and back, then `step`.
+
+        In place of `forward`, `backward` and `step` for each, with the same result; a strategy may order the passes in
+        another way. micro_batches: `rhythm.accumulation` batches on the device, each passed to the model as
+        keywords if it is a mapping, by position if it is a tuple or list, else as one argument. loss(outputs, batch):
+        a scalar, the mean over the micro batch.
+
+        Returns the mean loss over this rank's micro batches, a detached scalar. Raises UsageError in the midst of a
+        step, and for another number of micro batches.
+        """
+        self._require_whole_step(micro_batches)
+        count = len(micro_batches)
+        together = [MicroBatch(*spread(batch), target=batch) for batch in micro_batches]
+        scale = self.loss_scale()
+        with drive():
+            losses = self.strategy.run_step(together, lambda outputs, batch: self.scale(loss(outputs, batch) / count))
+        self.rhythm.passes += count
+        for _ in range(count - 1):  # `step` counts the last one
+            self.rhythm.end_micro_step(stepped=False)
+        self.step()
+        return torch.stack([each.float() for each in losses]).sum() / scale
+
+    def _require_whole_step(self, micro_batches: Sequence[Any]) -> None:
+        """Raises UsageError unless these are all micro batches of a step that has not begun."""
+        self.rhythm.require_managed("run_step()")
+        if self.rhythm.done or self.rhythm.forced is not None or not self._syncs:
+            raise UsageError(
+                "run_step() runs a whole optimizer step, and this one has begun",
+                hint="call it after step() at a boundary, outside no_sync, with the boundary left to the engine",
+            )
+        if len(micro_batches) != self.rhythm.accumulation:
+            raise UsageError(
+                f"run_step() got {len(micro_batches)} micro batches, and a step has {self.rhythm.accumulation}",
+                hint="give one for each micro step: engine.rhythm.accumulation",
+            )
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a backward pass of the caller's own; `loss` itself where there is none."""
