@@ -94,8 +94,21 @@ def compare(world: World) -> dict[str, Any]:
     return found
 
 
+def step_at_once(world: World) -> tuple[list[float], list[float]]:
+    """Losses of three steps of two micro batches, by `forward`, `backward` and `step`, and by `run_step`."""
+    usual = train_engine(make_engine(world, "deepspeed", 1, 2), 0, 3, ROWS)
+    engine, found = make_engine(world, "deepspeed", 1, 2), []
+    for step in range(3):
+        parts = [part.chunk(2 * world.data_size) for part in make_tokens(step, ROWS)]
+        mine = [tuple(part[micro * world.data_size + world.data_rank] for part in parts) for micro in range(2)]
+        found.append(float(engine.run_step(mine, lambda outputs, _: outputs)))
+    assert engine.global_steps == 3
+    return usual, found
+
+
 def run_all(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"compared": compare(world), "saved": save_and_load(world), "anew": begin_anew(world)}
+    found["at once"] = step_at_once(world)
     return {**found, "odd": train_odd(world)} if world.data_size > 1 else {**found, "refused": refuse(world)}
 
 
@@ -146,6 +159,13 @@ SAVED = [
     ("fp16", 2, {"fp16": {**ON, "initial_scale_power": 8, "loss_scale_window": 2}}),
     ("offloaded", 2, {"zero_optimization": OFFLOAD}),
 ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_whole_step_is_that_of_its_calls(ranks: int) -> None:
+    for found in run_on(ranks):
+        usual, at_once = found["at once"]
+        assert at_once == pytest.approx(usual, rel=1e-6)
 
 
 def save_and_load(world: World) -> dict[str, Any]:
