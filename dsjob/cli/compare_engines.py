@@ -12,11 +12,11 @@ from dsjob.cli import parse_count
 from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
 from dsjob.cli.run import split_source
 from dsjob.document import compose as composition
-from dsjob.document.resolve import resolve_job
 from dsjob.document.sizes import read_nproc
-from dsjob.errors import DocumentError, UsageError
+from dsjob.errors import UsageError
+from dsjob.front.check import check_composed
 from dsjob.launch import launcher
-from dsjob.trust.user import grant, list_untrusted, read_environment
+from dsjob.trust.user import grant, read_environment
 
 if TYPE_CHECKING:
     from dsjob.launch.comparison import Side
@@ -35,11 +35,8 @@ def main(arguments: list[str], debug: bool) -> int:
     given, environment = [*overrides, "engine=deepspeed"], read_environment()
     composed = composition.compose(given, file=file, config_dir=args.config_dir, environment=environment)
     nproc = read_nproc(composed.document)
-    resolved = resolve_job(composed.document, world_size=nproc, locate=composed.locate, ranks_from="launch.nproc")
     trust = grant(file, read_flags(args))
-    problems = list_untrusted(composed, resolved.document, trust)
-    if problems:
-        raise DocumentError(problems)
+    resolved = check_composed(composed, trust, world_size=nproc, ranks_from="launch.nproc").require()
     from dsjob.launch.comparison import compare, find_largest_difference
 
     sides = compare(resolved.document, steps=args.steps, trust=trust, debug=debug)

@@ -12,16 +12,17 @@ from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.secrets import list_texts
 from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.places import place_problems
-from dsjob.document.resolve import complete_job, resolve_job
+from dsjob.document.resolve import complete_job
 from dsjob.document.sizes import read_nproc
 from dsjob.errors import DocumentError, Problem
+from dsjob.front.check import check_composed, find_other_job
 from dsjob.front.places import placing_errors
 from dsjob.launch import launcher
-from dsjob.run_folder import describe_other_job, list_commits, make_run_dir
+from dsjob.run_folder import make_run_dir
 from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
 from dsjob.trust.grant import Trust
-from dsjob.trust.user import find_program, list_untrusted
+from dsjob.trust.user import find_program
 
 
 def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
@@ -31,23 +32,17 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
     """
     joined = launcher.read_world_size()
     world_size = joined or read_nproc(composed.document)
-    resolved = resolve_job(
-        composed.document,
-        world_size=world_size,
-        locate=composed.locate,
-        ranks_from="ranks that were started" if joined else "launch.nproc",
-    )
-    document, warnings = resolved.document, resolved.warnings
+    ranks_from = "ranks that were started" if joined else "launch.nproc"
+    checked = check_composed(composed, trust, world_size=world_size, ranks_from=ranks_from)
+    known = checked.resolved.document if checked.resolved else composed.document
+    hide_values(known)
+    document = checked.require(_find_unset(composed, known)).document
     if origin := _find_origin(composed):
         document["resolved"].setdefault("file", origin)
-    hide_values(document)
-    problems = list_untrusted(composed, document, trust) + _find_unset(composed, document)
-    if problems:
-        raise DocumentError(problems)
     if launcher.is_first():
         for note in composed.notes:
             print(note, file=sys.stderr)  # noqa: T201
-        _print_warnings([*warnings, *place_problems(_warn_of_cores(document), composed.locate)])
+        _print_warnings([*checked.problems, *place_problems(_warn_of_cores(document), composed.locate)])
         if run_dir is None:
             _say_first(composed, world_size)
     if joined:
@@ -75,8 +70,8 @@ def _find_origin(composed: Composed) -> str | None:
 
 
 def _start(composed: Composed, job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
-    if list_commits(run_dir, job.document) and (other := describe_other_job(run_dir, job.document)):
-        raise DocumentError([Problem(other, ("output", "dir"), "another-job", "choose another output.dir")])
+    if problems := find_other_job(composed, job.document, run_dir):
+        raise DocumentError(problems)
     with placing_errors(composed):
         return launcher.start(job, run_dir, trust=trust, debug=debug)
 

@@ -10,7 +10,8 @@ from dsjob.contract.spec import Dtype, JobSpec, view
 from dsjob.document.origins import Composed
 from dsjob.document.resolve import resolve_job
 from dsjob.document.sizes import choose_world_size
-from dsjob.errors import DataError, DocumentError, UsageError
+from dsjob.errors import DataError, UsageError
+from dsjob.front.check import check_composed
 from dsjob.front.places import placing_errors
 from dsjob.front.unnamed import complete
 from dsjob.launch import launcher
@@ -20,7 +21,6 @@ from dsjob.planning.fit import Job
 from dsjob.planning.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
 from dsjob.planning.report import Activations, Course, Plan
 from dsjob.trust.grant import Trust
-from dsjob.trust.user import list_untrusted
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _PLOT_WIDTH = 61
@@ -48,15 +48,14 @@ def plan_composed(composed: Composed, asked: Asked, trust: Trust) -> Plan:
             f"a plan is for one model, and the document has {len(given['models'])}",
             hint="--params N plans for N parameters",
         )
-    if asked.params is not None:
+    if asked.params is not None:  # nothing is imported
         given = complete(given, micro_batch=1)
-    document = resolve_job(given, world_size=world_size, locate=composed.locate, ranks_from=ranks_from).document
-    problems = list_untrusted(composed, document, trust) if asked.params is None else []
-    if problems:
-        raise DocumentError(problems)
+        resolved = resolve_job(given, world_size=world_size, locate=composed.locate, ranks_from=ranks_from)
+    else:
+        resolved = check_composed(composed, trust, world_size=world_size, ranks_from=ranks_from).require()
     add_import_folders(trust.importable)
     with placing_errors(composed):
-        return _make_plan(document, world_size, asked, trust)
+        return _make_plan(resolved.document, world_size, asked, trust)
 
 
 def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: Trust) -> Plan:

@@ -16,13 +16,14 @@ from dsjob.document import Document
 from dsjob.document.bare import check_bare_config
 from dsjob.document.job_file import require_job_file
 from dsjob.document.origins import STDIN, Composed, is_deepspeed, read_text, settle
-from dsjob.document.places import Locate, Place, place_problems
-from dsjob.document.resolve import resolve_job
+from dsjob.document.places import Locate, Place
 from dsjob.document.sizes import choose_world_size
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError, limit_problems
+from dsjob.front.check import Checked, check_composed, find_other_job
 from dsjob.front.refused import require_own
-from dsjob.run_folder import RESOLVED_NAME, describe_other_job, list_commits
-from dsjob.trust.user import Flags, grant, list_untrusted, place_origins, read_environment
+from dsjob.run_folder import RESOLVED_NAME
+from dsjob.trust.grant import Trust
+from dsjob.trust.user import Flags, grant, place_origins, read_environment
 
 
 def validate_file(
@@ -107,41 +108,37 @@ def _check_composed(
 ) -> list[Problem]:
     """`unread`: why the DeepSpeed config that the document names was not read."""
     ranks, ranks_from = choose_world_size(composed.document, composed.locate, asked=world_size)
-    try:
-        done = resolve_job(composed.document, world_size=ranks, locate=composed.locate, ranks_from=ranks_from)
-    except DocumentError as error:
-        # What a config says that could not be read may be what is missing here.
-        known = [problem for problem in error.problems if not (unread and problem.rule in _LEFT_TO_CONFIG)]
-        wrong = {problem.path for problem in known}
-        named = _look_at_targets(composed, composed.document, document, deep)
-        return [*known, *unread, *error.warnings, *(one for one in named if one.path not in wrong)]
-    found = unread + done.warnings + _look_at_targets(composed, done.document, document, deep)
-    return found + place_problems(_find_other_job(done.document), composed.locate)
-
-
-def _look_at_targets(
-    composed: Composed, resolved: dict[str, Any], document: Document | None, deep: Flags | None
-) -> list[Problem]:
-    """What a run without flags refuses: a warning where a flag could allow it. `deep`: what a run with these flags
-    refuses, and what is wrong with the targets that it would import."""
     trust = grant(document, deep or Flags())
-    found = list_untrusted(composed, resolved, trust)
-    if deep is None:
+    checked = check_composed(composed, trust, world_size=ranks, ranks_from=ranks_from)
+    # What a config says that could not be read may be what is missing here.
+    known = [
+        one for one in checked.problems if not (unread and one.severity == "error" and one.rule in _LEFT_TO_CONFIG)
+    ]
+    found = [*known, *unread, *_look_at_targets(composed, checked, trust, deep=deep is not None)]
+    return found + (_find_other_job(composed, checked.resolved.document) if checked.resolved else [])
+
+
+def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, *, deep: bool) -> list[Problem]:
+    """What a run without flags refuses: a warning where a flag could allow it. `deep`: what a run that trusts this much
+    refuses, and what is wrong with the targets that it would import."""
+    found = checked.untrusted
+    if not deep:
         return [one if one.rule in NEVER_GRANTED else replace(one, severity="warning") for one in found]
     from dsjob.front.deep import check_targets  # imports what runs need
 
-    return found + place_origins(check_targets(resolved, trust, {one.path for one in found}), composed)
+    document = checked.resolved.document if checked.resolved else composed.document
+    wrong = {problem.path for problem in checked.problems if problem.severity == "error"}
+    known = wrong | {one.path for one in found}
+    return found + place_origins(check_targets(document, trust, known), composed)
 
 
-def _find_other_job(document: dict[str, Any]) -> list[Problem]:
+def _find_other_job(composed: Composed, document: dict[str, Any]) -> list[Problem]:
     folder = os.path.expanduser(document["output"]["dir"])
     kept_here = storage.is_local(document["checkpoint"].get("dir") or folder)  # or listing them opened a connection
     try:
-        there = kept_here and os.path.isdir(folder) and list_commits(folder, document)
-        other = describe_other_job(folder, document) if there else ""
+        return find_other_job(composed, document, folder) if kept_here and os.path.isdir(folder) else []
     except (DsjobError, ValueError):  # what lies there is no run's
         return []
-    return [Problem(other, ("output", "dir"), "another-job", "choose another output.dir")] if other else []
 
 
 _LEFT_TO_CONFIG = ("batch", "no-total-steps")

@@ -1,0 +1,56 @@
+"""What is wrong with a composed document, known before anything of it is imported: `validate` reports it, and runs,
+plans and comparisons refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsjob.document.origins import Composed
+from dsjob.document.places import place_problems
+from dsjob.document.resolve import Resolved, resolve_job
+from dsjob.errors import DocumentError, Problem
+from dsjob.run_folder import describe_other_job, list_commits
+from dsjob.trust.grant import Trust
+from dsjob.trust.user import list_untrusted
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A document that was looked at.
+
+    resolved: what it comes to; None where it cannot be resolved. problems: errors of the document, and warnings.
+    untrusted: what it names and is not trusted, at places without another error.
+    """
+
+    resolved: Resolved | None
+    problems: list[Problem]
+    untrusted: list[Problem]
+
+    def require(self, more: Sequence[Problem] = ()) -> Resolved:
+        """What the document comes to. Raises DocumentError with all errors at once, those in `more` among them."""
+        errors = [problem for problem in self.problems if problem.severity == "error"]
+        if found := [*errors, *self.untrusted, *more]:
+            raise DocumentError(found, [problem for problem in self.problems if problem.severity != "error"])
+        assert self.resolved is not None
+        return self.resolved
+
+
+def check_composed(composed: Composed, trust: Trust, *, world_size: int, ranks_from: str) -> Checked:
+    """Looks at a document for so many ranks. `ranks_from`: what says how many there are."""
+    locate = composed.locate
+    try:
+        resolved = resolve_job(composed.document, world_size=world_size, locate=locate, ranks_from=ranks_from)
+    except DocumentError as error:
+        wrong = {problem.path for problem in error.problems}
+        named = list_untrusted(composed, composed.document, trust)
+        return Checked(None, [*error.problems, *error.warnings], [one for one in named if one.path not in wrong])
+    return Checked(resolved, resolved.warnings, list_untrusted(composed, resolved.document, trust))
+
+
+def find_other_job(composed: Composed, document: Mapping[str, Any], run_dir: str) -> list[Problem]:
+    """That the folder holds checkpoints of another job, which a run of the resolved `document` would continue."""
+    other = describe_other_job(run_dir, document) if list_commits(run_dir, document) else ""
+    found = [Problem(other, ("output", "dir"), "another-job", "choose another output.dir")] if other else []
+    return place_problems(found, composed.locate)
