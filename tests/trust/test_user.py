@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import jobs
 import pytest
-from jobs import DSJOB, clean_env, make_job
+from jobs import make_job
+from programs import DSJOB, clean_env, run_program
 
 from dsjob.errors import DocumentError, UsageError
 from dsjob.trust.grant import Trust
@@ -49,21 +49,15 @@ def test_the_flag_reaches_the_run_its_ranks_its_sweep_and_those_of_torchrun(inst
     granted = dsjob("cfg.json", "--trust", "vendor_model", cwd=installed, PYTHONPATH=site)
     assert granted.returncode == 0, granted.stderr
     on_ranks = ("--trust=vendor_model", "launch.nproc=2", "output.dir=ranks")
-    ranks = dsjob("cfg.json", *on_ranks, cwd=installed, fresh=True, PYTHONPATH=site)
+    ranks = jobs.dsjob("cfg.json", *on_ranks, cwd=installed, PYTHONPATH=site)
     assert ranks.returncode == 0, ranks.stderr
-    sweep = dsjob("-m", "cfg.json", "--trust", "vendor_model.build", "trainer.seed=1,2", cwd=installed, PYTHONPATH=site)
+    given = ("--trust", "vendor_model.build", "trainer.seed=1,2")
+    sweep = jobs.dsjob("-m", "cfg.json", *given, cwd=installed, PYTHONPATH=site)
     assert sweep.returncode == 0, sweep.stderr
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
     for flags, code in ((["--trust", "vendor_model"], True), ([], False)):
-        done = subprocess.run(
-            [*torchrun, *flags, f"output.dir=joined{code}"],
-            cwd=installed,
-            env=clean_env(PYTHONPATH=site),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        command = [*torchrun, *flags, f"output.dir=joined{code}"]
+        done = run_program(command, cwd=installed, env=clean_env(PYTHONPATH=site))
         assert (done.returncode == 0) is code, done.stderr
 
 
