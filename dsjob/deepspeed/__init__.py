@@ -1,8 +1,8 @@
-"""DeepSpeed's names over dsjob: `import dsjob.deepspeed as deepspeed` in place of `import deepspeed`.
+"""DeepSpeed's namespace for dsjob: write `import dsjob.deepspeed as deepspeed` instead of `import deepspeed`.
 
-Its modules say where a program for DeepSpeed finds what it calls. Most of what they offer lives elsewhere in dsjob; the
-engine with all of DeepSpeed's getters is here (`DeepSpeedEngine`). What dsjob lacks is not here, so that
-importing it fails at once, with what to do instead (`absent`).
+Its modules define DeepSpeed's names; most implementations are elsewhere in dsjob. The engine with all of DeepSpeed's
+getters is here (`DeepSpeedEngine`). Unsupported features are not defined, so importing them fails at once, with a
+message that says what to use instead (`absent`).
 """
 
 from __future__ import annotations

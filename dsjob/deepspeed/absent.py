@@ -1,6 +1,6 @@
-"""What DeepSpeed has and dsjob has not: whoever asks for it is told what to use instead.
+"""Names that DeepSpeed has and dsjob does not: importing them fails, with a message that says what to use instead.
 
-A program may look first (`hasattr`, `try: import`): names are absent as any others are, with a message of their own.
+Programs may test for them as usual (`hasattr`, `try: import`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from types import ModuleType
 _HERE = __package__
 _PIPELINE = "pipelines are not built yet; ZeRO stage 3 spreads a model over all ranks (zero_optimization.stage: 3)"
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
-_EXPERTS = "experts on ranks of their own are not built; a model with experts trains under ZeRO as any other"
-_NVME = "offloading to NVMe is not built; offload_optimizer and offload_param take device: cpu"
-_KERNELS = "torch's own attention and layers are used (scaled_dot_product_attention, torch.compile: compile.enabled)"
+_EXPERTS = "expert parallelism is not built; a model with experts trains under ZeRO like any other"
+_NVME = "offloading to NVMe is not built; offload_optimizer and offload_param support device: cpu"
+_KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
 
-# What to do instead, by the name below `deepspeed`; what stands for a package stands for what is in it.
+# What to use instead, by the name below `deepspeed`. An entry for a package applies to everything in it.
 ALTERNATIVES = {
     "pipe": _PIPELINE,
     "PipelineModule": _PIPELINE,
@@ -41,30 +41,31 @@ ALTERNATIVES = {
     "ops.sparse_attention": _KERNELS,
     "DeepSpeedTransformerLayer": _KERNELS,
     "DeepSpeedTransformerConfig": _KERNELS,
-    "tp_model_init": "give a model whose ranks hold parts of it together with an mpu: initialize(..., mpu=mpu)",
-    "sequence": "sequence parallelism is not built; activation_checkpointing and ZeRO stage 3 make room for long texts",
+    "tp_model_init": "pass a model that is already divided among ranks, with an mpu: initialize(..., mpu=mpu)",
+    "sequence": "sequence parallelism is not built; activation_checkpointing and ZeRO stage 3 save memory for long"
+    " sequences",
     "compression": "compression is not built; convert a checkpoint and quantize its weights",
-    "linear": "adapters are those of peft, around the model before it is given to initialize",
-    "autotuning": "`dsjob plan` says what fits, and `dsjob -m ... trainer.micro_batch=4,8` measures",
-    "profiling": "a job's log has samples and tokens a second; torch.profiler shows operators",
-    "monitor": "metrics.jsonl in a run's folder holds every record",
-    "elasticity": "a checkpoint resumes on any number of ranks, at the same train batch",
-    "launcher": "start ranks with torchrun, srun, or launch.nproc of a job document",
-    "nebula": "checkpoints are saved in the background by checkpoint.async",
-    "datastates": "checkpoints are saved in the background by checkpoint.async",
-    "checkpoint": "checkpoints of dsjob load at any stage and world size; `dsjob convert` makes other forms of them",
+    "linear": "use adapters of peft: wrap the model before passing it to initialize",
+    "autotuning": "`dsjob plan` predicts what fits, and `dsjob -m ... trainer.micro_batch=4,8` measures speed",
+    "profiling": "a job's log shows samples and tokens per second; torch.profiler shows operators",
+    "monitor": "metrics.jsonl in a run's folder has every record",
+    "elasticity": "a checkpoint resumes on any number of ranks, with the same train batch",
+    "launcher": "start ranks with torchrun, srun, or launch.nproc in a job document",
+    "nebula": "checkpoint.async saves checkpoints in the background",
+    "datastates": "checkpoint.async saves checkpoints in the background",
+    "checkpoint": "dsjob's checkpoints load at any stage and world size; `dsjob convert` writes other formats",
 }
 
 
 def describe(name: str) -> str | None:
-    """What to do instead of `name`, dotted below `deepspeed`; None for what is not known."""
+    """What to use instead of `name` (dotted, below `deepspeed`); None if unknown."""
     parts = name.split(".")
     heads = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((ALTERNATIVES[head] for head in heads if head in ALTERNATIVES), None)
 
 
 def explain(name: str) -> str:
-    """A message for whoever asks for `name`."""
+    """The message for an absent name."""
     instead = describe(name)
     return f"dsjob has no deepspeed.{name}" + (
         f": {instead}" if instead else "; docs/explanation/deepspeed-tests.md lists what it has"
@@ -72,15 +73,16 @@ def explain(name: str) -> str:
 
 
 class _Explaining(MetaPathFinder):
-    """Asked last, when there is no module of that name."""
+    """The last finder on sys.meta_path: called if there is no module with that name."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname.startswith(f"{_HERE}."):
-            # Without `name`: where it is that of a name in `from ... import name`, Python puts its own message instead.
+            # Do not set the exception's `name`: for `from ... import name`, Python would replace the message by its
+            # own.
             raise ModuleNotFoundError(explain(fullname[len(_HERE) + 1 :]))
 
 
 def explain_imports() -> None:
-    """Lets an import of what is not below this package say so; once a process."""
+    """Installs the finder, once per process."""
     if not any(isinstance(finder, _Explaining) for finder in sys.meta_path):
         sys.meta_path.append(_Explaining())

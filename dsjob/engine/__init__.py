@@ -1,1 +1,1 @@
-"""DeepSpeed's calls over a strategy, an optimizer and a schedule."""
+"""The engine: DeepSpeed's calls on top of a strategy, an optimizer and a schedule."""

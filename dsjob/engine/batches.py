@@ -1,4 +1,4 @@
-"""Loaders of an engine's micro batches, for programs that bring a dataset or a loader of their own."""
+"""Loads an engine's micro batches, for programs with their own dataset or loader."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def load_batches(
     collate: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
 ) -> Epochs:
-    """This rank's micro batches of `dataset`, one epoch each time it is iterated over.
+    """A loader of this rank's micro batches. Each iteration over it is one epoch.
 
-    A `dataset` that is a loader already, such as torch's DataLoader, is used as it is. `batch_size`: samples of one
-    micro batch, the engine's by default.
+    dataset: a dataset, or a loader such as torch's DataLoader, which is used as it is. batch_size: samples per micro
+    batch; by default the engine's.
     """
     size, world, seed = batch_size or engine.rhythm.micro_batch, engine.world, engine.spec.trainer.seed
     if is_loader(dataset):
         if collate is not None:
-            raise UsageError("training_data is a loader, which makes its own batches", hint="leave collate_fn out")
+            raise UsageError("training_data is a loader, which builds its own batches", hint="omit collate_fn")
         key = "train_micro_batch_size_per_gpu"
         given = take_loader(dataset, micro_batch=size, world=world, seed=seed, name="training_data", key=key)
         return Epochs(given, size * world.data_size)

@@ -1,12 +1,12 @@
-"""What a document asks of the repeated blocks of a model: to be computed again in the backward pass, to be compiled.
+"""Recomputes and compiles the repeated blocks of a model, as the document says.
 
-Both put something in the place of a block's `forward`, so that no name of a parameter changes and hooks (FSDP2's, which
-gather parameters for both passes) stay around it. `compute.find_blocks` finds the blocks, and
-`compute.activation` computes them again.
+Both replace a block's `forward`, so parameter names do not change, and hooks (such as those with which FSDP2 gathers
+parameters for both passes) stay outside. `compute.find_blocks` finds the blocks, and `compute.activation` recomputes
+them.
 
-The compiler works inside what is computed again, but outside under `mode: selective`, whose policy it has to see. That
-policy counts operators; modules that are gathered by themselves inside a block (autocast from stage 1 on) would
-confuse it, so a rule rejects the two together. transformers' `use_cache` is switched off for both.
+Normally, the compiler works inside the recomputed function. With `mode: selective`, it works outside, because it must
+see the policy. That policy works by operator; modules inside a block that are gathered separately (autocast at stages 1
+to 3) would confuse it, so a rule rejects this combination. Both turn off transformers' `use_cache`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from dsjob.contract.spec import Compile, EngineSpec
 from dsjob.errors import ContractError
 from dsjob.torch_private import COMPILER_LOG, LIMIT_REACHED, raise_recompile_limit
 
-_FOR_ONE = 8  # torch's own recompile_limit
+_FOR_ONE = 8  # torch's default recompile_limit
 
 
 def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
-    """Changes the blocks of `model` in place, before it is sharded.
+    """Changes the blocks of `model` in place. Call it before sharding the model.
 
-    Raises ContractError where there are none to be computed again, and for a compiler that torch does not know.
+    Raises ContractError if there are no blocks to recompute, or if torch does not know the compiler backend.
     """
     section = spec.activation_checkpointing
     blocks = find_blocks(model, sharing=True)
-    for block in (*blocks, model):  # an engine of before may have left its own there
+    for block in (*blocks, model):  # undo the changes of an earlier engine
         while isinstance(block.forward, (Recomputed, Compiled)):
             block.forward = block.forward.forward
     if not checkpointing.is_configured():
@@ -45,12 +45,12 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
     if section.mode != "none" and not blocks:
         raise ContractError(
             f"activation_checkpointing.mode is {section.mode}, but {type(model).__name__} has no repeated blocks",
-            hint="blocks are siblings of one class in an nn.ModuleList or nn.Sequential; a model without them can call "
-            "dsjob.checkpointing.checkpoint itself",
+            hint="blocks are siblings of the same class in an nn.ModuleList or nn.Sequential; in a model without them, "
+            "call dsjob.checkpointing.checkpoint yourself",
         )
     selective = section.mode == "selective"
     compiled: Sequence[nn.Module] = (blocks or [model]) if spec.compile.enabled else ()
-    # A policy by operator has to be seen by the compiler; anything else it would rather not see.
+    # The compiler must see a policy by operator, but the other recomputation would only break its graphs.
     for block in compiled if not selective else ():
         block.forward = Compiled(block.forward, spec.compile)
     store = checkpointing.make_store(section)
@@ -65,14 +65,14 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
 
 
 class Compiled:
-    """A `forward` compiled by torch.compile. A copy of the module has one of its own, compiled anew."""
+    """A `forward` compiled with torch.compile. A copy of the module gets its own, which is compiled again."""
 
     def __init__(self, forward: Callable[..., Any], spec: Compile) -> None:
         self.forward, self.spec = forward, spec
         mode = spec.mode if spec.mode != "default" else None
         if spec.backend not in torch.compiler.list_backends(()):  # also those for debugging
             known = ", ".join(torch.compiler.list_backends())
-            raise ContractError(f"compile.backend: torch has no {spec.backend}", hint=f"known are {known}")
+            raise ContractError(f"compile.backend: torch has no backend {spec.backend}", hint=f"use one of {known}")
         self._compiled = torch.compile(
             forward, backend=spec.backend, mode=mode, fullgraph=spec.fullgraph, dynamic=spec.dynamic
         )
@@ -85,31 +85,31 @@ class Compiled:
 
 
 def _expect_compilations(blocks: int) -> None:
-    """Lets torch compile the one `forward` that `blocks` blocks share as often for each as it would for one.
+    """Raises torch's limit on recompilations in proportion to the number of blocks, which share one `forward`.
 
-    Blocks that differ in an integer (`layer_idx`) are compiled one by one, and torch stops after eight.
+    Blocks that differ in an integer (`layer_idx`) are compiled separately, and torch would stop after eight.
     """
     raise_recompile_limit(_FOR_ONE * blocks)
-    if _tell_of_the_limit not in COMPILER_LOG.filters:
-        COMPILER_LOG.addFilter(_tell_of_the_limit)
+    if _explain_limit not in COMPILER_LOG.filters:
+        COMPILER_LOG.addFilter(_explain_limit)
 
 
-def _tell_of_the_limit(record: logging.LogRecord) -> bool:
-    """Puts torch's message that it compiles a function no more into the words of a job document."""
+def _explain_limit(record: logging.LogRecord) -> bool:
+    """Replaces torch's message that it stops compiling a function by a warning in terms of the job document."""
     if LIMIT_REACHED not in str(record.msg) or not isinstance(record.args, tuple):
         return True
     _, limit, function, reason, *_ = record.args
     warnings.warn(
-        f"compile: torch has compiled {function} {limit} times and runs it without compilation where that does not "
-        f"fit; the last reason: {str(reason).strip()}. compile.dynamic: true helps where sizes change",
+        f"compile: torch has compiled {function} {limit} times and now runs other cases without compilation; the last "
+        f"reason: {str(reason).strip()}. If sizes change, set compile.dynamic: true",
         stacklevel=2,
     )
     return False
 
 
 def _drop_caches(model: nn.Module) -> None:
-    """transformers' models fill caches for generation as they run: a second run would fill them once more, and a
-    compiler makes a block of its own of each layer's place in them."""
+    """Turns off transformers' caches for generation. Recomputation would fill them twice, and the compiler would
+    compile each layer separately, because each has its own place in them."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:

@@ -1,4 +1,4 @@
-"""`dsjob.initialize` and what comes with it: an engine from a model and a DeepSpeed config, for any program."""
+"""`dsjob.initialize`: builds an engine from a model and a DeepSpeed config, for any program."""
 
 from __future__ import annotations
 
@@ -62,22 +62,21 @@ def initialize(
     config_params: str | Mapping[str, Any] | None = None,
     trust: Sequence[str] = (),
 ) -> tuple[Engine, Optimizer | None, Epochs | None, LRScheduler | None]:
-    """An engine around `model`; returns (engine, optimizer, dataloader, lr_scheduler), as `deepspeed.initialize` does.
+    """Builds an engine for `model`. Returns (engine, optimizer, dataloader, lr_scheduler), like `deepspeed.initialize`.
 
-    `config`: a DeepSpeed config as a dict, a `dsjob.config.TrainingConfig` or the path of a JSON file;
-    `args.deepspeed_config` where absent. `optimizer` and `lr_scheduler`: objects, or callables of the parameters and
-    the optimizer; the config's where absent. `model_parameters`: what to optimize, parameters or groups of them; all
-    trainable ones where absent. The dataloader gives this rank's micro batches of one epoch each time it is iterated
-    over. `mpu`: divides the ranks into data-parallel and model-parallel ones (`dsjob.ranks.mpu`). `mesh_param`:
-    (number of ranks, 1).
-    `trust`: prefixes of what a `_target_` in the config may name beside `dsjob.trust.grant.LISTED` and modules in
-    the current folder and the config file's; `protocol:NAME` for URLs of checkpoints beyond those of
-    `dsjob.contract.locations`.
+    `config`: a DeepSpeed config: a dict, a `dsjob.config.TrainingConfig` or the path of a JSON file. The default is
+    `args.deepspeed_config`. `optimizer` and `lr_scheduler`: objects, or functions of the parameters and of the
+    optimizer. The default is those in the config. `model_parameters`: the parameters to optimize, or groups of them; by
+    default all trainable ones. `training_data`: a dataset or a loader for the dataloader, which yields this rank's
+    micro batches; each iteration over it is one epoch. `mpu`: divides the ranks into data-parallel and model-parallel
+    ones (`dsjob.ranks.mpu`). `mesh_param`: (number of ranks, 1). `trust`: prefixes that a `_target_` in the config may
+    name, in addition to `dsjob.trust.grant.LISTED` and to modules in the current folder and in the folder of the config
+    file; `protocol:NAME` allows URLs of checkpoints beyond those of `dsjob.contract.locations`.
 
-    The engine is an `Engine`; that of `dsjob.deepspeed.initialize` has all of DeepSpeed's getters as well.
+    The engine is an `Engine`. `dsjob.deepspeed.initialize` returns one with all of DeepSpeed's getters.
 
-    Raises ConfigError for a config that is wrong, with all its problems; rank 0 warns (ConfigWarning) of keys without
-    effect and of what "auto" has become.
+    Raises ConfigError with all problems if the config is invalid. On rank 0, warns (ConfigWarning) about keys without
+    effect, and about the values chosen for "auto".
     """
     model = require_model(model)
     given = read_given(args, config if config is not None else config_params, trust)
@@ -89,7 +88,7 @@ def initialize(
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A config as a program gave it, where its values are, and what it may import."""
+    """A config as the program gave it, the places of its values, and what it may import."""
 
     config: dict[str, Any]
     locate: Locate
@@ -97,15 +96,15 @@ class Given:
 
 
 def require_model(model: object) -> nn.Module:
-    """`model` itself. Raises UsageError for what is no model."""
+    """Returns `model`. Raises UsageError if it is not a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         found = "" if model is None else f", not {_name(model)}"
-        raise UsageError(f"initialize needs a model: a torch.nn.Module{found}", hint="model=net")
+        raise UsageError(f"initialize needs a model: a torch.nn.Module{found}", hint="pass model=...")
     return model
 
 
 def read_given(args: Any, config: str | Mapping[str, Any] | None, trust: Sequence[str]) -> Given:
-    """The config of a call of `initialize`. Raises ConfigError, UsageError."""
+    """Reads the config for `initialize`. Raises ConfigError, UsageError."""
     granted = _read_trust(trust)
     locations.allow(lambda: granted.protocols)
     plain, folders, locate = read_config(args, config)
@@ -113,14 +112,15 @@ def read_given(args: Any, config: str | Mapping[str, Any] | None, trust: Sequenc
 
 
 def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None) -> World:
-    """The ranks of this program, meeting on `port` first unless it is None."""
+    """The ranks of this program. Joins the process group first, using `port`, unless it is None."""
     if port is not None:
         init_distributed(distributed_port=port)
     world = divide(join_world(), mpu)
     if mesh_param and tuple(mesh_param) != (world.data_size, 1):
         raise UsageError(
-            f"mesh_param={mesh_param!r}: all {world.data_size} ranks are data-parallel, and none sequence-parallel",
-            hint=f"leave it out, or give ({world.data_size}, 1)",
+            f"mesh_param={mesh_param!r}: sequence parallelism is not supported; all {world.data_size} ranks are"
+            " data-parallel",
+            hint=f"omit it, or pass ({world.data_size}, 1)",
         )
     return world
 
@@ -134,7 +134,7 @@ def make_engine(
     model_parameters: Parameters | None,
     lr_scheduler: LRScheduler | MakeScheduler | None,
 ) -> E:
-    """An engine of class `kind`. Rank 0 warns of what the config says without effect."""
+    """Builds an engine of class `kind`. Rank 0 warns about keys in the config that have no effect."""
     spec, told = resolve_config(given.config, world_size=world.data_size, locate=given.locate)
     for problem in told if world.everyone.rank == 0 else ():
         warnings.warn(str(problem), ConfigWarning, stacklevel=3)
@@ -153,7 +153,7 @@ def make_engine(
 
 
 def make_loader(engine: Engine, data: Any, collate: Callable[[list[Any]], Any] | None) -> Epochs | None:
-    """A loader of `data` where a program gave some and this rank reads any."""
+    """A loader for `data`; None if the program gave none, or this rank reads no data."""
     if data is None or not engine.world.loads:
         return None
     loader = load_batches(engine, data, collate=collate, pin_memory=False)
@@ -164,7 +164,7 @@ def make_loader(engine: Engine, data: Any, collate: Callable[[list[Any]], Any] |
 
 @contextmanager
 def _hinting_at_trust() -> Iterator[None]:
-    """Replaces the flag of the command line in hints by the argument of `initialize`."""
+    """Replaces the command-line flag --trust in hints by the argument of `initialize`."""
     try:
         yield
     except TargetError as error:
@@ -184,18 +184,20 @@ def build_engine(
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     config: Mapping[str, Any] | None = None,
 ) -> E:
-    """An engine of class `kind` as `spec` says: the model spread, the optimizer over its masters, then the schedule.
+    """Builds an engine of class `kind` from `spec`: spreads the model, then builds the optimizer and the schedule.
 
-    `config`: the whole DeepSpeed config, for what `spec` leaves out.
+    config: the whole DeepSpeed config, for keys that are not in `spec`.
     """
+    # The order matters: sharding replaces parameters, so everything that refers to the original ones is stored by name
+    # first. The optimizer is built over the masters, which exist only after sharding.
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
     checkpointing.use_ranks(world)
     missing = mark_leaves(model, spec.zero_optimization.leaf_module)
     if missing and world.everyone.rank == 0:
-        told = f"zero_optimization.leaf_module names what the model does not have: {', '.join(missing)}"
-        warnings.warn(told, ConfigWarning, stacklevel=3)
+        message = f"zero_optimization.leaf_module names modules that the model does not have: {', '.join(missing)}"
+        warnings.warn(message, ConfigWarning, stacklevel=3)
     prepare_blocks(model, spec)
     strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision)
     masters = strategy.masters
@@ -212,7 +214,7 @@ def build_engine(
     scheduler: LRScheduler | None = None
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         if built is None:
-            raise UsageError("a scheduler needs an optimizer")
+            raise UsageError("lr_scheduler needs an optimizer: pass one, or name one in the config")
         scheduler = lr_scheduler(built)
     elif lr_scheduler is not None:
         scheduler = lr_scheduler  # type: ignore[assignment]
@@ -230,7 +232,7 @@ def build_engine(
 
 
 def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> list[dict[str, Any]] | None:
-    """Parameter groups with names in place of tensors: sharding replaces the tensors."""
+    """Parameter groups with names in place of parameters, because sharding replaces the parameters."""
     if parameters is None:
         return None
     groups: list[Any] = [parameters] if isinstance(parameters, dict) else list(parameters)
@@ -240,7 +242,7 @@ def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> lis
     for group in groups:
         unknown = [p for p in group["params"] if id(p) not in names]
         if unknown:
-            raise UsageError("model_parameters holds a tensor that is no parameter of the model")
+            raise UsageError("model_parameters contains a tensor that is not a parameter of the model")
         named.append({**group, "params": [names[id(p)] for p in group["params"] if p.requires_grad]})
     return [group for group in named if group["params"]]
 
@@ -250,20 +252,20 @@ def _find_groups(groups: list[dict[str, Any]], masters: Mapping[str, nn.Paramete
 
 
 def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Mapping[str, nn.Parameter]) -> Optimizer:
-    """A user's optimizer, made over the model before it was sharded, put over the masters."""
+    """Makes the user's optimizer, which was built over the model before sharding, refer to the masters."""
     if optimizer.state:
-        raise UsageError("the optimizer has taken steps already", hint="give a new one, or a callable that makes it")
+        raise UsageError("the optimizer has already taken steps", hint="pass a new one, or a function that builds it")
     for group in optimizer.param_groups:
         if any(id(p) not in names for p in group["params"]):
-            raise UsageError("the optimizer holds a tensor that is no parameter of the model")
+            raise UsageError("the optimizer contains a tensor that is not a parameter of the model")
         group["params"] = [masters[names[id(p)]] for p in group["params"] if names[id(p)] in masters]
     return optimizer
 
 
 def _read_trust(prefixes: Sequence[str]) -> Trust:
-    """What `trust` grants. Raises UsageError in the words of a call, not of a command line."""
+    """The grant for `trust`. Its UsageErrors name the argument, not the command-line flag."""
     if isinstance(prefixes, str):
-        raise UsageError(f"trust={prefixes!r}: a list of prefixes is needed", hint=f'trust=["{prefixes}"]')
+        raise UsageError(f"trust={prefixes!r} must be a list of prefixes", hint=f'write trust=["{prefixes}"]')
     try:
         return Trust(prefixes=tuple(prefixes))
     except UsageError as error:
@@ -272,13 +274,15 @@ def _read_trust(prefixes: Sequence[str]) -> Trust:
 
 
 def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
-    """The config, the folders whose modules it may name, and the places of its values."""
+    """Reads the config. Also returns the folders whose modules it may name, and a function for the places of values."""
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None:
         raise UsageError("the config is given twice: as an argument, and as args.deepspeed_config")
     config = config if config is not None else from_args
     if config is None:
-        raise UsageError("dsjob.initialize needs a config", hint='config={"train_batch_size": 8, "optimizer": {...}}')
+        raise UsageError(
+            "dsjob.initialize needs a config", hint='for example config={"train_batch_size": 8, "optimizer": {...}}'
+        )
     if isinstance(config, Mapping):
         if problems := check_values(config, "config"):
             raise ConfigError(problems)
@@ -286,7 +290,7 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
         _refuse_job(plain, "config")
         return plain, (os.getcwd(),), lambda path: ("config", 0, 0)
     if not isinstance(config, (str, os.PathLike)):
-        raise UsageError(f"the config is {_name(config)}", hint="give a dict, or the path of a JSON file")
+        raise UsageError(f"the config is {_name(config)}", hint="pass a dict, or the path of a JSON file")
     source = os.fspath(config)
     try:
         document = documents.require_few(documents.parse(storage.read_text(source), source))
@@ -302,17 +306,17 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
 
 
 def _make_plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as a dict of its own, with a dict in the place of each struct of `dsjob.config`."""
+    """A copy of the config as a dict, in which structs of `dsjob.config` are dicts too."""
     plain = config.as_config() if isinstance(config, Config) else config
     return {key: value.to_dict() if isinstance(value, Config) else value for key, value in plain.items()}
 
 
 def _refuse_job(config: Mapping[Any, Any], source: str) -> None:
-    """Raises ConfigError for a job document, which only `dsjob run` can make something of."""
+    """Raises ConfigError if the config is a job document, which only `dsjob run` supports."""
     sections = [key for key in ("model", "data", "trainer", "deepspeed") if key in config]
     if sections:
-        message = f"this is a job document: it has {', '.join(sections)}. initialize takes a DeepSpeed config"
-        hint = "run it with the command dsjob, or give its sections for the engine with DeepSpeed's batch sizes"
+        message = f"this is a job document (it has {', '.join(sections)}), but initialize takes a DeepSpeed config"
+        hint = "run it with the command dsjob, or pass only its engine sections, with DeepSpeed's batch sizes"
         raise ConfigError([Problem(message, (sections[0],), "job-document", hint, source)])
 
 
@@ -321,9 +325,9 @@ def _name(value: object) -> str:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds `--deepspeed` and `--deepspeed_config`, as `deepspeed.add_config_arguments` does."""
+    """Adds `--deepspeed` and `--deepspeed_config`, like `deepspeed.add_config_arguments`."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", action="store_true", help="use the engine (kept for programs that look at it)")
+    group.add_argument("--deepspeed", action="store_true", help="use the engine (for programs that check this flag)")
     group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed config, a JSON file")
     group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # its name before it was released
     group.add_argument("--deepscale_config", default=None, help=argparse.SUPPRESS)

@@ -1,17 +1,17 @@
-"""The installed DeepSpeed behind the engine's face: `engine: deepspeed` in a job document.
+"""The installed DeepSpeed behind the interface of an engine: `engine: deepspeed` in a job document.
 
-It is there to run one job on both and to compare. Model, optimizer, schedule, data and loop are dsjob's; forward,
-backward and step of a micro batch are DeepSpeed's, as its own config of the job says. `driven_state` reads and
-writes what checkpoints hold.
+Its purpose is to run the same job on both, and to compare them. Model, optimizer, schedule, data and loop are dsjob's.
+Forward, backward and step of a micro batch are DeepSpeed's, with a config derived from the job. `driven_state` reads
+and writes the state for checkpoints.
 
-Rules reject what DeepSpeed would silently do differently: optimizers that look at whole parameters (it steps flat
-pieces), fp16 at stage 0 (with a given optimizer it divides gradients by a scale that it did not multiply the loss by),
+Rules reject what DeepSpeed would silently do differently: optimizers that need whole parameters (it steps flat pieces),
+fp16 at stage 0 (with an optimizer passed in, it divides gradients by a scale that the loss was never multiplied by),
 compiled blocks, `models`, MiCS and hpZ. `zero_grad` in the middle of a step is rejected at stages 1 and 2, whose
-reduced gradients DeepSpeed cannot drop. Its shared-memory op is switched off: it takes minutes to compile and serves
-inference only.
+reduced gradients DeepSpeed cannot drop. Its shared-memory op is disabled: it takes minutes to compile, and is only used
+for inference.
 
-`get_global_grad_norm` is 0 at stage 0 in fp32 without clipping, where DeepSpeed computes none. At stage 0 in bf16,
-DeepSpeed's masters take a step with zero gradients before the first.
+`get_global_grad_norm` returns 0 at stage 0 in fp32 without clipping, because DeepSpeed computes no norm then. At stage
+0 in bf16, DeepSpeed's masters take a step with zero gradients before the first one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dsjob.parallel.strategy import widen
 from dsjob.ranks.mesh import World
 from dsjob.trust.grant import Trust
 
-# DeepSpeed 0.19.8 has none of these and refuses their names; rules want them switched off.
+# DeepSpeed 0.19.8 has removed these keys and rejects them. Rules require them to be off, so they can be dropped.
 _REMOVED = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
 
 
@@ -59,9 +59,9 @@ def build_engine(
     config: Mapping[str, Any],
     document: Mapping[str, Any],
 ) -> DrivenEngine:
-    """An engine as `dsjob.engine.build.build_engine` makes it, driven by DeepSpeed. `document`: the resolved job.
+    """Like `dsjob.engine.build.build_engine`, but DeepSpeed does the training. document: the resolved job.
 
-    Raises UsageError where DeepSpeed is not installed, or refuses the job.
+    Raises UsageError if DeepSpeed is not installed, or refuses the job.
     """
     deepspeed = _import_deepspeed(world)
     precision = Precision.of(spec, world.device)
@@ -71,7 +71,7 @@ def build_engine(
     prepare_blocks(model, spec)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     method = spec.optimizer
-    assert method is not None  # a rule asks for one
+    assert method is not None  # a rule requires one
 
     def make_optimizer(masters: Mapping[str, nn.Parameter]) -> Optimizer:
         return build_optimizer(method, list(masters.values()), trust, {id(p): name for name, p in masters.items()})
@@ -88,7 +88,7 @@ def build_engine(
             model=model, optimizer=optimizer, config=write_config(document, spec), dist_init_required=False
         )[0]
     except (deepspeed.DeepSpeedConfigError, AssertionError, NotImplementedError, ValueError, RuntimeError) as error:
-        raise UsageError(f"DeepSpeed refuses the job: {error}", hint="change it, or leave engine out") from error
+        raise UsageError(f"DeepSpeed refuses the job: {error}", hint="change it, or remove engine") from error
     state = DeepSpeedState(driven, optimizer, grouped, make_optimizer)
     return DrivenEngine(
         driven,
@@ -111,18 +111,18 @@ def _import_deepspeed(world: World) -> Any:
     except ImportError as error:
         raise UsageError(
             f"engine: deepspeed needs the package deepspeed, which cannot be imported ({error})",
-            hint="pip install 'dsjob[deepspeed]', or leave engine out",
+            hint="pip install 'dsjob[deepspeed]', or remove engine",
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It would compile it for minutes, and use it for inference alone.
+    # DeepSpeed would compile this for minutes, although only inference uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Of the names by which it calls torch's collectives; nobody who runs a job can act on that.
+    # DeepSpeed calls torch's collectives by deprecated names. Users of a job cannot change that.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
 
 
 def write_config(document: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any]:
-    """The config that DeepSpeed is given: a job's sections of the engine, for an optimizer of dsjob's own."""
+    """The config for DeepSpeed: the engine sections of a job, without its optimizer and schedule, which are dsjob's."""
     written = {key: _drop_unset(document[key]) for key in ENGINE_SECTIONS if document.get(key) is not None}
     zero = written.get("zero_optimization", {})
     for key in _REMOVED:
@@ -145,9 +145,9 @@ def _drop_unset(value: Any) -> Any:
 
 
 class DrivenEngine(Engine):
-    """An engine whose passes and steps are DeepSpeed's. `driven`: its own engine.
+    """An engine whose passes and steps DeepSpeed runs. `driven`: DeepSpeed's own engine.
 
-    What DeepSpeed has no counterpart for raises UsageError.
+    Methods without a counterpart in DeepSpeed raise UsageError.
     """
 
     driver = "DeepSpeed"
@@ -167,9 +167,9 @@ class DrivenEngine(Engine):
         config: Mapping[str, Any],
     ) -> None:
         self.driven, self._held = driven, held
-        self._given: weakref.ref[TrainingState] | None = None  # the last that was given out, while somebody has it
+        self._given: weakref.ref[TrainingState] | None = None  # the last result of `state`, while it is in use
         self._last_norm: Any = None
-        self.holds_gradients = False  # a backward pass has begun a step
+        self.holds_gradients = False  # there was a backward pass since the last step
         super().__init__(
             _Driven(self),
             spec=spec,
@@ -179,11 +179,11 @@ class DrivenEngine(Engine):
             lr_scheduler=lr_scheduler,
             config=config,
         )
-        parameters.forget(self)  # deepspeed.utils reads single parameters of it
+        parameters.forget(self)  # single parameters are read with deepspeed.utils
         driven.clip_fp32_gradients = self._clip_in_fp32
 
     def _clip_in_fp32(self) -> None:
-        """DeepSpeed's own, which does not keep the norm."""
+        """Replaces DeepSpeed's own method, which does not store the norm."""
         from deepspeed.runtime.utils import clip_grad_norm_
 
         trained = self.driven.module.parameters()
@@ -215,16 +215,18 @@ class DrivenEngine(Engine):
         return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """See Engine. Raises LossScaleError where DeepSpeed gives up."""
+        """See Engine. Raises LossScaleError if DeepSpeed's loss scale is exhausted."""
         boundary: bool = self.driven.is_gradient_accumulation_boundary()
         if boundary:
             self.last_lr = self.get_lr()
         self._last_norm = None
         try:
             self.driven.step()
-        except Exception as error:  # DeepSpeed raises no narrower one
+        except Exception as error:  # DeepSpeed raises Exception itself
             if "loss scale already at minimum" in str(error):
-                raise LossScaleError(f"DeepSpeed: {error}", hint="use bf16.enabled=true, or lower the rate") from error
+                raise LossScaleError(
+                    f"DeepSpeed: {error}", hint="use bf16.enabled=true, or lower the learning rate"
+                ) from error
             raise
         self._step_applied = self.driven.was_step_applied()
         self.holds_gradients = not boundary
@@ -246,14 +248,14 @@ class DrivenEngine(Engine):
             self._held.read_scaler(self._scaler)
 
     def get_global_grad_norm(self) -> float:
-        """See Engine; 0.0 too where DeepSpeed computes none: at stage 0 in fp32 without clipping."""
+        """See Engine. 0.0 at stage 0 in fp32 without clipping, because DeepSpeed computes no norm then."""
         return super().get_global_grad_norm()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See Engine; DeepSpeed has it at stages 0 and 1 alone."""
+        """See Engine. DeepSpeed supports it only at stages 0 and 1."""
         if self.zero_stage > 1:
-            raise UsageError("DeepSpeed has no_sync at stages 0 and 1 alone", hint="leave engine out")
+            raise UsageError("DeepSpeed supports no_sync only at stages 0 and 1", hint="remove engine")
         with self.driven.no_sync():
             yield
 
@@ -263,8 +265,8 @@ class DrivenEngine(Engine):
         self.driven.set_gradient_accumulation_boundary(is_boundary)
 
     def divide_gradients(self, by: Tensor) -> None:
-        """Not with this engine."""
-        raise UsageError("engine: deepspeed does not divide gradients", hint="divide the loss, or leave engine out")
+        """Not supported with this engine."""
+        raise UsageError("engine: deepspeed cannot divide gradients", hint="divide the loss, or remove engine")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See Engine. Raises UsageError at stages 1 and 2 between the backward passes of a step."""
@@ -280,21 +282,21 @@ class DrivenEngine(Engine):
         return self._held.count_parameters()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Not with this engine."""
-        raise UsageError("engine: deepspeed does not move states", hint="call offload_states of engine.driven")
+        """Not supported with this engine."""
+        raise UsageError("engine: deepspeed cannot move states", hint="call engine.driven.offload_states")
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Not with this engine."""
-        raise UsageError("engine: deepspeed does not move states", hint="call reload_states of engine.driven")
+        """Not supported with this engine."""
+        raise UsageError("engine: deepspeed cannot move states", hint="call engine.driven.reload_states")
 
     def destroy(self) -> None:
         """See Engine."""
         self.driven.destroy()
 
     def state(self) -> TrainingState:
-        """What a checkpoint holds: copies on the host, whole on each rank. A collective.
+        """The state for checkpoints: copies on the host, whole on each rank. A collective.
 
-        What is loaded into the last ones that were given out goes back to DeepSpeed with `restore_counters`.
+        After loading into the copies that were returned last, `restore_counters` writes them back to DeepSpeed.
         """
         weights, masters, optimizer = self._held.gather()
         state = TrainingState(
@@ -312,20 +314,20 @@ class DrivenEngine(Engine):
         return state
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        """See Engine. Raises UsageError at stages 1 and 2 in the midst of a step, before anything is loaded."""
+        """See Engine. Raises UsageError in the middle of a step at stages 1 and 2, before anything is loaded."""
         self.require_droppable()
         return super().load_checkpoint(*args, **kwargs)
 
     def require_droppable(self) -> None:
-        """Raises UsageError where there are gradients that DeepSpeed cannot drop."""
+        """Raises UsageError if there are gradients that DeepSpeed cannot drop."""
         if self.holds_gradients and self.zero_stage in (1, 2):
             raise UsageError(
-                "at stages 1 and 2 DeepSpeed cannot drop gradients in the midst of a step",
-                hint="finish the step before zero_grad() or load_checkpoint(), or leave engine out",
+                "at stages 1 and 2, DeepSpeed cannot drop gradients in the middle of a step",
+                hint="finish the step before zero_grad() or load_checkpoint(), or remove engine",
             )
 
     def take_back(self) -> None:
-        """Gives DeepSpeed what has been written into the state that was given out last."""
+        """Writes the state that `state` returned last, and that was loaded into, back to DeepSpeed."""
         state = self._given() if self._given is not None else None
         if state is not None:
             self._held.scatter(state.weights, state.optimizer)
@@ -334,7 +336,7 @@ class DrivenEngine(Engine):
 
 
 class _Driven(Strategy):
-    """What the engine's other parts ask a strategy for; DeepSpeed does the work of one."""
+    """The few methods of a strategy that other parts of the engine need. DeepSpeed does the actual work."""
 
     def __init__(self, engine: DrivenEngine) -> None:
         self.module = engine.driven.module
@@ -349,7 +351,7 @@ class _Driven(Strategy):
         drops.zero_grad()
 
     def finish_step(self) -> None:
-        """Weights have been written into what `state` gave out."""
+        """Called after loading into the result of `state`."""
         engine = self._engine()
         assert engine is not None
         engine.take_back()

@@ -1,7 +1,8 @@
-"""Weights and optimizer state of a model that DeepSpeed trains: read whole, in fp32, and written back.
+"""Reads and writes the weights and optimizer state of a model that DeepSpeed trains: whole, and in fp32.
 
-DeepSpeed steps flat pieces of many parameters; here they have their names and shapes again, so that its checkpoints are
-dsjob's: either engine goes on from them, and every tool reads them. While it is read, all of it is on each rank's host.
+DeepSpeed steps flat pieces of many parameters. This module restores their names and shapes, so that the checkpoints are
+dsjob's own: either engine resumes from them, and every tool reads them. While being read, the whole state is in host
+memory on each rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ _FLAT = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp3
 
 
 class DeepSpeedState:
-    """The state of one DeepSpeed engine. `optimizer`: the one it steps; `groups`: names of its parameters by group.
-
-    `make_optimizer`: one of the same kind over other parameters. `gather` and `scatter` are collectives.
+    """The state of one DeepSpeed engine. optimizer: the one it steps. groups: the names of its parameters, by group.
+    make_optimizer: builds one of the same kind for other parameters. `gather` and `scatter` are collectives.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class DeepSpeedState:
         self._trained = dict.fromkeys(name for group in groups for name in group)  # in order
         outer = driven.optimizer
         self._flat: list[Tensor] = next((list(getattr(outer, name)) for name in _FLAT if hasattr(outer, name)), [])
-        # At stage 0 in bf16 there is one master a parameter; in fp32 the parameter is it.
+        # At stage 0 in bf16, each parameter has its own master; in fp32, the parameter is its own master.
         pairs = zip(groups, getattr(outer, "fp32_groups", ()), strict=False)
         self._masters = {name: master for names, masters in pairs for name, master in zip(names, masters, strict=True)}
 
     def count_parameters(self) -> tuple[int, int]:
-        """Elements of all parameters, and of those that are trained."""
+        """The number of elements of all parameters, and of the trained ones."""
         sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in self._parameters.items()}
         return sum(sizes.values()), sum(sizes[name] for name in self._trained)
 
     @torch.no_grad()
     def gather(self) -> tuple[dict[str, Tensor], dict[str, nn.Parameter], Optimizer]:
-        """Copies on the host: all weights by name, the trained ones as parameters, and an optimizer over these."""
+        """Copies on the host: all weights by name, the trained ones as parameters, and an optimizer over the latter."""
         masters = {name: nn.Parameter(self._read(name)) for name in self._parameters if name in self._trained}
         weights = {n: masters[n].data if n in masters else self._read_frozen(p) for n, p in self._parameters.items()}
         optimizer = self._make_optimizer(masters)
@@ -61,7 +61,7 @@ class DeepSpeedState:
 
     @torch.no_grad()
     def scatter(self, weights: Mapping[str, Tensor], optimizer: Optimizer | None) -> None:
-        """Gives DeepSpeed weights, optimizer state and the values of parameter groups."""
+        """Writes weights, optimizer state and the values of parameter groups to DeepSpeed."""
         for name, value in weights.items():
             self._write(name, value)
         if optimizer is None:
@@ -75,7 +75,7 @@ class DeepSpeedState:
             theirs.update({key: value for key, value in ours.items() if key != "params"})
 
     def read_scaler(self, scaler: LossScaler) -> None:
-        """Brings `scaler` to where DeepSpeed's is."""
+        """Copies the state of DeepSpeed's loss scaler to `scaler`."""
         place = self._scaler()
         scaler.load(
             {
@@ -88,7 +88,7 @@ class DeepSpeedState:
         )
 
     def write_scaler(self, scaler: LossScaler) -> None:
-        """Brings DeepSpeed's to where `scaler` is."""
+        """Copies the state of `scaler` to DeepSpeed's loss scaler."""
         place, state = self._scaler(), scaler.state()
         if not scaler.dynamic:
             return
@@ -101,7 +101,7 @@ class DeepSpeedState:
         return self._driven.optimizer.loss_scaler
 
     def _read(self, name: str, key: str | None = None) -> Tensor:
-        """A trained parameter's master, or a tensor of its optimizer state: whole, fp32, on the host, a copy."""
+        """A copy of a trained parameter's master, or of a tensor of its optimizer state: whole, fp32, on the host."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         parameter = self._parameters[name]
@@ -125,7 +125,7 @@ class DeepSpeedState:
         if not self._flat:
             entry = self._optimizer.state.get(self._masters.get(name, self._parameters[name]), {})
             return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in entry.items()}
-        # All pieces step together: what is not of a piece's shape (`step`) is the same in each.
+        # All pieces step together, so values without the shape of a piece (such as `step`) are the same in each.
         piece = next((p for p in self._flat if self._optimizer.state.get(p)), None)
         entry = self._optimizer.state[piece] if piece is not None else {}
         return {
@@ -150,7 +150,8 @@ class DeepSpeedState:
             _set(parameter, value, safe_set_local_fp32_param, safe_set_full_fp32_param)
 
     def _make_room(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Zeros in the flat pieces' state for each key of `state`; none where that is empty, as before a first step."""
+        """Allocates zeros in the state of the flat pieces for each key of `state`; nothing if `state` is empty, as
+        before the first step."""
         self._optimizer.state.clear()
         if hasattr(self._driven.optimizer, "_hp_optimizer_states_linked"):
             self._driven.optimizer._hp_optimizer_states_linked = False
@@ -186,7 +187,7 @@ class DeepSpeedState:
 def _set(
     parameter: Any, value: Tensor, set_part: Callable[..., None], set_whole: Callable[..., None], *key: str
 ) -> None:
-    """Writes a whole value. At stage 3 DeepSpeed's own function fails where the ranks' parts are of unequal size."""
+    """Writes a whole value. (At stage 3, DeepSpeed's own function fails if the ranks' parts have unequal sizes.)"""
     placed = value.to(parameter.device)
     if not hasattr(parameter, "ds_id"):
         set_whole(parameter, placed, *key)

@@ -1,7 +1,7 @@
-"""The engine: DeepSpeed's call names over a strategy, an optimizer and a schedule.
+"""The engine: DeepSpeed's calls on top of a strategy, an optimizer and a schedule.
 
-It owns the rhythm of forward, backward and step. How the model is spread is the strategy's matter; what is counted
-that of `rhythm` and `readings`, saving that of `saving`. `dsjob.deepspeed` adds the rest of DeepSpeed's names.
+It coordinates forward, backward and step. The strategy spreads the model, `rhythm` and `readings` count and report, and
+`saving` saves. `dsjob.deepspeed` adds the rest of DeepSpeed's names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsjob.parallel.strategy import MicroBatch
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 
-# DeepSpeed's most common names that only the engine of `dsjob.deepspeed` has, and what an Engine has in their place.
+# DeepSpeed's most common names that only the engine of `dsjob.deepspeed` has, and what Engine has instead.
 OWN_WORDS = {
     "bfloat16_enabled": "spec.bf16.enabled",
     "fp16_enabled": "spec.fp16.enabled",
@@ -45,16 +45,16 @@ OWN_WORDS = {
 
 
 class Engine(Saving):
-    """A model in training. Made by `dsjob.initialize`.
+    """Trains one model. Created by `dsjob.initialize`.
 
-    One optimizer step is `rhythm.accumulation` rounds of `forward`, `backward`, `step`; the last of them is
-    the boundary, at which gradients are reduced and clipped and the optimizer and the schedule step. With
-    `managed_gradient_accumulation` off it is wherever the program calls `step`. In place of
-    `engine.backward(loss)` a program may call `loss.backward()`, with fp16 `engine.scale(loss).backward()`, at any
-    stage, also of a loss over the outputs of several engines. What an engine lacks is looked up in the model.
+    One optimizer step consists of `rhythm.accumulation` rounds of `forward`, `backward` and `step`. The last round is
+    the boundary: gradients are reduced and clipped, and the optimizer and the schedule step. With
+    `managed_gradient_accumulation` off, every call of `step` is a boundary. Instead of `engine.backward(loss)`, a
+    program may call `loss.backward()` at any stage (with fp16, `engine.scale(loss).backward()`), also with a loss over
+    several engines. Attributes that an engine lacks are looked up in the model.
     """
 
-    driver = ""  # the program that trains the model in place of dsjob, where one does
+    driver = ""  # the name of the program that trains the model instead of dsjob, if any
     divides_gradients = True  # whether `divide_gradients` is supported
     _more_names = ". The engine that dsjob.deepspeed.initialize returns has all of DeepSpeed's names"
 
@@ -73,19 +73,19 @@ class Engine(Saving):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.config = config or {}
         strategy.optimizer = optimizer
-        # Gradients are reduced to the ranks' mean; taking the scale out turns it into their sum.
+        # Gradients are reduced to the mean over ranks. Multiplying by this factor gives their sum.
         strategy.gradient_factor = world.data_size if spec.gradient_allreduce_op == "sum" else 1
         managed = bool(self.config.get("managed_gradient_accumulation", True))
         self.rhythm = Rhythm.of(spec.trainer, world.data_size, managed)
-        self.last_lr: list[float] = []  # the rates that the last optimizer step used
+        self.last_lr: list[float] = []  # the learning rates of the last optimizer step
         self._grad_norm: Tensor | None = None
         self._scaler = LossScaler(spec.fp16) if precision.needs_scale else None
         self._skips = precision.needs_scale or (precision.compute == torch.bfloat16 and spec.bf16.check_grad_overflow)
         self._divisor: Tensor | None = None  # of this step's gradients
-        self._step_applied: bool | None = False  # None: as the verdict says
-        self._verdict: Verdict | None = None  # on the last step, where the host has not asked for it yet
+        self._step_applied: bool | None = False  # None: not known until the verdict is read
+        self._verdict: Verdict | None = None  # the device's decision about the last step, until the host reads it
         self._syncs = True  # False inside no_sync
-        self._scaled = False  # whether `scale` was called for a backward pass of the program's own
+        self._scaled = False  # `scale` was called, for the program's own backward pass
         self._aliases = find_aliases(self.module)
         parameters.register(self)
 
@@ -113,7 +113,7 @@ class Engine(Saving):
 
     @property
     def world_size(self) -> int:
-        """All ranks of the job; `world` says how they are divided."""
+        """The number of all ranks of the job. `world` says how they are divided."""
         return self.world.everyone.size
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ class Engine(Saving):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
-        # Evaluation passes are no micro steps.
+        # Passes without gradients are evaluations, not micro steps.
         if torch.is_grad_enabled():
             self.strategy.start_micro_step(self.rhythm.boundary, self._syncs)
         outputs = self.strategy.forward(*args, **kwargs)
@@ -129,30 +129,30 @@ class Engine(Saving):
             return outputs
         if not self.rhythm.managed:
             return watch_outputs(outputs, self.rhythm.count_pass(self._enter_backward))
-        # Hooks on outputs are needed only where a gradient has to be divided, or a missing scale to be noticed.
+        # Hooks on outputs are needed only to divide gradients, or to notice a missing loss scale.
         if self.rhythm.accumulation > 1 or self._scaler is not None:
             return watch_outputs(outputs, self._enter_backward)
         return outputs
 
     def _enter_backward(self, gradient: Tensor) -> Tensor:
-        """What becomes of an output's gradient in a backward pass that the program started itself."""
+        """Divides an output's gradient in a backward pass that the program started itself."""
         if self._scaler is not None and not self._scaled:
             raise UsageError(
-                "Loss scaling is required with fp16, but backward() was called of a loss that is not scaled",
+                "Loss scaling is required with fp16, but backward() was called on a loss that is not scaled",
                 hint="call engine.backward(loss), or engine.scale(loss).backward()",
             )
         return gradient / self.rhythm.accumulation if self.rhythm.accumulation > 1 else gradient
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagates `loss` (scalar, the mean over this rank's micro batch) over the accumulation steps.
+        """Backpropagates `loss` (scalar, the mean over this rank's micro batch), divided by the accumulation steps.
 
-        With fp16 it is multiplied by the loss scale for that. Returns the loss divided by the number of accumulation
-        steps, not scaled; `scale_wrt_gas=False` leaves that division to the caller.
+        With fp16, the loss is also multiplied by the loss scale. Returns the loss divided by the number of accumulation
+        steps, not scaled. With `scale_wrt_gas=False`, the caller does that division.
         """
         accumulation = self.rhythm.accumulation if scale_wrt_gas else 1
         part = loss / accumulation if accumulation > 1 else loss
         self.rhythm.passes += 1
-        # Inside, the hooks on outputs do nothing: this loss is divided and scaled already.
+        # Disable the hooks on outputs: this loss is divided and scaled already.
         with drive():
             self.scale(part).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if self.rhythm.boundary and self._syncs:
@@ -197,21 +197,25 @@ class Engine(Saving):
             )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for a backward pass of the caller's own; `loss` itself where there is none."""
+        """`loss` times the loss scale, for the caller's own backward pass. Without a loss scale, `loss` itself."""
         if loss.numel() != 1:
-            raise UsageError(f"a loss is a scalar tensor, not one of shape {list(loss.shape)}", hint="loss.mean()")
+            raise UsageError(
+                f"the loss must be a scalar tensor, but has shape {list(loss.shape)}", hint="use loss.mean()"
+            )
         self._scaled = True
         return loss.float() * self._scaler.scale if self._scaler is not None else loss
 
     def divide_gradients(self, by: Tensor) -> None:
-        """Has the next optimizer step divide its gradients by `by` (scalar, the same on all ranks), before clipping."""
+        """Makes the next optimizer step divide its gradients by `by` before clipping. by: scalar, equal on all
+        ranks."""
         self._divisor = by
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave gradients on their rank, at any stage; those of a later one go with them.
+        """Backward passes inside this context do not reduce gradients, at any stage. A later backward pass reduces
+        them.
 
-        `step` may not be called inside.
+        Do not call `step` inside.
         """
         if not self._syncs:
             raise UsageError("no_sync and coalesce_grad_reduction cannot be nested")
@@ -222,15 +226,17 @@ class Engine(Saving):
             self._syncs = True
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Ends a micro step; at the boundary steps the optimizer and the schedule (`lr_kwargs`: for its `step`).
+        """Ends a micro step. At the boundary, steps the optimizer and the schedule. lr_kwargs: for the schedule's
+        `step`.
 
-        Where gradients of any rank are not finite, in fp16, or in bf16 with `check_grad_overflow`, all ranks drop them:
-        neither optimizer nor schedule step, but the counters do. Raises LossScaleError where the loss scale is at its
-        minimum already, and in bf16 NonFiniteLossError after `rhythm.MAX_SKIPPED` such steps in a row, or at the next
-        one where the device decides: see `verdict`.
+        If gradients of any rank are not finite (in fp16, or in bf16 with `check_grad_overflow`), all ranks skip the
+        step: they drop the gradients, and neither the optimizer nor the schedule steps, but counters do. Raises
+        LossScaleError if the loss scale is already at its minimum, and in bf16 NonFiniteLossError after
+        `rhythm.MAX_SKIPPED` skipped steps in a row (one step later if the device decides: see
+        `dsjob/compute/verdict.py`).
         """
         if not self._syncs:
-            raise UsageError("step() may not be called inside no_sync or coalesce_grad_reduction")
+            raise UsageError("step() cannot be called inside no_sync or coalesce_grad_reduction")
         self._step_applied, self._scaled = False, False
         self.rhythm.stepping = True
         try:
@@ -246,13 +252,13 @@ class Engine(Saving):
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         if self.optimizer is None:
-            raise UsageError("step() needs an optimizer: name one in the config, or give one to initialize()")
-        # First what the last step left open: if the device skipped it, the schedule is one step ahead.
+            raise UsageError("step() needs an optimizer: name one in the config, or pass one to initialize()")
+        # First settle the last step: if the device skipped it, the schedule is one step ahead.
         self._settle()
         self.strategy.reduce_gradients()
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
-        # Gradients stay scaled until here: clip computes the norm, unscales and clips in one multiplication.
+        # Gradients stay scaled until here. `clip` computes the norm, and unscales and clips the gradients.
         scale = self.loss_scale() / self.strategy.gradient_factor
         self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, scale, self._divisor)
         self._divisor = None
@@ -265,21 +271,21 @@ class Engine(Saving):
             self.strategy.step(self.optimizer)
         if self._scaler is not None:
             self._scaler.update(overflow, self._find_culprits() if overflow and self._scaler.exhausted else ())
-        # Also after an overflow: gradients have to be dropped and gathered weights freed all the same.
+        # Needed after an overflow too: it drops gradients and frees gathered weights.
         self.strategy.finish_step()
         if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         self._step_applied = not overflow
 
     def _step_unread(self, optimizer: Optimizer, finite: Tensor, lr_kwargs: Mapping[str, Any]) -> None:
-        """A step that the device leaves out where gradients are not `finite`; the host learns of it at the next one."""
+        """Takes a step that the device skips if gradients are not `finite`. The host learns of it at the next step."""
         self._verdict, self._step_applied = Verdict(optimizer, finite), None
         self.strategy.finish_step()
         if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self._verdict.step_schedule(self.lr_scheduler, lr_kwargs)
 
     def _find_culprits(self) -> list[str]:
-        """Names of parameters whose gradients are not finite on any rank."""
+        """Names of parameters whose gradients are not finite on some rank."""
         names = self.strategy.find_non_finite()
         everyone = self.world.everyone
         if everyone.size == 1:
@@ -288,28 +294,28 @@ class Engine(Saving):
         return [name for name in self.strategy.masters if any(name in names for names in found)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, those that are still being accumulated too."""
+        """Drops all gradients, including those accumulated so far in this step."""
         self.strategy.drop_gradients()
 
     def train(self, mode: bool = True) -> Engine:
-        """As nn.Module.train."""
+        """Like nn.Module.train."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """As nn.Module.eval."""
+        """Like nn.Module.eval."""
         return self.train(False)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Moves state to the host to make room on the device, until `reload_states`: see `residence.offload`."""
+        """Moves state to the host until `reload_states`, to free device memory. See `residence.offload`."""
         residence.offload(self.strategy, self.optimizer, *args, **kwargs)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what `offload_states` has moved."""
+        """Moves the state back that `offload_states` moved."""
         residence.reload(self.strategy, self.optimizer, self.device, non_blocking=non_blocking)
 
     def destroy(self) -> None:
-        """Frees gradients and optimizer state; the engine cannot train afterwards."""
+        """Frees gradients and optimizer state. The engine cannot train afterwards."""
         self.strategy.close()
         parameters.forget(self)
         if self.optimizer is not None:
@@ -326,7 +332,7 @@ class Engine(Saving):
                 raise AttributeError(self._explain(name)) from None
 
     def _explain(self, name: str) -> str:
-        """A message for whoever asks for an attribute that neither the engine nor its model has."""
+        """The message for an attribute that neither the engine nor its model has."""
         kind, model = type(self).__name__, type(self.strategy.module).__name__
         instead = f"; use engine.{OWN_WORDS[name]}" if name in OWN_WORDS else ""
         return f"neither {kind} nor its model {model} has an attribute {name!r}{instead}{self._more_names}"

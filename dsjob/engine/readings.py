@@ -1,4 +1,4 @@
-"""What an engine has counted, and the rates it trains with."""
+"""The part of an engine that reports counters, learning rates, the loss scale and gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Readings:
     _verdict: Verdict | None
 
     def _settle(self) -> None:
-        """Learns whether the last step was taken, where the device decides that; waits for it to come there."""
+        """If the device decides about steps, finds out whether the last one was taken. Waits for the device."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -38,12 +38,12 @@ class Readings:
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage that was asked for."""
+        """The ZeRO stage in the config."""
         return self.spec.zero_optimization.stage
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps so far, those that an overflow left out too."""
+        """Optimizer steps so far, including those skipped because of an overflow."""
         return self.rhythm.global_steps
 
     @property
@@ -53,46 +53,49 @@ class Readings:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were left out since gradients were not finite; `global_steps` counts them too."""
+        """Steps that were skipped because gradients were not finite. `global_steps` includes them."""
         self._settle()
         return self.rhythm.skipped_steps
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of `step` has changed the weights: False off the boundary, and after an overflow."""
+        """Whether the last call of `step` changed the weights. False if it was not at a boundary, or after an
+        overflow."""
         self._settle()
         return bool(self._step_applied)
 
     def get_global_grad_norm(self) -> float:
-        """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping; 0.0 before any.
+        """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping. 0.0 before the
+        first.
 
-        Loss scaling does not show in it; inf or nan where gradients were not finite.
+        It is not affected by loss scaling. It is inf or nan if gradients were not finite.
         """
         return float(self._grad_norm) if self._grad_norm is not None else 0.0
 
     def count_parameters(self) -> tuple[int, int]:
-        """Elements of all parameters, tied ones once, and of those that are trained."""
+        """The number of elements of all parameters (tied ones once), and of the trained ones."""
         total = sum(weight.numel() for weight in self.strategy.weights().values())
         return total, sum(master.numel() for master in self.strategy.masters.values())
 
     def loss_scale(self) -> float:
-        """What the next backward pass multiplies the loss by; 1.0 where losses are not scaled."""
+        """The factor on the loss in the next backward pass; 1.0 if losses are not scaled."""
         return self._scaler.scale if self._scaler is not None else 1.0
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro step ends with an optimizer step; where the program says so, True inside `step` alone."""
+        """Whether this micro step ends with an optimizer step. With `managed_gradient_accumulation` off, it is True
+        only inside `step`."""
         return self.rhythm.boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Says of this and the following micro steps whether they end with an optimizer step; None: count again."""
+        """Sets whether this and the following micro steps end with an optimizer step. None: count micro steps again."""
         self.rhythm.require_managed("set_gradient_accumulation_boundary()")
         self.rhythm.forced = is_boundary
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group, as the next optimizer step will use it."""
+        """The learning rate of each parameter group in the next optimizer step."""
         return [float(rate) for rate in self._read_groups("lr")]
 
     def set_lr(self, lr: float) -> None:
-        """Gives every parameter group the rate `lr`; a schedule sets it anew when it steps."""
+        """Sets the learning rate of all parameter groups. A schedule changes it again when it steps."""
         self._settle()
         for group in self.optimizer.param_groups if self.optimizer else ():
             group["lr"] = lr

@@ -1,4 +1,4 @@
-"""What an engine saves and loads, by DeepSpeed's calls. Files and formats are the matter of `checkpoint`."""
+"""The part of an engine that saves and loads, with DeepSpeed's calls. `checkpoint` handles files and formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsjob.ranks.mesh import World
 
 
 class Saving(Readings):
-    """The part of an engine that saves and loads. Every rank must call each of these methods."""
+    """The part of an engine that saves and loads. All ranks must call each of these methods."""
 
     config: Mapping[str, Any]
     world: World
@@ -35,7 +35,7 @@ class Saving(Readings):
     _aliases: dict[str, str]
 
     def state(self) -> TrainingState:
-        """What a checkpoint of this engine holds; loading writes into the same tensors."""
+        """The state for checkpoints. Loading writes into the same tensors."""
         self._settle()
         return TrainingState(
             weights=self.strategy.weights(),
@@ -50,12 +50,12 @@ class Saving(Readings):
         )
 
     def counters(self) -> dict[str, int]:
-        """The counters that a checkpoint keeps."""
+        """The counters for checkpoints."""
         self._settle()
         return self.rhythm.counts()
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
-        """Continues counting where a checkpoint left off; accumulation starts at the beginning of a step."""
+        """Restores the counters of a checkpoint. Accumulation starts at the beginning of a step."""
         self._settle()
         self.rhythm.restore(counters)
         self.strategy.drop_gradients()
@@ -71,12 +71,13 @@ class Saving(Readings):
     ) -> bool:
         """Saves everything to `save_dir` (a path or URL).
 
-        `save_latest`: whether the file `latest`, which `load_checkpoint` follows, then names this one.
-        `tag`: `global_step<n>` where absent; a checkpoint of that tag is replaced once the new one is whole. Ranks that
-        give different ones are told, or refused, as `checkpoint.tag_validation` says; rank 0's counts.
-        `client_state`: given back by `load_checkpoint` as rank 0 has it. It may hold numbers, text, lists, tuples,
-        dicts, sets, bytes, dates, paths, namespaces, and arrays and tensors of any size, such as states of random
-        generators.
+        `tag`: the default is `global_step<n>`. An existing checkpoint with this tag is replaced once the new one is
+        complete. If ranks pass different tags, `checkpoint.tag_validation` decides whether that is a warning or an
+        error; rank 0's tag is used.
+        `save_latest`: whether the file `latest`, which `load_checkpoint` reads, then names this checkpoint.
+        `client_state`: returned by `load_checkpoint`. Rank 0's is saved. It may contain numbers, strings, lists,
+        tuples, dicts, sets, bytes, dates, paths, namespaces, and arrays and tensors of any size, such as states of
+        random generators.
         """
         checkpointer = Checkpointer(_require_folder(save_dir), world=self.world)
         saved = checkpointer.save(
@@ -88,7 +89,7 @@ class Saving(Readings):
             frozen=not exclude_frozen_parameters,
         )
         for note in saved.notes:
-            warnings.warn(f"{saved.url} is saved, but: {note}", stacklevel=2)
+            warnings.warn(f"{saved.url} was saved, but: {note}", stacklevel=2)
         return True
 
     def load_checkpoint(
@@ -103,20 +104,21 @@ class Saving(Readings):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads the checkpoint `tag` from `load_dir`, whatever number of ranks saved it.
 
-        Without a tag, the one that the file `latest` names, as in DeepSpeed: the last one saved with `save_latest`.
-        Where that names no committed checkpoint, the newest one is loaded, that of the most steps, with a warning.
-        Without `load_optimizer_states` the next step takes the rates that the optimizer has, and the schedule, if it is
-        loaded, sets those of later ones, as in DeepSpeed.
-        `load_module_only`: the weights, with neither optimizer, schedule nor counters. `custom_load_fn(src=weights,
-        dst=module)` puts the weights into the model in place of dsjob: `src` has them by name, whole and in host memory
-        on every rank, and the parameters of `dst` are whole meanwhile; rank 0's count. Returns its folder and
-        client_state; (None, None) where there is no checkpoint, as DeepSpeed does.
+        Without a tag, loads the checkpoint named in the file `latest`, as in DeepSpeed: the last one saved with
+        `save_latest`. If that is not a committed checkpoint, loads the one with the most steps, with a warning.
+        Without `load_optimizer_states`, the next step uses the optimizer's current learning rates; the schedule, if it
+        is loaded, sets later ones, as in DeepSpeed.
+        `load_module_only`: load only the weights, without optimizer, schedule and counters.
+        `custom_load_fn(src=weights, dst=module)`: loads the weights into the model instead of dsjob. `src` has them by
+        name, whole and in host memory on every rank. The parameters of `dst` are whole during the call; rank 0's values
+        are kept.
+        Returns the checkpoint's folder and client_state; (None, None) if there is no checkpoint, as in DeepSpeed.
         """
         checkpointer = Checkpointer(_require_folder(load_dir), world=self.world)
         counters = self.counters()
-        chosen, told = (str(tag), "") if tag is not None else checkpointer.follow_latest()
-        if told and self.world.everyone.rank == 0:
-            warnings.warn(f"{load_dir}: {told}", stacklevel=2)
+        chosen, note = (str(tag), "") if tag is not None else checkpointer.follow_latest()
+        if note and self.world.everyone.rank == 0:
+            warnings.warn(f"{load_dir}: {note}", stacklevel=2)
         try:
             loaded = checkpointer.load(
                 self,
@@ -153,15 +155,15 @@ class Saving(Readings):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the whole model's weights in the compute dtype to one file.
+        """Writes the weights of the whole model to one file, in the compute dtype.
 
-        A name ending in `.safetensors` gives safetensors, any other torch.save's format. At stage 3 it needs
-        stage3_gather_16bit_weights_on_model_save; returns False, having written nothing, where that is not set.
+        The format is safetensors if the name ends in `.safetensors`, otherwise that of torch.save. At stage 3 this
+        requires stage3_gather_16bit_weights_on_model_save; without it, writes nothing and returns False.
         """
         if self.world.model.size > 1:
             raise UsageError(
-                "save_16bit_model writes one file, and each model-parallel rank has a part of the model of its own",
-                hint="call save_checkpoint, and `dsjob convert --model mp_rank_00` for each part",
+                "save_16bit_model writes one file, but each model-parallel rank has only a part of the model",
+                hint="call save_checkpoint, then `dsjob convert --model mp_rank_00` for each part",
             )
         zero = self.spec.zero_optimization
         if zero.stage == 3 and self.world.data_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:
@@ -179,10 +181,10 @@ class Saving(Readings):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> MutableMapping[str, Tensor]:
-        """The model's weights and buffers by name, whole on every rank and in the compute dtype, whatever the stage.
+        """The model's weights and buffers by name, whole on every rank and in the compute dtype, at any stage.
 
-        At stage 3 that is a model's worth of memory on each rank: `save_16bit_model` writes it to a file instead.
-        `keep_vars` has no effect: what is returned are copies.
+        At stage 3, this needs memory for the whole model on each rank; `save_16bit_model` writes a file instead.
+        `keep_vars` has no effect: this returns copies.
         """
         state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
         found = {} if destination is None else destination
@@ -198,9 +200,9 @@ class Saving(Readings):
 
     @torch.no_grad()
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Writes whole weights and buffers, given by name (or below `module`), into the model and its masters.
+        """Loads whole weights and buffers, by name (or below the key `module`), into the model and its masters.
 
-        Raises CheckpointError for names that are missing or unknown, if `strict`, and for wrong shapes.
+        Raises CheckpointError for wrong shapes, and with `strict`, for missing or unknown names.
         """
         given = state_dict["module"] if isinstance(state_dict.get("module"), Mapping) else state_dict
         state = self.state()
@@ -208,33 +210,37 @@ class Saving(Readings):
         missing = [name for name in places if name not in given]
         unknown = [name for name in given if name not in places and name not in state.aliases]
         if strict and (missing or unknown):
-            raise CheckpointError(f"the state dict is another model's: missing {missing[:3]}, unknown {unknown[:3]}")
+            raise CheckpointError(
+                f"the state dict does not match the model: missing {missing[:3]}, unknown {unknown[:3]}"
+            )
         for name, place in places.items():
             if name not in given:
                 continue
             if given[name].shape != place.shape:
-                raise CheckpointError(f"{name} is {list(place.shape)} in the model, {list(given[name].shape)} there")
+                raise CheckpointError(
+                    f"{name} has shape {list(place.shape)} in the model, {list(given[name].shape)} in the state dict"
+                )
             value = given[name].to(device=self.world.device, dtype=place.dtype)
             (place.to_local() if hasattr(place, "to_local") else place).copy_(own_part(value, place))
         self.strategy.drop_gradients()
         self.strategy.finish_step()
 
     def _agree_on_tag(self, tag: str) -> str:
-        """Rank 0's tag. Raises CheckpointError where others differ and `checkpoint.tag_validation` is Fail."""
+        """Rank 0's tag. Raises CheckpointError if other ranks' tags differ and `checkpoint.tag_validation` is Fail."""
         everyone = self.world.everyone
         tags = all_gather(everyone, tag)
         if len(set(tags)) > 1:
             mode = str(get_at(self.config, ("checkpoint", "tag_validation"))).lower()
             message = f"ranks save under different tags: {', '.join(sorted(set(tags)))}"
             if mode == "fail":
-                raise CheckpointError(message, hint="give the same tag on every rank")
+                raise CheckpointError(message, hint="pass the same tag on every rank")
             if mode == "warn" and everyone.rank == 0:
-                warnings.warn(f"{message}; rank 0's is taken", stacklevel=3)
+                warnings.warn(f"{message}; using rank 0's", stacklevel=3)
         return tags[0]
 
 
 def find_aliases(module: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters: name -> the name under which it is saved."""
+    """The other names of tied parameters, mapped to the name under which they are saved."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -247,5 +253,5 @@ def find_aliases(module: nn.Module) -> dict[str, str]:
 
 def _require_folder(url: str | os.PathLike[str]) -> str:
     if not url:
-        raise UsageError(f"a folder or URL is needed, not {url!r}")
+        raise UsageError(f"the checkpoint folder must be a path or URL, not {url!r}")
     return os.fspath(url)

@@ -1,4 +1,4 @@
-"""Several engines that train together: by name, and as one thing to save and load."""
+"""Several engines that train together: accessed by name, saved and loaded as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsjob.engine.engine import Engine
 
 
 class Engines(Mapping[str, Engine]):
-    """Engines by name; the first one counts the steps and samples of the run."""
+    """Engines by name. The first one counts the steps and samples of the run."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = dict(engines)
@@ -25,35 +25,35 @@ class Engines(Mapping[str, Engine]):
 
     @property
     def first(self) -> Engine:
-        """The engine that counts."""
+        """The engine that counts steps and samples."""
         return next(iter(self._engines.values()))
 
     def state(self) -> JointState:
-        """What a checkpoint of them holds."""
+        """The joint state for checkpoints."""
         return JointState({name: engine.state() for name, engine in self._engines.items()})
 
     def counters(self) -> dict[str, int]:
-        """The first one's counters, and those of all by name."""
+        """The counters of the first engine, and those of all engines by name."""
         own = {f"{name}.{key}": n for name, engine in self._engines.items() for key, n in engine.counters().items()}
         return {**self.first.counters(), **own}
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
-        """Continues counting where a checkpoint left off."""
+        """Restores the counters of a checkpoint."""
         for name, engine in self._engines.items():
             kept = {key: counters.get(f"{name}.{key}") for key in engine.counters()}
             engine.restore_counters({key: count for key, count in kept.items() if count is not None})
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage of the first."""
+        """The ZeRO stage of the first engine."""
         return self.first.zero_stage
 
     def train(self) -> None:
-        """Those with an optimizer in training mode, the others in evaluation mode."""
+        """Puts engines with an optimizer in training mode, and the others in evaluation mode."""
         for engine in self._engines.values():
             engine.train(engine.optimizer is not None)
 
     def eval(self) -> None:
-        """All in evaluation mode."""
+        """Puts all engines in evaluation mode."""
         for engine in self._engines.values():
             engine.eval()

@@ -22,7 +22,7 @@ from dsjob.deepspeed.absent import ALTERNATIVES
         ),
         ("from dsjob.deepspeed.pipe import PipelineModule", "no deepspeed.pipe: pipelines are not built yet"),
         ("import dsjob.deepspeed.runtime.pipe.topology", "no deepspeed.runtime.pipe: pipelines are not"),
-        ("from dsjob.deepspeed.moe.layer import MoE", "no deepspeed.moe.layer: experts on ranks of their own"),
+        ("from dsjob.deepspeed.moe.layer import MoE", "no deepspeed.moe.layer: expert parallelism is not built"),
         (
             "from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer",
             "no deepspeed.ops.transformer: torch's",

@@ -147,7 +147,7 @@ def test_batch_sizes_can_be_changed_while_training() -> None:
     assert (step(), engine.gradient_accumulation_steps(), engine.global_samples) == (2, 2, 10)
     engine.set_train_micro_batch_size(5)
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (10, 5)
-    with pytest.raises(UsageError, match="a train batch of 7 is no multiple of micro batch 5 x 1 ranks"):
+    with pytest.raises(UsageError, match="a train batch of 7 is not a multiple of micro batch 5 x 1 ranks"):
         engine.set_train_batch_size(7)
 
 

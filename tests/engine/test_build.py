@@ -145,9 +145,9 @@ def test_configs_come_from_files_dicts_and_arguments(tmp_path: Path) -> None:
         ({"config": CONFIG, "model": nn.Linear}, "a torch.nn.Module, not the class Linear"),
         ({"config": CONFIG, "model": len}, "a torch.nn.Module, not of type builtin_function"),
         ({"config": [CONFIG]}, "the config is of type list"),
-        ({"config": {"model": {"_target_": "x.Y"}, "trainer": {}}}, "job document: it has model, trainer"),
+        ({"config": {"model": {"_target_": "x.Y"}, "trainer": {}}}, "job document \\(it has model, trainer"),
         ({"config": {"train_batch_size": 4, "fp16": True}}, "fp16: must be an object"),
-        ({"config": CONFIG, "model_parameters": [nn.Parameter(torch.zeros(1))]}, "no parameter of the model"),
+        ({"config": CONFIG, "model_parameters": [nn.Parameter(torch.zeros(1))]}, "not a parameter of the model"),
     ],
 )
 def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:

@@ -302,8 +302,8 @@ def refuse(world: World) -> list[str]:
 
 def test_what_deepspeed_does_not_do_is_told() -> None:
     messages = run_on(1)[0]["refused"]
-    assert messages[0] == "engine: deepspeed does not move states"
-    assert messages[1] == "DeepSpeed has no_sync at stages 0 and 1 alone"
+    assert messages[0] == "engine: deepspeed cannot move states"
+    assert messages[1] == "DeepSpeed supports no_sync only at stages 0 and 1"
     assert "cannot drop gradients in the midst of a step" in messages[2]
     assert messages[3].startswith("DeepSpeed refuses the job")
     assert messages[4] == "engine: deepspeed does not divide gradients"

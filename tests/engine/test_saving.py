@@ -142,7 +142,7 @@ def test_the_newest_checkpoint_is_loaded_and_no_weights_that_were_converted_into
 
 @pytest.mark.parametrize("folder", ["", None])
 def test_a_folder_is_needed(folder: str | None) -> None:
-    with pytest.raises(UsageError, match="a folder or URL is needed"):
+    with pytest.raises(UsageError, match="must be a path or URL"):
         make_engine(0).save_checkpoint(folder)  # type: ignore[arg-type]
 
 

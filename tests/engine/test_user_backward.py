@@ -225,7 +225,7 @@ def test_a_loss_that_is_not_scaled_is_refused_in_fp16() -> None:
     engine.scale(engine(x, y)).backward()
     engine.step()
     assert engine.was_step_applied()
-    with pytest.raises(UsageError, match="scalar tensor, not one of shape"):
+    with pytest.raises(UsageError, match="scalar tensor, but has shape"):
         engine.scale(torch.zeros(2))
 
 
