@@ -313,4 +313,4 @@ def end_elsewhere(world: World) -> list[str]:
 
 def test_passes_that_end_elsewhere_are_an_error_on_every_rank() -> None:
     for same, other in run_ranks(end_elsewhere, 2):
-        assert (same, "pass 2 ended after 8 batches on rank 0, and on rank 1 after 9" in other) == ("", True)
+        assert (same, "pass 2 ended after 8 batches on rank 0, but on rank 1 after 9" in other) == ("", True)

@@ -25,7 +25,7 @@ from dsjob.deepspeed.absent import ALTERNATIVES
         ("from dsjob.deepspeed.moe.layer import MoE", "no deepspeed.moe.layer: expert parallelism is not built"),
         (
             "from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer",
-            "no deepspeed.ops.transformer: torch's",
+            "no deepspeed.ops.transformer: use torch's",
         ),
         ("import dsjob.deepspeed.inferense", "no deepspeed.inferense; docs/explanation/deepspeed-tests.md"),
     ],
