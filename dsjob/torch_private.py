@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,7 @@ from torch.distributed.distributed_c10d import (
     _new_process_group_helper,
     _world,
 )
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -39,6 +37,10 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+if TYPE_CHECKING:  # they take long to import, and not all that runs on ranks needs them
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
 
 # is_functorch_wrapped_tensor: whether torch.func differentiates a tensor. torch.func has no question for it.
 # FakeTensorMode, TorchDispatchMode: run a model on tensors without memory, and see each operator. Described in torch's

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import logging
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,10 @@ class Names(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.defined.add(node.name)
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
@@ -141,6 +147,13 @@ def use(module):
         "a:9 _anything",
         "a:10 _dynamo",
     ]
+
+
+def test_it_does_not_import_fsdp2() -> None:
+    """That takes a good part of a second, which plans and checks of documents need not wait for."""
+    code = "import sys, dsjob.torch_private; print('torch.distributed.fsdp' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_every_foreach_operation_exists() -> None:
