@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,8 +16,10 @@ from dsjob.checkpoint.pretrained.folder import Pretrained
 from dsjob.checkpoint.root.run_state import read_job
 from dsjob.checkpoint.root.source import locate, renamed
 from dsjob.contract.models import list_models
-from dsjob.document.origins import read_document
+from dsjob.document import Document
+from dsjob.document.origins import Composed, read_document
 from dsjob.errors import UsageError
+from dsjob.front.places import placing_errors
 from dsjob.front.process import keeping_process
 from dsjob.front.source import allowing, make_flags
 from dsjob.run_folder import RESOLVED_NAME
@@ -143,9 +146,10 @@ def load_model(
     flags = make_flags(trust, trust_remote_code, unpinned)
     source = os.fspath(checkpoint)
     with allowing(flags), keeping_process(torch=True):
-        document, granted = _read_document(source, tag, flags)
+        document, granted, file = _read_document(source, tag, flags)
         name = _choose_model(document, model)
-        return _build(document, name, granted, conversion.read_weights(source, tag=tag, model=model))
+        with placing_errors(Composed(document, file)) if file is not None else nullcontext():
+            return _build(document, name, granted, conversion.read_weights(source, tag=tag, model=model))
 
 
 def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str, Any]) -> nn.Module:
@@ -168,18 +172,19 @@ def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str,
     return made.eval()
 
 
-def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[dict[str, Any], Trust]:
-    """The resolved document of the run that made a checkpoint, and what it may import."""
+def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[dict[str, Any], Trust, Document | None]:
+    """The resolved document of the run that made a checkpoint, what it may import, and the file that it was read from;
+    None for the copy in the checkpoint."""
     with renamed(f"load {source}"):
         place, record = locate(source, tag)
         kept = read_job(place, layout.read_checkpoint(place, record))
     resolved = os.path.join(os.path.dirname(place.root.rstrip("/")), RESOLVED_NAME)
     if storage.is_local(place.root) and os.path.isfile(resolved) and not comes_from_elsewhere(resolved):
         file = read_document(resolved)
-        return file.value, grant(file, flags)
+        return file.value, grant(file, flags), file
     if kept is None:
         raise UsageError(f"{source} does not say how its model is made", hint="dsjob.convert gives its weights")
-    return kept, replace(grant(None, flags), local=False)
+    return kept, replace(grant(None, flags), local=False), None
 
 
 def _choose_model(document: dict[str, Any], wanted: str | None) -> str:

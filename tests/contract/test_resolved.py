@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from job_documents import make_job, resolve
+from small_jobs import TRUST, make_document
 
 from dsjob.contract.resolved import ResolvedJob
+from dsjob.document import bare, normal
 from dsjob.document.resolve import complete_job
+from dsjob.ranks.mesh import join_world
+from dsjob.training.job import run_job
 
 STEP = {"micro_batch": 4, "max_steps": 10, "step": {"_target_": "mine.step"}}
 ONE = make_job(zero_optimization={"stage": 1}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 6}})
@@ -61,3 +66,19 @@ def test_a_document_of_an_earlier_version_is_completed() -> None:
 def test_a_restarted_run_resumes() -> None:
     job = complete_job(resolve(make_job(checkpoint={"resume": "never"}))).resuming()
     assert job.document["checkpoint"]["resume"] == job.spec.checkpoint.resume == "auto"
+
+
+def test_a_run_resolves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks get all that they need. Only what an old checkpoint says of its job is completed."""
+    given = complete_job(resolve(make_document(tmp_path)))
+    handed = given.to_text()
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a rank resolves")
+
+    for module, name in ((normal, "resolve_auto"), (bare, "resolve_auto"), (normal.legacy, "expand")):
+        monkeypatch.setattr(module, name, refuse)
+    with pytest.raises(AssertionError, match="a rank resolves"):
+        complete_job(given.document)
+    result = run_job(ResolvedJob.from_text(handed), str(tmp_path), join_world(device="cpu"), TRUST)
+    assert result.step == given.spec.trainer.max_steps

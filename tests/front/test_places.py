@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_documents import make_job, resolve
 from jobs import DSJOB, clean_env
 from jobs import dsjob as command
 
 import dsjob
 from dsjob import errors
 from dsjob.document.origins import Composed, read_document
+from dsjob.document.resolve import complete_job
 from dsjob.front.places import placing_errors
+from dsjob.launch.joined import _dropping_foreign_places
 from dsjob.trust.frames import describe_failure, put_at
 
 pytestmark = pytest.mark.slow
@@ -248,6 +251,9 @@ def test_a_resumed_run_points_into_its_own_document() -> None:
     resolved.write_text(resolved.read_text().replace('"hidden"', '"hiden"'))
     sys.modules.pop("places_module")
     with pytest.raises(errors.DocumentError) as caught:
+        dsjob.load_model("run")
+    assert str(caught.value).startswith(f"{resolved.resolve()}:")
+    with pytest.raises(errors.DocumentError) as caught:
         dsjob.run("run", overrides=["trainer.max_steps=2"])
     (problem,) = caught.value.problems
     line = resolved.read_text().split("\n")[problem.line - 1]
@@ -262,6 +268,17 @@ def test_a_secret_of_the_command_line_stays_out(tmp_path: Path) -> None:
         raise error
     assert "hunter2" not in describe_failure(error) + "".join(error.__notes__)
     assert describe_failure(error).startswith("command line: +model.token=")
+
+
+def test_no_place_is_told_of_a_document_that_does_not_count(tmp_path: Path) -> None:
+    """Under torchrun a rank may have composed another document than rank 0, whose lines it does not know."""
+    own, other = (complete_job(resolve(make_job(name=name))) for name in ("own", "other"))
+    for counts, path in ((own, ("model",)), (own.resuming(), ("model",)), (other, ())):
+        error = errors.ContractError("model: it returned 3")
+        error.put_at(("model",))
+        with pytest.raises(errors.ContractError), _dropping_foreign_places(own, counts):
+            raise error
+        assert (error.path, error.message) == (path, "model: it returned 3")
 
 
 def test_a_plan_tells_the_place() -> None:
