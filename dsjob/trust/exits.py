@@ -27,10 +27,13 @@ def refuse_exits() -> Iterator[None]:
     Child processes are left alone. What leaves Python (`exit` of a C library) cannot be caught here.
     """
     leave, owner, thread = os._exit, os.getpid(), threading.get_ident()
+    over = threading.Event()
 
     def refuse(status: int) -> NoReturn:
         if os.getpid() != owner:
             leave(status)
+        if over.is_set():  # an exit handler of the user's own has kept this function beyond the block
+            os._exit(status)
         if threading.get_ident() == thread:
             raise _Exit(status)
         os.write(2, f"dsjob: error: a thread called os._exit({status}) before the last step\n".encode())
@@ -45,6 +48,7 @@ def refuse_exits() -> Iterator[None]:
         raise ExitError(describe_failure(error), hint="raise an exception where something is wrong") from error
     finally:
         os._exit = leave
+        over.set()
 
 
 def keep_exit_code(code: int) -> None:
