@@ -1,1 +1,1 @@
-"""What a document may say: schemas and rules, the typed job, and how problems are reported."""
+"""What a document may contain: schemas and rules, the typed job, and reports of problems."""

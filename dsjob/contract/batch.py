@@ -1,7 +1,7 @@
 """The batch triad: train_batch = micro_batch x grad_accum x data-parallel world size.
 
-Derivation as DeepSpeed's (integer divisions, then a check of the product), so that a config means here what it means
-there.
+Missing sizes are derived as in DeepSpeed (integer divisions, then a check of the product), so that a config has the
+same meaning in both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from dsjob.contract.shown import shorten
 from dsjob.errors import ConfigError, DocumentError, Problem
 
-_KEYS = {  # ours, and DeepSpeed's
+_KEYS = {  # dsjob's name -> DeepSpeed's name
     "train_batch": "train_batch_size",
     "micro_batch": "train_micro_batch_size_per_gpu",
     "grad_accum": "gradient_accumulation_steps",
@@ -25,34 +25,36 @@ _ALLOWED = f"allowed are {', '.join(_KEYS)}, or {', '.join(_KEYS.values())}"
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """Samples a step (all ranks), samples a pass (one rank), passes a step. None: to be derived."""
+    """The three batch sizes; None: to be derived.
+
+    `train_batch`: samples per optimizer step on all ranks. `micro_batch`: samples per forward and backward pass of one
+    rank. `grad_accum`: passes per optimizer step.
+    """
 
     train_batch: int | None = None
     micro_batch: int | None = None
     grad_accum: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what is no whole number; whole floats (8.0) become integers."""
+        """Raises ConfigError if a size is not a whole number. Converts whole floats (8.0) to integers."""
         wrong = []
         for name in _KEYS:
             value = getattr(self, name)
             if isinstance(value, float) and value.is_integer():
                 object.__setattr__(self, name, int(value))
             elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                wrong.append(Problem(f"must be an integer, not {shorten(value)}", (name,), "type", "8, for example"))
+                wrong.append(Problem(f"must be an integer, not {shorten(value)}", (name,), "type", "for example 8"))
         if wrong:
             raise ConfigError(wrong)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BatchSizes:
-        """From the three keys as a job document or a DeepSpeed config spells them; "auto" counts as not given.
+        """From a mapping with the keys of a job document or of a DeepSpeed config; "auto" counts as unset.
 
         Raises ConfigError for any other key.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(
-                [Problem(f"batch sizes are made from a mapping, not {type(values).__name__}", rule="type")]
-            )
+            raise ConfigError([Problem(f"batch sizes must be a mapping, not {type(values).__name__}", rule="type")])
         ours = {theirs: name for name, theirs in _KEYS.items()} | {name: name for name in _KEYS}
         unknown = [key for key in values if key not in ours]
         if unknown:
@@ -68,41 +70,42 @@ class BatchSizes:
 
     @classmethod
     def of_trainer(cls, section: Mapping[str, Any]) -> BatchSizes:
-        """The batch sizes of a (checked) `trainer` section, its other keys left aside."""
+        """The batch sizes of a (checked) `trainer` section, whose other keys are ignored."""
         return cls.from_dict({name: section.get(name) for name in _KEYS})
 
     def resolve(
         self, world_size: int, *, name: Callable[[str], str] = lambda key: "", ranks: str = "", parts: int = 1
     ) -> BatchSizes:
-        """All three numbers for `world_size` data-parallel ranks, each of which is `parts` ranks of the job.
+        """All three sizes for `world_size` data-parallel ranks. Each of these consists of `parts` model-parallel ranks.
 
-        Raises DocumentError, naming the numbers and a change that would make them hold, where they do not multiply out.
-        `name` and `ranks` say where a number that was given and the world size come from, to be put behind them.
+        Raises DocumentError if the sizes do not multiply out; the message names the numbers and a change that would
+        fix them. `name` and `ranks` return where a given size and the world size come from, for the message.
         """
         full = self._complete(world_size)
         if full is None:
-            raise _problem("needs train_batch or micro_batch", "trainer.micro_batch=8, for example")
+            raise _problem("needs train_batch or micro_batch", "for example trainer.micro_batch=8")
         if not full.is_valid(world_size):
-            train, *factors = (f"{key} {getattr(full, key)}{name(key) or self._tell_derived(key)}" for key in _KEYS)
-            told = f"{train} is not {' x '.join(factors)} x world size {world_size}{f' ({ranks})' if ranks else ''}"
-            raise _problem(told, full._remedy(world_size, parts))
+            train, *factors = (f"{key} {getattr(full, key)}{name(key) or self._describe_origin(key)}" for key in _KEYS)
+            message = f"{train} is not {' x '.join(factors)} x world size {world_size}{f' ({ranks})' if ranks else ''}"
+            raise _problem(message, full._remedy(world_size, parts))
         return full
 
     def is_valid(self, world_size: int) -> bool:
-        """Whether all three are given, positive, and multiply out for `world_size`."""
+        """Whether all three are set, positive, and multiply out for `world_size`."""
         if self.train_batch is None or self.micro_batch is None or self.grad_accum is None:
             return False
         positive = min(self.train_batch, self.micro_batch, self.grad_accum) > 0
         return positive and self.train_batch == self.micro_batch * self.grad_accum * world_size
 
     def move_to(self, world_size: int) -> BatchSizes:
-        """The same train_batch (all three are given) on `world_size` ranks, with no larger a micro batch.
+        """The sizes for another `world_size`: the same train_batch, and the largest micro batch that divides a rank's
+        share and is not larger than the present one. All three sizes must be set.
 
-        Without a solution grad_accum is left open, for `resolve` to explain.
+        If there is no solution, grad_accum stays None, and `resolve` raises the error that explains it.
         """
         assert self.train_batch is not None
         assert self.micro_batch is not None
-        share, rest = divmod(self.train_batch, world_size)  # of a rank
+        share, rest = divmod(self.train_batch, world_size)  # samples per rank and step
         if rest or share < 1:
             return BatchSizes(self.train_batch, self.micro_batch)
         small = [number for number in range(1, math.isqrt(share) + 1) if share % number == 0]
@@ -111,6 +114,7 @@ class BatchSizes:
         return BatchSizes(self.train_batch, micro, share // micro)
 
     def _complete(self, world_size: int) -> BatchSizes | None:
+        """All three sizes, which may not multiply out; None if there is nothing to derive them from."""
         train, micro, accum = self.train_batch, self.micro_batch, self.grad_accum
         if train is not None and micro is not None:
             return self if accum is not None else replace(self, grad_accum=train // max(micro, 1) // world_size)
@@ -122,25 +126,27 @@ class BatchSizes:
             return BatchSizes(micro * accum * world_size, micro, accum)
         return None
 
-    def _tell_derived(self, key: str) -> str:
-        """How a number came about that was not given."""
+    def _describe_origin(self, key: str) -> str:
+        """Where a size that was not given comes from, for a message."""
         if getattr(self, key) is not None:
             return ""
         both = self.train_batch is not None and self.micro_batch is not None
         return " (derived)" if both or key != "grad_accum" else " (the default)"
 
     def _remedy(self, world_size: int, parts: int) -> str:
+        """A hint with every single change that makes these sizes multiply out."""
         train, micro, accum = self.train_batch or 0, max(self.micro_batch or 0, 1), max(self.grad_accum or 0, 1)
         ways = []
         if train % (micro * accum) == 0:
             fitting = train // (micro * accum)
-            ways.append(f"it holds for world size {fitting}: launch.nproc={fitting * parts}")
+            ways.append(f"use launch.nproc={fitting * parts} (world size {fitting})")
         if train % (micro * world_size) == 0:
             ways.append(f"or trainer.grad_accum={train // (micro * world_size)}")
         elif train % (accum * world_size) == 0:
             ways.append(f"or trainer.micro_batch={train // (accum * world_size)}")
         ways.append(f"or trainer.train_batch={micro * accum * world_size}")
-        return ", ".join(ways).removeprefix("or ")
+        hint = ", ".join(ways).removeprefix("or ")
+        return hint if hint.startswith("use ") else f"use {hint}"
 
 
 def _problem(message: str, hint: str) -> DocumentError:

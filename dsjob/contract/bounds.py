@@ -1,8 +1,8 @@
-"""How large a document may be, whether it comes as text or as an object of a program.
+"""Limits on the size of a document, whether it is text or an object passed by a program.
 
-All input has a budget: text has at most 16 MiB, interpolations and YAML aliases expand to at most 200,000 values and
-characters (`interpolation`), pickles are counted with shared values each time (`torch_files`), and at most 200
-problems are reported. Without these, a few kilobytes could keep a command busy for hours.
+All input has a budget: text has at most 16 MiB; interpolations and YAML aliases expand to at most 200,000 values and
+characters (`interpolation`); shared values in pickles count each time they occur (`torch_files`); and at most 200
+problems are reported. Without these limits, a few kilobytes could keep a command busy for hours.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MAX_VALUES: Final = 100_000  # keys and items of lists
 
 
 def check_values(value: Any, source: str) -> list[Problem]:
-    """What is wrong with a value that is read like a document and was given as an object: keys that are no text,
-    numbers beyond JSON's, arrays, more values or a deeper tree than a document may have. What stands in several places
-    is counted in each."""
+    """The problem of an object that is to be read as a document: keys that are not strings, numbers that JSON cannot
+    hold, arrays, too many values, or too deep a tree. An object that occurs in several places counts in each of them.
+    Returns at most one problem."""
     places: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
     seen = 0
     while places:
@@ -33,13 +33,13 @@ def check_values(value: Any, source: str) -> list[Problem]:
         elif isinstance(found, (list, tuple)):
             items = enumerate(found)
         elif isinstance(found, int) and found.bit_length() > 1024:
-            return [Problem("is beyond every 64-bit float", path, "number", "", source)]
+            return [Problem("does not fit into a 64-bit float", path, "number", "", source)]
         elif getattr(found, "ndim", 0):
-            return [Problem(f"must be a value of JSON, not {shorten(found)}", path, "type", "", source)]
+            return [Problem(f"must be a JSON value, not {shorten(found)}", path, "type", "", source)]
         if items and len(path) >= MAX_DEPTH:
-            return [Problem(f"nested deeper than {MAX_DEPTH} levels", path[:3], "too-deep", "", source)]
+            return [Problem(f"is nested more than {MAX_DEPTH} levels deep", path[:3], "too-deep", "", source)]
         seen += len(found) if items else 0
         if seen > MAX_VALUES:
-            return [Problem(f"more than {MAX_VALUES:,} keys and items of lists", path[:3], "too-large", "", source)]
+            return [Problem(f"has more than {MAX_VALUES:,} keys and list items", path[:3], "too-large", "", source)]
         places += [(part, (*path, key)) for key, part in items]
     return []

@@ -1,8 +1,9 @@
 """Checking a document against the contract: the home of jsonschema. Finds all problems at once and raises nothing.
 
-Shape, types and bounds come from `schemas/`, what lies between keys from the table in `rules`. What depends on the
-world size (the batch triad) is in `batch`. No import of torch, and nothing that a document names is imported. Values
-that would take too long to look at, as only objects from Python can be, are refused first: jsonschema spells them out.
+`schemas/` define shape, types and bounds; the table in `rules` covers relations between keys. `batch` checks the batch
+triad, which depends on the world size. Neither torch nor anything that a document names is imported. Values that would
+take too long to check (only objects from Python can be that large) are refused first, because jsonschema formats whole
+values into its messages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -55,16 +56,14 @@ _RULE_OF = {
     "const": "enum",
     "not": "type-and-target",
 }
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+")
-_YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
-MAX_UNKNOWN = 50  # unknown keys of one object that are told one by one
+MAX_UNKNOWN = 50  # unknown keys of one object that are reported one by one
 
 
 def check_job(document: dict[str, Any]) -> list[Problem]:
-    """Everything wrong with a job document, places not yet filled in (`path` is).
+    """All problems of a job document. They have a `path`, but no file, line and column yet.
 
-    `document`: the job built on its DeepSpeed config, whose other keys may still be there as `deepspeed`.
+    `document`: the job merged with its DeepSpeed config, whose remaining keys may still be there as `deepspeed`.
     """
     if endless := check_values(document, ""):
         return endless
@@ -74,27 +73,30 @@ def check_job(document: dict[str, Any]) -> list[Problem]:
         problems = [problem for problem in problems if not _has_effect_there(problem)]
     config = document.get("deepspeed")
     rest = {k: v for k, v in config.items() if k not in schema["properties"]} if isinstance(config, dict) else {}
+    # Rules see DeepSpeed's own sections (elasticity, ...) and the job's keys side by side.
     whole = {**deepspeed_keys.drop_moved(rest), **document}
     found = _check_rules(whole, problems, whole=True)
     return _drop_follow_ups(problems + found + _check_models(whole, problems, found))
 
 
 def _has_effect_there(problem: Problem) -> bool:
-    """Whether a key without effect here has one in the installed DeepSpeed, which is given it."""
+    """Whether a key that has no effect in dsjob does have one in the installed DeepSpeed, which receives it."""
     path = problem.path[1:] if problem.path[:1] == ("deepspeed",) else problem.path
     return problem.rule == "no-effect" and path[0] in deepspeed_keys.ENGINE_SECTIONS
 
 
-def _check_models(document: dict[str, Any], problems: list[Problem], told: list[Problem]) -> list[Problem]:
-    """What the rules say of each of several models, where it is not said of the job."""
+def _check_models(document: dict[str, Any], problems: list[Problem], reported: list[Problem]) -> list[Problem]:
+    """What the rules find in each of several models, except what is `reported` for the job already."""
     models = document.get("models")
     if not (isinstance(models, dict) and all(isinstance(entry, dict) for entry in models.values())):
         return []
-    known = {(problem.path, problem.rule) for problem in told}
+    known = {(problem.path, problem.rule) for problem in reported}
     found = []
     for name, entry in models.items():
         below = [replace(p, path=p.path[2:]) for p in problems if p.path[:2] == ("models", name)]
         for problem in _check_rules(take_model(document, name), problems + below, whole=True):
+            # A problem in a section that the model inherits from the job has no place of its own in the document:
+            # it is shown at the model, with the key in the message.
             own = problem.path[:1] and problem.path[0] in entry
             if problem.rule == "no-optimizer" and is_trainable(document, name):
                 found.append(replace(problem, path=("models", name, *problem.path)))
@@ -106,7 +108,7 @@ def _check_models(document: dict[str, Any], problems: list[Problem], told: list[
 
 
 def check_config(config: dict[str, Any]) -> list[Problem]:
-    """Everything wrong with a bare DeepSpeed config."""
+    """All problems of a bare DeepSpeed config."""
     if endless := check_values(config, ""):
         return endless
     schema = contract.deepspeed_schema()
@@ -114,12 +116,13 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
     sound = _blank_broken(config, problems)
     document = {**deepspeed_keys.drop_moved(sound), **deepspeed_keys.to_job(sound)}
     found = _check_rules(document, [replace(p, path=deepspeed_keys.to_job_path(p.path)) for p in problems], whole=False)
-    told = [deepspeed_keys.to_config_words(replace(p, path=deepspeed_keys.to_config_path(p.path))) for p in found]
-    return _drop_follow_ups(problems + told)
+    found = [deepspeed_keys.to_config_words(replace(p, path=deepspeed_keys.to_config_path(p.path))) for p in found]
+    return _drop_follow_ups(problems + found)
 
 
 def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:
-    """`problems` without those of a key that is missing because it is misspelt or misplaced, which is told already."""
+    """`problems` without those about a missing key that is only misspelt or misplaced, which is reported already."""
+    # Names in the hint of an unknown key (`did you mean "max_steps"?`), except a list of all allowed keys.
     meant: set[str] = set()
     for problem in problems:
         if problem.rule == "unknown-key":
@@ -129,7 +132,7 @@ def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:
 
 
 def _check_expanded(document: dict[str, Any], problems: list[Problem], schema: Schema) -> list[Problem]:
-    """`problems`, and those of what old spellings stand for."""
+    """`problems`, and those of the keys that old spellings stand for."""
     sound = _blank_broken(document, problems)
     expanded = legacy.expand(sound)
     if expanded == sound:
@@ -140,7 +143,7 @@ def _check_expanded(document: dict[str, Any], problems: list[Problem], schema: S
 
 
 def _name_as_given(problem: Problem, document: dict[str, Any]) -> Problem:
-    """A problem of the expanded document, at the old spelling that it comes from."""
+    """A problem of the expanded document, moved to the old spelling that it comes from."""
     given = legacy.find_spelling(problem.path, document)
     if given == problem.path:
         return problem
@@ -148,7 +151,7 @@ def _name_as_given(problem: Problem, document: dict[str, Any]) -> Problem:
 
 
 def _check_rules(document: dict[str, Any], problems: list[Problem], *, whole: bool) -> list[Problem]:
-    """What the rules say of the sound part of a document: not of what is near a mistake of shape, told already."""
+    """What the rules find in a document, except at or around problems of shape, which are reported already."""
     broken = [problem.path for problem in problems if _is_shape(problem) and problem.rule != "unknown-key"]
     broken += [path[1:] for path in broken if path[:1] == ("deepspeed",)]
     sound = legacy.expand(_blank_broken(document, problems))
@@ -157,7 +160,7 @@ def _check_rules(document: dict[str, Any], problems: list[Problem], *, whole: bo
 
 
 def _is_shape(problem: Problem) -> bool:
-    """Whether a value cannot be what its key takes; one that is not supported has a shape all the same."""
+    """Whether the value has the wrong shape for its key; a value that is merely unsupported does not."""
     return problem.severity == "error" and problem.rule != "unsupported"
 
 
@@ -167,7 +170,7 @@ def _is_near(path: Path, other: Path) -> bool:
 
 
 def _blank_broken(document: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """A document of the right shape: None where the problems are, which is neither a value nor missing."""
+    """The document with None in place of every value of the wrong shape: neither a value, nor a missing key."""
     paths: set[Path] = {tuple(takewhile(lambda part: isinstance(part, str), p.path)) for p in problems if _is_shape(p)}
     return {key: _blank(item, (key,), paths) for key, item in document.items()}
 
@@ -181,9 +184,9 @@ def _blank(value: Any, path: Path, broken: set[Path]) -> Any:
 
 
 def check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
-    """What the schema alone can tell: unknown keys, types, bounds, and keys that dsjob does not support.
+    """The problems that the schema alone can find: unknown keys, types, bounds, and keys that dsjob does not support.
 
-    Arguments of a mistyped optimizer or schedule are looked at as those of the one that is meant.
+    If the type of an optimizer or schedule is misspelt, its arguments are checked as those of the type that is meant.
     """
     return check_values(document, "") or _check_shape(document, schema)
 
@@ -195,6 +198,7 @@ def _check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
     for error in _leaves(validator.iter_errors(document)):
         for problem in _explain(error, document, schema):
             problems.setdefault((problem.path, problem.rule, problem.message), problem)
+    # A value of the wrong type also breaks an enum, and a wrong value also has a status: report each value once.
     mistyped = {path for path, rule, _ in problems if rule == "type"}
     found = [p for p in problems.values() if p.rule != "enum" or p.path not in mistyped]
     wrong = {p.path for p in found if p.rule in ("type", "enum")}
@@ -202,6 +206,7 @@ def _check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
 
 
 def _as_meant(document: dict[str, Any]) -> dict[str, Any]:
+    """`document` with misspelt types of optimizers and schedules corrected."""
     changed = dict(document)
     for section in ("optimizer", "scheduler"):
         value = document.get(section)
@@ -216,6 +221,7 @@ def _as_meant(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(errors: Iterator[ValidationError]) -> Iterator[ValidationError]:
+    """The errors behind `if`, `anyOf` and the like, which jsonschema nests, instead of the enclosing error."""
     for error in errors:
         if error.context:
             yield from _leaves(iter(error.context))
@@ -224,6 +230,7 @@ def _leaves(errors: Iterator[ValidationError]) -> Iterator[ValidationError]:
 
 
 def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[Problem]:
+    """An error of jsonschema as problems: one for each unknown or missing key, else one for the value."""
     path: Path = tuple(error.absolute_path)
     keyword, value = str(error.validator), error.instance
     if keyword in ("additionalProperties", "unevaluatedProperties"):
@@ -245,17 +252,17 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
         for name in missing:
             yield Problem(f"needs {name}", path, "required", _required_hint(path, name))
         return
-    message, hint = _say(keyword, error.validator_value, value)
+    message, hint = _describe_error(keyword, error.validator_value, value)
     if keyword == "type" and "object" in str(error.validator_value):
         hint = hint or _wrap_hint(value, contract.find_at(schema, path, document))
     rule = _RULE_OF.get(keyword, keyword)
-    if not hint and rule in ("enum", "range"):  # why only these: what the key means
+    if not hint and rule in ("enum", "range"):  # the key's meaning shows why only these values are accepted
         hint = str(contract.find_at(schema, path, document).get("description", "")).partition(". ")[0].rstrip(".")
     yield Problem(message or error.message, path, rule, hint)
 
 
 def explain_unknown(path: Path, key: str, known: list[str]) -> Problem:
-    """What is wrong with an unknown key of a job document, and where it may belong."""
+    """The problem of an unknown key in a job document, with a hint on what was probably meant."""
     return _unknown_key(path, key, known, contract.job_schema())
 
 
@@ -263,12 +270,12 @@ def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Prob
     inside = path[:1] == ("deepspeed",)
     homes = contract.list_homes(contract.deepspeed_schema() if inside else schema)
     exact = [("deepspeed", *home) if inside else home for home in homes.get(key, ())]
-    exact = [home for home in exact if home != path]  # another type's arguments stand at the same place
+    exact = [home for home in exact if home != path]  # arguments of other types have the same path
     below = [home for home in exact if home[: len(path)] == path]
     hint = 'did you mean "type"?' if key == "name" and "type" in known else ""
     if not hint and len(below or exact) in (1, 2):
         hint = "it belongs " + " or ".join(
-            f"under {'.'.join(home)}" if home else "at the top" for home in below or exact
+            f"under {'.'.join(home)}" if home else "at the top level" for home in below or exact
         )
     bare = schema is contract.deepspeed_schema()
     elsewhere = {name: places for name, places in homes.items() if path not in places}
@@ -280,7 +287,7 @@ def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Prob
 
 
 def _suggest_elsewhere(key: str, homes: dict[str, list[tuple[str, ...]]]) -> str:
-    """For a key that is mistyped and at the wrong level."""
+    """A hint for a key that is both misspelt and at the wrong level."""
     once = [name for name, places in homes.items() if len(places) == 1]
     near = difflib.get_close_matches(key, once, n=1, cutoff=0.8)
     return f'did you mean "{".".join((*homes[near[0]][0], near[0]))}"?' if near else ""
@@ -288,23 +295,24 @@ def _suggest_elsewhere(key: str, homes: dict[str, list[tuple[str, ...]]]) -> str
 
 def _required_hint(path: Path, name: str) -> str:
     if not path and name in ("model", "data"):
-        return "give it in the document, or start from a recipe: +recipe=quickstart"
+        return "add it to the document, or start from a recipe: +recipe=quickstart"
     if name == "_target_":
-        return "the dotted path of a callable, my_module.build for example"
+        return "set it to the dotted path of a callable, for example my_module.build"
     return ""
 
 
-def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
+def _describe_error(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
+    """Message and hint for a `value` that breaks a JSON Schema keyword, whose own value is `rule`."""
     shown = _show(value)
     if keyword == "type":
         names = [rule] if isinstance(rule, str) else rule
         wanted = " or ".join(_KINDS[name] for name in names if name in _KINDS)
         found = shown if isinstance(value, bool) else f"{_kind(value)} {shown}".rstrip()
-        return f"must be {wanted}, not {found}", _unquote_hint(value, names)
+        return f"must be {wanted}, not {found}", hints.suggest_literal(value, names)
     if keyword == "enum":
         options = ", ".join(_show(option) for option in rule)
         words = [option for option in rule if isinstance(option, str)]
-        if str(value).lower() == "gpu":  # nearer to "cpu" than to what is meant
+        if str(value).lower() == "gpu":  # by spelling it is nearer to "cpu" than to "cuda", which is meant
             words = [word for word in words if word in ("cuda", "none")]
             return f"must be one of {options}, not {shown}", f'did you mean "{words[0]}"?' if words else ""
         return f"must be one of {options}, not {shown}", suggest(str(value), words)
@@ -316,10 +324,10 @@ def _say(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
         "minLength": "must not be empty",
         "minItems": f"must have at least {rule} items",
         "maxItems": f"must have at most {rule} items",
-        "pattern": f"{shown} is not a dotted path" if _is_dotted(rule) else f"{shown} is not of the form {rule}",
-        "not": "`type` and `_target_` exclude one another",
+        "pattern": f"{shown} is not a dotted path" if _is_dotted(rule) else f"{shown} does not match {rule}",
+        "not": "has both `type` and `_target_`, which exclude each other",
     }
-    hint = "package.module.name" if keyword == "pattern" and _is_dotted(rule) else ""
+    hint = "write package.module.name" if keyword == "pattern" and _is_dotted(rule) else ""
     if hint and _DOTTED.fullmatch(value.replace(":", ".")):
         hint = f"write {value.replace(':', '.')}"
     return texts.get(keyword, ""), hint
@@ -329,25 +337,8 @@ def _is_dotted(rule: Any) -> bool:
     return isinstance(rule, str) and rule.strip("^$") == _DOTTED.pattern
 
 
-def _unquote_hint(value: Any, names: Sequence[str]) -> str:
-    if not isinstance(value, str):
-        return f"write {str(bool(value)).lower()}" if "boolean" in names and value in (0, 1) else ""
-    if {"integer", "number"} & set(names):
-        if _NUMBER.fullmatch(value):
-            return f"write {value} without the quotes"
-        try:
-            return f"write {float(value):g}{'' if '_' in value else ' without the quotes'}"
-        except ValueError:
-            return ""
-    if "boolean" in names and value.lower() in ("true", "false"):
-        return f"write {value.lower()} without the quotes"
-    if "boolean" in names and value.lower() in _YES_AND_NO:
-        return f"write {_YES_AND_NO[value.lower()]}"
-    return ""
-
-
 def _wrap_hint(value: Any, node: Schema) -> str:
-    """For a value given in place of the section that it belongs into."""
+    """A hint for a value that was given instead of the section that it belongs in, such as `fp16: true`."""
     properties = node.get("properties", {})
     keys = ("enabled",) if isinstance(value, bool) else ("device", "type", "stage", "_target_")
     for key in keys:
@@ -367,7 +358,7 @@ def _show(value: Any) -> str:
 
 
 def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
-    """Keys that are known but not supported (errors, unless they ask for nothing), or without effect (warnings)."""
+    """Keys that are known but not supported (errors, unless they are off), or that have no effect (warnings)."""
     if not isinstance(value, dict):
         return []
     problems: list[Problem] = []
@@ -387,15 +378,15 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
         elif status == "no-effect":
             problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
         if isinstance(item, bool) and "stage" in below.get("properties", {}):
-            stage = f"now {key}.stage: {int(item)}"
+            stage = f"use {key}.stage: {int(item)}"
             problems.append(Problem("is an old spelling", here, "deprecated", stage, severity="warning"))
         original = below.get("x-alias-of")
         if original in value:
             problems.append(
-                Problem(f"is another spelling of {original}, which is given too", here, "given-twice", "keep one")
+                Problem(f"is another spelling of {original}, which is also given", here, "given-twice", "keep one")
             )
         elif below.get("deprecated") and item != "auto" and status != "unsupported" and original != f"stage3_{key}":
             now = below.get("x-replaced-by") or original
-            problems.append(Problem("is an old spelling", here, "deprecated", f"now {now}", severity="warning"))
+            problems.append(Problem("is an old spelling", here, "deprecated", f"use {now}", severity="warning"))
         problems += _check_status(item, below, here)
     return problems

@@ -1,4 +1,4 @@
-"""DeepSpeed configs: what their keys are called in a job document, and how the two are put together."""
+"""DeepSpeed configs: how their keys are called in a job document, and how a config and a job are merged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _JOB_SECTIONS = (
     "compile",
     "data_types",
 )
-# Those that the installed DeepSpeed is given where a job asks for it; dsjob makes its optimizer and schedule.
+# Sections that are passed to the installed DeepSpeed with `engine: deepspeed`. dsjob itself handles the others: it
+# builds the optimizer and the schedule, for example.
 ENGINE_SECTIONS = tuple(
     key
     for key in _JOB_SECTIONS
@@ -49,7 +50,7 @@ ENGINE_SECTIONS = tuple(
 
 
 def to_job(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a job document that a (checked) DeepSpeed config stands for."""
+    """The part of a job document that corresponds to a (checked) DeepSpeed config."""
     job: dict[str, Any] = {key: config[key] for key in _JOB_SECTIONS if key in config}
     for key, (section, name) in _MOVED.items():
         if key in config:
@@ -58,17 +59,17 @@ def to_job(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_moved(config: dict[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed config without the keys that a job document has elsewhere."""
+    """A DeepSpeed config without the keys that a job document has under other names."""
     return {key: value for key, value in config.items() if key not in _MOVED}
 
 
 def to_job_path(path: Path) -> Path:
-    """Where a job document has what a DeepSpeed config has at `path`."""
+    """The path in a job document that corresponds to `path` in a DeepSpeed config."""
     return (*_MOVED[path[0]], *path[1:]) if path and path[0] in _MOVED else path
 
 
 def to_config_path(path: Path) -> Path:
-    """Where a DeepSpeed config has what the job document has at `path`."""
+    """The path in a DeepSpeed config that corresponds to `path` in a job document."""
     for key, moved in _MOVED.items():
         if path[:2] == moved:
             return (key, *path[2:])
@@ -76,12 +77,12 @@ def to_config_path(path: Path) -> Path:
 
 
 def to_config_words(problem: Problem) -> Problem:
-    """A problem with the batch sizes in DeepSpeed's names for them."""
+    """A problem, rewritten with DeepSpeed's names for batch sizes."""
 
     def rename(text: str) -> str:
         for key, (section, name) in _MOVED.items():
             text = re.sub(rf"\b(?:{section}\.)?{name}\b", str(key), text)
-        return re.sub(r"launch\.nproc=(\d+)", r"start \1 ranks", text)
+        return re.sub(r"(use )?launch\.nproc=(\d+)", r"start \2 ranks", text)
 
     return replace(problem, message=rename(problem.message), hint=rename(problem.hint))
 
@@ -89,10 +90,10 @@ def to_config_words(problem: Problem) -> Problem:
 def build_on(
     job: dict[str, Any], config: dict[str, Any], place: Callable[[Path], str], overridden: Callable[[Path], bool]
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """`job` built on a DeepSpeed config: its values where the job has none.
+    """`job` merged over a DeepSpeed config, which supplies the values that the job does not set.
 
-    A value that the two give differently is a problem, unless the job's comes from the command line or a recipe
-    (`overridden`) or one of them is "auto". `place` says where the document has the value at a path.
+    It is a problem if the two give different values, unless the job's value comes from the command line or a recipe
+    (`overridden`), or one of them is "auto". `place` returns the file and line of the value at a path.
     """
     problems: list[Problem] = []
     base = to_job(config)
@@ -108,7 +109,7 @@ def build_on(
 
 
 def build_on_given(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """`job` built on a config in the very spellings that were given, to be checked."""
+    """`job` merged over a config with all keys as they are spelt in the input, so that `check` can report them."""
     base = to_job(config)
     for section in ("optimizer", "scheduler"):
         if _replaces(job.get(section), base.get(section)):
@@ -117,7 +118,7 @@ def build_on_given(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any
 
 
 def find_origin(path: Path, job: dict[str, Any], config: dict[str, Any]) -> Path:
-    """Where the document has what the built job has at `path`: there, or in its `deepspeed` section."""
+    """The path in the document that the merged job's `path` comes from: `path` itself, or one under `deepspeed`."""
     theirs = to_config_path(path)
     if path and get_at(job, path) is None and get_at(config, theirs) is not None:
         return ("deepspeed", *theirs)
@@ -125,7 +126,8 @@ def find_origin(path: Path, job: dict[str, Any], config: dict[str, Any]) -> Path
 
 
 def _replaces(ours: Any, theirs: Any) -> bool:
-    """Whether an optimizer or scheduler comes with arguments of its own for another type than the config's."""
+    """Whether the job's optimizer or scheduler has arguments of its own for another type than the config's, so that
+    the config's arguments do not apply."""
     if not (isinstance(ours, dict) and isinstance(theirs, dict)):
         return False
     same_type = str(ours.get("type", theirs.get("type"))).lower() == str(theirs.get("type")).lower()

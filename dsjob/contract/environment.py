@@ -1,11 +1,11 @@
-"""What documents read of the environment: which variables anybody may see, references to all others, and masking.
+"""Environment variables in documents: harmless ones, references to all others, and masking of their values.
 
-A reference, `${oc.env:NAME}`, stays that text in every document that is printed or saved; `targets` reads it when it
-calls the target. From then on its value is masked wherever text leaves the process: `watch_output` covers standard
-output and error, `mask` and `mask_texts` what is written to files.
+A reference, `${oc.env:NAME}`, stays that text in every document that is printed or saved; `targets` reads the variable
+when it calls the target. From then on its value is masked wherever text leaves the process: `watch_output` covers
+standard output and error, `mask` and `mask_texts` cover what is written to files.
 
-Not masked: values below 6 characters, names of existing files, and what native code or child processes of the user
-print. Hydra's `--cfg all --resolve` prints values on request.
+Not masked are values of fewer than 6 characters, names of existing files, and output of native code or of the user's
+child processes. Hydra's `--cfg all --resolve` prints values, because the user asks for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 from urllib.parse import quote, quote_plus
 
-# Names and places of users, machines, jobs and ranks: what they hold may stand in any file and any URL.
+# Names of users, machines, jobs and ranks, and their folders: these values may appear in any file and any URL.
 HARMLESS = frozenset(
     (
         *("USER", "LOGNAME", "HOME", "HOSTNAME", "TMPDIR", "SCRATCH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
@@ -33,23 +33,23 @@ HARMLESS = frozenset(
         *("PBS_JOBID", "PBS_JOBNAME", "PBS_ARRAY_INDEX", "LSB_JOBID", "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID"),
     )
 )
-CONFIG = "~/.config/dsjob/config.yaml"  # whose list `environment` adds to HARMLESS
-MIN_MASKED = 6  # characters: masking shorter values would spoil whatever else is printed
-_MAX_NESTED = 10  # references in defaults of references
+CONFIG = "~/.config/dsjob/config.yaml"  # its list `environment` adds to HARMLESS
+MIN_MASKED = 6  # characters: masking shorter values would garble unrelated output
+_MAX_NESTED = 10  # levels of references in defaults of references
 _OPEN = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*")
 _LITERAL = re.compile(r"'([^'\"\\${}\n]*)'|\"([^'\"\\${}\n]*)\"|([\w./:@%+-]+(?: +[\w./:@%+-]+)*)")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A variable of the environment, and what counts where it is not set."""
+    """An environment variable, and its default if it is not set: text, null, or another reference."""
 
     name: str
     has_default: bool = False
     default: str | Reference | None = None
 
     def __str__(self) -> str:
-        """OmegaConf's spelling; `parse_reference` reads it."""
+        """In OmegaConf's syntax, which `parse_reference` reads."""
         if not self.has_default:
             return "${oc.env:" + self.name + "}"
         shown = "null" if self.default is None else f"'{self.default}'"
@@ -66,7 +66,7 @@ class Reference:
         return self.default.has_literal if isinstance(self.default, Reference) else self.default is not None
 
     def find_missing(self) -> str:
-        """The variable that has to be set and is not; empty where there is none."""
+        """The name of a variable that must be set and is not; empty if there is none."""
         if self.name in os.environ:
             return ""
         if isinstance(self.default, Reference):
@@ -74,7 +74,7 @@ class Reference:
         return "" if self.has_default else self.name
 
     def read(self) -> str | None:
-        """Its value, which is masked from then on. Raises KeyError where it has none."""
+        """Its value, which is masked from then on. Raises KeyError if it has neither a value nor a default."""
         value = os.environ.get(self.name)
         if value is None:
             if not self.has_default:
@@ -85,7 +85,7 @@ class Reference:
 
 
 def parse_reference(text: object) -> Reference | None:
-    """The reference that a text is, and is nothing else; None for all others."""
+    """The reference, if a text consists of one and nothing else; otherwise None."""
     if not isinstance(text, str) or not text.startswith("${oc.env:"):
         return None
     found, at = _parse(text, 0, _MAX_NESTED)
@@ -93,6 +93,7 @@ def parse_reference(text: object) -> Reference | None:
 
 
 def _parse(text: str, at: int, depth: int) -> tuple[Reference | None, int]:
+    """The reference that starts at index `at`, and the index after it; None if there is none or it is too deep."""
     opened = _OPEN.match(text, at)
     if not opened or not depth:
         return None, at
@@ -117,7 +118,7 @@ def _parse(text: str, at: int, depth: int) -> tuple[Reference | None, int]:
 
 
 def list_references(value: Any) -> Iterator[Reference]:
-    """The references in a document, but for keys."""
+    """The references among the values of a document."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
@@ -135,7 +136,7 @@ _pattern: re.Pattern[str] | None = None
 
 
 def hide_values(document: Any) -> None:
-    """Masks from now on what the references in a document stand for here, whoever reads them."""
+    """Masks the values of all references in a document from now on, whether or not this process reads them."""
     for reference in list_references(document):
         for name in reference.names:
             _add_value(os.environ.get(name, ""))
@@ -144,7 +145,8 @@ def hide_values(document: Any) -> None:
 def _add_value(value: str) -> None:
     global _pattern
     for text in {value, *(line.strip() for line in value.splitlines())}:
-        # The name of a file or folder is no secret, and is needed where dsjob tells of one.
+        # Names of files and folders are no secrets, and dsjob's messages need them. A short number is not masked
+        # either: it would be found in many other numbers.
         if len(text) >= MIN_MASKED and not (os.path.exists(text) or (len(text) < 8 and _is_number(text))):
             _spellings.update(spelling for spelling in _list_spellings(text) if spelling not in _spellings)
     if _spellings:
@@ -160,7 +162,7 @@ def _is_number(text: str) -> bool:
 
 
 def _list_spellings(value: str) -> Iterator[str]:
-    """The ways in which a value may stand in a text: as it is, escaped by Python, JSON or a URL, in base64."""
+    """The forms in which a value may occur in a text: as it is, escaped for Python, JSON or a URL, and in base64."""
     raw = value.encode(errors="surrogateescape")
     yield from (value, repr(value)[1:-1], ascii(value)[1:-1], repr(raw)[2:-1])
     yield from (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
@@ -175,7 +177,7 @@ def mask(text: str) -> str:
 
 
 def mask_texts(value: Any) -> Any:
-    """JSON values with their texts and keys masked; numbers stay."""
+    """A JSON value with its texts and keys masked; numbers stay."""
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, Mapping):
@@ -184,7 +186,7 @@ def mask_texts(value: Any) -> Any:
 
 
 class _Masked:
-    """A text stream that masks what is written to it, and is the stream it wraps in all else."""
+    """A text stream that masks what is written to it, and otherwise behaves like the stream that it wraps."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -203,7 +205,7 @@ class _Masked:
 
 @contextmanager
 def watch_output() -> Iterator[None]:
-    """Masks what Python code prints on standard output and error."""
+    """Masks what Python code writes to standard output and error while the block runs."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Masked(sys.stdout), _Masked(sys.stderr)
     try:

@@ -1,43 +1,48 @@
-"""What a mistyped or misplaced key was probably meant to be: near names, and names of DeepSpeed and HF Trainer."""
+"""Hints on what a misspelt or misplaced key probably means: similar names, and names of DeepSpeed and HF Trainer."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from dsjob.contract import deepspeed_keys
 from dsjob.contract import schema as contract
 from dsjob.contract.paths import Path
 
-_USUAL: dict[str, Path] = {  # what many loops call it
+_USUAL: dict[str, Path] = {  # names that many training loops use
     "epochs": ("trainer", "max_epochs"),
     "num_epochs": ("trainer", "max_epochs"),
     "steps": ("trainer", "max_steps"),
     "batch_size": ("trainer", "micro_batch"),
 }
+# Numbers as JSON writes them; `suggest_literal` suggests them without quotes.
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
 def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) -> str:
-    """A hint for an unknown key that another tool has; empty where none has.
+    """A hint for an unknown key that another tool has; empty if none has it.
 
-    `known`: the keys that there are at `path`. `bare`: in a DeepSpeed config by itself.
+    `known`: the keys that exist at `path`. `bare`: whether the key is in a DeepSpeed config instead of a job.
 
-    HF's `TrainingArguments` are looked up where they are written by mistake: at the top, and in the sections that are
-    about the same things.
+    HF's `TrainingArguments` are only considered where people write them by mistake: at the top level, and in the
+    sections with related settings.
     """
-    from dsjob.contract.trainer_arguments import ARGUMENTS  # long, and needed for mistakes alone
+    from dsjob.contract.trainer_arguments import ARGUMENTS  # a long module that is only needed for mistakes
 
     if key == "_target_":
-        return "write model: {_target_: ...}" if path[:1] == ("models",) else "nothing is called here"
+        return "write model: {_target_: ...}" if path[:1] == ("models",) else "this section does not call anything"
     if key.startswith(("_", "//", "#")):
-        return "a note can be a comment (// in JSON, # in YAML), or a key that starts with _comment"
+        return "for a note, write a comment (// in JSON, # in YAML), or a key that starts with _comment"
     if not path and not bare and key in contract.deepspeed_schema()["properties"]:
         replaced = contract.deepspeed_schema()["properties"][key].get("x-replaced-by")
         if replaced in contract.job_schema()["properties"]:
             return f'did you mean "{replaced}"?'
         moved = deepspeed_keys.to_job_path((key,))
         if moved != (key,):
-            return f"DeepSpeed's name for {_dotted(moved)}"
+            return f"this is DeepSpeed's name for {_dotted(moved)}"
         return "it belongs under deepspeed"
     if not bare and path in ((), ("trainer",)) and key in _USUAL:
         return f'did you mean "{_dotted(_USUAL[key][len(path) :])}"?'
@@ -46,16 +51,16 @@ def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) 
     if argument is None or path[:1] not in ((), ("trainer",), ("optimizer",), ("scheduler",), ("deepspeed",)):
         return ""
     if not argument.keys:
-        return f"it is HF Trainer's; {argument.about}" if argument.about else ""
+        return f"this is an argument of HF Trainer; {argument.about}" if argument.about else ""
     homes: list[Path] = [tuple(home.split(".")) for home in argument.keys]
     theirs = next((home for home in homes if home[:-1] == path and home[-1] in known), homes[0])
     if in_config and deepspeed_keys.to_config_path(theirs)[0] not in contract.deepspeed_schema()["properties"]:
-        return f"HF Trainer's name for what a job calls {_dotted(theirs)}"
+        return f"this is HF Trainer's name for {_dotted(theirs)} of a job document"
     if in_config:
         theirs = (*path[: path[:1] == ("deepspeed",)], *deepspeed_keys.to_config_path(theirs))
     if theirs[:-1] == path:
         return f'did you mean "{theirs[-1]}"?'
-    return f"HF Trainer's name for {_dotted(theirs)}"
+    return f"this is HF Trainer's name for {_dotted(theirs)}"
 
 
 def _dotted(path: Path) -> str:
@@ -63,7 +68,25 @@ def _dotted(path: Path) -> str:
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
-    """`did you mean "x"?` for the known word nearest to `word`, or nothing."""
+    """`did you mean "x"?` for the known word most similar to `word`; empty if none is similar."""
     spelled = {name.lower(): name for name in reversed(known)}
     near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
     return f'did you mean "{spelled[near[0]]}"?' if near else ""
+
+
+def suggest_literal(value: Any, names: Sequence[str]) -> str:
+    """How to write a number or boolean that was given as a string, or a boolean given as 0 or 1."""
+    if not isinstance(value, str):
+        return f"write {str(bool(value)).lower()}" if "boolean" in names and value in (0, 1) else ""
+    if {"integer", "number"} & set(names):
+        if _NUMBER.fullmatch(value):
+            return f"write {value} without the quotes"
+        try:
+            return f"write {float(value):g}{'' if '_' in value else ' without the quotes'}"
+        except ValueError:
+            return ""
+    if "boolean" in names and value.lower() in ("true", "false"):
+        return f"write {value.lower()} without the quotes"
+    if "boolean" in names and value.lower() in _YES_AND_NO:
+        return f"write {_YES_AND_NO[value.lower()]}"
+    return ""

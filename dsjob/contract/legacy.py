@@ -1,9 +1,9 @@
-"""Spellings of earlier years that stand for several keys of today, or for keys elsewhere.
+"""Old spellings that correspond to several current keys, or to keys in another section.
 
-Other names of one key are the schemas' `x-aliases`. What is expanded here is told as `deprecated` by `check`.
+Mere renames are the schemas' `x-aliases`. `check` reports everything that is expanded here as `deprecated`.
 
-Apex's amp: O0 is fp32, O1 torch_autocast in float16, and O2 and O3 are fp16. O3 keeps fp32 masters all the same:
-weights in fp16 alone would lose what optimizer steps add.
+Apex's amp: O0 is fp32, O1 is torch_autocast in float16, and O2 and O3 are fp16. dsjob keeps fp32 masters at O3 too,
+because pure fp16 weights would round away small optimizer updates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OFFLOAD = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offloa
 
 
 def expand(document: dict[str, Any]) -> dict[str, Any]:
-    """`document` (a job, or a DeepSpeed config) in today's keys; what is given in today's keys already wins."""
+    """`document` (a job, or a DeepSpeed config) with current keys instead of old ones. Current keys take precedence."""
     document = dict(document)
     if isinstance(flags := document.pop("sharded_ddp", None), str):
         document["zero_optimization"] = _merge(_read_sharded_ddp(flags), document.get("zero_optimization", {}))
@@ -31,7 +31,7 @@ def expand(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_spelling(path: Path, document: dict[str, Any]) -> Path:
-    """Where `document` gives what its expanded form has at `path`: there, or at an old spelling."""
+    """The place in `document` that the expanded form's `path` comes from: `path` itself, or an old spelling."""
     if path[:1] == ("bf16",) and "bfloat16" in document and "bf16" not in document:
         return ("bfloat16", *path[1:])
     if path[:1] != ("zero_optimization",):
@@ -49,10 +49,12 @@ def find_spelling(path: Path, document: dict[str, Any]) -> Path:
 
 
 def map_amp(document: dict[str, Any]) -> dict[str, Any]:
-    """`document` (a job, or a DeepSpeed config) with Apex's `amp` as what PyTorch has; for checked documents.
+    """`document` (a job, or a DeepSpeed config) with Apex's `amp` replaced by PyTorch's equivalent; for checked
+    documents.
 
-    O1, Apex's default, lowers operators: torch_autocast. O2 casts the model and keeps fp32 masters: fp16. O3 has none;
-    here it does, since optimizer steps are lost in fp16 weights. Apex's dynamic scale is replaced by DeepSpeed's.
+    O1, Apex's default, lowers the precision of operators: torch_autocast. O2 casts the model and keeps fp32 masters:
+    fp16. O3 has no masters in Apex; here it becomes fp16 as well (see above). DeepSpeed's dynamic loss scale replaces
+    Apex's.
     """
     amp = document.get("amp")
     if not (isinstance(amp, dict) and amp.get("enabled") is True):
@@ -72,7 +74,7 @@ def map_amp(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand_offload(zero: dict[str, Any]) -> dict[str, Any]:
-    """Offloading was switched on by a flag for each of optimizer and parameters, with one flag for their memory."""
+    """Replaces the old flags: one each to offload the optimizer and the parameters, and one for pinned memory."""
     zero = dict(zero)
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
     for section, names in _OFFLOAD.items():
@@ -84,7 +86,8 @@ def _expand_offload(zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_sharded_ddp(flags: str) -> dict[str, Any]:
-    """FairScale's flags of HF Trainer: `simple`, `zero_dp_2` or `zero_dp_3`, with `auto_wrap`, `offload`."""
+    """The ZeRO section for HF Trainer's FairScale flags: `simple`, `zero_dp_2` or `zero_dp_3`, with `auto_wrap` and
+    `offload`."""
     words = flags.split()
     stage = 3 if "zero_dp_3" in words else 2 if "zero_dp_2" in words else 1
     offloaded = {"device": "cpu"} if {"offload", "cpu_offload"} & set(words) else None

@@ -1,11 +1,12 @@
-"""Which URLs dsjob opens, and which folders a document may have written to: the one policy for what a document says, a
-command is given and a constructor passes on.
+"""Which URLs dsjob opens, and which folders a document may write to. There is one policy for documents, for arguments
+of commands, and for what constructors pass on.
 
-fsspec opens whatever its registry knows, and some of that runs code: `reference::data:...` renders the templates in its
-own text. So a URL has a protocol of this list, or one that the user has granted (`--trust protocol:sftp`, or the same
-in `trust:` of their config file); chains (`a::b`) are refused. `storage` asks before it opens anything, and the check
-of documents asks about the same texts, to name their places. Listed constructors that keep files (`cache_dir`) do so
-below the current folder, in Hugging Face's cache, or in a folder that the user has granted (`--trust folder:/data`).
+fsspec opens everything in its registry, and some of that runs code: `reference::data:...` renders the templates in its
+own text. So a URL must have a protocol on this list, or one that the user has granted (`--trust protocol:sftp`, or the
+same under `trust:` in their config file); chains (`a::b`) are refused. `storage` asks this module before it opens
+anything. The check of documents asks about the same texts beforehand, to report their places. Listed constructors may
+write files (`cache_dir`) below the current folder, in Hugging Face's cache, and in folders that the user has granted
+(`--trust folder:/data`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from dsjob.errors import Problem
 
 WRITABLE = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 READABLE = (*WRITABLE, "http", "https")
-NEVER_GRANTED = ("chained-url", "read-only-url")  # rules of which no flag lets anybody off
-GRANT = "protocol:"  # what stands before a protocol among the names that a user trusts
+NEVER_GRANTED = ("chained-url", "read-only-url")  # rules that no flag disables
+GRANT = "protocol:"  # the prefix of a protocol among the names that a user trusts
 GRANT_FOLDER = "folder:"
-# Names of arguments by which libraries are told where to write.
+# Names of arguments that tell libraries where to write.
 _WRITTEN = re.compile(
     r"(?:\w+_)?(?:cache|download|dump|export|local|log|logging|offload|out|output|save|storage|temp|tmp)s?"
     r"_(?:dir|directory|folder|path|root|file|filename|file_name|storage)|dirpath|logdir|outdir|savedir|storage"
@@ -33,12 +34,12 @@ _WRITTEN = re.compile(
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE", "XDG_CACHE_HOME")
 _SHOWN = 80  # characters of a URL in a message
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]*")
-# File systems of fsspec (and one of datasets) that are laid over another one. Elsewhere `a::b` is any text.
+# File systems of fsspec (and one of datasets) that wrap another one. With any other name, `a::b` is plain text.
 _WRAPPERS = (
     "asyncwrapper", "async_wrapper", "blockcache", "bz2", "cached", "chained", "dask", "data", "dir", "filecache",
     "generic", "gzip", "libarchive", "lz4", "reference", "simplecache", "tar", "xz", "zip", "zstd",
 )  # fmt: skip
-# What a document itself says of places, and whether dsjob writes there.
+# The document's own keys that name files or folders, and whether dsjob writes there.
 _KEYS = {
     ("checkpoint", "dir"): True,
     ("checkpoint", "resume"): False,
@@ -49,13 +50,13 @@ _granted: list[Callable[[], Iterable[str]]] = []
 
 
 def allow(find_protocols: Callable[[], Iterable[str]]) -> None:
-    """Lets this process open the protocols that `find_protocols` returns; it is called when an unlisted one is met."""
+    """Lets this process open the protocols that `find_protocols` returns. It is called for each unlisted protocol."""
     _granted.append(find_protocols)
 
 
 @contextmanager
 def allowing(find_protocols: Callable[[], Iterable[str]]) -> Iterator[None]:
-    """As `allow`, for as long as the block runs; what else is allowed in the block ends with it, too."""
+    """Like `allow`, but only while the block runs. Everything else that is allowed in the block ends with it too."""
     before = list(_granted)
     allow(find_protocols)
     try:
@@ -65,18 +66,18 @@ def allowing(find_protocols: Callable[[], Iterable[str]]) -> Iterator[None]:
 
 
 def explain_url(url: str, *, write: bool = False, granted: Collection[str] | None = None) -> tuple[str, str, str]:
-    """Why a URL may not be opened: the rule, a message and what to do; all empty where it may.
+    """Why a URL may not be opened: the rule, a message and a hint; all empty if it may.
 
-    `granted`: protocols beyond the list; what the process may open (see `allow`) where absent.
+    `granted`: protocols allowed in addition to the list; None: those allowed in this process (see `allow`).
     """
     if "::" in url:
-        hint = "give the URL of the file or folder itself"
+        hint = "use the URL of the file or folder itself"
         return "chained-url", "'::' chains file systems, and a chain can run code", hint
     protocol = find_protocol(url)
     if protocol in (WRITABLE if write else READABLE):
         return "", "", ""
     if protocol in READABLE:
-        return "read-only-url", f"dsjob only reads from {protocol}", "give a local folder or the URL of an object store"
+        return "read-only-url", f"dsjob only reads from {protocol}", "use a local folder or the URL of an object store"
     if protocol in (granted if granted is not None else {name for find in _granted for name in find()}):
         return "", "", ""
     if protocol.lower() in READABLE:
@@ -84,7 +85,7 @@ def explain_url(url: str, *, write: bool = False, granted: Collection[str] | Non
     return (
         "untrusted-protocol",
         f"the protocol {shorten(protocol)!r} is not trusted",
-        f"{_how_to_grant(protocol)}; without it: paths, and {', '.join(READABLE)}",
+        f"{_how_to_grant(protocol)}; paths and {', '.join(READABLE)} need no trust",
     )
 
 
@@ -95,7 +96,7 @@ def _how_to_grant(protocol: str) -> str:
 
 
 def find_protocol(url: str) -> str:
-    """What fsspec takes for the protocol of a URL; "file" of a path."""
+    """The protocol of a URL as fsspec sees it; "file" for a path."""
     before, mark, _ = url.partition("://")
     if mark:
         return before
@@ -103,12 +104,12 @@ def find_protocol(url: str) -> str:
 
 
 def shorten(url: str) -> str:
-    """A URL for a message: without secrets, and no longer than helps."""
+    """A URL for a message: without secrets, and shortened."""
     return redact(url[:_SHOWN]) + ("..." if url[_SHOWN:] else "")
 
 
 def check_keys(document: Mapping[str, Any], granted: Collection[str]) -> Iterator[Problem]:
-    """What a document names to be read or written by dsjob itself, and may not."""
+    """Problems with the places that a document's own keys tell dsjob to read or write."""
     for path, write in _KEYS.items():
         value = get_at(document, path)
         if isinstance(value, str):
@@ -122,10 +123,10 @@ def _explain(url: str, path: Path, found: tuple[str, str, str]) -> Iterator[Prob
 
 
 def check_texts(value: Any, path: Path, granted: Collection[str], *, listed: bool) -> Iterator[Problem]:
-    """What the arguments of a target would have fsspec open, and may not; nested targets are not entered.
+    """Problems with URLs among the arguments of a target, not including nested targets.
 
-    `listed`: the target is one of a library's, which opens any URL. Other code knows what its texts are: of those only
-    what could be nothing but a chain of file systems counts.
+    `listed`: the target is a library's constructor, which would open any URL. Other code may use its texts for
+    anything, so only texts that can be nothing but a chain of file systems are refused there.
     """
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -134,7 +135,7 @@ def check_texts(value: Any, path: Path, granted: Collection[str], *, listed: boo
             yield from _explain(item, here, _explain_text(key, item, granted, listed))
         elif not (isinstance(item, Mapping) and "_target_" in item):
             yield from check_texts(item, here, granted, listed=listed)
-        if listed and isinstance(key, str):  # the data files of a split, which a name stands for
+        if listed and isinstance(key, str):  # keys can be URLs too, in maps of data files
             yield from _explain(key, here, _explain_text("", key, granted, listed))
 
 
@@ -144,7 +145,7 @@ def _explain_text(key: object, text: str, granted: Collection[str], listed: bool
     protocol = find_protocol(text).strip()
     if not listed or not (protocol := protocol if _PROTOCOL.fullmatch(protocol) else ""):
         return "", "", ""
-    if isinstance(key, str) and key.endswith("protocol"):  # an option of a file system: another one in its place
+    if isinstance(key, str) and key.endswith("protocol"):  # an option of fsspec that selects another file system
         return explain_url(f"{text}://", granted=granted)
     return explain_url(text.strip(), granted=granted)
 
@@ -153,7 +154,7 @@ def _explain_chain(text: str, granted: Collection[str], listed: bool) -> tuple[s
     parts = [part.strip() for part in text.split("::")]
     named = [find_protocol(part) if "://" in part else part.split(":")[0] for part in parts]
     if listed:
-        # Of a template, `{{ a[::-1] }}`, no part could be a protocol.
+        # In a template such as `{{ a[::-1] }}` no part can be a protocol, so it is no URL.
         return explain_url(text) if any(_PROTOCOL.fullmatch(name) or not name for name in named) else ("", "", "")
     for name in named:
         if name.lower() in _WRAPPERS and name not in granted:
@@ -162,26 +163,24 @@ def _explain_chain(text: str, granted: Collection[str], listed: bool) -> tuple[s
 
 
 def check_folders(value: Any, path: Path, granted: Iterable[str]) -> Iterator[Problem]:
-    """Where the arguments of a listed constructor would have it write, and it may not; nested targets are not entered.
+    """Problems with folders that a listed constructor's arguments tell it to write to, not including nested targets.
 
-    `granted`: folders beyond the current one and the cache of Hugging Face.
+    `granted`: folders allowed in addition to the current one and Hugging Face's cache.
     """
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         if isinstance(key, str) and isinstance(item, str) and _WRITTEN.fullmatch(key.lower()):
             if not any(_is_inside(item, folder) for folder in (os.getcwd(), *_list_caches(), *granted)):
                 folder = os.path.abspath(os.path.expanduser(item))
-                advice = (
-                    f"leave it out, name a folder below the current one, or run with --trust {GRANT_FOLDER}{folder}"
-                )
-                told = f"{shorten(item)}: would be written outside the current folder"
-                yield Problem(told, (*path, key), "outside-folder", advice)
+                advice = f"leave it out, use a folder below the current one, or run with --trust {GRANT_FOLDER}{folder}"
+                message = f"{shorten(item)} is outside the current folder, and the target would write there"
+                yield Problem(message, (*path, key), "outside-folder", advice)
         elif not (isinstance(item, Mapping) and "_target_" in item):
             yield from check_folders(item, (*path, key), granted)
 
 
 def _is_inside(path: str, folder: str) -> bool:
-    """Whether a path stays in a folder, wherever links lead; a URL does not."""
+    """Whether a path is in a folder after following symbolic links; a URL is not."""
     if find_protocol(path) != "file" or "\0" in path:
         return False
     real, top = os.path.realpath(os.path.expanduser(path)), os.path.realpath(folder)

@@ -1,7 +1,8 @@
-"""Several models in one document: what each of them is alone, the job's own settings and its own put together.
+"""Several models in one document: the settings of each one, merged from the job's and its own.
 
-A model's own section is merged key by key; an optimizer or scheduler is replaced whole. The document keeps only what a
-model says itself, so a resolved document still follows an override of the job's settings.
+A model's sections are merged with the job's key by key; its optimizer or scheduler replaces the job's completely. The
+document itself stays unmerged, so that an override of a job setting still applies to every model in a resolved
+document.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ SOLE = "model"  # the name of the engine of a job with one model
 
 
 def list_models(document: Mapping[str, Any]) -> list[str]:
-    """The names of the models, the one that counts first."""
+    """The names of the models; the first one counts steps and samples."""
     models = document.get("models")
     return list(models) if isinstance(models, dict) and models else [SOLE]
 
 
 def take_model(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`document` as it would be for this one of its models alone; it need not be complete.
+    """`document`, which may be incomplete, as it would be if it had only this one of its models.
 
-    What the model says goes over what the job says, key by key, but an optimizer or scheduler replaces the job's:
-    arguments of one type are not those of another.
+    The model's settings override the job's key by key. Its optimizer or scheduler replaces the job's as a whole,
+    because arguments of one type do not fit another.
     """
     models = document.get("models")
     if not isinstance(models, dict) or not models:

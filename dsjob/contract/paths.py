@@ -9,12 +9,12 @@ Path = tuple[str | int, ...]
 
 
 def is_comment(key: object) -> bool:
-    """Whether a key of a document is a remark (`_comment`, `_comment_lr`), which is read over wherever it stands."""
+    """Whether a key of a document is a comment (`_comment`, `_comment_lr`), which is ignored everywhere."""
     return isinstance(key, str) and key.startswith("_comment")
 
 
 def has_at(value: Any, path: Path) -> bool:
-    """Whether there is something, be it null, at `path` in nested mappings."""
+    """Whether nested mappings have a value at `path`, even if it is null."""
     for part in path:
         if not isinstance(value, Mapping) or part not in value:
             return False
@@ -23,7 +23,7 @@ def has_at(value: Any, path: Path) -> bool:
 
 
 def get_at(value: Any, path: Path, default: Any = None) -> Any:
-    """What is at `path` in nested mappings; `default` where nothing is."""
+    """The value at `path` in nested mappings; `default` if there is none."""
     for part in path:
         if not isinstance(value, Mapping) or part not in value:
             return default

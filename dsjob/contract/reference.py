@@ -1,6 +1,7 @@
-"""The contract for people: what a key takes and means, as text for a terminal and as the pages of `docs/reference`.
+"""The contract as documentation: the values and meaning of each key, as text for a terminal (`dsjob schema KEY`) and as
+the pages of `docs/reference`, which `python -m dsjob.contract.reference docs/reference` writes.
 
-`views` holds the trees that this reads. The pages are written by `python -m dsjob.contract.reference docs/reference`.
+The schema trees come from `views`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from dsjob.errors import UsageError
 
 Keys = tuple[str, ...]
 
-ANY = "<name>"  # stands for the keys of a map, which are the user's own
+ANY = "<name>"  # the path part for the keys of a map, which users choose
 COMMAND = "python -m dsjob.contract.reference docs/reference"
-_MARK = f"<!-- Made from schemas/ by `{COMMAND}`: change the schemas, not this page. -->\n\n"
+_MARK = f"<!-- Made from schemas/ by `{COMMAND}`: edit the schemas, not this page. -->\n\n"
 _LEGEND = (
-    "*Implemented* keys do what they say; *mapped* says what a key becomes; *no effect here* is a warning, given only "
-    "where ignoring the key cannot change results; *not supported* is an error; *by key*: its keys differ. A "
-    "*target* is [something that is called](target.md). `auto` is a value that is derived; `dsjob show` prints what it "
-    "came to. `dsjob schema KEY` prints the same in a terminal."
+    "Status: *implemented* keys do what they say; *mapped* keys are translated to other settings, which are named; "
+    "*no effect here* is a warning, used only if ignoring the key cannot change results; *not supported* is an error; "
+    "*by key* means that the section's keys differ in status. A *target* is [an object made by calling "
+    "something](target.md). `auto` means that dsjob derives the value; `dsjob show` prints the result. "
+    "`dsjob schema KEY` prints this reference in a terminal."
 )
 _BY_KEY = "by key"
 _WIDTH = 100
 _COLUMNS = ("Key", "Type", "Default", "Status", "Description", "DeepSpeed", "In a job", "Other spellings")
 _BOUNDS = {
     "minimum": "at least {}",
-    "exclusiveMinimum": "more than {}",
+    "exclusiveMinimum": "greater than {}",
     "maximum": "at most {}",
     "exclusiveMaximum": "less than {}",
     "minItems": "at least {} items",
@@ -51,8 +53,8 @@ _BOUNDS = {
 class Entry:
     """A key of a view.
 
-    `types`: the optimizers or schedules that it is an argument of, where it is one of some. `within`: the status of the
-    section or type that it is in, which holds where it has none of its own.
+    `types`: for an argument of an optimizer or schedule, the types that have it. `within`: the status of the enclosing
+    section or type, which applies if the key has none of its own.
     """
 
     view: str
@@ -64,12 +66,12 @@ class Entry:
 
     @property
     def dotted(self) -> str:
-        """The path as the command line spells it."""
+        """The path as written on the command line."""
         return ".".join(self.path)
 
 
 def find(view: str, dotted: str) -> list[Entry]:
-    """The key at a dotted path: one entry, or one for each type that has such an argument. Raises UsageError."""
+    """The key at a dotted path: one entry, or one per type for arguments. Raises UsageError for an unknown path."""
     entries = [Entry(view, (), read_view(view))]
     for part in dotted.split(".") if dotted else ():
         found = [below for entry in entries for below in _list_keys(entry) if below.path[-1] in (part, ANY)]
@@ -80,7 +82,7 @@ def find(view: str, dotted: str) -> list[Entry]:
 
 
 def _list_keys(entry: Entry) -> Iterator[Entry]:
-    """The keys one level below, other spellings among them."""
+    """The keys one level below, including other spellings."""
     schema = entry.schema
     inside = replace(entry, required=False, within=describe_status(schema) or entry.within)
     for key, below in schema.get("properties", {}).items():
@@ -97,7 +99,7 @@ def _list_keys(entry: Entry) -> Iterator[Entry]:
 
 
 def _list_named(entry: Entry) -> list[Entry]:
-    """The keys one level below by their own names alone."""
+    """The keys one level below, without other spellings."""
     return [below for below in _list_keys(entry) if "x-alias-of" not in below.schema]
 
 
@@ -118,7 +120,8 @@ def _config_paths() -> frozenset[Keys]:
 
 
 def _unknown(dotted: str, owner: Entry, part: str) -> UsageError:
-    """What a path that leads nowhere may have meant: the name in DeepSpeed, the same key elsewhere, a near one here."""
+    """The error for an unknown path, with a hint: DeepSpeed's name for a key, the same key elsewhere, or a similar
+    one here."""
     entries = _everything(owner.view)
     last = dotted.rpartition(".")[2]
     meant = [entry.dotted for entry in entries if name_elsewhere(entry) == dotted and entry.path[0] != "deepspeed"]
@@ -127,16 +130,16 @@ def _unknown(dotted: str, owner: Entry, part: str) -> UsageError:
     foreign = explain_key(owner.path, part, bare=owner.view == "deepspeed")
     hint = f'did you mean "{meant[0]}"?' if meant else foreign or suggest(part, here)
     if contract.is_target(owner.schema) and "type" not in owner.schema["properties"]:
-        hint = "its other keys are arguments of the callable that `_target_` names"
+        hint = "all other keys are arguments of the callable that `_target_` names"
     if not hint and here:
-        hint = f"there are: {', '.join(here)}"
+        hint = f"known keys: {', '.join(here)}"
     where = f"{owner.dotted} has" if owner.path else f"the {owner.view} view has"
     return UsageError(f"{where} no key {part!r}", hint=hint)
 
 
 def name_elsewhere(entry: Entry) -> str:
-    """What a key of a job is called in a DeepSpeed config, or the other way round; "" where there is no such key."""
-    if entry.path and entry.path[-1].startswith("_"):  # Hydra's, which a DeepSpeed config takes here alone
+    """The name of a job's key in a DeepSpeed config, or the other way round; "" if it exists in only one of them."""
+    if entry.path and entry.path[-1].startswith("_"):  # `_target_` and the like, which DeepSpeed itself does not have
         return ""
     if entry.view == "deepspeed":
         return ".".join(_path_in_job(entry.path))
@@ -153,7 +156,7 @@ def _path_in_job(path: Keys) -> Keys:
     if not top:
         return ()
     moved: Any = deepspeed_keys.to_job({top[0]: None})
-    if not moved:  # a section that both have, or one that only DeepSpeed has
+    if not moved:  # a section that both have (if their schemas are equal), or one that only DeepSpeed has
         ours, theirs = (read_view(view)["properties"].get(top[0], {}) for view in ("job", "deepspeed"))
         return path if {**ours, "x-deepspeed": ""} == {**theirs, "x-deepspeed": ""} else ()
     there: Keys = ()
@@ -164,15 +167,15 @@ def _path_in_job(path: Keys) -> Keys:
 
 
 def _is_call(schema: Schema) -> bool:
-    """Whether a `_target_` and its arguments are all that there is to say."""
+    """Whether the schema is a plain target: `_target_` and its arguments, and no keys of its own."""
     return contract.is_target(schema) and all(key.startswith("_") for key in schema["properties"])
 
 
-# What one key takes, in words.
+# The values that one key accepts, in words.
 
 
 def describe_type(schema: Schema, *, pattern: bool = False) -> str:
-    """The values that a key takes: `integer, at least 1, or auto`."""
+    """The values that a key accepts: `integer, at least 1, or auto`."""
     if "enum" in schema or "const" in schema:
         options = schema.get("enum") or [schema["const"]]
         text = ", ".join(_show(option) for option in options)
@@ -202,23 +205,24 @@ def _name_type(name: str, schema: Schema) -> str:
 
 
 def describe_default(schema: Schema) -> str:
-    """The default as JSON; "" where there is none to tell."""
+    """The default as JSON; "" if there is none, or if it is empty."""
     default = schema.get("default")
     return "" if default in (None, {}) else json.dumps(default)
 
 
 def _show(value: Any) -> str:
+    """A value for a table: JSON, but strings without quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _describe_state(entry: Entry) -> str:
-    """Status and age of a key; of a section what holds for it as a whole, or for all its keys."""
+    """Deprecation and status of a key; for a section, its own status or a summary of its keys."""
     status = describe_status(entry.schema) or entry.within or _sum_up(entry)
     return "; ".join(part for part in (describe_age(entry.schema), status) if part)
 
 
 def _sum_up(entry: Entry) -> str:
-    """Whether all keys of a section are implemented; anything else that has no status is."""
+    """`implemented` if all keys of a section are, otherwise `by key`. A plain key without a status is implemented."""
     is_section = {"properties", "x-variants"} & set(entry.schema) and not _is_call(entry.schema)
     works = not is_section or all(_describe_state(key) == "implemented" for key in _list_named(entry))
     return "implemented" if works else _BY_KEY
@@ -241,7 +245,7 @@ def _list_facts(entry: Entry) -> dict[str, str]:
 
 
 def to_text(entry: Entry) -> str:
-    """A key with all that is known of it, and the keys below it."""
+    """A key with all its facts, and the keys below it."""
     heading = entry.dotted or entry.schema.get("title", entry.view)
     lines = [f"{heading} ({entry.types})" if entry.types else heading]
     lines += _wrap(entry.schema.get("description", ""), 2)
@@ -271,7 +275,7 @@ def _wrap(text: str, indent: int) -> list[str]:
 
 
 def make_pages() -> dict[str, str]:
-    """The reference as Markdown by file name: an index, and one page a section."""
+    """The reference as Markdown, by file name: an index, and one page per section."""
     job, config = (Entry(view, (), read_view(view)) for view in ("job", "deepspeed"))
     target = Entry("job", ("target",), read_schema("target.json"))
     pages = {"target.md": _make_page(target), "deepspeed.md": _make_page(config)}
@@ -283,7 +287,7 @@ def make_pages() -> dict[str, str]:
 
 
 def write_pages(folder: Path) -> list[str]:
-    """Writes the pages, and removes those of sections that are no more; returns their names."""
+    """Writes the pages and deletes those of sections that no longer exist. Returns the names of the pages."""
     pages = make_pages()
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.md"):
@@ -299,7 +303,7 @@ def _make_index(job: Entry) -> str:
     pinned = job.schema.get("x-deepspeed") or read_view("deepspeed").get("x-deepspeed", "")
     notes = [
         job.schema["description"],
-        f"Defaults of DeepSpeed's keys are those of DeepSpeed {pinned}." if pinned else "",
+        f"DeepSpeed's keys have the defaults of DeepSpeed {pinned}." if pinned else "",
         _LEGEND,
     ]
     return "".join([_MARK, "# The job document\n\n", *(f"{note}\n\n" for note in notes if note), _table(rows)])
@@ -338,7 +342,7 @@ def _has_page(entry: Entry) -> bool:
 
 
 def _page_of(entry: Entry) -> str:
-    """The page of a section; one that a DeepSpeed config shares with the job document is on the job's."""
+    """The file name of a section's page. A section that jobs and DeepSpeed configs share has one page, the job's."""
     ours = entry.view == "job" or _path_in_job(entry.path) == entry.path
     return f"{entry.path[0]}.md" if ours else f"deepspeed.{entry.path[0]}.md"
 
@@ -360,7 +364,7 @@ def _row(entry: Entry) -> dict[str, str]:
 
 
 def _table(rows: list[dict[str, str]]) -> str:
-    """A table of the columns that have something in them."""
+    """A Markdown table without empty columns."""
     columns = [column for column in _COLUMNS if any(row.get(column) for row in rows)]
     lines = [columns, ["---"] * len(columns)]
     lines += [[row.get(column, "").replace("|", "\\|").replace("\n", " ") for column in columns] for row in rows]

@@ -1,4 +1,4 @@
-"""Problems as people and programs read them: text with the source line, JSON, SARIF, GitHub's annotations."""
+"""Formats for problems, for people and programs: text with the source line, JSON, SARIF, GitHub's annotations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
-    """In the order of their places."""
+    """Sorted by file, line and column. The note that there are `more` problems comes last."""
     return sorted(problems, key=lambda p: (p.rule == "more", p.source, p.line, p.column, p.dotted, p.rule))
 
 
@@ -27,14 +27,14 @@ def count_problems(problems: Sequence[Problem]) -> str:
 
 
 def to_text(problem: Problem, text: str | None = None) -> str:
-    """A problem on one line; with the document's `text`, also the line that it is on and a caret below its place."""
+    """A problem on one line. With the document's `text`, also the source line, and a caret below the column."""
     if text is None or not problem.line:
         return str(problem)
     lines = text.split("\n")
     if problem.line > len(lines):
         return str(problem)
     line = lines[problem.line - 1]
-    # A terminal's width is not known here: of a long line, what is around the place.
+    # The terminal's width is not known here. Of a long line, show the part around the column.
     start = max(0, problem.column - 60)
     shown = "".join(c if c.isprintable() else " " for c in line[start : start + 100])
     number = f"{problem.line:>5} | "
@@ -47,7 +47,7 @@ def to_json(problems: Sequence[Problem]) -> str:
 
 
 def to_object(problem: Problem) -> dict[str, Any]:
-    """A problem as JSON values; line and column are 1-based, null where they are not known."""
+    """A problem as JSON values; line and column are 1-based, or null if unknown."""
     return {
         "file": problem.source,
         "line": problem.line or None,
@@ -61,7 +61,7 @@ def to_object(problem: Problem) -> dict[str, Any]:
 
 
 def to_github(problems: Sequence[Problem]) -> str:
-    """Workflow commands: GitHub shows them beside the lines of a pull request."""
+    """Workflow commands, which GitHub shows next to the lines of a pull request."""
     lines = []
     for problem in problems:
         place = f"file={_escape(problem.source, ':,')}"
@@ -74,13 +74,14 @@ def to_github(problems: Sequence[Problem]) -> str:
 
 
 def _escape(text: str, more: str = "") -> str:
+    """`text` with the characters escaped that end a workflow command, and those in `more`, which end a property."""
     for character in "%\r\n" + more:
         text = text.replace(character, f"%{ord(character):02X}")
     return text
 
 
 def to_sarif(problems: Sequence[Problem], version: str) -> str:
-    """SARIF 2.1.0, which code scanning reads."""
+    """SARIF 2.1.0, the input format of GitHub's code scanning."""
     rules = sorted({problem.rule for problem in problems})
     results = []
     for problem in problems:

@@ -1,4 +1,4 @@
-"""The data files that travel with the package: schemas. Where they lie is known only here."""
+"""The schema files that are shipped with the package. Only this module knows where they are."""
 
 from __future__ import annotations
 

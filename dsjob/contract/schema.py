@@ -1,15 +1,21 @@
-"""The contract as data: the JSON Schema files joined into one tree, and the questions that the rest asks of it.
+"""The contract as data: the JSON Schema files joined into one tree, and functions that query it.
 
-The files in `schemas/` are the only place for shape, bounds, defaults and texts. Keywords of our own, all of them
-annotations that other validators skip: `x-status` with `x-note` (`mapped`: to what; `no-effect`, `unsupported`: why; a
-section's holds for the keys in it), `x-unsupported` (values that are not supported, and why), `x-instead` (what `dsjob
-import` writes in the place of those, or of an unsupported key's value), `x-aliases` (other spellings), `x-replaced-by`
-(what a deprecated key is now), `x-auto` (the string "auto" stands for a value that is derived, or for nothing given),
-`x-deepspeed` (DeepSpeed's name for a key; at the root of deepspeed.json the version whose defaults are listed).
+The files in `schemas/` are the only place for shape, bounds, defaults and texts. Besides JSON Schema's keywords, they
+have these annotations, which other validators ignore:
 
-The tree that Hydra composes on is derived from them with every key unset, so `trainer.micro_batch=4` needs no `+`, a
-mistyped key has no place to go, and "not set" stays distinct from "set to the default" until `resolve`. null means not
-set, except among a target's arguments.
+- `x-status`, with `x-note`: `mapped` (to what), `no-effect` or `unsupported` (why). A section's status applies to all
+  its keys.
+- `x-unsupported`: values that are not supported, and why.
+- `x-instead`: the value that `dsjob import` writes instead of an unsupported one.
+- `x-aliases`: other spellings of the key.
+- `x-replaced-by`: what to use instead of a deprecated key.
+- `x-auto`: the string "auto" is accepted; the value is then derived, or counts as unset.
+- `x-deepspeed`: DeepSpeed's name for a key; at the root of deepspeed.json, the version whose defaults are listed.
+- `x-inherits`: unset keys in this section inherit from the job, so defaults are not filled in.
+
+Hydra composes on a tree derived from the schemas in which every key is present but unset. So `trainer.micro_batch=4`
+needs no `+`, a misspelt key is an error, and "not set" stays distinct from "set to the default" until `resolve`. null
+means not set, except among a target's arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ Schema = dict[str, Any]
 
 @cache
 def job_schema() -> Schema:
-    """The job document's schema, every reference put in its place; callers must not change it."""
+    """The job document's schema with all references resolved; callers must not change it."""
     return _join("job.schema.json")
 
 
@@ -44,7 +50,7 @@ def _join(name: str) -> Schema:
 
 
 def _inline(node: Any, root: Schema) -> Any:
-    """`node` with references replaced by what they name, aliases listed as keys, and "auto" allowed where it may be."""
+    """`node` with references replaced by their targets, and aliases added as keys of their own."""
     if isinstance(node, list):
         return [_inline(item, root) for item in node]
     if not isinstance(node, dict):
@@ -66,11 +72,12 @@ def _inline(node: Any, root: Schema) -> Any:
     return joined
 
 
+# By id of a schema: schemas are cached for ever (`job_schema`), so an id is never used again.
 _HOMES: dict[int, dict[str, list[tuple[str, ...]]]] = {}
 
 
 def list_homes(schema: Schema) -> dict[str, list[tuple[str, ...]]]:
-    """Where each key of a (joined, kept) schema may stand: the paths of the objects that have it."""
+    """For each key of a (joined, cached) schema, the paths of the objects that have it."""
     if id(schema) not in _HOMES:
         homes: dict[str, list[tuple[str, ...]]] = {}
         places: list[tuple[tuple[str, ...], Schema]] = [((), schema)]
@@ -90,12 +97,12 @@ def list_homes(schema: Schema) -> dict[str, list[tuple[str, ...]]]:
 
 
 def is_target(schema: Schema) -> bool:
-    """Whether the schema is that of a `_target_` object, whose other keys are arguments."""
+    """Whether the schema describes a `_target_` object, whose other keys are arguments."""
     return "_target_" in schema.get("properties", {})
 
 
 def _branch(section: Schema, kind: Any) -> Schema:
-    """What an optimizer's or scheduler's `type` makes of the section's keys; empty where it is not listed."""
+    """The schemas of keys that depend on the `type` of an optimizer or scheduler; empty if the type is not listed."""
     for branch in section.get("allOf", ()):
         rule = branch.get("if", {}).get("properties", {}).get("type", {})
         named = (
@@ -108,13 +115,14 @@ def _branch(section: Schema, kind: Any) -> Schema:
 
 
 def params_schema(section: Schema, kind: Any) -> Schema | None:
-    """The schema of `params` for an optimizer's or scheduler's `type`; None where its arguments are not listed."""
+    """The schema of `params` for the `type` of an optimizer or scheduler; None if its arguments are not listed."""
     found: Schema | None = _branch(section, kind).get("params")
     return found
 
 
 def child(schema: Schema, key: str, value: Any = None) -> Schema | None:
-    """The schema of `key` inside an object of `schema`; `value` is that object, whose type may say more of the key."""
+    """The schema of `key` in an object described by `schema`. `value`: that object, whose `type` may select a more
+    specific schema. None if the key is not known."""
     properties = schema.get("properties", {})
     if key in properties:
         found: Schema = properties[key]
@@ -127,7 +135,7 @@ def child(schema: Schema, key: str, value: Any = None) -> Schema | None:
 
 
 def find_at(schema: Schema, path: Path, document: Any) -> Schema:
-    """The schema of what is at `path` in `document`, from that of its root; empty where none says."""
+    """The schema of the value at `path` in `document`, whose own schema is `schema`; empty if there is none."""
     node: Schema | None = schema
     for part in path:
         if node is None:
@@ -141,9 +149,9 @@ def find_at(schema: Schema, path: Path, document: Any) -> Schema:
 
 
 def prune(value: Any, schema: Schema) -> Any:
-    """`value` without what is not set (nulls and empty sections) and without remarks.
+    """`value` without unset keys (nulls and empty sections) and without comments.
 
-    A target's own arguments are left as they are.
+    A target's arguments are kept as they are.
     """
     if not isinstance(value, dict):
         return value
@@ -152,7 +160,7 @@ def prune(value: Any, schema: Schema) -> Any:
         if is_comment(key):
             continue
         below = child(schema, key, value)
-        if below is None:  # an argument of a target, or an unknown key that the check will name
+        if below is None:  # an argument of a target, or an unknown key that `check` will report
             kept[key] = item
             continue
         if key == "params" and isinstance(item, dict):
@@ -165,13 +173,13 @@ def prune(value: Any, schema: Schema) -> Any:
 
 
 def fill_defaults(value: dict[str, Any], schema: Schema, *, idle: bool = False) -> dict[str, Any]:
-    """`value` with the default of every key that does something; those without effect only if `idle`.
+    """`value` with defaults for all unset keys that have an effect; for those without an effect only if `idle`.
 
-    "auto" where it is allowed counts as not given.
+    "auto" counts as unset where it is allowed.
     """
     filled = dict(value)
     for key, below in schema.get("properties", {}).items():
-        if key == "params" and "_target_" in value:  # of a target it would be an argument
+        if key == "params" and "_target_" in value:  # in a target, `params` would become an argument
             continue
         acts = idle or "x-status" not in below
         if filled.get(key) == "auto" and below.get("x-auto") and acts:
@@ -185,7 +193,7 @@ def fill_defaults(value: dict[str, Any], schema: Schema, *, idle: bool = False) 
 
 
 def sort_keys(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """`value` with keys in the order of the schema, arguments of targets last and as they were."""
+    """`value` with its keys in the order of the schema; arguments of targets come last, in their own order."""
     order = {key: index for index, key in enumerate(schema.get("properties", {}))}
     return {
         key: sort_keys(item, child(schema, key, value) or {}) if isinstance(item, dict) else item
@@ -194,7 +202,7 @@ def sort_keys(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def unset_tree(schema: Schema) -> dict[str, Any]:
-    """Every key of the job document with nothing in it: what Hydra composes on, so that a mistyped key has no place."""
+    """Every key of the job document, unset: the tree that Hydra composes on, so that a misspelt key is an error."""
     tree: dict[str, Any] = {}
     for key, below in schema["properties"].items():
         sections = below.get("properties")

@@ -1,11 +1,11 @@
-"""Secrets in URLs and in arguments: telling of them, and keeping them out of what is shown and saved.
+"""Secrets in URLs and arguments: finding them, and keeping them out of what is shown and saved.
 
-Credentials of stores come from where each store's own tools look for them (environment, profile, machine), never from
-a document. An argument whose name is that of a secret may be `${oc.env:NAME}` alone: it stays that text in every
-document that is printed or saved, until a target is called with it.
+Credentials for stores come from where each store's own tools look for them (environment, profile, machine), never from
+a document. An argument that is named like a secret may only be `${oc.env:NAME}`. Every document that is printed or
+saved keeps that text; the variable is read when the target is called.
 
-Secrets are recognised by their names alone: under another name a literal secret is not found. In sections of a
-DeepSpeed config that have no effect a secret is only a warning, because nothing of them is kept.
+Secrets are recognised by their names only: a literal secret under another name is not found. In sections of a DeepSpeed
+config that have no effect, a secret is only a warning, because dsjob does not save these sections.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dsjob.contract.environment import CONFIG, parse_reference
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import Problem
 
-# Azure's own form `abfs://container@account.../path` names a container there, which is no secret.
-# A password may hold slashes, as keys of AWS do; what has no colon ends at the first one.
+# User info in a URL: `user:password@` or `user@`. In Azure's `abfs://container@account.../path`, the part before the @
+# is a container, which is no secret (`_AZURE`). A password may contain slashes, as AWS keys do, so with a colon the
+# match runs up to the @; without one it ends at the first slash.
 _USER_INFO = re.compile(r"(?<=://)(?P<user>[^/:@\s]*:[^@\s]*|[^/@\s]*)@")
 _SECRET = re.compile(
     r"(?i)(?P<key>[?&;#](?:(?:[\w.-]*[-_.])?key(?:[-_.][\w.-]*)?|[\w.-]*(?:accesskey|apikey|token|secret|passw|credential"
@@ -32,7 +33,7 @@ _SECRET_NAME = re.compile(
     r"(?:.*_)?(?:secret|password|passwd|pwd|passphrase|(?:api|access|account|secret|private)_?key|authorization"
     r"|credentials?|connection_?string|dsn|token|(?:auth|access|api)token)"
 )
-# The names that tokenizers and models have for theirs, and numbers of them.
+# Names of tokenizers' and models' tokens, and of numbers of tokens: these are no secrets.
 _VOCABULARY = re.compile(
     r"(?:.*_)?(?:audio|begin|blank|bo[isv]|class|cls|end|eo[dimstv]|fill|first|image|last|mask|max|middle|min|new|next|num"
     r"|pad|patch|per|prefix|sep|separator|sos|special|speech|start|stop|suffix|unk|video|word)_token"
@@ -40,7 +41,7 @@ _VOCABULARY = re.compile(
 
 
 def is_secret(key: object) -> bool:
-    """Whether an argument of this name is a secret."""
+    """Whether an argument with this name is a secret."""
     words = _split_words(key) if isinstance(key, str) else ""
     return bool(_SECRET_NAME.fullmatch(words)) and not _VOCABULARY.fullmatch(words)
 
@@ -50,7 +51,7 @@ def _split_words(key: str) -> str:
 
 
 def list_texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The texts and numbers in a document, with their places; empty texts are none."""
+    """The non-empty texts and the numbers in a document, each with its path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         if isinstance(item, (str, int, float)) and not isinstance(item, bool) and item != "":
@@ -59,14 +60,14 @@ def list_texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def find_secrets(value: Any) -> Iterator[tuple[Path, Any]]:
-    """Those that are named as secrets, alone or in a list."""
+    """The texts and numbers that are named like secrets, alone or in a list, each with its path."""
     for path, item in list_texts(value):
         if is_secret(next((part for part in reversed(path) if isinstance(part, str)), None)):
             yield path, item
 
 
 def hide_secrets(value: Any) -> Any:
-    """A document with *** for what it holds of secrets; references stay."""
+    """A copy of a document with *** in place of secrets; references to the environment stay."""
     if isinstance(value, list):
         return [hide_secrets(item) for item in value]
     if not isinstance(value, dict):
@@ -77,16 +78,17 @@ def hide_secrets(value: Any) -> Any:
 
 
 def is_argument(document: Any, path: Path) -> bool:
-    """Whether a target is called with what is at `path`."""
+    """Whether the value at `path` is (part of) an argument of a target."""
     above = (get_at(document, path[:length]) for length in range(1, len(path)))
     return any(isinstance(value, dict) and value.get("_target_") for value in above)
 
 
 def check_references(target: Mapping[str, Any], path: Path) -> Iterator[Problem]:
-    """References among the arguments of a target that is not the user's own, and what it does with them is not known.
+    """Problems with references to the environment among the arguments of a target that is not the user's own code.
 
-    One may be a secret by its name, as in `token: ${oc.env:HF_TOKEN}`, where nothing beside it is a URL: from other
-    arguments it could get into paths and requests. `path`: that of the target.
+    What such a target does with a value is unknown: it could put it into a path or a request. Only an argument that is
+    named like a secret may be a reference, as in `token: ${oc.env:HF_TOKEN}`, and only if no other argument is a URL,
+    to which the secret could be sent. `path`: that of the target.
     """
     own = {key: item for key, item in target.items() if key != "_target_"}
     remote = any(isinstance(text, str) and "://" in text for _, text in list_texts(own))
@@ -97,12 +99,12 @@ def check_references(target: Mapping[str, Any], path: Path) -> Iterator[Problem]
         where = "beside a URL" if remote and is_secret(place[-1]) else "here"
         message = f"may not be read from the environment variable {reference.name} {where}"
         names = f"[{', '.join(reference.names)}]"
-        hint = f"pass it to a function of your own; if anybody may see it: environment: {names} in {CONFIG}"
+        hint = f"pass it to a function of your own; if it is not secret, add environment: {names} to {CONFIG}"
         yield Problem(message, (*path, *place), "environment", hint)
 
 
 def _list_own_texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """`list_texts` without those of targets further down."""
+    """Like `list_texts`, without the arguments of nested targets, and without numbers."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         if isinstance(item, str):
@@ -112,29 +114,29 @@ def _list_own_texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def is_reference(value: object) -> bool:
-    """Whether a value is read from the environment, and nothing of it stands here."""
+    """Whether a value comes entirely from the environment, without a literal default in the document."""
     reference = parse_reference(value)
     return reference is not None and not reference.has_literal
 
 
 def hide_value(override: str) -> str:
-    """A `key=value` with *** for the value where it is a secret, or has one in it."""
+    """A `key=value` override for display: with *** for the value if it is a secret or contains one."""
     key, equals, _ = override.partition("=")
     hidden = f"{key}=***" if equals else "***"
     return hidden if any(is_secret(word) for word in re.findall(r"[\w-]+", override)) else redact(override)
 
 
 def describe_secret(url: str) -> str:
-    """What of a URL may not be there, in words that do not repeat it; empty where nothing is."""
+    """Why a URL may not be in a document, without repeating the secret; empty if it may."""
     found = _USER_INFO.search(url)
     if found and (":" in found["user"] or not _AZURE.search(url[: found.start()])):
-        return "it holds a user name or password"
+        return "it contains a user name or password"
     secret = _SECRET.search(url) if "://" in url else None
-    return f"it holds a secret, {secret['key'][1:]}" if secret else ""
+    return f"it contains a secret, {secret['key'][1:]}" if secret else ""
 
 
 def redact(text: str) -> str:
-    """`text` with `***` in the place of what URLs in it would give away."""
+    """`text` with `***` in place of user names, passwords and secrets in its URLs."""
 
     def hide(found: re.Match[str]) -> str:
         named = ":" not in found["user"] and _AZURE.search(text[: found.start()])

@@ -1,21 +1,21 @@
-"""Which parameters, and how many of them at a time: the choices of sharding and offloading that a plan predicts and the
-engine makes, in one place so that both are the same.
+"""Which parameters are sharded, offloaded and gathered together. Both the planner, which predicts memory, and the
+engine use these functions, so that a plan matches the run.
 
-`stage3_param_persistence_threshold` has no use here: a block is gathered in one collective whatever its small
-parameters, so replicating them would save no message and add one.
+`stage3_param_persistence_threshold` is not used: a block is gathered in one collective together with its small
+parameters. Replicating them would save no collective, and would add one to reduce their gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-SMALL_BLOCK = 1 << 20  # elements: handing over less costs more in calls than in bytes
+SMALL_BLOCK = 1 << 20  # elements: for smaller blocks, the overhead of a collective outweighs its transfer time
 
 
 def choose_share(sizes: Sequence[int], ratio: float) -> set[int]:
-    """Numbers of the parameters, taken largest first, that make up a share of all elements or as much as fits in it.
+    """Indices of the parameters to offload: largest first, as many as fit into the share `ratio` of all elements.
 
-    `sizes`: elements of each parameter.
+    `sizes`: number of elements of each parameter.
     """
     left, chosen = ratio * sum(sizes), set()
     for number, size in sorted(enumerate(sizes), key=lambda item: -item[1]):
@@ -26,22 +26,24 @@ def choose_share(sizes: Sequence[int], ratio: float) -> set[int]:
 
 
 def stands_alone(elements: int, stage: int) -> bool:
-    """Whether a repeated block of so many elements is sharded as a unit, not with what is outside the blocks.
+    """Whether a repeated block of this size is an FSDP unit of its own, instead of part of the root unit.
 
-    Below stage 3 all parameters are gathered at once in any case, so that a unit is worth it for its size alone.
+    Below stage 3 all parameters are gathered at once anyway, so only a large block is worth its own collectives. At
+    stage 3 units also bound memory: only the blocks in use are gathered.
     """
     return stage == 3 or elements >= SMALL_BLOCK
 
 
 def choose_ahead(sizes: Sequence[int], bucket: int, live: int | None = None) -> list[int]:
-    """How many of the blocks that follow are gathered ahead while each one computes, at stage 3: at least one.
+    """For each block, how many of the following blocks to prefetch while it computes, at stage 3: at least one.
 
-    `sizes`: elements of the blocks in the order of use. Those ahead have at most `bucket` elements, and with the one
-    that computes at most `live`.
+    `sizes`: elements of the blocks in the order of use. The prefetched blocks have at most `bucket` elements together,
+    and at most `live` including the block that computes.
     """
     found = []
     for number, own in enumerate(sizes):
         room = bucket if live is None else min(bucket, live - own)
+        # reached[k]: elements of the next k + 1 blocks.
         reached = [sum(sizes[number + 1 : end]) for end in range(number + 2, len(sizes) + 1)]
         fitting = sum(elements <= room for elements in reached)
         found.append(max(fitting, 1) if reached else 0)

@@ -1,6 +1,7 @@
-"""Values from outside in messages: shortened before anything makes a text of them.
+"""Shortening untrusted values for messages, before they are formatted as a whole.
 
-`repr` and `json.dumps` take as long as their result, and a few kilobytes that repeat a shared list make it endless.
+`repr` and `json.dumps` take time in proportion to their result, and a few kilobytes of YAML that repeat a shared list
+can make that result practically endless.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from dsjob.contract.environment import mask
 
 SHOWN = 60  # characters of a value in a message
 _MAX_DEPTH, _MAX_ITEMS = 3, 8
-_MASKED = 4096  # characters of a text that are looked through for values of the environment
+_MASKED = 4096  # characters of a text in which values of environment variables are masked
 
 
 def shorten(value: object, limit: int = SHOWN, *, as_json: bool = False) -> str:
-    """A value for a message, in Python's words or JSON's: at most `limit` characters, whatever it is."""
-    return cut(_spell(value, limit, _MAX_DEPTH, as_json), limit)
+    """A value of any kind for a message, in Python's or JSON's notation: at most `limit` characters."""
+    return cut(_format(value, limit, _MAX_DEPTH, as_json), limit)
 
 
 def cut(text: str, limit: int = SHOWN) -> str:
-    """At most `limit` characters of a text, what is left out told by dots."""
+    """At most `limit` characters of a text; dots mark that the rest is cut off."""
     text = mask(text[: limit + _MASKED])
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _spell(value: Any, limit: int, depth: int, as_json: bool) -> str:
+def _format(value: Any, limit: int, depth: int, as_json: bool) -> str:
     if value is None or isinstance(value, bool):
         words = {None: "null", True: "true", False: "false"}
         return words[value] if as_json else str(value)
@@ -39,11 +40,11 @@ def _spell(value: Any, limit: int, depth: int, as_json: bool) -> str:
     if isinstance(value, (bytes, bytearray)):
         return repr(bytes(value[: limit + 1]))
     if isinstance(value, (dict, list, tuple, set, frozenset)):
-        return _spell_items(value, limit, depth, as_json)
+        return _format_items(value, limit, depth, as_json)
     return f"<{type(value).__name__}>"
 
 
-def _spell_items(value: Any, limit: int, depth: int, as_json: bool) -> str:
+def _format_items(value: Any, limit: int, depth: int, as_json: bool) -> str:
     first, last = ("{", "}") if isinstance(value, (dict, set, frozenset)) else ("(", ")")
     if isinstance(value, list) or (as_json and first == "("):
         first, last = "[", "]"
@@ -55,10 +56,10 @@ def _spell_items(value: Any, limit: int, depth: int, as_json: bool) -> str:
         if len(items) == _MAX_ITEMS or length > limit:
             items.append("...")
             break
-        text = _spell(item, limit, depth - 1, as_json)
+        text = _format(item, limit, depth - 1, as_json)
         if isinstance(value, dict):
-            text += f": {_spell(value[item], limit, depth - 1, as_json)}"
+            text += f": {_format(value[item], limit, depth - 1, as_json)}"
         items.append(text)
         length += len(text)
-    lone = "," if first == "(" and len(items) == 1 else ""
+    lone = "," if first == "(" and len(items) == 1 else ""  # a tuple of one item is written (x,)
     return f"{first}{', '.join(items)}{lone}{last}"

@@ -1,7 +1,7 @@
-"""The job as the code sees it: frozen, typed views of a resolved document.
+"""The typed job: frozen dataclasses that are views of a resolved document.
 
-No defaults and no checks here: `schemas/` has the first, `check` and `resolve` the second. A test walks these classes
-and the schemas side by side.
+There are no defaults and no checks here: defaults are in `schemas/`, checks in `check` and `resolve`. A test compares
+these classes with the schemas.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DtypeName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A callable to be made into an object: its dotted path, and its arguments as the document has them."""
+    """An object to build: the dotted path of a callable, and its arguments as they are in the document."""
 
     path: str
     arguments: Mapping[str, Any]
@@ -128,7 +128,7 @@ class Zero:
 
     @property
     def offload(self) -> Literal["none", "optimizer", "param"]:
-        """What is on the host: nothing, the optimizer with its masters, or these as the parameters themselves."""
+        """What is offloaded to the host: nothing; optimizer state and masters; or these and the parameters too."""
         if self.offload_param is not None and self.offload_param.device != "none":
             return "param"
         return "optimizer" if self.offload_optimizer and self.offload_optimizer.device != "none" else "none"
@@ -162,7 +162,7 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An optimizer or scheduler: `type` with `params`, or a target; rules for parameter groups by name, in order."""
+    """An optimizer or scheduler: `type` with `params`, or a target. `param_groups`: ordered rules by name."""
 
     type: str | None
     params: Mapping[str, Any]
@@ -171,16 +171,16 @@ class Method:
 
     @property
     def label(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         return self.type or (self.target.path if self.target else "")
 
 
-METRIC_KEYS = ("inputs", "reduce", "phases")  # beside the target's own arguments
+METRIC_KEYS = ("inputs", "reduce", "phases")  # dsjob's keys, next to the target's own arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric: what makes it, what it is called with, how values of batches are joined, and where it is computed."""
+    """A metric: its target, its inputs, how the values of batches are combined, and the phases that compute it."""
 
     target: Target
     inputs: Mapping[str, str] | None
@@ -230,7 +230,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What the engine needs: all that a DeepSpeed config can say."""
+    """What the engine needs: everything that a DeepSpeed config can set."""
 
     trainer: Trainer
     gradient_clipping: float
@@ -272,19 +272,22 @@ class JobSpec(EngineSpec):
 
 
 def view(cls: type[T], document: Mapping[str, Any]) -> T:
-    """`document` (resolved: complete and checked) as an object of `cls`; keys that `cls` does not name are left out."""
+    """`document` (resolved: complete and checked) as an object of `cls`; keys that are no fields of `cls` are
+    ignored."""
     hints = typing.get_type_hints(cls)
-    # A key that is a word of Python's has `_` behind it here.
+    # The field for a key that is a Python keyword ends with `_` (async_).
     names = {item.name: item.name.removesuffix("_") for item in fields(cast(Any, cls))}
     given = {name: _convert(hints[name], document.get(key)) for name, key in names.items()}
     return cls(**given)
 
 
 def _convert(hint: Any, value: Any) -> Any:
+    """A JSON value as the type that a field is annotated with."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
+        # Optional fields are the only unions here: take the arm that is not None.
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
         origin = typing.get_origin(hint)
     if hint is Target:
@@ -311,5 +314,5 @@ def _make_metric(value: Mapping[str, Any]) -> Metric:
 
 
 def make_target(value: Mapping[str, Any]) -> Target:
-    """The target that a `{_target_: ..., **arguments}` object names."""
+    """The `Target` for a `{_target_: ..., **arguments}` object."""
     return Target(path=value["_target_"], arguments={k: v for k, v in value.items() if k != "_target_"})

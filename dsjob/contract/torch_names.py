@@ -1,4 +1,4 @@
-"""What torch.optim and its schedules are called: asking torch would take seconds. A test compares with torch itself."""
+"""The names of torch's optimizers and schedules. Importing torch to list them would take seconds; a test compares."""
 
 OPTIMIZERS = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",

@@ -1,8 +1,8 @@
-"""The contract as it is published: three views of it, each of them, or a part of one, a JSON Schema for editors.
+"""The published contract: three views, each of which (or a part of which) is a JSON Schema for editors.
 
-`job` is the job document, `recipe` what Hydra composes one from (fragments, interpolations, a defaults list),
-`deepspeed` a bare DeepSpeed config. `schema` holds the contract and answers questions about documents; here nothing is
-checked. Texts for people are made in `reference`.
+`job` is the job document, `recipe` is what Hydra composes one from (fragments, interpolations, a defaults list), and
+`deepspeed` is a bare DeepSpeed config. `schema` holds the contract and answers questions about documents; nothing is
+checked here. `reference` makes the texts for people.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STATUSES = {"mapped": "mapped", "no-effect": "no effect here", "unsupported": "n
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _AUTO = "^auto$"
-_OPEN = (r"\$\{", r"^\?\?\?$")  # an interpolation, or OmegaConf's mark for a value that is still to be given
+_OPEN = (r"\$\{", r"^\?\?\?$")  # an interpolation, or OmegaConf's mark for a missing value that must be given
 _DEFAULTS: Schema = {
     "type": "array",
     "items": {
@@ -35,12 +35,12 @@ _DEFAULTS: Schema = {
             },
         ]
     },
-    "description": "Hydra's defaults list: the configs that this one is built on, in order; "
-    "`override /optimizer: adamw` chooses one of a group.",
+    "description": "Hydra's defaults list: the configs that this one builds on, in order; "
+    "`override /optimizer: adamw` selects one of a group.",
 }
 _HYDRA: Schema = {
     "type": "object",
-    "description": "Settings of Hydra itself: the launcher and sweeper of `dsjob -m`, for example.",
+    "description": "Settings of Hydra itself, for example the launcher and sweeper of `dsjob -m`.",
 }
 
 
@@ -48,8 +48,8 @@ _HYDRA: Schema = {
 def read_view(name: str) -> Schema:
     """A view as one tree; callers must not change it.
 
-    Branches that only separate an object from other kinds of values are part of the node itself. Where a `type` decides
-    what `params` may hold, `params` has `x-variants`: the schema for each type, by the types' names.
+    Branches that only distinguish objects from other kinds of values are merged into the node. If a `type` determines
+    what `params` may hold, `params` has `x-variants`: the schemas by the names of the types.
     """
     view = _arrange(contract.deepspeed_schema() if name == "deepspeed" else contract.job_schema())
     if name == "recipe":
@@ -59,12 +59,12 @@ def read_view(name: str) -> Schema:
 
 
 def to_json_schema(view: str, path: tuple[str, ...], node: Schema) -> Schema:
-    """`node`, which `view` has at `path`, as a document on its own: no references, and keys that editors can list.
+    """`node`, which is at `path` in `view`, as a self-contained schema: no references, and keys that editors can list.
 
-    It accepts "auto" where that stands for a value; in the recipe view also nothing at all, null and interpolations.
+    It accepts "auto" where that is allowed. In the recipe view, keys may also be missing, null or interpolations.
     """
     published = _publish(node, recipe=view == "recipe")
-    if path and view == "recipe":  # the section is the whole of a group's file
+    if path and view == "recipe":  # the section is the root of a file in a config group
         for owner in (published, published.get("else", {})):
             if "properties" in owner:
                 owner["properties"] = {"defaults": _DEFAULTS, **owner["properties"]}
@@ -79,24 +79,24 @@ def to_json_schema(view: str, path: tuple[str, ...], node: Schema) -> Schema:
 
 
 def describe_status(schema: Schema) -> str:
-    """The status of a key and the reason for it; nothing where it does what it says."""
+    """The status of a key and the reason for it; empty if the key is implemented."""
     status = schema.get("x-status", "")
     note = schema.get("x-note", "")
-    told = ": ".join(part for part in (STATUSES.get(status, status), note) if part)
+    described = ": ".join(part for part in (STATUSES.get(status, status), note) if part)
     refused = [f"{value} is not supported: {why}" for value, why in schema.get("x-unsupported", {}).items()]
-    return "; ".join([*([told] if told else []), *refused])
+    return "; ".join([*([described] if described else []), *refused])
 
 
 def describe_age(schema: Schema) -> str:
-    """What a key that is no longer to be written is now; nothing for others."""
+    """What to write instead of a deprecated key or another spelling; empty for other keys."""
     if "x-alias-of" in schema:
         return f"another spelling of {schema['x-alias-of']}"
     now = schema.get("x-replaced-by", "")
-    return (f"deprecated, now {now}" if now else "deprecated") if schema.get("deprecated") else ""
+    return (f"deprecated: use {now}" if now else "deprecated") if schema.get("deprecated") else ""
 
 
 def _map_schemas(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """A copy of `schema` with those one level below it changed; conditions (`if`, `not`) stay as they are."""
+    """A copy of `schema` with `change` applied to the schemas one level below, except to conditions (`if`, `not`)."""
     changed = dict(schema)
     for key, value in schema.items():
         if key == "properties":
@@ -111,7 +111,7 @@ def _map_schemas(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 def _arrange(schema: Schema) -> Schema:
     arranged = _map_schemas(schema, _arrange)
     if arranged.get("if") == {"not": {"type": "object"}} and "then" not in arranged:
-        # What it says of objects is true beside other types too, since its keywords speak of objects alone.
+        # The branch's keywords only apply to objects, so they can be merged with those for other types.
         branch = arranged.pop("else")
         del arranged["if"]
         arranged = {**branch, **arranged}
@@ -123,7 +123,7 @@ def _arrange(schema: Schema) -> Schema:
 
 
 def _list_variants(section: Schema) -> Iterator[tuple[str, Schema]]:
-    """The schemas of `params` by the names of the types that they are for; with the status of the type."""
+    """The schemas of `params`, each with the names of its types; they include the status of the type."""
     for branch in section.get("allOf", ()):
         rule = branch.get("if", {}).get("properties", {}).get("type")
         typed = branch.get("then", {}).get("properties", {})
@@ -133,8 +133,8 @@ def _list_variants(section: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _name_types(rule: Schema, section: Schema, branch: Schema) -> list[str]:
-    """The types that a condition is about: those it lists, or the words it fits in the title of the branch or the texts
-    of the section."""
+    """The names of the types that a condition matches: those it lists; for a pattern, the matching words in the title
+    of the branch and in the description of `type`."""
     if "const" in rule:
         return [rule["const"]]
     if "enum" in rule:
@@ -149,7 +149,7 @@ def _publish(schema: Schema, *, recipe: bool) -> Schema:
     for key in ("$schema", "$id", "x-variants"):
         published.pop(key, None)
     if recipe:
-        published.pop("required", None)  # what a fragment lacks comes from elsewhere
+        published.pop("required", None)  # a fragment need not be complete
     if "description" in schema:
         published["description"] = _describe(schema)
     if False in (published.get("additionalProperties"), published.get("unevaluatedProperties")):
@@ -161,14 +161,14 @@ def _publish(schema: Schema, *, recipe: bool) -> Schema:
         }
         names = [name for names in variants for name in names.split(", ")]
         properties = published["properties"]
-        # Editors list the keys that stand here, not all of them those of branches.
+        # Not all editors suggest keys that are only in branches (`then`), so list them here as well.
         properties["params"]["properties"] = _join_variants(variants)
         properties["type"]["examples"] = names
     return _open(published, recipe=recipe)
 
 
 def _describe(schema: Schema) -> str:
-    """The description with what editors do not show by themselves: the default, and what a key is not good for."""
+    """The description, plus what editors do not show: the default, deprecation and status."""
     parts = [schema.get("description", "")]
     if schema.get("default") not in (None, {}):
         parts.append(f"Default: {json.dumps(schema['default'])}.")
@@ -178,7 +178,7 @@ def _describe(schema: Schema) -> str:
 
 
 def _join_variants(variants: dict[str, Schema]) -> dict[str, Schema]:
-    """Every argument of every type with its description and no constraint: other types may take it otherwise."""
+    """Every argument of every type, with descriptions but without constraints, which differ between types."""
     texts: dict[str, dict[str, list[str]]] = {}
     for names, params in variants.items():
         for key, below in params.get("properties", {}).items():
@@ -190,7 +190,7 @@ def _join_variants(variants: dict[str, Schema]) -> dict[str, Schema]:
 
 
 def _open(schema: Schema, *, recipe: bool) -> Schema:
-    """`schema` that also takes what stands for a value: "auto", and in a recipe null, `${...}` and `???`."""
+    """`schema`, extended to accept placeholders: "auto" where allowed, and in a recipe null, `${...}` and `???`."""
     auto = bool(schema.get("x-auto"))
     if not (auto or recipe) or not {"type", "enum", "const"} & set(schema):
         return schema

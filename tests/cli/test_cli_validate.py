@@ -252,8 +252,8 @@ def test_batch_sizes_are_checked_for_the_number_of_ranks(
         assert message == (
             "error[batch]: trainer.train_batch: train_batch 16 (job.json:12:5) is not micro_batch 4 (job.json:13:5) x "
             f"grad_accum 2 (job.json:14:5) x world size 1 "
-            f"({'--world-size' if arguments else 'launch.nproc'}); it holds for world "
-            "size 2: launch.nproc=2, or trainer.grad_accum=4, or trainer.train_batch=8"
+            f"({'--world-size' if arguments else 'launch.nproc'}); "
+            "use launch.nproc=2 (world size 2), or trainer.grad_accum=4, or trainer.train_batch=8"
         )
 
 

@@ -171,7 +171,7 @@ def test_the_world_size_may_be_given(validate: Any, ranks: str, code: int) -> No
     )
     found, _, err = validate("--world-size", ranks, "job.json")
     assert found == code
-    assert not code or f"world size {ranks} (--world-size); it holds for world size 2: launch.nproc=2" in err
+    assert not code or f"world size {ranks} (--world-size); use launch.nproc=2 (world size 2)" in err
 
 
 # ---- what people write

@@ -122,5 +122,5 @@ def test_an_overflow_of_what_is_not_optimized_does_not_last() -> None:
 
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
 def test_autocast_does_not_go_with_a_model_in_half_precision(section: str) -> None:
-    with pytest.raises(ConfigError, match="does not go with"):
+    with pytest.raises(ConfigError, match="cannot be combined with"):
         make_engine(0, torch_autocast=BF16, **({"fp16": {"enabled": True}} if section == "fp16" else {"bf16": True}))

@@ -73,25 +73,25 @@ def test_deepspeeds_own_cases_on_two_ranks(train: int, micro: int, accum: int, i
             (33, 16, None),
             2,
             "train_batch 33 is not micro_batch 16 x grad_accum 1 (derived) x world size 2",
-            "trainer.train_batch=32",
+            "use trainer.train_batch=32",
         ),
         (
             (32, 8, 2),
             1,
             "train_batch 32 is not micro_batch 8 x grad_accum 2 x world size 1",
-            "it holds for world size 2: launch.nproc=2, or trainer.grad_accum=4, or trainer.train_batch=16",
+            "use launch.nproc=2 (world size 2), or trainer.grad_accum=4, or trainer.train_batch=16",
         ),
         (
             (10, None, None),
             4,
             "train_batch 10 is not micro_batch 2 (derived) x grad_accum 1 (the default) x world size 4",
-            "it holds for world size 5: launch.nproc=5, or trainer.train_batch=8",
+            "use launch.nproc=5 (world size 5), or trainer.train_batch=8",
         ),
         (
             (2, None, None),
             4,
             "train_batch 2 is not micro_batch 0 (derived) x grad_accum 1 (the default) x world size 4",
-            "it holds for world size 2: launch.nproc=2, or trainer.train_batch=4",
+            "use launch.nproc=2 (world size 2), or trainer.train_batch=4",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_from_dict_reads_both_spellings_and_leaves_auto_to_be_derived(values: di
         ({"train_batch": "32"}, "train_batch: must be an integer, not '32'"),
         ({"train_batch": True}, "must be an integer, not True"),
         ({"train_batch": 8.5}, "must be an integer, not 8.5"),
-        ([32], "made from a mapping, not list"),
+        ([32], "must be a mapping, not list"),
     ],
 )
 def test_from_dict_refuses_what_it_cannot_read(values: Any, message: str) -> None:

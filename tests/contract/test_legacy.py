@@ -138,7 +138,7 @@ def test_validate_names_the_old_spelling_at_its_place(
 def test_bfloat16_is_an_old_name_in_a_deepspeed_config() -> None:
     on = {"bfloat16": {"enabled": True}}
     (told,) = lines("ds.json", {"train_batch_size": 8, **on})
-    assert told == "ds.json:3:3: warning[deprecated]: bfloat16: is an old spelling; now bf16"
+    assert told == "ds.json:3:3: warning[deprecated]: bfloat16: is an old spelling; use bf16"
     spec, _ = resolve_config({"train_batch_size": 8, **on}, world_size=1, locate=nowhere)
     assert spec.bf16.enabled
     assert resolve(make_job(deepspeed=on))["bf16"] == {"enabled": True, "check_grad_overflow": True}
@@ -148,7 +148,7 @@ def test_bfloat16_is_an_old_name_in_a_deepspeed_config() -> None:
 
 @pytest.mark.parametrize(("flag", "stage"), [(True, 1), (False, 0)])
 def test_a_flag_for_zero_is_a_stage_on_every_way(flag: bool, stage: int) -> None:
-    warning = f"is an old spelling; now zero_optimization.stage: {stage}"
+    warning = f"is an old spelling; use zero_optimization.stage: {stage}"
     spec, warnings = resolve_config({"train_batch_size": 8, Z: flag}, world_size=1, locate=nowhere)
     assert (spec.zero_optimization.stage, [w.rule for w in warnings]) == (stage, ["deprecated"])
     (told,) = lines("ds.json", {"train_batch_size": 8, Z: flag})

@@ -57,14 +57,14 @@ def test_a_model_that_is_not_trained_has_no_optimizer() -> None:
 @pytest.mark.parametrize(
     ("document", "path", "said"),
     [
-        (make_two() | {"model": {"_target_": "mine.C"}}, "models", "exclude one another"),
+        (make_two() | {"model": {"_target_": "mine.C"}}, "models", "cannot be combined with model"),
         (make_two({"micro_batch": 4, "max_steps": 10}), "models", "need trainer.step"),
         (make_two() | {"loss": {"_target_": "mine.loss"}}, "loss", "not used"),
         (make_two(zero_optimization={"stagee": 1}), "models.b.zero_optimization.stagee", "unknown key"),
         (
             make_two(fp16={"enabled": True}) | {"bf16": {"enabled": True}},
             "models.b",
-            "bf16.enabled is on, and so is fp16.enabled",
+            "bf16.enabled is true, and so is fp16.enabled",
         ),
         (make_two() | {"models": {"a.b": {"model": {"_target_": "mine.A"}}}}, "models", "a.b"),
         (

@@ -82,7 +82,7 @@ def test_every_key_of_every_view_is_found_and_told(view: str) -> None:
         ("job", "optimizer.params.beats", "optimizer.params has no key 'beats'", 'did you mean "betas"?'),
         ("job", "model.width", "model has no key 'width'", "arguments of the callable that `_target_` names"),
         ("job", "learning_rate", "no key 'learning_rate'", "HF Trainer's name for optimizer.params.lr"),
-        ("job", "output.qqq", "output has no key 'qqq'", "there are: dir"),
+        ("job", "output.qqq", "output has no key 'qqq'", "known keys: dir"),
         ("job", "trainer.seed.x", "trainer.seed has no key 'x'", ""),
         ("job", "trainer..seed", "trainer has no key ''", 'did you mean "trainer.seed"?'),
     ],
@@ -124,7 +124,7 @@ def test_the_schemas_may_name_what_a_key_is_in_deepspeed() -> None:
     ("schema", "text"),
     [
         ({"type": "integer", "minimum": 1, "x-auto": True}, "integer, at least 1, or auto"),
-        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "number, more than 0, at most 1"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "number, greater than 0, at most 1"),
         ({"enum": ["a", 1, True]}, "a, 1, true"),
         ({"const": "x"}, "x"),
         ({"type": ["string", "object"], "properties": {}}, "string or object"),
@@ -171,7 +171,7 @@ def test_the_text_of_a_key_says_all_that_is_known() -> None:
         "  type          integer, at least 0\n"
         "  default       3\n"
         "  required      yes\n"
-        "  status        deprecated, now more; mapped: that\n"
+        "  status        deprecated: use more; mapped: that\n"
         "  in DeepSpeed  steps_per_print\n"
         "  also spelt    old, older\n"
     )
@@ -308,7 +308,7 @@ def test_a_new_section_is_picked_up_by_itself() -> None:
     pages = make_pages()
     assert "| [`novel`](novel.md) | object |" in pages["index.md"]
     assert "| `knob` | a\\|b | mapped | A knob. | `old.knob` |" in pages["novel.md"]
-    assert "those of DeepSpeed 0.98.7." in pages["index.md"]
+    assert "the defaults of DeepSpeed 0.98.7." in pages["index.md"]
     assert "## novel.parts" in pages["novel.md"]
     assert "| `size` | integer | implemented |" in pages["novel.md"]
     assert find("job", "novel.parts.size")[0].schema == {"type": "integer"}

@@ -76,7 +76,7 @@ def test_documents_have_no_more_keys_than_are_compared_soon() -> None:
     text = "{" + ",".join(f'"k{number}": 1' for number in range(MAX_KEYS + 1)) + "}"
     with pytest.raises(DocumentError, match=r"x\.json:1:\d+: error\[too-large\]: more than 10,000 keys"):
         require_few(parse(text, "x.json"))
-    with pytest.raises(DocumentError, match="more than 100,000 keys and items"):
+    with pytest.raises(DocumentError, match="more than 100,000 keys and list items"):
         require_few(parse('{"a": [' + "1," * 100_001 + "]}", "x.json"))
     assert require_few(parse('{"a": [' + "1," * 99_000 + "]}", "x.json"))
 
@@ -97,7 +97,7 @@ def test_an_array_is_no_value_of_a_config() -> None:
     import torch
 
     (found,) = check_values({"optimizer": {"params": {"lr": torch.zeros(2)}}}, "config")
-    assert (found.dotted, found.message) == ("optimizer.params.lr", "must be a value of JSON, not <Tensor>")
+    assert (found.dotted, found.message) == ("optimizer.params.lr", "must be a JSON value, not <Tensor>")
     assert check_values({"optimizer": {"params": {"lr": torch.tensor(0.1), "betas": (0.9, 0.99)}}}, "config") == []
 
 

@@ -108,7 +108,7 @@ def test_what_was_derived_before_is_derived_anew(
 
 
 def test_a_batch_that_no_division_fits_is_explained() -> None:
-    with pytest.raises(DocumentError, match="x world size 3; it holds for world size 4"):
+    with pytest.raises(DocumentError, match=r"x world size 3; use launch\.nproc=4"):
         reopen({}, 3)
 
 

@@ -1,4 +1,4 @@
-"""Rules of optimizers and schedules."""
+"""Rules about optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEEPSPEED_OPTIMIZERS = (
     "muon", "sgd",
 )  # fmt: skip
 _DEEPSPEED_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_ENDING = (  # of transformers' schedules
+_ENDING = (  # those of transformers' schedules that need to know the number of steps
     "linear",
     "cosine",
     "cosine_with_restarts",
@@ -31,15 +31,15 @@ _TOTALS = ("total_num_steps", "num_training_steps")  # DeepSpeed's word for the 
 
 @enter("unknown-name")
 def _known_names(document: Document) -> Iterator[Finding]:
-    """An optimizer or schedule is named as by DeepSpeed (optimizers in any case) or by a class of torch: others have
-    to be given as a _target_.
+    """The type of an optimizer or schedule must be a name that DeepSpeed has (upper or lower case for optimizers) or a
+    class of torch. Use a _target_ for any other.
     """
     for section, what in (("optimizer", "optimizer"), ("scheduler", "schedule")):
         kind = read(document, f"{section}.type")
         if isinstance(kind, str) and not _is_known(section, kind):
             meant = find_meant(section, kind)
-            hint = f'did you mean "{meant}"?' if meant else f"known: {', '.join(_KNOWN[section])}, or a _target_"
-            yield f"{section}.type", f'there is no {what} "{kind}"', hint
+            hint = f'did you mean "{meant}"?' if meant else f"known: {', '.join(_KNOWN[section])}; or use a _target_"
+            yield f"{section}.type", f'unknown {what} "{kind}"', hint
 
 
 def _is_known(section: str, kind: str) -> bool:
@@ -47,8 +47,8 @@ def _is_known(section: str, kind: str) -> bool:
 
 
 def find_meant(section: str, kind: str) -> str:
-    """The type of an optimizer or schedule (`section`) that an unknown one is nearest to; "" for one that is known, or
-    near to none."""
+    """The known type of optimizer or schedule (`section`) that is nearest to an unknown one; "" if `kind` is known, or
+    if none is near."""
     if _is_known(section, kind):
         return ""
     lower = {word.lower(): word for word in _KNOWN[section]}
@@ -58,36 +58,40 @@ def find_meant(section: str, kind: str) -> str:
 
 @enter("clipping-in-optimizer")
 def _max_grad_norm(document: Document) -> Iterator[Finding]:
-    """Gradients are clipped over all ranks before the optimizer sees them; an optimizer knows its own shard alone."""
+    """Gradients are clipped by their norm over all ranks before the optimizer runs. An optimizer only sees its
+    shard."""
     norm = read(document, "optimizer.params.max_grad_norm")
     if isinstance(norm, (int, float)) and norm > 0:
-        yield "optimizer.params.max_grad_norm", "is not the optimizer's business", f"gradient_clipping: {norm:g}"
+        hint = f"use gradient_clipping: {norm:g}"
+        yield "optimizer.params.max_grad_norm", "the optimizer does not clip gradients", hint
 
 
 @enter("empty-param-group")
 def _empty_groups(document: Document) -> Iterator[Finding]:
-    """A rule for parameters says which it takes, and what is different for them."""
+    """A rule for a parameter group must have conditions, and at least one argument that differs for the group."""
     rules = read(document, "optimizer.param_groups", {})
     for name, rule in rules.items() if isinstance(rules, dict) else ():
         place, conditions = ("optimizer", "param_groups", name), {"match", "min_ndim", "max_ndim"}
         if isinstance(rule, dict) and not conditions & rule.keys():
-            yield place, "does not say which parameters it takes", 'match: ["*bias", "*norm*"], for example'
+            yield place, "has no condition for its parameters", 'for example match: ["*bias", "*norm*"]'
         elif isinstance(rule, dict) and not rule.keys() - conditions:
-            yield place, "changes nothing for the parameters that it takes", "weight_decay: 0, for example"
+            yield place, "changes nothing for its parameters", "add an argument, for example weight_decay: 0"
 
 
 @enter("optimizer-needs-closure")
 def _closure(document: Document) -> Iterator[Finding]:
-    """LBFGS evaluates the model itself, several times a step; accumulation and sharding leave no place for that."""
+    """LBFGS evaluates the model itself, several times per step, which gradient accumulation and sharding do not
+    allow."""
     if str(read(document, "optimizer.type", "")).upper() == "LBFGS":
-        yield "optimizer.type", "LBFGS cannot be driven by a training loop", "use AdamW or SGD, for example"
+        message = "LBFGS is not supported: it evaluates the model itself"
+        yield "optimizer.type", message, "use another optimizer, for example AdamW or SGD"
 
 
 @enter("rate-overruled", severity="warning")
 def _rate(document: Document) -> Iterator[Finding]:
-    """A warm-up to warmup_max_lr sets the rate itself: optimizer.params.lr is then never used.
+    """A warm-up to warmup_max_lr sets the learning rate itself, so optimizer.params.lr is never used.
 
-    WarmupDecayLR goes to 0.001 where warmup_max_lr is not given, whatever the optimizer says.
+    Without warmup_max_lr, WarmupDecayLR warms up to 0.001, regardless of the optimizer's rate.
     """
     own = read_number(read_params(document, "optimizer").get("lr"))
     kind, params = read(document, "scheduler.type"), read_params(document, "scheduler")
@@ -98,18 +102,18 @@ def _rate(document: Document) -> Iterator[Finding]:
     rate = read_number(params.get(name, default))
     if rate is not None and rate != own:
         given = "" if name in params else " (the default)"
-        message = f"{own:g} is never used: {kind} goes to {name} {rate:g}{given}"
-        yield "optimizer.params.lr", message, f"scheduler.params.{name}: {own:g}, if that is what you mean"
+        message = f"{own:g} is never used: {kind} warms up to {name} {rate:g}{given}"
+        yield "optimizer.params.lr", message, f"to use it, set scheduler.params.{name}: {own:g}"
 
 
 @enter("warmup-backwards", severity="warning")
 def _backwards(document: Document) -> Iterator[Finding]:
-    """A warm-up that begins above its end lowers the rate."""
+    """A warm-up whose start is above its end lowers the rate."""
     params = read_params(document, "scheduler")
     for low, high in (("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr")):
         first, last = read_number(params.get(low)), read_number(params.get(high))
         if first is not None and last is not None and first > last:
-            yield f"scheduler.params.{low}", f"{first:g} is above {high} {last:g}", "exchange the two?"
+            yield f"scheduler.params.{low}", f"{first:g} is above {high} {last:g}", "did you swap the two?"
 
 
 def _steps(document: Document) -> int | None:
@@ -120,32 +124,32 @@ def _steps(document: Document) -> int | None:
 
 @enter("warmup-beyond-end", severity="warning")
 def _long_warmup(document: Document) -> Iterator[Finding]:
-    """A warm-up longer than the run never reaches its rate, and a decay after it never begins."""
+    """A warm-up that is longer than the run never reaches its rate, and the decay after it never starts."""
     params, steps = read_params(document, "scheduler"), _steps(document)
     for key in ("warmup_num_steps", "num_warmup_steps"):
         warmup = read_number(params.get(key))
         if warmup is not None and steps is not None and warmup > steps:
             yield (
                 f"scheduler.params.{key}",
-                f"{warmup:g} is longer than the run, or the schedule, of {steps} steps",
+                f"{warmup:g} is longer than the run or the schedule, which has {steps} steps",
                 "shorten it",
             )
 
 
 @enter("schedule-too-short", severity="warning", whole=True)
 def _short_schedule(document: Document) -> Iterator[Finding]:
-    """Steps after the end of a decay are taken at its lowest rate, which is usually 0: they change nothing."""
+    """Steps after the end of a decay use its lowest rate. That is usually 0, so they change nothing."""
     params, steps = read_params(document, "scheduler"), read(document, "trainer.max_steps")
     for key in _TOTALS:
         total = read_number(params.get(key))
         if total is not None and isinstance(steps, int) and total < steps:
             message = f"{total:g} ends {steps - int(total)} steps before trainer.max_steps {steps}"
-            yield f"scheduler.params.{key}", message, "leave it out: it is then the length of the run"
+            yield f"scheduler.params.{key}", message, "leave it out, and the schedule lasts as long as the run"
 
 
 @enter("momentum-not-cycled", severity="warning")
 def _cycled(document: Document) -> Iterator[Finding]:
-    """OneCycle cycles the first beta; an optimizer that has none keeps its momentum."""
+    """OneCycle cycles the first beta. An optimizer without betas keeps its momentum unchanged."""
     asked = read_params(document, "scheduler").get("cycle_momentum") is True
     kind = str(read(document, "optimizer.type", "")).lower()
     if read(document, "scheduler.type") == "OneCycle" and asked and kind in ("sgd", "adagrad", "rmsprop"):
@@ -158,29 +162,30 @@ def _cycled(document: Document) -> Iterator[Finding]:
 
 @enter("schedule-needs-evaluation", whole=True)
 def _plateau(document: Document) -> Iterator[Finding]:
-    """ReduceLROnPlateau looks at the evaluation loss: without evaluations on the way it never acts."""
+    """ReduceLROnPlateau depends on the evaluation loss. Without evaluations during the run it never changes the
+    rate."""
     if read(document, "scheduler.type") == "ReduceLROnPlateau":
         if not read(document, "data.eval"):
-            yield "scheduler.type", "ReduceLROnPlateau needs data.eval", "give data.eval and trainer.eval_every"
+            yield "scheduler.type", "ReduceLROnPlateau needs data.eval", "set data.eval and trainer.eval_every"
         elif not read(document, "trainer.eval_every"):
-            yield "scheduler.type", "ReduceLROnPlateau needs trainer.eval_every", "trainer.eval_every: 100, for example"
+            yield "scheduler.type", "ReduceLROnPlateau needs trainer.eval_every", "for example trainer.eval_every: 100"
 
 
 @enter("schedule-incomplete")
 def _incomplete(document: Document) -> Iterator[Finding]:
-    """Some of transformers' schedules have no default for what makes them what they are."""
+    """Some of transformers' schedules have no default for their most important arguments."""
     kind, params = read(document, "scheduler.type"), read_params(document, "scheduler")
     if kind == "warmup_stable_decay" and "num_decay_steps" not in params:
-        yield "scheduler", "warmup_stable_decay needs num_decay_steps", "a tenth of the steps is a usual share"
+        yield "scheduler", "warmup_stable_decay needs num_decay_steps", "a tenth of the steps is usual"
     floors = [key for key in ("min_lr", "min_lr_rate") if key in params]
     if kind == "cosine_with_min_lr" and len(floors) != 1:
-        said = "has both min_lr and min_lr_rate" if floors else "needs min_lr or min_lr_rate"
-        yield "scheduler", f"cosine_with_min_lr {said}", "min_lr_rate: 0.1 ends at a tenth of the rate"
+        wrong = "has both min_lr and min_lr_rate" if floors else "needs min_lr or min_lr_rate"
+        yield "scheduler", f"cosine_with_min_lr {wrong}", "min_lr_rate: 0.1 ends at a tenth of the rate"
 
 
 @enter("no-total-steps", severity="error")
 def _total(document: Document) -> Iterator[Finding]:
-    """A job knows how many steps it takes; a program that calls `initialize` has to tell a schedule where it ends."""
+    """A job knows its number of steps. A program that calls `initialize` must tell the schedule where it ends."""
     kind, params = read(document, "scheduler.type"), read_params(document, "scheduler")
     total = _TOTALS[0] if kind in ("WarmupDecayLR", "WarmupCosineLR") else _TOTALS[1]
     known = read(document, "scheduler.params.num_stable_steps") is not None
@@ -188,4 +193,4 @@ def _total(document: Document) -> Iterator[Finding]:
         return
     if params.get(total, "auto") == "auto":
         place = f"scheduler.params.{total}" if total in params else "scheduler"
-        yield place, f"needs {total}", "the optimizer steps that the program will take"
+        yield place, f"needs {total}", "set it to the number of optimizer steps that the program takes"

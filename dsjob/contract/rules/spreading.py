@@ -1,4 +1,4 @@
-"""Rules of how a model computes and is spread: precision, ZeRO, offloading, batch sizes."""
+"""Rules about how a model computes and is spread over ranks: precision, ZeRO, offloading, batch sizes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dsjob.contract.rules.table import Document, Finding, enter, is_on, read, re
 
 @enter("caller-owned-steps", whole=True)
 def _jobs_are_managed(document: Document) -> Iterator[Finding]:
-    """How many backward passes a step has is the loop's to know: it divides data, counts samples and saves by it."""
+    """The training loop must know how many backward passes a step has, to split data, count samples and save."""
     if read(document, "deepspeed.managed_gradient_accumulation", True) is False:
-        advice = "leave it out; several passes of one's own in a micro step are for trainer.step"
-        yield "deepspeed.managed_gradient_accumulation", "is false: a job's steps are the loop's", advice
+        advice = "leave it out; for several backward passes per micro step, use trainer.step"
+        yield "deepspeed.managed_gradient_accumulation", "must not be false: the training loop counts steps", advice
 
 
 @enter("overlap-with-caller-owned-steps")
 def _overlap_needs_a_boundary(document: Document) -> Iterator[Finding]:
-    """Before stage 2 gradients are then reduced inside step, when there is no backward pass left to overlap with."""
+    """Below stage 2, gradients are then reduced inside step, when there is no backward pass left to overlap with."""
     unmanaged = read(document, "managed_gradient_accumulation", True) is False
     if unmanaged and read(document, "zero_optimization.overlap_comm") is True and read_stage(document) < 2:
-        message = "with managed_gradient_accumulation=False overlap_comm only with ZeRO stage 2, or 3"
+        message = "with managed_gradient_accumulation=False, overlap_comm requires ZeRO stage 2 or 3"
         yield "zero_optimization.overlap_comm", message, "leave it out"
 
 
@@ -31,41 +31,44 @@ def _overlap_needs_a_boundary(document: Document) -> Iterator[Finding]:
 
 @enter("fp16-with-bf16")
 def _one_half_precision(document: Document) -> Iterator[Finding]:
-    """A model computes in one dtype; with both switched on neither DeepSpeed nor dsjob could tell which is meant."""
+    """A model computes in one dtype. If both are enabled, it is not clear which is meant."""
     if is_on(document, "fp16") and is_on(document, "bf16"):
-        yield "bf16.enabled", "is on, and so is fp16.enabled", "switch one of them off"
+        yield "bf16.enabled", "is true, and so is fp16.enabled", "disable one of them"
 
 
 @enter("amp-with-half-precision")
 def _amp_alone(document: Document) -> Iterator[Finding]:
-    """Apex's amp casts by itself: with fp16, bf16 or ZeRO there would be two hands at the same weights."""
+    """Apex's amp casts weights itself. With fp16, bf16 or ZeRO, two mechanisms would manage the same weights."""
     if is_on(document, "amp"):
         others = [f"{name}.enabled" for name in ("fp16", "bf16", "torch_autocast") if is_on(document, name)]
         others += ["zero_optimization.stage"] if read_stage(document) else []
         if others:
-            yield "amp.enabled", f"does not go with {' and '.join(others)}", "use bf16 or torch_autocast instead of amp"
+            hint = "use bf16 or torch_autocast instead of amp"
+            yield "amp.enabled", f"cannot be combined with {' and '.join(others)}", hint
 
 
 @enter("autocast-with-half-precision")
 def _autocast_alone(document: Document) -> Iterator[Finding]:
-    """Autocast lowers operators of an fp32 model; a model in half precision leaves it nothing to decide."""
+    """Autocast lowers the precision of operators of an fp32 model. In a half-precision model there is nothing to
+    lower."""
     others = [f"{name}.enabled" for name in ("fp16", "bf16") if is_on(document, name)]
     if is_on(document, "torch_autocast") and others:
-        yield "torch_autocast.enabled", f"does not go with {' and '.join(others)}", "switch one of them off"
+        yield "torch_autocast.enabled", f"cannot be combined with {' and '.join(others)}", "disable one of them"
 
 
 @enter("half-precision-masters")
 def _masters(document: Document) -> Iterator[Finding]:
-    """Masters in half precision are kept for one dtype only, and optimizer states in bf16 only beside bf16 masters."""
+    """Half-precision masters exist for one dtype at a time, and bf16 optimizer states only with bf16 masters."""
     if read(document, "bf16.bf16_optimizer_states") and not read(document, "bf16.bf16_master_weights_and_grads"):
-        yield "bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads", "switch that on too"
+        yield "bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads", "enable that too"
     if read(document, "bf16.bf16_master_weights_and_grads") and read(document, "fp16.fp16_master_weights_and_grads"):
-        yield "fp16.fp16_master_weights_and_grads", "does not go with bf16_master_weights_and_grads", "keep one"
+        message = "cannot be combined with bf16_master_weights_and_grads"
+        yield "fp16.fp16_master_weights_and_grads", message, "keep one of the two"
 
 
 @enter("static-loss-scale-with-lamb")
 def _lamb_scale(document: Document) -> Iterator[Finding]:
-    """DeepSpeed's Lamb and OneBitLamb take the loss scale from a dynamic scaler alone."""
+    """DeepSpeed's Lamb and OneBitLamb only support dynamic loss scaling."""
     kind = str(read(document, "optimizer.type", "")).lower()
     if kind in ("lamb", "onebitlamb") and is_on(document, "fp16") and read(document, "fp16.loss_scale", 0):
         yield "fp16.loss_scale", f"must be 0 (dynamic) with {kind}", "leave loss_scale out"
@@ -73,7 +76,7 @@ def _lamb_scale(document: Document) -> Iterator[Finding]:
 
 @enter("sum-in-other-precision")
 def _accumulation(document: Document) -> Iterator[Finding]:
-    """Gradients are added up in the dtype of computing or in fp32: in another one they would only lose."""
+    """Gradients are accumulated in the compute dtype or in fp32. Any other dtype would only lose precision."""
     asked = read(document, "data_types.grad_accum_dtype")
     computes = next((name for name in ("fp16", "bf16") if is_on(document, name)), "fp32")
     if asked in ("fp16", "bf16") and asked != computes:
@@ -82,14 +85,16 @@ def _accumulation(document: Document) -> Iterator[Finding]:
 
 @enter("sum-in-half-precision-sharded", severity="warning")
 def _accumulation_sharded(document: Document) -> Iterator[Finding]:
-    """At stages 2 and 3 gradients are reduced into the shards of fp32 masters, and are added up there."""
+    """At stages 2 and 3, gradients are reduced into fp32 shards and accumulated there."""
     if read(document, "data_types.grad_accum_dtype") in ("fp16", "bf16") and read_stage(document) > 1:
-        yield "data_types.grad_accum_dtype", "has no effect on several ranks: sums are in fp32", "use fp32"
+        message = "has no effect on several ranks: gradients are accumulated in fp32"
+        yield "data_types.grad_accum_dtype", message, "use fp32"
 
 
 @enter("predivide-stage", severity="warning")
 def _predivide(document: Document) -> Iterator[Finding]:
-    """Reduce-scatters are FSDP2's: it divides fp16 in two parts so that nothing overflows; DeepSpeed refuses both."""
+    """From stage 1 on, FSDP2 does the division: it divides fp16 gradients in two parts so that nothing overflows.
+    DeepSpeed refuses both keys there."""
     if read_stage(document) > 0:
         for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
             if read(document, key, off) != off:
@@ -98,8 +103,8 @@ def _predivide(document: Document) -> Iterator[Finding]:
 
 @enter("compressing-optimizer-stage")
 def _compressing(document: Document) -> Iterator[Finding]:
-    """OneBitAdam, OneBitLamb and ZeroOneAdam send momenta of whole parameters, and do not take gradients that were
-    reduced: they need each rank to have the whole model, as in DeepSpeed.
+    """OneBitAdam, OneBitLamb and ZeroOneAdam exchange the momenta of whole parameters instead of reduced gradients, so
+    each rank must hold the whole model, as in DeepSpeed.
     """
     kind, stage = str(read(document, "optimizer.type", "")), read_stage(document)
     if kind.lower() in ("onebitadam", "onebitlamb", "zerooneadam") and stage > 0:
@@ -111,41 +116,43 @@ def _compressing(document: Document) -> Iterator[Finding]:
 
 @enter("offload-param-stage")
 def _offload_param(document: Document) -> Iterator[Finding]:
-    """Only stage 3 shards parameters, so only there can they be elsewhere; DeepSpeed ignores the key without a word."""
+    """Only stage 3 shards parameters, so only stage 3 can offload them. DeepSpeed silently ignores the key
+    elsewhere."""
     if read_offload(document, "param") != "none" and read_stage(document) != 3:
         yield "zero_optimization.offload_param.device", f"needs stage 3, not {read_stage(document)}", "set stage to 3"
 
 
 @enter("offload-optimizer-stage")
 def _offload_optimizer(document: Document) -> Iterator[Finding]:
-    """At stage 0 nothing is sharded, and the optimizer stays where the model is."""
+    """At stage 0 nothing is sharded, and the optimizer state stays on the model's device."""
     if read_offload(document, "optimizer") != "none" and read_stage(document) == 0:
         yield (
             "zero_optimization.offload_optimizer.device",
             "needs stage 1, 2 or 3, not 0",
-            "set stage to 2, for example",
+            "for example, set stage to 2",
         )
 
 
 @enter("nvme-stage")
 def _nvme_stage(document: Document) -> Iterator[Finding]:
-    """Swapping optimizer state to NVMe disks exists for stage 3 alone; parameters are offloaded nowhere else anyway."""
+    """DeepSpeed can swap optimizer state to NVMe disks only at stage 3, which is also the only stage that offloads
+    parameters."""
     if read_offload(document, "optimizer") == "nvme" and read_stage(document) in (1, 2):
         yield "zero_optimization.offload_optimizer.device", f"nvme needs stage 3, not {read_stage(document)}", "use cpu"
 
 
 @enter("nvme-path")
 def _nvme_path(document: Document) -> Iterator[Finding]:
-    """Without a folder on the disk there is nowhere to swap to; DeepSpeed finds out when training begins."""
+    """Without a folder on the disk there is nowhere to swap to. DeepSpeed only notices when training starts."""
     for what in ("param", "optimizer"):
         if read_offload(document, what) == "nvme" and not read(document, f"zero_optimization.offload_{what}.nvme_path"):
             place = f"zero_optimization.offload_{what}"
-            yield place, "device nvme needs nvme_path", 'nvme_path: "/local_nvme", for example'
+            yield place, "device nvme needs nvme_path", 'for example nvme_path: "/local_nvme"'
 
 
 @enter("offload-ratio-stage")
 def _offload_ratio(document: Document) -> Iterator[Finding]:
-    """A part of the optimizer can be offloaded at stage 3 alone."""
+    """Only stage 3 can offload a part of the optimizer state."""
     if read(document, "zero_optimization.offload_optimizer.ratio", 1) < 1 and read_stage(document) != 3:
         yield (
             "zero_optimization.offload_optimizer.ratio",
@@ -156,7 +163,7 @@ def _offload_ratio(document: Document) -> Iterator[Finding]:
 
 @enter("mics-stage")
 def _mics(document: Document) -> Iterator[Finding]:
-    """Sub-groups of ranks that hold a whole model are a form of stage 3."""
+    """MiCS and hpZ, in which groups of ranks hold a whole model, are variants of stage 3."""
     for key, off in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
         if read(document, f"zero_optimization.{key}", off) not in (off, 0) and read_stage(document) != 3:
             yield (
@@ -168,7 +175,7 @@ def _mics(document: Document) -> Iterator[Finding]:
 
 @enter("odd-allgather-bucket", severity="warning")
 def _odd_bucket(document: Document) -> Iterator[Finding]:
-    """DeepSpeed refuses an odd allgather_bucket_size when it starts, since its buffers are aligned."""
+    """DeepSpeed refuses an odd allgather_bucket_size at the start, because its buffers are aligned."""
     size = read(document, "zero_optimization.allgather_bucket_size", 0)
     if isinstance(size, (int, float)) and size % 2:
         yield "zero_optimization.allgather_bucket_size", f"{size} is odd, which DeepSpeed refuses", "make it even"
@@ -176,37 +183,41 @@ def _odd_bucket(document: Document) -> Iterator[Finding]:
 
 @enter("pipeline-stage")
 def _pipeline(document: Document) -> Iterator[Finding]:
-    """Stages 2 and 3 reduce gradients after each micro batch, which a pipeline still has to add to."""
+    """Stages 2 and 3 reduce gradients after each micro batch, but a pipeline still has to add to them."""
     stages = read(document, "pipeline.stages")
     if isinstance(stages, int) and stages > 1 and read_stage(document) >= 2:
-        yield "zero_optimization.stage", f"{read_stage(document)} does not go with a pipeline", "use stage 0 or 1"
+        message = f"{read_stage(document)} cannot be combined with a pipeline"
+        yield "zero_optimization.stage", message, "use stage 0 or 1"
 
 
 @enter("contiguous-checkpointing")
 def _contiguous(document: Document) -> Iterator[Finding]:
-    """Checkpoints are laid out in one buffer by partitions and their number: without both there is no layout."""
+    """The layout of activation checkpoints in one buffer depends on their partitions and on their number."""
     section = read(document, "activation_checkpointing", {})
     if section.get("contiguous_memory_optimization") is True:
         place = "activation_checkpointing.contiguous_memory_optimization"
         if section.get("partition_activations") is not True:
-            yield place, "needs partition_activations", "switch partition_activations on, or this off"
+            yield place, "needs partition_activations", "enable partition_activations, or disable this"
         if not section.get("number_checkpoints"):
-            yield place, "needs number_checkpoints", "give the number of checkpoints, the model's layers usually"
+            hint = "set it to the number of checkpoints, usually the number of the model's layers"
+            yield place, "needs number_checkpoints", hint
 
 
 @enter("selective-with-autocast")
 def _selective_units(document: Document) -> Iterator[Finding]:
-    """Under torch_autocast each safe module is gathered by itself from stage 1 on, so that operators of the gathering
-    come among those of the block, and a policy by operator cannot tell which are to be done again."""
+    """Under torch_autocast at stages 1 to 3, each safe module is gathered separately. The operators of this gathering
+    mix with those of the block, and a policy that decides by operator cannot tell which to recompute."""
     selective = read(document, "activation_checkpointing.mode") == "selective"
     if selective and is_on(document, "torch_autocast") and read_stage(document) > 0:
         place = "activation_checkpointing.mode"
-        yield place, f"selective does not go with torch_autocast at stage {read_stage(document)}", "use full, or bf16"
+        message = f"selective cannot be combined with torch_autocast at stage {read_stage(document)}"
+        yield place, message, "use full, or bf16"
 
 
 @enter("selective-compiled")
 def _selective_compiled(document: Document) -> Iterator[Finding]:
-    """The compiler has to see a policy by operator, and then all around it: it cannot see how inputs are kept."""
+    """The compiler must see the policy that selects operators, and everything around it, but it cannot see how inputs
+    are kept."""
     section = read(document, "activation_checkpointing", {})
     if section.get("mode") == "selective" and is_on(document, "compile"):
         for key in (
@@ -216,28 +227,29 @@ def _selective_compiled(document: Document) -> Iterator[Finding]:
             "profile",
         ):
             if section.get(key) is True:
-                yield f"activation_checkpointing.{key}", "does not go with mode selective and compile", "use full"
+                message = "cannot be combined with mode selective and compile"
+                yield f"activation_checkpointing.{key}", message, "use mode full"
 
 
 @enter("checkpointing-without-mode", severity="warning")
 def _checkpointing_mode(document: Document) -> Iterator[Finding]:
-    """DeepSpeed's keys change nothing by themselves: a model has to hand over what is to be computed again, or a mode
-    has to say it of its blocks."""
+    """DeepSpeed's keys have no effect on their own: either the model passes the parts to recompute, or a mode makes
+    its blocks recompute."""
     section = read(document, "activation_checkpointing", {})
     if section.get("mode", "none") != "none":
         return
     if section.get("interval", 1) != 1:
-        yield "activation_checkpointing.interval", "says which blocks, but mode is none", "add mode: full"
+        yield "activation_checkpointing.interval", "selects blocks, but mode is none", "add mode: full"
     for key in ("partition_activations", "cpu_checkpointing"):
         if section.get(key) is True:
-            message = "is for what the model hands to dsjob.checkpointing.checkpoint alone, since mode is none"
-            yield f"activation_checkpointing.{key}", message, "add mode: full for the model's blocks"
+            message = "only applies to what the model passes to dsjob.checkpointing.checkpoint, because mode is none"
+            yield f"activation_checkpointing.{key}", message, "to apply it to the model's blocks, add mode: full"
             return
 
 
 @enter("compile-mode")
 def _compile_mode(document: Document) -> Iterator[Finding]:
-    """Modes are inductor's; another compiler has none, and fails in the first step."""
+    """Only inductor has modes. Another compiler fails in the first step."""
     mode, backend = read(document, "compile.mode", "default"), read(document, "compile.backend", "inductor")
     if is_on(document, "compile") and mode != "default" and backend != "inductor":
         yield "compile.mode", f"{mode} is a mode of inductor, not of {backend}", "leave mode out"
@@ -254,16 +266,16 @@ _TRIAD = {
 
 @enter("elasticity-with-batch")
 def _elasticity(document: Document) -> Iterator[Finding]:
-    """Elasticity chooses the batch sizes; what is given beside it would be lost, so DeepSpeed refuses both."""
+    """Elasticity chooses the batch sizes and would ignore given ones, so DeepSpeed refuses this combination."""
     if is_on(document, "elasticity") and not read(document, "elasticity.ignore_non_elastic_batch_info"):
         for place, name in _TRIAD.items():
             if read(document, place) is not None:
-                yield place, f"is given, but elasticity chooses {name}", "leave one of the two out"
+                yield place, f"is set, but elasticity chooses {name}", "leave one of the two out"
 
 
 @enter("elasticity-incomplete")
 def _elasticity_keys(document: Document) -> Iterator[Finding]:
-    """Elasticity computes batch sizes from a largest train batch and a list of micro batches."""
+    """Elasticity computes the batch sizes from the largest train batch and a list of micro batches."""
     if is_on(document, "elasticity"):
         for key in ("max_train_batch_size", "micro_batch_sizes"):
             if read(document, f"elasticity.{key}") is None:

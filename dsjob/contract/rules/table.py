@@ -1,4 +1,4 @@
-"""The table of rules, and how a rule reads a document."""
+"""The table of rules, and functions with which a rule reads a document."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dsjob.contract.paths import Path, get_at
 from dsjob.errors import Problem
 
 Document = dict[str, Any]
-Finding = tuple[str | Path, str, str]  # place (dotted where all parts are names), message, hint
+Finding = tuple[str | Path, str, str]  # place (a dotted string, or a path if some parts are indices), message, hint
 Check = Callable[[Document], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`reason`: why it is a mistake. `whole`: it needs a whole job, and says nothing of a bare DeepSpeed config."""
+    """`reason`: why it is a mistake. `whole`: only applies to a whole job, not to a bare DeepSpeed config."""
 
     id: str
     reason: str
@@ -25,7 +25,7 @@ class Rule:
     whole: bool = False
 
     def find(self, document: Document) -> Iterator[Problem]:
-        """The problems of this kind in a document."""
+        """The places in a document that break this rule, as problems."""
         for place, message, hint in self.check(document):
             path: Path = place if isinstance(place, tuple) else tuple(place.split(".")) if place else ()
             yield Problem(message, path, self.id, hint, severity=self.severity)
@@ -35,7 +35,7 @@ RULES: dict[str, Rule] = {}
 
 
 def enter(name: str, *, severity: str = "error", whole: bool = False) -> Callable[[Check], Check]:
-    """Enters a function into the table; its docstring is the reason."""
+    """Registers a function as the rule `name`; the first use of its docstring is `dsjob validate --explain`."""
 
     def add(check: Check) -> Check:
         RULES[name] = Rule(name, " ".join((check.__doc__ or "").split()), check, severity, whole)
@@ -45,8 +45,9 @@ def enter(name: str, *, severity: str = "error", whole: bool = False) -> Callabl
 
 
 def read(document: Document, dotted: str, default: Any = None) -> Any:
+    """The value at a dotted path; `default` if it is missing or None (reported already, see `check`)."""
     value = get_at(document, tuple(dotted.split(".")), default)
-    if isinstance(value, float) and value.is_integer():  # 1e4 is how people write a number of steps
+    if isinstance(value, float) and value.is_integer():  # people write numbers of steps as 1e4
         return int(value)
     return default if value is None else value
 
@@ -76,4 +77,5 @@ def read_params(document: Document, section: str) -> dict[str, Any]:
 
 
 def read_number(value: Any) -> float | None:
+    """`value` as a float; None if it is not a number. A boolean is not one, although Python counts it as an int."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
