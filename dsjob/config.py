@@ -1,6 +1,6 @@
-"""DeepSpeed configs as Python objects: structs that know their keys, their defaults and whether they are valid.
+"""DeepSpeed configs as Python objects: structs with known keys and defaults that can be validated.
 
-The keys and defaults of each are its section of `schemas/`; `check` judges values, `batch` completes batch sizes.
+Keys and defaults come from the matching section of `schemas/`. `check` validates values, `batch` derives batch sizes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ C = TypeVar("C", bound="Config")
 
 
 class Config(MutableMapping[str, Any]):
-    """A struct: `c.key` and `c["key"]` are the same. Made from keywords, or from a dict by `from_dict`.
+    """A struct in which `c.key` and `c["key"]` are the same. Made from keyword arguments, or by `from_dict` from a
+    dict.
 
-    A subclass names the section of a DeepSpeed config that it stands for: other keys are refused then, and those that
-    are not given have their defaults. Raises ConfigError.
+    A subclass can set the `section` of a DeepSpeed config that it represents. It then refuses other keys, and fills in
+    defaults. Raises ConfigError.
     """
 
     section: ClassVar[str | None] = None
@@ -44,14 +45,14 @@ class Config(MutableMapping[str, Any]):
     def __init__(self, *unnamed: Any, **values: Any) -> None:
         kind = type(self).__name__
         if unnamed:
-            message = f"{kind} takes its values by name, not {shorten(unnamed[0])} alone"
-            raise ConfigError([Problem(message, (), "type", f"{kind}(key=value), or {kind}.from_dict({{...}})")])
+            message = f"{kind} takes keyword arguments only, not {shorten(unnamed[0])}"
+            raise ConfigError([Problem(message, (), "type", f"write {kind}(key=value), or {kind}.from_dict({{...}})")])
         allowed = self._keys()
         known = sorted({*allowed, *self.parts, *self._declared})
         closed = allowed or self.parts
         wrong = [key for key in values if closed and key not in known]
         if wrong:
-            hints = {key: suggest(key, known) or f"allowed are {', '.join(known[:12])}" for key in wrong}
+            hints = {key: suggest(key, known) or f"allowed here: {', '.join(known[:12])}" for key in wrong}
             raise ConfigError(
                 [Problem(f"{kind} has no key {key}", (key,), "unknown-key", hint) for key, hint in hints.items()]
             )
@@ -63,7 +64,7 @@ class Config(MutableMapping[str, Any]):
 
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
-        """The config that a dict describes."""
+        """The config with the values of a dict."""
         return cls(**_require_mapping(values, cls.__name__))
 
     @classmethod
@@ -80,18 +81,18 @@ class Config(MutableMapping[str, Any]):
         return kind.from_dict(_require_mapping(value, key))
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as a dict, what is not set (None) left out."""
+        """The config as a dict without unset (None) values."""
         plain = {key: value.to_dict() if isinstance(value, Config) else value for key, value in self.items()}
         return {key: value for key, value in plain.items() if value is not None}
 
     def resolve(self, world_size: int = 1) -> None:
-        """Infers what is missing, if possible, for `world_size` data-parallel ranks. Raises DocumentError."""
+        """Derives missing values, if possible, for `world_size` data-parallel ranks. Raises DocumentError."""
         for value in self.values():
             if isinstance(value, Config):
                 _resolve(value, world_size)
 
     def is_valid(self, world_size: int = 1) -> bool:
-        """Resolves what is missing, and says whether this config and those in it are valid."""
+        """Derives missing values, and returns whether this config and those in it are valid."""
         try:
             _resolve(self, world_size)
         except DocumentError:
@@ -99,11 +100,11 @@ class Config(MutableMapping[str, Any]):
         return not any(problem.severity == "error" for problem in check_config(self.as_config()))
 
     def as_config(self) -> dict[str, Any]:
-        """The DeepSpeed config that this one is a part of."""
+        """This section as a DeepSpeed config."""
         return {self.section: self._changed()} if self.section else {}
 
     def _changed(self) -> dict[str, Any]:
-        """The keys that are not at their defaults, and `enabled`."""
+        """The keys whose values differ from the defaults, and always `enabled`."""
         defaults = {key: below.get("default") for key, below in self._keys().items() if key != "enabled"}
         return {key: value for key, value in self.to_dict().items() if key not in defaults or defaults[key] != value}
 
@@ -136,7 +137,7 @@ class Config(MutableMapping[str, Any]):
 
 
 class _Declared:
-    """A key that a subclass declares: on an object its value, on the class its default."""
+    """The descriptor of a key that a subclass declares: its value on an object, its default on the class."""
 
     def __init__(self, key: str, default: Any) -> None:
         self._key, self._default = key, default
@@ -152,7 +153,7 @@ def _is_key(name: str, value: Any) -> bool:
 
 
 def _resolve(config: Config, world_size: int) -> None:
-    """`config.resolve`, which a subclass may have written without the number of ranks."""
+    """Calls `config.resolve`, which a subclass may have overridden without the argument `world_size`."""
     if inspect.signature(config.resolve).parameters:
         config.resolve(world_size)
     else:
@@ -160,7 +161,7 @@ def _resolve(config: Config, world_size: int) -> None:
 
 
 class FP16Config(Config):
-    """The `fp16` section: loss scaling and all."""
+    """The `fp16` section, including loss scaling."""
 
     section = "fp16"
 
@@ -186,7 +187,7 @@ class BatchConfig(Config):
         return {key: properties[key] for key in BATCH_KEYS}
 
     def resolve(self, world_size: int = 1) -> None:
-        """Completes the three numbers. Raises DocumentError where they do not multiply out."""
+        """Derives missing batch sizes. Raises DocumentError if they do not multiply out."""
         full = BatchSizes.from_dict(self).resolve(world_size)
         self.update(zip(BATCH_KEYS, (full.train_batch, full.micro_batch, full.grad_accum), strict=True))
 
@@ -195,7 +196,7 @@ class BatchConfig(Config):
 
 
 class TrainingConfig(Config):
-    """Batch sizes and precision of a training; `from_dict` also takes a DeepSpeed config as it is."""
+    """Batch sizes and precision of a training. `from_dict` also accepts a whole DeepSpeed config."""
 
     parts: ClassVar[Mapping[str, type[Config]]] = {
         "batch": BatchConfig,
@@ -206,7 +207,8 @@ class TrainingConfig(Config):
 
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
-        """The config that a dict describes: by parts, or with the batch sizes at its top as DeepSpeed has them."""
+        """The config with the values of a dict, whose batch sizes are in `batch` or, as in DeepSpeed, at the top
+        level."""
         if problems := check_values(values, cls.__name__):
             raise ConfigError(problems)
         values = _require_mapping(values, cls.__name__)
@@ -228,7 +230,7 @@ class TrainingConfig(Config):
         return made
 
     def as_config(self) -> dict[str, Any]:
-        """A DeepSpeed config, with the sections that `from_dict` was given beside the parts."""
+        """The DeepSpeed config, including other sections that were passed to `from_dict`."""
         sections = {key: value._changed() for key, value in self.items() if key != "batch"}
         return {**self.__dict__.get("_others", {}), **self.batch.to_dict(), **sections}
 
@@ -236,7 +238,7 @@ class TrainingConfig(Config):
 def _require_mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         message = f"must be an object, not {type(value).__name__} {shorten(value)}"
-        hint = f'write {{"enabled": {str(value).lower()}}}' if isinstance(value, bool) else '{"key": value, ...}'
+        hint = f'write {{"enabled": {str(value).lower()}}}' if isinstance(value, bool) else 'write {"key": value, ...}'
         raise ConfigError([Problem(message, (name,), "type", hint)])
     wrong = [key for key in value if not isinstance(key, str)]
     if wrong:

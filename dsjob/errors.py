@@ -1,30 +1,30 @@
-"""Every error that dsjob raises on purpose, with the exit code that it ends a command with.
+"""All errors that dsjob raises on purpose, with the exit codes of commands.
 
     DsjobError                      1
     |-- UsageError                  2   the command line is wrong
-    |-- DocumentError               2   the job document is wrong: all problems at once
-    |   `-- ConfigError             2   a DeepSpeed config given to `initialize` is wrong
+    |-- DocumentError               2   the job document is wrong: holds all problems at once
+    |   `-- ConfigError             2   a DeepSpeed config passed to `initialize` is wrong
     |-- TargetError                 2   a `_target_` cannot be imported or called
-    |-- ContractError               1   model, loss or metric return something that cannot be used
+    |-- ContractError               1   a model, loss or metric returned something that cannot be used
     |   `-- MetricError             1   the code of a metric raised an error
     |-- DataError                   1   a dataset is missing, broken or empty
     |-- NonFiniteLossError          1   the loss or its gradients became nan or inf
     |-- LossScaleError              1   gradients overflow fp16 even at the smallest loss scale
-    |-- ExitError                   1   the user's own code has called exit() before the job was done
-    |-- UnsavedError                4   trained to the last step, and the final state could not be saved
-    |-- FitError                    3   the job does not fit, where it was required to
+    |-- ExitError                   1   the user's own code called exit() before the job was done
+    |-- UnsavedError                4   training finished, but the final state could not be saved
+    |-- FitError                    3   the job does not fit (`dsjob plan --require-fit`)
     |-- LaunchError                 1   ranks could not be started, or one of them failed
-    |   `-- LostRankError           76  this rank lacks another one, which has the cause
+    |   `-- LostRankError           76  this rank lost another one, where the cause is
     |-- StorageError                1   reading or writing failed (permission, no space, no such bucket)
     |-- CheckpointError             1
-    |   |-- NoCheckpointError       1   nothing there to load
-    |   |-- CorruptCheckpointError  1   what is there is damaged
-    |   `-- FencedError             1   a newer run of the job has begun: this one may not save any more
+    |   |-- NoCheckpointError       1   there is no checkpoint to load
+    |   |-- CorruptCheckpointError  1   the checkpoint is damaged
+    |   `-- FencedError             1   a newer run of the job has started: this one may not save any more
     |-- Preempted                   75  a signal ended the job after it had saved: run it again
     `-- Interrupted                 130 / 143   a signal ended the job
 
-Errors of third parties are renamed into this tree where their library is at home. `message` says what was found and
-where; `hint` says what is allowed or what to do.
+The module that is a third party's only home translates the third party's errors to this tree. `message` says what is
+wrong, what was found and where; `hint` says what to do.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_PROBLEMS = 200  # that are told of one document
-MAX_MESSAGE, _MAX_KEY = 2_000, 200  # characters of a message or hint, and of a key on the way to its place
+MAX_PROBLEMS = 200  # that are reported for one document
+MAX_MESSAGE, _MAX_KEY = 2_000, 200  # characters of a message or hint, and of a key in a dotted path
 
 
 def _dot(path: Sequence[str | int]) -> str:
@@ -47,7 +47,10 @@ def _dot(path: Sequence[str | int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a document: data, so that it can be sorted, counted and printed in any form."""
+    """A problem of a document, as data: it can be sorted, counted and printed in any format.
+
+    `source`: file or URL. `line` and `column` are 1-based, 0 if unknown. `severity`: error or warning.
+    """
 
     message: str
     path: tuple[str | int, ...] = ()
@@ -59,14 +62,14 @@ class Problem:
     severity: str = "error"
 
     def __post_init__(self) -> None:
-        """Cuts what a value from outside has made long."""
+        """Shortens texts that a value from outside has made too long."""
         for name in ("message", "hint"):
             if len(text := getattr(self, name)) > MAX_MESSAGE:
                 object.__setattr__(self, name, text[: MAX_MESSAGE - 3] + "...")
 
     @property
     def dotted(self) -> str:
-        """The path as the command line spells it: `trainer.micro_batch`, `data.files[0]`."""
+        """The path as written on the command line: `trainer.micro_batch`, `data.files[0]`."""
         return _dot(self.path)
 
     @property
@@ -75,7 +78,7 @@ class Problem:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
     def __str__(self) -> str:
-        """`place: error[rule]: path: message; hint`: the form that `dsjob validate` prints."""
+        """`place: error[rule]: path: message; hint`, as `dsjob validate` prints it."""
         place = f"{self.place}: " if self.place else ""
         path = f"{self.dotted}: " if self.path else ""
         hint = f"; {self.hint}" if self.hint else ""
@@ -84,25 +87,25 @@ class Problem:
 
 
 def make_printable(text: str) -> str:
-    """`text` on one line, what would steer a terminal or turn the text around written as escapes."""
+    """`text` on one line; control characters and those that change the direction of text become escapes."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def limit_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """The first problems and how many more there are."""
+    """The first problems, and a last one that counts the others."""
     more = len(problems) - MAX_PROBLEMS
     if more <= 0:
         return list(problems)
     rest = problems[MAX_PROBLEMS:]
     worst = "error" if any(problem.severity == "error" for problem in rest) else "warning"
-    hint, source = "mend these first", problems[0].source
+    hint, source = "fix these first", problems[0].source
     return [*problems[:MAX_PROBLEMS], Problem(f"and {more:,} more", (), "more", hint, source, severity=worst)]
 
 
 class DsjobError(Exception):
-    """Base of all errors that dsjob raises on purpose.
+    """Base class of all errors that dsjob raises on purpose.
 
-    `path`: the place in the document that is at fault, where one is; the message then begins with it.
+    `path`: the place in the document that is at fault, if known; the message then starts with it.
     """
 
     exit_code = 1
@@ -119,32 +122,31 @@ class DsjobError(Exception):
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
 
     def put_at(self, path: tuple[str | int, ...]) -> None:
-        """Says which place in the document is at fault, unless that is known."""
+        """Sets the path of the part of the document that is at fault, unless it is known already."""
         if path and not self.path:
             self.path = path
             if not self.message.startswith(f"{name_target(path)}: "):
                 self.message = f"{_dot(path)}: {self.message}"
 
     def to_problem(self) -> Problem:
-        """The same as a problem of the document; the caller fills in file, line and column."""
+        """This error as a problem of the document; the caller fills in file, line and column."""
         message = self.message.removeprefix(f"{_dot(self.path)}: ").removeprefix(f"{name_target(self.path)}: ")
         return Problem(message, self.path, "target", self.hint)
 
 
 def name_target(path: Sequence[str | int]) -> str:
-    """What a message calls the target at `path`, which may be that of its `_target_`."""
+    """The name of the target at `path` in messages; `path` may end with `_target_`."""
     return _dot(path[:-1] if path[-1:] == ("_target_",) else path)
 
 
 class UsageError(DsjobError, ValueError):
-    """The command line is wrong, or a call from Python: a ValueError to those who know no other."""
+    """The command line, or a call from Python, is wrong. Also a ValueError, for callers that do not know dsjob's."""
 
     exit_code = 2
 
 
 class DocumentError(DsjobError):
-    """A job document is wrong; `problems` holds every error that was found, in the order of its places, and
-    `warnings` what was found besides."""
+    """A job document is wrong. `problems`: all errors, ordered by file, line and column. `warnings`: all warnings."""
 
     exit_code = 2
 
@@ -159,15 +161,15 @@ class DocumentError(DsjobError):
 
 
 class ConfigError(DocumentError, ValueError):
-    """A DeepSpeed config given to `dsjob.initialize` is wrong: a ValueError to those who know no other."""
+    """A DeepSpeed config passed to `dsjob.initialize` is wrong. Also a ValueError, as UsageError."""
 
 
 class ConfigWarning(UserWarning):
-    """Of what a DeepSpeed config asks for and does not get, or gets in another way."""
+    """Warns that a setting of a DeepSpeed config has no effect, or is implemented differently."""
 
 
 class TargetError(DsjobError):
-    """A `_target_` cannot be imported, or does not take the arguments that the document gives it."""
+    """A `_target_` cannot be imported, or does not accept the arguments that the document gives it."""
 
     exit_code = 2
 
@@ -177,7 +179,7 @@ class ContractError(DsjobError):
 
 
 class MetricError(ContractError):
-    """The code of a metric raised an error, which is its cause."""
+    """The code of a metric raised an error, which is this error's `__cause__`."""
 
 
 class DataError(DsjobError):
@@ -193,11 +195,11 @@ class LossScaleError(DsjobError):
 
 
 class ExitError(DsjobError):
-    """The user's own code asked for the end of the process (`sys.exit`, `os._exit`) before the job was done."""
+    """The user's own code ended the process (`sys.exit`, `os._exit`) before the job was done."""
 
 
 class UnsavedError(DsjobError):
-    """A job trained to its last step, and its final state could not be saved (`checkpoint.save_on_error: warn`)."""
+    """A job trained to its last step, but its final state could not be saved (`checkpoint.save_on_error: warn`)."""
 
     exit_code = 4
 
@@ -217,7 +219,7 @@ class LaunchError(DsjobError):
 
 
 class LostRankError(LaunchError):
-    """A rank lacks another one, which has failed or does not come: the cause is there."""
+    """A rank waited for another one that failed or did not respond. The cause is on the other rank."""
 
     exit_code = 76  # EX_PROTOCOL: an error of the other side
 
@@ -234,25 +236,25 @@ class CheckpointError(DsjobError):
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no committed checkpoint where one was asked for."""
+    """There is no committed checkpoint to load."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is damaged: its bytes are not those that were committed."""
+    """A checkpoint is damaged: its bytes differ from those that were committed."""
 
 
 class FencedError(CheckpointError):
-    """A newer run of the same job has begun: this one may not commit checkpoints any more."""
+    """A newer run of the same job has started, so this one may not commit checkpoints any more."""
 
 
-class Preempted(DsjobError):  # noqa: N818 (what happened, not an error of anybody's)
-    """A signal ended the job, which has saved before: the same command goes on with it."""
+class Preempted(DsjobError):  # noqa: N818 (an event rather than an error)
+    """A signal ended the job after it had saved. The same command resumes it."""
 
     exit_code = 75
 
 
-class Interrupted(DsjobError):  # noqa: N818 (what happened, not an error of anybody's)
-    """A signal ended the job; `exit_code` is 128 + the signal's number, as shells count."""
+class Interrupted(DsjobError):  # noqa: N818 (an event rather than an error)
+    """A signal ended the job. `exit_code` is 128 + the signal's number, as in shells."""
 
     def __init__(self, signal_number: int, message: str = "", *, hint: str = "") -> None:
         super().__init__(

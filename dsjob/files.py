@@ -1,7 +1,7 @@
-"""Files on this machine: how they are made durable, and what is refused of files that somebody else may have placed.
+"""Local files: durable writes, and protection against files that someone else has placed in a folder.
 
-A folder of checkpoints, runs or models may come from anybody. A pipe in it would let a reader wait for ever, and a link
-would have a writer change a file elsewhere.
+A folder of checkpoints, runs or models can come from anyone. A pipe in it would block a reader for ever, and a symbolic
+link would redirect a write to a file elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE_MODE, FOLDER_MODE = 0o640, 0o750
 
 
 def is_plain(path: str) -> bool:
-    """Whether nobody waits who opens `path`, wherever links lead: it is no pipe and no device, or is not there."""
+    """Whether opening `path`, following links, cannot block: it is a file or folder, or does not exist."""
     try:
         mode = os.stat(path).st_mode
         return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
@@ -28,7 +28,7 @@ def is_plain(path: str) -> bool:
 
 
 def require_own(path: str) -> None:
-    """Raises StorageError where a run may not write to `path`: it is a link, or something else than a file."""
+    """Raises StorageError if a run may not write to `path`, because it is a link or not a regular file."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -38,27 +38,27 @@ def require_own(path: str) -> None:
 
 
 def open_append(path: str) -> BinaryIO:
-    """A file to append to, made where it is not there. Raises StorageError as `require_own`."""
+    """Opens a file to append to, and creates it if necessary. Raises StorageError like `require_own`."""
     flags = os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_NONBLOCK
     require_own(path)
     try:
         return open(os.open(path, flags | os.O_NOFOLLOW, 0o666), "ab")
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # put there since
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or pipe was placed there after the check
             raise _explain_foreign(path) from error
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _explain_foreign(path: str) -> StorageError:
-    what = "a link" if os.path.islink(path) else "not a plain file"
-    return StorageError(f"{path} is {what}, and a run writes there", hint="delete it, or choose another folder")
+    what = "a symbolic link" if os.path.islink(path) else "not a regular file"
+    return StorageError(f"cannot write {path}: it is {what}", hint="delete it, or choose another folder")
 
 
 def walk_files(path: str, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file below a folder (where not `deep`: directly in it), by its path there."""
+    """All files below a folder (if not `deep`: directly in it), by their paths relative to it."""
 
     def fail(error: OSError) -> None:
-        if not isinstance(error, (FileNotFoundError, PermissionError)):  # gone meanwhile, or nothing of ours
+        if not isinstance(error, (FileNotFoundError, PermissionError)):  # deleted meanwhile, or another user's folder
             raise error
 
     for folder, _, names in os.walk(path, onerror=fail):
@@ -66,7 +66,7 @@ def walk_files(path: str, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
             full = os.path.join(folder, name)
             try:
                 status = os.stat(full)
-            except OSError:  # gone meanwhile, or a link to nothing
+            except OSError:  # deleted meanwhile, or a broken link
                 continue
             yield os.path.relpath(full, path).replace(os.sep, "/"), status
         if not deep:
@@ -74,12 +74,15 @@ def walk_files(path: str, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def open_new(path: str) -> BinaryIO:
-    """A file to write, empty."""
+    """Opens a file for writing, and empties it if it exists."""
     return open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, FILE_MODE), "wb")
 
 
 def write_temporary(path: str, data: bytes) -> str:
-    """A new file beside `path` with `data`, durable but for its name, which is returned."""
+    """Writes `data` to a new temporary file next to `path`, and returns its name.
+
+    The contents are durable; the file's name is not, until `sync_names` is called for the folder.
+    """
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, FILE_MODE)
     try:
@@ -94,7 +97,7 @@ def write_temporary(path: str, data: bytes) -> str:
 
 
 def sync_names(path: str) -> None:
-    """fsync of a file does not cover its name."""
+    """Makes the names of files in a folder durable: fsync of a file does not cover its name."""
     handle = os.open(path or ".", os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Where this dsjob lies, for processes that have to run the same one."""
+"""The location of this dsjob, for new processes that must run the same one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A run's folder: how it is named and made, and the documents that lie in it.
+"""A run's folder: its name, its creation, and the documents in it.
 
-`output.dir` is a pattern. Without `%time` the next run resumes in the same folder. resolved.json is replaced only once
-the new run has made progress, so a mistake in an override spoils nothing. metrics.jsonl has each step once: lines of
-steps that a run repeats move to metrics-superseded.jsonl, as commit records move to `superseded/`.
+`output.dir` is a pattern. Without `%time` in it, the next run resumes in the same folder. resolved.json is only
+replaced once the new run has made progress, so a mistake in an override does no harm. metrics.jsonl has each step once:
+records of steps that a run repeats are moved to metrics-superseded.jsonl, like commit records to `superseded/`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ RESOLVED_NAME = "resolved.json"
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
 SUPERSEDED_METRICS_NAME = "metrics-superseded.jsonl"
-SAVE_REQUEST = "save-now"  # touched to have a checkpoint made
+SAVE_REQUEST = "save-now"  # users create this file to request a checkpoint
 
 
 def make_run_dir(pattern: str, name: str) -> str:
-    """The run's folder, made: `pattern` with `%name` and `%time` filled in, a new one where the time is in it.
+    """Creates the run's folder and returns its path: `pattern` with `%name` and `%time` filled in. With `%time` the
+    folder is always new.
 
-    A job that Slurm has queued again goes on in the folder that it had.
+    A job that Slurm has requeued gets its earlier folder.
     """
     record = _find_slurm_record(pattern, name)
     if record and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and os.path.exists(record):
@@ -41,7 +42,8 @@ def make_run_dir(pattern: str, name: str) -> str:
 
 
 def _find_slurm_record(pattern: str, name: str) -> str | None:
-    """Where the folder of this step of a Slurm job is written down, if a later start would not find it by its name."""
+    """The file that records the run's folder for this step of a Slurm job. None if there is no Slurm job, or if the
+    pattern has no `%time`, so that a requeued job finds the folder by its name."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job.isdecimal() or "%time" not in pattern:
         return None
@@ -55,37 +57,39 @@ def _make_run_dir(pattern: str, name: str) -> str:
     chosen, number = stamped, 1
     while True:
         try:
-            os.makedirs(chosen, exist_ok="%time" not in pattern)  # two runs may start within a second
+            # Two runs may start within the same second: the second one gets a number.
+            os.makedirs(chosen, exist_ok="%time" not in pattern)
             return chosen
         except FileExistsError:
             if not os.path.isdir(chosen):
-                raise DsjobError(f"cannot make the folder {chosen}: a file has that name") from None
+                raise DsjobError(f"cannot create the folder {chosen}: a file has that name") from None
             chosen, number = f"{stamped}-{number}", number + 1
         except OSError as error:
             raise DsjobError(
-                f"cannot make the folder {chosen}: {error.strerror}", hint="choose another output.dir"
+                f"cannot create the folder {chosen}: {error.strerror}", hint="choose another output.dir"
             ) from error
 
 
 def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
-    """Writes resolved.json; what an earlier run said of its end is gone then.
+    """Writes resolved.json, and deletes an earlier run's result.json.
 
-    Raises StorageError where there is a folder in the place of that file: it stays.
+    Raises StorageError if result.json is a folder, which is not deleted.
     """
     result = os.path.join(run_dir, RESULT_NAME)
     if storage.is_local(result) and os.path.isdir(storage.local_path(result)):
-        raise StorageError(f"{result} is a folder, and a run writes its result there", hint="choose another output.dir")
+        raise StorageError(f"cannot write {result}: it is a folder", hint="choose another output.dir")
     storage.write_bytes(os.path.join(run_dir, RESOLVED_NAME), json.dumps(document, indent=2).encode() + b"\n")
     storage.delete(result, recursive=False)
 
 
 def read_resolved(run_dir: str) -> dict[str, Any]:
-    """The document that the run in a folder was last resolved to; empty where there is none."""
+    """The resolved document of the last run in a folder; empty if there is none."""
     return _read_json(os.path.join(run_dir, RESOLVED_NAME))
 
 
 def describe_other_job(run_dir: str, document: Mapping[str, Any]) -> str:
-    """Says of a folder that it holds the run of another model or data set, whose checkpoints would be continued."""
+    """Describes the run in a folder if it has another model or dataset, so that this job must not resume it; otherwise
+    empty."""
     there = read_resolved(run_dir)
     paths: list[Path] = [("data", "train"), *(("models", name, "model") for name in there.get("models", {}))]
     for path in [*paths, ("model",)] if "model" in there else paths:
@@ -101,20 +105,20 @@ def write_result(run_dir: str, result: Mapping[str, Any]) -> None:
 
 
 def _mask(result: Mapping[str, Any]) -> dict[str, Any]:
-    """`result` without values of the environment; the places of the run and its checkpoint hold none."""
+    """`result` with values of environment variables masked, except in paths, which contain none."""
     return {key: value if key in ("run_dir", "checkpoint") else mask_texts(value) for key, value in result.items()}
 
 
 def read_result(run_dir: str) -> dict[str, Any]:
-    """A run's result.json; empty where there is none."""
+    """A run's result.json; empty if there is none."""
     return _read_json(os.path.join(run_dir, RESULT_NAME))
 
 
 def supersede_metrics(run_dir: str, step: int) -> None:
-    """Moves the lines of metrics.jsonl of steps after `step`, which a run takes anew, to metrics-superseded.jsonl.
+    """Moves the records in metrics.jsonl of steps after `step`, which the run will repeat, to metrics-superseded.jsonl.
 
-    At step 0 these are all; a last line that a kill has cut short goes too. A kill in here loses nothing; a run
-    that then begins at the same step does what is left.
+    At step 0 these are all records. A last line that a kill has truncated is moved too. If this function is killed,
+    nothing is lost, and the next run that starts at the same step completes the move.
     """
     path, aside = (os.path.join(run_dir, name) for name in (METRICS_NAME, SUPERSEDED_METRICS_NAME))
     before = storage.read_bytes(path) if os.path.exists(path) else b""
@@ -124,13 +128,13 @@ def supersede_metrics(run_dir: str, step: int) -> None:
     if kept == before:
         return
     there = storage.read_bytes(aside) if os.path.exists(aside) else b""
-    if not there.endswith(moved):  # as it does where a kill has come between the two writes
+    if not there.endswith(moved):  # otherwise a kill came between the two writes, and the lines are there already
         storage.write_bytes(aside, there + moved)
     storage.write_bytes(path, bytes(kept))
 
 
 def _is_of(line: bytes, step: int) -> bool:
-    """Whether a line is a whole record of a step up to `step`."""
+    """Whether a line is a complete record of a step that is not after `step`."""
     try:
         return bool(json.loads(line)["step"] <= step)
     except (KeyError, TypeError, ValueError):
@@ -147,18 +151,18 @@ def _read_json(path: str) -> dict[str, Any]:
             f"{path} is not JSON: {str(error)[:200]}", hint="delete it, or choose another folder"
         ) from None
     if not isinstance(content, dict):
-        raise DsjobError(f"{path} is no JSON object", hint="delete it, or choose another folder")
+        raise DsjobError(f"{path} is not a JSON object", hint="delete it, or choose another folder")
     return content
 
 
 def list_commits(run_dir: str, document: Mapping[str, Any]) -> list[str]:
-    """The commit records of the run's checkpoints, wherever its document puts them."""
+    """The names of the commit records of the run's checkpoints, which are in `checkpoint.dir`."""
     url = document["checkpoint"].get("dir") or os.path.join(run_dir, "checkpoints")
     return storage.list_names(storage.join(url, "commits"))
 
 
 def drop_non_finite(value: Any) -> Any:
-    """`value` with null for every nan and inf, which JSON does not have."""
+    """`value` with None for every nan and inf, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: drop_non_finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

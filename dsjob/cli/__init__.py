@@ -1,4 +1,4 @@
-"""The command line: which command it is, and how errors reach the user. Commands import what they need."""
+"""The command line: selects the command, and prints errors. Each command imports what it needs."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from dsjob.ranks.signals import handling
 from dsjob.trust.exits import keep_exit_code
 
 USAGE = """\
-dsjob: train from a job document
+dsjob: train PyTorch models from a job document
 
   dsjob +recipe=NAME [key=value ...]     run a recipe (quickstart, zero2_gpt, zero3_t5, vision_digits, ...)
   dsjob FILE [key=value ...]             run a job document (JSON or YAML); also: dsjob run FILE
-  dsjob run FOLDER [key=value ...]       go on with the run in FOLDER
+  dsjob run FOLDER [key=value ...]       resume or extend the run in FOLDER
   dsjob -m ... key=a,b,c                 sweep: one run for each combination
-  dsjob init [FOLDER]                    write a small project that trains at once
-  dsjob validate FILE... [key=value ...] check documents, all problems at once
+  dsjob init [FOLDER]                    create a small project that is ready to train
+  dsjob validate FILE... [key=value ...] check documents and report all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
-  dsjob schema [PATH]                    print what a key takes and means, or the JSON Schema for editors
-  dsjob import FILE... [-- COMMAND ...]  make a job document of a DeepSpeed config, Trainer arguments, accelerate
-  dsjob plan FILE | +recipe=NAME         will it fit: memory, communication, checkpoints, steps
-  dsjob compare-engines FILE             a few steps by dsjob's engine and by DeepSpeed's, side by side
-  dsjob convert --to fp32 CKPT [OUT]     turn a checkpoint into plain weights
-  dsjob ckpt COMMAND CKPT                checkpoints: ls, info, verify, diff, gc, copy
+  dsjob schema [PATH]                    explain a key, or print the JSON Schema for editors
+  dsjob import FILE... [-- COMMAND ...]  convert a DeepSpeed config, Trainer arguments or accelerate file to a job
+  document dsjob plan FILE | +recipe=NAME         predict memory, communication, checkpoint size and steps dsjob
+  compare-engines FILE             run a few steps with dsjob's engine and with DeepSpeed's, and compare losses dsjob
+  convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights dsjob ckpt COMMAND CKPT                manage
+  checkpoints: ls, info, verify, diff, gc, copy
 
-  dsjob COMMAND --help                   more about a command
+  dsjob COMMAND --help                   show a command's options
   --cfg job|hydra|all, --info, --config-dir DIR, --hydra-help, -sc install=bash: as in every Hydra program
-  --trust PREFIX                         let the document name code beyond dsjob's list and its own folder
-  --trust protocol:NAME, folder:PATH     let URLs have another protocol; let what is listed write to a folder
-  --trust-remote-code, --unpinned        allow code from a hub; names on a hub without a revision
+  --trust PREFIX                         trust a module or callable beyond dsjob's list and the job file's folder
+  --trust protocol:NAME, folder:PATH     allow URLs with this protocol; let listed constructors write to this folder
+  --trust-remote-code, --unpinned        allow code from a hub; allow names on a hub without a revision
   --debug                                show tracebacks
-  --version
+  --version                              print the version
 
 examples:
   dsjob +recipe=quickstart
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None and code and "torch" in sys.modules:
             from dsjob.launch.rank import end_joined
 
-            end_joined(code)  # the interpreter's end would wait for threads and workers, and the other ranks for it
+            # A normal interpreter exit would wait for threads and workers, while the other ranks wait for this one.
+            end_joined(code)
     if argv is None and code:
         keep_exit_code(code)
     return code
@@ -74,12 +75,12 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         with handling({signal.SIGINT: _leave}):
             code = _dispatch([argument for argument in arguments if argument != "--debug"], debug)
-        sys.stdout.flush()  # here, where a reader that has gone away can be told from a failure
+        sys.stdout.flush()  # here, so that a closed pipe raises BrokenPipeError below and not at interpreter exit
         return code
     except DsjobError as error:
         if debug:
             traceback.print_exc()
-        elif isinstance(error, Preempted) or error.exit_code == 130:  # what was asked for, and done
+        elif isinstance(error, Preempted) or error.exit_code == 130:  # the user asked for it: not an error
             print(f"dsjob: {error}", file=sys.stderr)  # noqa: T201
         else:
             _print_error(error)
@@ -88,11 +89,11 @@ def _run(argv: Sequence[str] | None) -> int:
         print("dsjob: interrupted", file=sys.stderr)  # noqa: T201
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout again at exit
         return 141
     except Exception as error:
         if debug:
-            traceback.print_exc()  # here, where output is masked
+            traceback.print_exc()  # inside `watch_output`, which masks secrets
             return 1
         from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 
@@ -101,7 +102,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _leave(number: int, _: Any) -> NoReturn:
-    """Ctrl-C before a job has begun: an exception could be lost in a third party's import."""
+    """Handles Ctrl-C before a job starts. An exception could be swallowed inside a third party's import."""
     os.write(2, b"dsjob: interrupted\n")
     _exit(130)
 
@@ -139,14 +140,14 @@ def _read_protocols() -> frozenset[str]:
 
 
 def parse_count(text: str) -> int:
-    """A number of ranks among the arguments of a command: at least 1."""
+    """A number of ranks or steps among a command's arguments: at least 1."""
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text[:20]}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text[:20]}")
     return int(text)
 
 
 def _require_runnable(first: str) -> None:
-    """Tells a mistyped command or file from an override."""
+    """Raises UsageError if the first argument is neither a file, nor a URL, nor an override."""
     exists = os.path.exists(first) and not first.endswith((".py", ".sh"))
     if first[:1] in "-+~" or "=" in first or "://" in first or exists:
         return
@@ -155,14 +156,15 @@ def _require_runnable(first: str) -> None:
 
         raise refuse_missing(first)
     if first in _list_recipes():
-        raise UsageError(f"{first} is a recipe, not a command", hint=f"dsjob +recipe={first}")
+        raise UsageError(f"{first} is a recipe, not a command", hint=f"run dsjob +recipe={first}")
     from dsjob.contract.hints import suggest
 
     meant = suggest(first, [*COMMANDS, *_list_recipes()])
     recipe = next((name for name in _list_recipes() if f'"{name}"' in meant), "")
-    hint = f"did you mean the recipe {recipe}? dsjob +recipe={recipe}" if recipe else meant or "dsjob --help lists them"
+    hint = f"did you mean the recipe {recipe}? dsjob +recipe={recipe}" if recipe else meant
+    hint = hint or "dsjob --help lists the commands"
     if first.endswith((".py", ".sh")):
-        hint = f"a job is a document, not a program; make one of its arguments: dsjob import -- python {first} ..."
+        hint = f"a job is a document, not a program; create one from its arguments: dsjob import -- python {first} ..."
     raise UsageError(f"unknown command or file {first!r}", hint=hint)
 
 

@@ -1,4 +1,4 @@
-"""A bar on stderr for what takes a while, where somebody is watching."""
+"""A progress bar for long operations, shown if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def show_progress(what: str, *, bytes_: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives what is to be called with what is done and what there is in all; None where stderr is no terminal."""
+    """Yields a function to call with the amount done and the total amount; None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

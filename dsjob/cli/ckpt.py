@@ -1,4 +1,4 @@
-"""`dsjob ckpt`: what lies in a checkpoint folder, whether it is whole, how two differ; copying and tidying up."""
+"""`dsjob ckpt`: lists, describes, verifies, compares, copies and cleans up checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXAMPLES = {
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Runs a subcommand; its exit code: 1 also where `verify` finds damage or `diff` a difference."""
+    """Runs a subcommand. Also returns 1 if `verify` finds damage or `diff` finds a difference."""
     args = parse_arguments(arguments)
     code: int = args.action(args)
     return code
@@ -39,14 +39,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """A subcommand with its arguments; `action` runs it."""
     parser = make_parser(
         "ckpt",
-        "Look into checkpoints, check, compare, copy and tidy them up.",
+        "List, describe, verify, compare, copy and clean up checkpoints.",
         (
             "dsjob ckpt ls runs/a",
             "dsjob ckpt verify runs/a",
             "dsjob ckpt diff runs/a runs/b",
             "dsjob ckpt copy runs/a s3://bucket/a",
         ),
-        epilog="CKPT: a run's folder, a checkpoint folder or one step's in it; a path or URL",
+        epilog="CKPT: a run's folder, a folder of checkpoints, or a single checkpoint in it; a path or URL",
     )
     below = parser.add_subparsers(required=True, metavar="ls|info|verify|diff|gc|copy")
 
@@ -56,27 +56,32 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         made.set_defaults(action=action)
         for place in places:
             made.add_argument(
-                place.lower(), metavar=place, help="a run's folder, a checkpoint folder, a step's; or URL"
+                place.lower(),
+                metavar=place,
+                help="a run's folder, a folder of checkpoints, or a single checkpoint; a path or URL",
             )
         made.add_argument("--json", action="store_true", help="print JSON")
         return made
 
     add("ls", _list, "list checkpoints: committed, damaged, partial, superseded")
-    info = add("info", _describe, "what is inside of a checkpoint")
+    info = add("info", _describe, "show what is in a checkpoint")
     info.add_argument("--tensors", action="store_true", help="list every tensor (JSON always does)")
-    verify = add("verify", _verify, "compare every byte with its digest; exit code 1 where one differs")
-    verify.add_argument("--all", action="store_true", help="every checkpoint (the newest)")
-    diff = add("diff", _diff, "how tensors differ; exit code 0 where all are equal, 1 where not", ("A",))
-    diff.add_argument("b", nargs="?", metavar="B", help="another, or safetensors files; left out: A with two --tag")
-    diff.add_argument("-t", "--tag", action="append", default=[], help="of A; given twice: of A and of B (the newest)")
-    gc = add("gc", _collect, "delete what killed runs, and runs that went back, have left")
-    gc.add_argument("--dry-run", "-n", action="store_true", help="only say what would be deleted")
-    gc.add_argument(
-        "--older-than", default="1h", metavar="AGE", help="only what was last written before: 90m, 2h, 7d (1h)"
+    verify = add("verify", _verify, "compare every byte with its digest; exit code 1 if any differs")
+    verify.add_argument("--all", action="store_true", help="verify every checkpoint (default: the newest)")
+    diff = add("diff", _diff, "compare tensors; exit code 0 if all are equal, otherwise 1", ("A",))
+    diff.add_argument("b", nargs="?", metavar="B", help="another checkpoint, or safetensors files (default: A)")
+    diff.add_argument(
+        "-t", "--tag", action="append", default=[], help="tag in A; if given twice, in A and in B (default: the newest)"
     )
-    copy = add("copy", _copy, "copy checkpoints to another path or URL, verified on the way", ("SRC", "DST"))
+    gc = add("gc", _collect, "delete leftovers of killed or rewound runs")
+    gc.add_argument("--dry-run", "-n", action="store_true", help="only print what would be deleted")
+    gc.add_argument(
+        "--older-than", default="1h", metavar="AGE", help="only what was last written this long ago: 90m, 2h, 7d (1h)"
+    )
+    copy = add("copy", _copy, "copy checkpoints to another path or URL, and verify them", ("SRC", "DST"))
     for one in (info, verify, copy):
-        one.add_argument("-t", "--tag", help="which checkpoint" + (" (all)" if one is copy else " (the newest)"))
+        default = "all" if one is copy else "the newest"
+        one.add_argument("-t", "--tag", help=f"tag of the checkpoint (default: {default})")
     return parser.parse_args(arguments)
 
 
@@ -104,7 +109,7 @@ def _verify(args: argparse.Namespace) -> int:
     from dsjob.checkpoint.offline.verify import verify
 
     if args.all and args.tag:
-        raise UsageError("--all and --tag are given both", hint="leave one of them out")
+        raise UsageError("--all and --tag cannot be combined", hint="leave one of them out")
     with show_progress("verifying") as progress:
         found = verify(args.ckpt, args.tag, every=args.all, progress=progress)
     _print([asdict(one) for one in found] if args.json else text.show_verified(found))
@@ -117,7 +122,7 @@ def _diff(args: argparse.Namespace) -> int:
     tags = [*args.tag, None, None][:2]
     if len(args.tag) > 2 or (args.b is None and len(args.tag) < 2):
         raise UsageError(
-            "two things are needed to compare", hint="dsjob ckpt diff A B, or diff A --tag ONE --tag OTHER"
+            "diff needs two checkpoints", hint="dsjob ckpt diff A B, or dsjob ckpt diff A --tag ONE --tag OTHER"
         )
     with show_progress("comparing", bytes_=False) as progress:
         found = compare(args.a, args.b or args.a, tags=(tags[0], tags[1]), progress=progress)
@@ -130,7 +135,7 @@ def _collect(args: argparse.Namespace) -> int:
 
     given = re.fullmatch(r"([0-9]{1,9})([smhd])", args.older_than)
     if not given:
-        raise UsageError(f"--older-than {args.older_than!r} is no age", hint="write 90m, 2h or 7d")
+        raise UsageError(f"--older-than {args.older_than!r} is not an age", hint="for example 90m, 2h or 7d")
     age = int(given[1]) * SECONDS[given[2]]
     root, found, uploads = collect(args.ckpt, older_than=age, dry_run=args.dry_run)
     answer = {"url": root, "dry_run": args.dry_run, "found": [asdict(one) for one in found], "uploads": uploads}

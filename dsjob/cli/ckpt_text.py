@@ -1,4 +1,4 @@
-"""What `dsjob ckpt` prints for people."""
+"""The text output of `dsjob ckpt`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 20  # lines of differences
 
 
 def show_inventory(inventory: Inventory) -> str:
-    """A line for each checkpoint and folder."""
+    """One line per checkpoint or folder."""
     now = time.time()
     rows = [("state", "tag", "step", "saved", "all files", "ranks", "ZeRO", "")]
     for entry in inventory.checkpoints:
@@ -33,7 +33,7 @@ def show_inventory(inventory: Inventory) -> str:
 
 
 def show_checkpoint(found: dict[str, Any], *, tensors: bool) -> str:
-    """One checkpoint; with `tensors` a line for each of them."""
+    """The description of a checkpoint; with `tensors`, also one line per tensor."""
     counters = found["counters"] if isinstance(found["counters"], dict) else {}
     optimizer = found["optimizer"]
     several = isinstance(optimizer, dict)
@@ -62,10 +62,10 @@ def show_checkpoint(found: dict[str, Any], *, tensors: bool) -> str:
 
 
 def show_verified(found: Sequence[Verified]) -> str:
-    """A line for each checkpoint, and one for each damage."""
+    """One line per checkpoint, followed by one line per damaged place."""
     lines = []
     for one in found:
-        unchecked = f", {one.unchecked} of them saved without digest" if one.unchecked else ""
+        unchecked = f", {one.unchecked} of them without a digest" if one.unchecked else ""
         what = f"{one.chunks} chunks{unchecked}, {show_bytes(one.size)} of weights and optimizer"
         lines.append(f"{one.tag}  {f'DAMAGED in {len(one.damages)} places' if one.damages else 'whole'}  {what}")
         lines += [f"  {make_printable(str(damage))}" for damage in one.damages]
@@ -73,7 +73,7 @@ def show_verified(found: Sequence[Verified]) -> str:
 
 
 def show_differences(found: Sequence[Difference]) -> str:
-    """The greatest differences first, then how many tensors are the same."""
+    """The differences, largest first, then the number of equal tensors."""
     other = [one for one in found if one.kind != "same"]
     other.sort(key=lambda one: (one.kind == "values", -one.max_abs, one.name))
     rows = [("tensor", "", "max abs", "max rel", "elements", "")]
@@ -86,11 +86,11 @@ def show_differences(found: Sequence[Difference]) -> str:
     if len(other) > SHOWN:
         lines.append(f"... and {len(other) - SHOWN} more (--json lists all)")
     same = len(found) - len(other)
-    return "\n".join([*lines, f"{_plural(same, 'tensor')} the same, {len(other)} not"])
+    return "\n".join([*lines, f"{_plural(same, 'tensor')} equal, {len(other)} different"])
 
 
 def show_garbage(root: str, found: Sequence[Garbage], uploads: int, *, dry_run: bool) -> str:
-    """A line for each piece, and the sum of what went."""
+    """One line per leftover, and the total size of what was deleted."""
     gone = [one for one in found if not one.kept]
     rows = [
         (
@@ -105,13 +105,13 @@ def show_garbage(root: str, found: Sequence[Garbage], uploads: int, *, dry_run: 
     ]
     total = show_bytes(sum(one.size for one in gone))
     end = f"{'would delete' if dry_run else 'deleted'} {len(gone)}, {total}" if gone else "nothing to delete"
-    ended = [f"aborted {_plural(uploads, 'upload')} that never ended"] if uploads else []
+    ended = [f"aborted {_plural(uploads, 'unfinished upload')}"] if uploads else []
     return "\n".join([make_printable(root), *([_align(rows)] if rows else []), end, *ended])
 
 
 def show_copied(found: Sequence[Copied]) -> str:
-    """A line for each checkpoint."""
-    sizes = [f"{show_bytes(one.size)} of weights and optimizer" if one.size else "was there already" for one in found]
+    """One line per checkpoint."""
+    sizes = [f"{show_bytes(one.size)} of weights and optimizer" if one.size else "already there" for one in found]
     return _align([(one.tag, size, one.url) for one, size in zip(found, sizes, strict=True)])
 
 
@@ -132,7 +132,7 @@ def _sum(sums: dict[str, int]) -> str:
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns, two spaces apart; empty ones left out."""
+    """Aligned columns, two spaces apart, without empty ones."""
     columns = [i for i in range(len(rows[0])) if any(row[i] for row in rows)]
     rows = [tuple(make_printable(row[i]) for i in columns) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]

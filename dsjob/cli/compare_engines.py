@@ -1,4 +1,5 @@
-"""`dsjob compare-engines`: a few steps of a job by dsjob's engine and by the installed DeepSpeed, side by side."""
+"""`dsjob compare-engines`: runs a few steps of a job with dsjob's engine and with the installed DeepSpeed, and compares
+their losses."""
 
 from __future__ import annotations
 
@@ -21,15 +22,18 @@ from dsjob.trust.user import grant, read_environment
 if TYPE_CHECKING:
     from dsjob.launch.comparison import Side
 
-# Rounding adds up over steps: what two sound engines differ by in twenty of them.
+# Relative differences of losses, in full and in half precision. Rounding errors add up: two correct engines differ by
+# about this much after twenty steps.
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 2e-2
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Prints a table or JSON; 0 where the losses agree, 1 where they do not."""
+    """Prints a table or JSON. Returns 0 if the losses agree, 1 if they do not."""
     args = _parse(arguments)
     if launcher.read_world_size() is not None:
-        raise UsageError("compare-engines starts its own ranks", hint="run it once, with launcher.nproc=N")
+        raise UsageError(
+            "compare-engines starts its own ranks", hint="run it without torchrun or srun, with launch.nproc=N"
+        )
     allow_protocols(args.trust)
     file, overrides = split_source(args.source)
     given, environment = [*overrides, "engine=deepspeed"], read_environment()
@@ -42,7 +46,7 @@ def main(arguments: list[str], debug: bool) -> int:
     sides = compare(resolved.document, steps=args.steps, trust=trust, debug=debug)
     largest, step = find_largest_difference(sides)
     tolerance = args.tolerance if args.tolerance is not None else choose_tolerance(resolved.document)
-    agree = largest <= tolerance  # False for nan, too
+    agree = largest <= tolerance  # also False for nan
     verdict = {"agree": agree, "tolerance": tolerance, "largest_difference": largest, "at_step": step}
     print(to_json(sides, verdict) if args.json else to_text(sides, verdict))  # noqa: T201
     return 0 if agree else 1
@@ -51,19 +55,20 @@ def main(arguments: list[str], debug: bool) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser(
         "compare-engines",
-        "Run a few steps of a job by dsjob's engine and by DeepSpeed's.",
+        "Run a few steps of a job with dsjob's engine and with DeepSpeed's, and compare losses, speed and memory.",
         (
             "dsjob compare-engines cfg.yaml",
             "dsjob compare-engines cfg.yaml launch.nproc=2 --steps 50 --json",
         ),
     )
     parser.add_argument("source", nargs="+", metavar="FILE|+recipe=NAME|key=value", help="the job, as for dsjob run")
-    parser.add_argument("--steps", type=parse_count, default=20, metavar="N", help="optimizer steps (20)")
+    parser.add_argument("--steps", type=parse_count, default=20, metavar="N", help="optimizer steps (default: 20)")
     parser.add_argument(
         "--tolerance",
         type=_parse_tolerance,
         metavar="X",
-        help=f"largest relative difference of a loss ({_TOLERANCE:g}; {_LOW_TOLERANCE:g} in half precision)",
+        help="largest relative difference of losses that counts as agreement "
+        f"(default: {_TOLERANCE:g}; {_LOW_TOLERANCE:g} in half precision)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
@@ -77,18 +82,18 @@ def _parse_tolerance(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 and below 1, not {text[:20]}")
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0 and less than 1, not {text[:20]}")
     return value
 
 
 def choose_tolerance(document: Mapping[str, Any]) -> float:
-    """For a resolved job: wider where it computes in half precision."""
+    """The default tolerance for a resolved job, which is larger in half precision."""
     low = any(document[section].get("enabled") for section in ("bf16", "fp16", "torch_autocast"))
     return _LOW_TOLERANCE if low else _TOLERANCE
 
 
 def to_json(sides: Mapping[str, Side], verdict: Mapping[str, Any]) -> str:
-    """What `--json` prints; null for what is not finite."""
+    """The output of `--json`, with null for numbers that are not finite."""
     engines = {
         name: {
             "losses": [_to_number(loss) for loss in side.losses],
@@ -108,7 +113,7 @@ def _to_number(value: float) -> float | None:
 
 
 def to_text(sides: Mapping[str, Side], verdict: Mapping[str, Any]) -> str:
-    """The table: losses by step, then what a step takes."""
+    """The table of losses by step, followed by time and memory."""
     ours, theirs = sides.values()
     lines = ["step" + "".join(f"{name:>14}" for name in (*sides, "difference"))]
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True), start=1):
@@ -120,7 +125,7 @@ def to_text(sides: Mapping[str, Side], verdict: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"losses {within} {verdict['tolerance']:g}: {largest}",
-        f"seconds a step (median)  {rates}  ratio {ours.seconds_per_step / theirs.seconds_per_step:.2f}",
-        f"peak memory of a rank    {peaks}",
+        f"seconds per step (median)  {rates}  ratio {ours.seconds_per_step / theirs.seconds_per_step:.2f}",
+        f"peak memory per rank       {peaks}",
     ]
     return "\n".join(lines)

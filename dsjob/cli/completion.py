@@ -1,4 +1,4 @@
-"""Shell completion: the names of commands; what follows them Hydra completes, which knows the keys of a job."""
+"""Shell completion of command names. Hydra, which knows the keys of a job, completes everything after them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 
 def complete_command(commands: Sequence[str]) -> list[str]:
-    """The commands that the word being typed may become, where it is the first after `dsjob`.
+    """The commands that complete the word being typed, if it is the first word after `dsjob`.
 
-    Shells give the line in COMP_LINE. Behind a command it is left to Hydra without that word, which is no override.
+    Shells pass the line in COMP_LINE. After a command, this removes the command from the line and leaves the rest to
+    Hydra, which would take the command for an override.
     """
     program, _, typed = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
     first, space, rest = typed.lstrip().partition(" ")

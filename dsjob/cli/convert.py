@@ -1,4 +1,4 @@
-"""`dsjob convert`: a checkpoint to plain weights that any tool loads, without loading the model into memory."""
+"""`dsjob convert`: converts a checkpoint to plain weights that any tool loads, without holding the model in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsjob.front.weights import convert
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Converts, and says what it wrote."""
+    """Converts a checkpoint, and prints the files written and how to load them."""
     args = _parse(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     conversion.logger.setLevel(logging.INFO)
@@ -50,24 +50,24 @@ def main(arguments: list[str], debug: bool) -> int:
 
 
 def _require_fitting(args: argparse.Namespace) -> None:
-    """Raises UsageError for flags without effect on what --to asks for, and for those that it lacks."""
+    """Raises UsageError for flags that do not fit the value of --to, and for missing ones."""
     if args.to == "deepspeed":
         _require_deepspeed(args)
         return
     if args.zero_stage or args.world_size:
-        raise UsageError("--zero-stage and --world-size belong to --to deepspeed", hint="leave them out")
+        raise UsageError("--zero-stage and --world-size require --to deepspeed", hint="leave them out")
     hf = args.to == "hf"
     if not hf and (args.dtype or args.tokenizer):
         raise UsageError(
-            "--dtype and --tokenizer belong to --to hf or deepspeed", hint="--to fp32, bf16 or fp16 says the dtype"
+            "--dtype and --tokenizer require --to hf or deepspeed", hint="--to fp32, bf16 or fp16 sets the dtype"
         )
     given = [name for name in ("merge", "adapter", "adapter_config") if getattr(args, name)]
     if given and not hf:
-        raise UsageError(f"--{given[0].replace('_', '-')} belongs to --to hf", hint="--to fp32 writes all tensors")
+        raise UsageError(f"--{given[0].replace('_', '-')} requires --to hf", hint="--to fp32 writes all tensors")
     if hf and not args.out:
-        raise UsageError("--to hf makes a folder, and none was named", hint="dsjob convert --to hf CKPT FOLDER")
+        raise UsageError("--to hf needs a folder to write to", hint="dsjob convert --to hf CKPT FOLDER")
     if hf and (args.strip or args.prefix):
-        raise UsageError("--to hf keeps the names that transformers knows", hint="leave --prefix and --strip out")
+        raise UsageError("--to hf keeps the names that transformers expects", hint="leave --prefix and --strip out")
 
 
 def _require_deepspeed(args: argparse.Namespace) -> None:
@@ -76,15 +76,14 @@ def _require_deepspeed(args: argparse.Namespace) -> None:
     other = ("model", "strip", "prefix", "exclude_frozen", "format", "tokenizer", "merge", "adapter", "adapter_config")
     given = [f"--{name.replace('_', '-')}" for name in other if getattr(args, name)]
     if given:
-        raise UsageError(
-            f"{', '.join(given)} is not available with --to deepspeed", hint="DeepSpeed resumes the full state"
-        )
+        hint = "leave it out: DeepSpeed resumes the full state"
+        raise UsageError(f"{', '.join(given)} is not available with --to deepspeed", hint=hint)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser(
         "convert",
-        "Turn a checkpoint into plain weights, or into a folder for transformers.",
+        "Convert a checkpoint to plain weights, to a folder for transformers, or to a DeepSpeed checkpoint.",
         (
             "dsjob convert runs/a",
             "dsjob convert --to bf16 runs/a weights.safetensors",
@@ -96,38 +95,49 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     def add(*names: str, **options: Any) -> None:
         parser.add_argument(*names, **options)
 
-    add("checkpoint", metavar="CKPT", help="a run's folder, a checkpoint folder or a step's; a path or URL")
-    out = "a folder, or a file *.safetensors, *.bin, *.pt, *.pth, *.ckpt (weights-TAG-DTYPE in the checkpoint folder)"
+    add(
+        "checkpoint",
+        metavar="CKPT",
+        help="a run's folder, a folder of checkpoints, or a single checkpoint; a path or URL",
+    )
+    out = "a folder, or a file *.safetensors, *.bin, *.pt, *.pth, *.ckpt (default: weights-TAG-DTYPE next to CKPT)"
     add("out", nargs="?", metavar="OUT", help=out)
-    to = "dtype of the weights (fp32); hf: a folder that transformers' from_pretrained loads; deepspeed: its files"
+    to = "fp32 (default), bf16, fp16: plain weights of this dtype; hf: a folder that transformers' from_pretrained "
+    to += "loads; deepspeed: a DeepSpeed checkpoint"
     add("--to", choices=(*DTYPES, "hf", "deepspeed"), default="fp32", help=to)
-    add("--format", choices=("safetensors", "torch"), default="", help="of the files in a folder (safetensors)")
-    add("-t", "--tag", help="the checkpoint to convert (the newest)")
-    add("--model", metavar="NAME", help="one of the job's several models (all)")
-    add("--strip", default="", metavar="TEXT", help="leave out this beginning of names, such as module.")
-    add("--prefix", default="", metavar="TEXT", help="put this before each name")
-    add("--exclude-frozen", action="store_true", help="leave out the parameters that were not trained")
-    add("--dtype", choices=tuple(DTYPES), help="with --to hf: of the weights (fp32); deepspeed: the job's")
-    add("--tokenizer", metavar="FOLDER", help="with --to hf: copy a tokenizer's files from there (the job's)")
+    form = "format of the files in a folder (default: safetensors)"
+    add("--format", choices=("safetensors", "torch"), default="", help=form)
+    add("-t", "--tag", help="tag of the checkpoint to convert (default: the newest)")
+    add("--model", metavar="NAME", help="convert only one of the job's models (default: all)")
+    add("--strip", default="", metavar="TEXT", help="remove this prefix from names, for example module.")
+    add("--prefix", default="", metavar="TEXT", help="add this prefix to names")
+    add("--exclude-frozen", action="store_true", help="leave out parameters that were not trained")
+    dtype = (
+        "with --to hf: dtype of the weights (default: fp32); with --to deepspeed: compute dtype (default: the job's)"
+    )
+    add("--dtype", choices=tuple(DTYPES), help=dtype)
+    tokenizer = "with --to hf: copy a tokenizer's files from this folder (default: the job's tokenizer)"
+    add("--tokenizer", metavar="FOLDER", help=tokenizer)
     add("--merge", action="store_true", help="with --to hf: merge a LoRA adapter into the weights")
-    add("--adapter", metavar="NAME", help="with --to hf: one of several adapters")
-    add("--adapter-config", metavar="FILE", help="with --to hf: adapter_config.json, of checkpoints that lack it")
-    add("--zero-stage", type=int, choices=(1, 2, 3), help="with --to deepspeed: its ZeRO stage")
-    add("--world-size", type=int, metavar="N", help="with --to deepspeed: how many ranks go on from it")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (5GB)")
-    add("--overwrite", action="store_true", help="replace earlier output of the same form")
+    add("--adapter", metavar="NAME", help="with --to hf: which of several adapters to write")
+    config = "with --to hf: the adapter_config.json, for checkpoints that do not contain one"
+    add("--adapter-config", metavar="FILE", help=config)
+    add("--zero-stage", type=int, choices=(1, 2, 3), help="with --to deepspeed: ZeRO stage of the checkpoint")
+    add("--world-size", type=int, metavar="N", help="with --to deepspeed: number of ranks that will load it")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")
+    add("--overwrite", action="store_true", help="replace earlier output of the same kind")
     return parser.parse_intermixed_args(arguments)
 
 
 def _show_deepspeed(written: list[plain.Written], out: str) -> None:
     for file in written:
         print(file.path)  # noqa: T201
-    print("\nThese files are pickles: DeepSpeed loads nothing else.")  # noqa: T201
+    print("\nThese files are pickles, the only format that DeepSpeed loads.")  # noqa: T201
     print(f"load with:  engine.load_checkpoint({out!r})")  # noqa: T201
 
 
 def _name_class(folder: str) -> str:
-    """The class that loads a converted model whole; AutoModel would leave out its head."""
+    """The class that loads the whole converted model; AutoModel would drop its head."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         names = json.load(file).get("architectures")
     named = isinstance(names, list) and len(names) == 1 and str(names[0]).isidentifier()

@@ -1,4 +1,4 @@
-"""What the parsers of several commands share: examples in their help, and the flags of trust."""
+"""What the parsers of several commands share: examples in the help text, and the trust flags."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dsjob.trust.user import Flags
 
 
 def make_parser(command: str, description: str, examples: Sequence[str], **options: Any) -> argparse.ArgumentParser:
-    """A command's parser; its help ends with `examples`."""
+    """A parser for a command, whose help ends with `examples`."""
     return argparse.ArgumentParser(prog=f"dsjob {command}", **describe(description, examples, **options))
 
 
 def describe(description: str, examples: Sequence[str], *, epilog: str = "", **options: Any) -> dict[str, Any]:
-    """The options of a parser whose help ends with `examples`."""
+    """The arguments of ArgumentParser for a help text that ends with `examples`."""
     lines = [*textwrap.wrap(epilog, 80), "", "examples:", *(f"  {line}" for line in examples)]
     return {
         "description": textwrap.fill(description, 80),
@@ -35,20 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PREFIX",
-        help="let the document name this module or callable; protocol:NAME: let URLs have this protocol; "
-        "folder:PATH: let listed constructors write there",
+        help="let the document name this module or callable; protocol:NAME: allow URLs with this protocol; "
+        "folder:PATH: let listed constructors write to this folder",
     )
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="allow trust_remote_code, and weights that are unpickled"
+        "--trust-remote-code", action="store_true", help="allow trust_remote_code, and weights stored as pickles"
     )
     parser.add_argument("--unpinned", action="store_true", help="allow names on a hub without a revision")
 
 
 def read_flags(args: argparse.Namespace) -> Flags:
-    """What the flags of a command say."""
+    """The trust flags among a command's arguments."""
     return Flags(tuple(args.trust), remote_code=args.trust_remote_code, unpinned=args.unpinned)
 
 
 def allow_protocols(prefixes: Sequence[str]) -> None:
-    """Lets this process open URLs with the protocols among what the flags grant, the job file's own among them."""
+    """Lets this process open URLs with the protocols that the flags grant, including the URL of the job file itself."""
     locations.allow(lambda: Trust(prefixes=tuple(prefixes)).protocols)

@@ -1,4 +1,4 @@
-"""`dsjob import`: a job document of DeepSpeed configs, Trainer arguments, launch commands and accelerate files."""
+"""`dsjob import`: converts DeepSpeed configs, Trainer arguments, launch commands and accelerate files to a document."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from dsjob.importing.sources import SOURCE_KINDS, read_sources
 
 _HEADS = {
     "fill in": "to fill in",
-    "mend": "to mend: dsjob validate refuses it",
-    "conflict": "conflicts that were settled: command line > Trainer arguments > accelerate > DeepSpeed",
-    "not supported": "to mend: not supported by dsjob, so left out or replaced",
-    "unknown": "not known, and left out",
+    "mend": "to fix: dsjob validate reports these as errors",
+    "conflict": "conflicts, resolved by priority: command line > Trainer arguments > accelerate > DeepSpeed",
+    "not supported": "to fix: not supported by dsjob, so left out or replaced",
+    "unknown": "unknown, so left out",
     "left out": "left out",
-    "changed": "carried in other words",
-    "auto": 'what "auto" stands for',
+    "changed": "translated",
+    "auto": 'meaning of "auto"',
 }
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Prints or writes the document; notes are comments at its top, or go to standard error beside JSON."""
+    """Prints or writes the document. Notes are comments at its top; for JSON they go to standard error."""
     args, words = _parse(arguments)
     command = _read_words(words)
     found, wrong = read_sources(args.files, args.kind)
@@ -44,30 +44,30 @@ def main(arguments: list[str], debug: bool) -> int:
         return 0
     _write(args.output, text, args.force)
     open_ends = sum(note.kind in ("fill in", "mend", "not supported") for note in imported.notes)
-    told = f"{len(imported.notes)} notes, {open_ends} of them to do"
-    print(f"{args.output}: {told}; then dsjob validate {args.output}", file=sys.stderr)  # noqa: T201
+    summary = f"{len(imported.notes)} notes, {open_ends} of them need your attention"
+    print(f"{args.output}: {summary}; then run dsjob validate {args.output}", file=sys.stderr)  # noqa: T201
     return 0
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = make_parser(
         "import",
-        "Make a job document of what you have. Where sources differ, the command line wins over Trainer "
-        "arguments, these over accelerate, and all over a DeepSpeed config.",
+        "Convert files of other tools to a job document. If sources contradict each other, the command line takes "
+        "precedence over Trainer arguments, these over accelerate files, and all of them over a DeepSpeed config.",
         (
             "dsjob import ds_config.json",
-            "dsjob import ds_config.json trainer_args.json --out job.yaml",
+            "dsjob import ds_config.json trainer_args.json --output job.yaml",
             "dsjob import -- deepspeed --num_gpus 8 train.py --deepspeed ds_config.json",
         ),
         usage="dsjob import [options] FILE... [-- COMMAND ...]",
     )
     parser.add_argument(
-        "files", nargs="*", metavar="FILE", help="DeepSpeed config, Trainer arguments as JSON, text with the launch "
-        "command, or accelerate file; a path, a URL, or - (standard input)"
+        "files", nargs="*", metavar="FILE", help="a DeepSpeed config, Trainer arguments as JSON, a text file with the "
+        "launch command, or an accelerate file; a path, a URL, or - (standard input)"
     )  # fmt: skip
-    parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
-    parser.add_argument("--output", "-o", metavar="FILE", help="write the document there")
-    parser.add_argument("--force", action="store_true", help="replace a file that is there already")
+    parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="output format (default: yaml)")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the document to this file")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--kind", choices=SOURCE_KINDS, help="the type of FILEs that cannot be detected")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     return parser.parse_intermixed_args(arguments[:cut]), arguments[cut + 1 :]
@@ -78,20 +78,20 @@ def _read_words(words: list[str]) -> Command | None:
         return None
     command = read_command([Word(word, "command line") for word in words])
     if command is None:
-        hint = "it starts with deepspeed, torchrun, accelerate launch or python"
-        raise UsageError(f"{' '.join(words)[:60]} is no launch command", hint=hint)
+        hint = "it must start with deepspeed, torchrun, accelerate launch or python"
+        raise UsageError(f"not a launch command: {' '.join(words)[:60]}", hint=hint)
     return command
 
 
 def _list_notes(notes: tuple[Note, ...]) -> list[str]:
-    """The notes under a heading for each kind."""
+    """The notes, grouped by kind under headings."""
     lines = []
     for kind in KINDS:
         of_kind = [note for note in notes if note.kind == kind]
         if of_kind:
             lines.append(f"{_HEADS[kind]}:")
             lines += [f"  {note.place}: {note.message}" if note.place else f"  {note.message}" for note in of_kind]
-    return [make_printable(line) for line in lines]  # YAML ends a comment at more than a newline
+    return [make_printable(line) for line in lines]  # other characters than a newline also end a YAML comment
 
 
 def _as_yaml(imported: Imported) -> str:
@@ -114,4 +114,4 @@ def _write(url: str, text: str, force: bool) -> None:
     try:
         storage.create_bytes(url, text.encode())
     except FileExistsError:
-        raise UsageError(f"{url} exists already", hint="--force replaces it") from None
+        raise UsageError(f"{url} already exists", hint="--force overwrites it") from None

@@ -1,4 +1,4 @@
-"""`dsjob init`: a small project that trains at once, to be changed into one's own."""
+"""`dsjob init`: creates a small project that is ready to train, as a starting point for one's own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from torch.utils.data import Dataset
 
 
 class Circles(Dataset[dict[str, Tensor]]):
-    """Points in a square, which lie in a circle or outside."""
+    """Points in a square; the label is 1 for points inside a circle and 0 outside."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.points = 2 * torch.rand(size, 2, generator=torch.Generator().manual_seed(seed)) - 1
@@ -66,7 +66,7 @@ class Circles(Dataset[dict[str, Tensor]]):
 '''
 
 _METRIC = '''\
-"""A metric: a function of a batch, which dsjob averages over the evaluation set."""
+"""A metric: a function of outputs and batch. dsjob averages it over the evaluation set."""
 
 from torch import Tensor
 
@@ -76,7 +76,7 @@ def accuracy(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
 '''
 
 _CALLBACK = '''\
-"""A callback: code of your own that runs beside training. Checkpoints keep what `state_dict` returns."""
+"""A callback: your own code that runs during training. Checkpoints store what `state_dict` returns."""
 
 from collections.abc import Mapping
 
@@ -84,7 +84,7 @@ from dsjob import Callback, RunView
 
 
 class Record(Callback):
-    """Tells of each evaluation that is better than all before it."""
+    """Reports each evaluation that is better than all earlier ones."""
 
     def __init__(self) -> None:
         self.best = 0.0
@@ -102,7 +102,7 @@ class Record(Callback):
 '''
 
 _TEST = '''\
-"""pytest runs these."""
+"""Tests for pytest."""
 
 from pathlib import Path
 
@@ -133,19 +133,21 @@ FILES = {
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Writes the files, and says what to do with them."""
+    """Writes the files and prints the next commands."""
     parser = make_parser(
         "init",
-        "Write a small project that trains at once: a job file, a model, data, a metric, a callback and a test.",
+        "Create a small project that is ready to train: a job file, a model, data, a metric, a callback and a test.",
         ("dsjob init", "dsjob init my_folder"),
     )
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="where to (the current folder)")
+    parser.add_argument(
+        "folder", nargs="?", default=".", metavar="FOLDER", help="folder to write to (default: the current one)"
+    )
     folder = parser.parse_args(arguments).folder
     there = [name for name in FILES if os.path.lexists(os.path.join(folder, name))]
     if there:
         raise UsageError(
             f"{folder} already has {', '.join(there)}; nothing was written",
-            hint="name another folder: dsjob init FOLDER",
+            hint="use another folder: dsjob init FOLDER",
         )
     try:
         for name, text in FILES.items():
@@ -155,7 +157,7 @@ def main(arguments: list[str], debug: bool) -> int:
                 file.write(text)
             print(f"wrote {os.path.normpath(path)}")  # noqa: T201
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}", hint="name another folder") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}", hint="use another folder") from error
     enter = "" if os.path.normpath(folder) == "." else f"cd {folder} && "
     lines = (("train", "dsjob job.yaml"), ("test", "pytest"), ("check", "dsjob validate --deep job.yaml"))
     print("next", *(f"  {name:<10} {enter}{command}" for name, command in lines), sep="\n")  # noqa: T201

@@ -1,4 +1,4 @@
-"""What commands print: YAML that `document` reads back as it was."""
+"""YAML output of commands, in a form that `document` reads back unchanged."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import yaml
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML writes YAML 1.1, where 1e-3 is a string; in 1.2, which is read here, it is a number."""
+    """PyYAML writes YAML 1.1, where 1e-3 is a string. dsjob reads YAML 1.2, where it is a number."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """A string, in quotes where it could be taken for a number."""
+        """A string, quoted if it could be read as a number."""
         return self.represent_scalar(
             "tag:yaml.org,2002:str", text, style="'" if re.match(r"[-+]?\.?\d", text) else None
         )

@@ -1,4 +1,5 @@
-"""Overrides that are not written as `key=value`: named before a parser calls them files or unknown flags."""
+"""Overrides that are not written as `key=value`. They are reported here, before a parser takes them for files or
+unknown flags."""
 
 from __future__ import annotations
 
@@ -14,23 +15,24 @@ _FLAG = re.compile(r"--?([A-Za-z]\w*(?:\.\w+)*)(?:[= ](.*))?", re.DOTALL)
 _WORD = re.compile(r"([A-Za-z]\w*(?:\.\w+)+)[:=]?")
 
 _FILES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
-_FLAGS = {"offload", "strict"}  # of commands, that are called like one key of the document
+_FLAGS = {"offload", "strict"}  # flags of commands that have the same name as a key of the document
 
 
 def is_override(word: str) -> bool:
-    """Whether a word of the command line is an override, not the name of a file."""
+    """Whether a word of the command line is an override and not the name of a file."""
     key, is_pair, _ = word.partition("=")
     return word[:1] in ("~", "+") or bool(is_pair and not re.search("://|::", key) and not os.path.exists(word))
 
 
 def require_overrides(arguments: Sequence[str]) -> None:
-    """Raises UsageError for `trainer.max_steps 300`, `--trainer.max_steps=300` and the like, with the corrected words.
+    """Raises UsageError for `trainer.max_steps 300`, `--trainer.max_steps=300` and the like; the hint is the correct
+    override.
 
-    Other flags and words are left to the parser of the command.
+    The parser of the command handles all other flags and words.
     """
     for number, argument in enumerate(arguments):
         flag, word = _FLAG.fullmatch(argument), _WORD.fullmatch(argument)
-        # A word behind a flag may be the flag's value.
+        # A word after a flag may be the flag's value.
         before = arguments[number - 1] if number else ""
         if word and (os.path.exists(argument) or argument.endswith(_FILES) or before.startswith("-")):
             continue
@@ -51,7 +53,7 @@ def _is_value(text: str) -> bool:
 
 
 def _find_key(dotted: str) -> Path | None:
-    """The key of a job document that a word names: in full, or by its last part where only one key is called so."""
+    """The path of the key that a word names: by its full path, or by its last part if only one key has that name."""
     from dsjob.contract import schema as contract
 
     schema, parts = contract.job_schema(), dotted.split(".")

@@ -1,4 +1,4 @@
-"""`dsjob plan`: what a job needs, from its document alone: memory, communication, checkpoints, steps, rates."""
+"""`dsjob plan`: predicts from its document what a job needs: memory, communication, checkpoints, steps, rates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(arguments: list[str], debug: bool) -> int:
     """Plans, and prints text or JSON."""
     args = _parse(arguments)
     if args.require_fit and args.device_memory is None:
-        raise UsageError("--require-fit needs to know what has to suffice", hint="add --device-memory 80GiB")
+        raise UsageError("--require-fit needs --device-memory", hint="for example --device-memory 80GiB")
     allow_protocols(args.trust)
     file, overrides = split_source(args.source, bare=args.params is not None)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
@@ -44,7 +44,7 @@ def main(arguments: list[str], debug: bool) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser(
         "plan",
-        "What a job needs, from its document alone, before any GPU.",
+        "Predict from its document what a job needs, and whether it fits, before you use a GPU.",
         (
             "dsjob plan cfg.yaml",
             "dsjob plan cfg.yaml --world-size 8 --device-memory 80GiB --require-fit",
@@ -55,23 +55,32 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "source", nargs="*", metavar="FILE|+recipe=NAME|key=value", help="what to plan, as for dsjob run"
     )
     parser.add_argument(
-        "--params", type=_parse_parameters, metavar="N", help="parameters (7e9, 7B, 350M) in place of the model"
+        "--params",
+        type=_parse_parameters,
+        metavar="N",
+        help="plan for this number of parameters (7e9, 7B, 350M) instead of the model",
     )
-    parser.add_argument("--world-size", type=parse_count, metavar="N", help="ranks to plan for (launcher.nproc)")
-    parser.add_argument("--device-memory", type=_parse_size, metavar="SIZE", help="memory of a device: 80GiB")
-    own = "memory of a machine, which launcher.nproc ranks share (this one's)"
+    parser.add_argument(
+        "--world-size", type=parse_count, metavar="N", help="number of ranks to plan for (default: launch.nproc)"
+    )
+    parser.add_argument(
+        "--device-memory", type=_parse_size, metavar="SIZE", help="memory of a device, for example 80GiB"
+    )
+    own = "memory of a machine, which launch.nproc ranks share (default: that of this machine)"
     parser.add_argument("--host-memory", type=_parse_size, metavar="SIZE", help=own)
-    parser.add_argument("--offload", choices=_OFFLOADS, help="offload, whatever the document says")
-    parser.add_argument("--sweep-stages", action="store_true", help="a table of ZeRO stage x offload x micro batch")
-    parser.add_argument("--require-fit", action="store_true", help="exit with 3 where it does not fit")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--offload", choices=_OFFLOADS, help="what to offload, instead of the document's setting")
+    parser.add_argument(
+        "--sweep-stages", action="store_true", help="also print a table of ZeRO stage x offload x micro batch"
+    )
+    parser.add_argument("--require-fit", action="store_true", help="exit with code 3 if the job does not fit")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
     add_arguments(parser)
     return parser.parse_intermixed_args(arguments)
 
 
 def _parse_parameters(text: str) -> int:
-    """7e9, 7B, 350M or 124000000 as a number."""
+    """The number that 7e9, 7B, 350M or 124000000 stands for."""
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
     unit = units.get(text[-1:].upper())
     try:
@@ -96,17 +105,17 @@ def _parse_size(text: str) -> int:
 
 
 def _explain(plan: Plan) -> FitError:
-    """What does not fit, which item is the biggest, and what would help."""
+    """The error for a job that does not fit: names the biggest item, and single changes that would make it fit."""
     assert plan.limit is not None
     memory = plan.memory
     moment = memory.peak_moment
     biggest = max((item for item in memory.items if item.place == "device"), key=lambda item: getattr(item, moment))
     remedies = find_remedies(plan.job, plan.limit, None if plan.activations.on else plan.activations.with_checkpointing)
     return FitError(
-        f"it does not fit: a rank needs {show_bytes(memory.peak)}, a device has {show_bytes(plan.limit)}; "
+        f"the job does not fit: a rank needs {show_bytes(memory.peak)}, a device has {show_bytes(plan.limit)}; "
         f"the biggest item is {biggest.name}, {show_bytes(getattr(biggest, moment))}",
         hint=f"any of these would make it fit: {'; '.join(remedies)}"
         if remedies
-        else "no smaller micro batch, higher stage or number of ranks up to 4,096 would make it fit: a smaller model, "
-        "or several of these together",
+        else "no single change to micro batch, stage or number of ranks (up to 4,096) would make it fit: "
+        "combine several of them, or use a smaller model",
     )

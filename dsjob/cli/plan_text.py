@@ -1,4 +1,4 @@
-"""A plan as text: tables of rich, plain where nobody watches a terminal."""
+"""A plan as text: rich tables, which are plain text if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dsjob.planning.report import Activations, Plan, show_bytes
 
 
 def print_plan(plan: Plan, rows: Sequence[Row]) -> None:
-    """Prints everything that is known; `rows` of the sweep where it was asked for."""
+    """Prints the plan. `rows`: the table of `--sweep-stages`, or empty."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120)  # nobody's lines end at 80 columns in a file
+        console = Console(highlight=False, width=120)  # files need not be limited to 80 columns
     _print_pairs(console, f"dsjob plan {plan.name}", _describe_job(plan))
     _print_memory(console, plan)
     _print_pairs(console, "", _describe_rest(plan))
@@ -60,7 +60,7 @@ def _describe_job(plan: Plan) -> list[tuple[str, str]]:
 
 def _print_memory(console: Console, plan: Plan) -> None:
     memory = plan.memory
-    table = Table(title="memory of a rank", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(title="memory per rank", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     for name in MOMENTS:
         table.add_column(name, justify="right", no_wrap=True)
@@ -84,24 +84,24 @@ def _print_memory(console: Console, plan: Plan) -> None:
 def _verdict(plan: Plan) -> str:
     if plan.limit is None:
         return f"peak {show_bytes(plan.memory.peak)}"
-    known = ", activations not counted" if plan.job.activations is None else ""
-    return ("fits into " if plan.fits else "does not fit into ") + show_bytes(plan.limit) + known
+    known = ", not counting activations" if plan.job.activations is None else ""
+    return ("fits in " if plan.fits else "does not fit in ") + show_bytes(plan.limit) + known
 
 
 def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
     saved, course, activations = plan.checkpoint, plan.course, plan.activations
-    pairs = [("model states", f"{show_bytes(plan.memory.states)} a rank as the optimizer steps")]
+    pairs = [("model states", f"{show_bytes(plan.memory.states)} per rank when the optimizer steps")]
     if activations.whole is not None:
         pairs.append(("activations", _describe_activations(activations)))
-    pairs.append(("host at start", f"{show_bytes(plan.building)} a rank: each builds the whole model"))
+    pairs.append(("host at start", f"{show_bytes(plan.building)} per rank: each rank builds the whole model"))
     for transfer in plan.communication:
         sent = f"{show_bytes(transfer.sent)} sent by each rank"
-        pairs.append((transfer.collective, f"{show_bytes(transfer.bytes)} of {transfer.what} a step; {sent}"))
+        pairs.append((transfer.collective, f"{show_bytes(transfer.bytes)} of {transfer.what} per step; {sent}"))
     kept = f", {show_bytes(saved.whole * plan.keep)} for the {plan.keep} that are kept" if plan.keep > 1 else ""
-    written = f"{show_bytes(saved.rank)} written by a rank"
+    written = f"{show_bytes(saved.rank)} written per rank"
     pairs.append(("checkpoint", f"{show_bytes(saved.whole)} of weights and optimizer{kept}; {written}"))
     sizes = f"{show_bytes(saved.fp32)} as fp32, {show_bytes(saved.bf16)} as bf16"
-    pairs.append(("convert", f"weights alone: {sizes}; streamed, so memory does not grow with the model"))
+    pairs.append(("convert", f"weights only: {sizes}; streamed, so memory does not grow with the model"))
     if course.steps_per_epoch is not None:
         pairs.append(("epoch", f"{course.steps_per_epoch:,} steps over {course.samples:,} samples"))
     if course.steps is not None:
@@ -115,13 +115,13 @@ def _describe_activations(activations: Activations) -> str:
     if again is None:
         return whole
     if activations.on:
-        return f"{show_bytes(again)} with blocks computed again, {whole} without"
+        return f"{show_bytes(again)} with recomputed blocks, {whole} without"
     return f"{whole}, or {show_bytes(again)} with activation_checkpointing.mode=full"
 
 
 def _print_sweep(console: Console, plan: Plan, rows: Sequence[Row]) -> None:
-    """A rank's peaks by micro batch, without what it keeps on the host; with a limit, what does not fit is marked."""
-    table = Table(title="peak of a rank by micro batch", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    """Prints peaks of device memory per rank, by micro batch. With a limit, those that do not fit are marked."""
+    table = Table(title="peak per rank, by micro batch", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for column in ("stage", "offload", *rows[0].peaks, "host"):
         table.add_column(str(column), justify="left" if column == "offload" else "right", no_wrap=True)
     for row in rows:
@@ -129,7 +129,7 @@ def _print_sweep(console: Console, plan: Plan, rows: Sequence[Row]) -> None:
         table.add_row(str(row.stage), row.offload, *peaks, show_bytes(row.host) if row.host else "")
     console.print(table)
     if plan.limit is not None:
-        console.print(f"x: does not fit into {show_bytes(plan.limit)}")
+        console.print(f"x: does not fit in {show_bytes(plan.limit)}")
 
 
 def _mark(peak: int, limit: int | None) -> str:

@@ -1,4 +1,5 @@
-"""`dsjob run`, and `dsjob` without a command: compose, check, resolve, launch; Hydra's own flags and sweeps."""
+"""`dsjob run`, and `dsjob` without a command: composes, checks, resolves and launches a job. Also handles sweeps and
+Hydra's own flags."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _SWEEP = "optimizer.params.lr=1e-3,3e-4"
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Runs a recipe or a job file, sweeps, or answers one of Hydra's questions."""
+    """Runs a recipe or a job file, runs a sweep, or handles one of Hydra's flags."""
     args = composition.parse_arguments(arguments, add_arguments)
     if args.help:
         sys.stdout.write(make_help().format_help())
@@ -37,7 +38,7 @@ def main(arguments: list[str], debug: bool) -> int:
     trust = grant(file, read_flags(args))
     if args.multirun:
         if file is not None and file.source == STDIN:
-            raise UsageError("a sweep reads its document once for each run: give it a file, not standard input")
+            raise UsageError("a sweep reads its document for each run: pass a file, not standard input")
         from dsjob.cli import sweep
 
         return sweep.main(overrides, file, args.config_dir, debug, trust)
@@ -60,17 +61,17 @@ def main(arguments: list[str], debug: bool) -> int:
     if result.get("status") == "unsaved" and launcher.is_first():
         raise UnsavedError(
             f"the run reached step {result['step']}, but its final state could not be saved: {result['error']}",
-            hint=f"correct the cause, then repeat the steps since the last checkpoint: dsjob run {result['run_dir']}",
+            hint=f"fix the cause, then repeat the steps since the last checkpoint: dsjob run {result['run_dir']}",
         )
     if result.get("checkpoint") and launcher.is_first():
-        _say_next(result, composed, args.config_dir)
+        _print_next(result, composed, args.config_dir)
     if launcher.read_world_size() is not None:
         end_rank(0)
     return 0
 
 
 def make_help() -> argparse.ArgumentParser:
-    """What `dsjob run --help` prints; Hydra's own parser, which reads the words, explains less."""
+    """The parser that only prints `dsjob run --help`. Hydra's parser reads the arguments, but explains less."""
     parser = make_parser(
         "run",
         "Run a job document, a recipe or a sweep, or resume a run. `dsjob` without a command does the same.",
@@ -88,17 +89,17 @@ def make_help() -> argparse.ArgumentParser:
         ("FILE", "a job document: JSON or YAML, a path or URL; - reads standard input"),
         ("FOLDER", "a run's folder: resumes that run, or extends it with trainer.max_steps=N"),
         ("+recipe=NAME", "build on a recipe: quickstart, zero2_gpt, zero3_t5, vision_digits, ..."),
-        ("key=value", "change a value of the document, such as optimizer.params.lr=1e-3; ~key removes one"),
+        ("key=value", "change a value of the document, for example optimizer.params.lr=1e-3; ~key removes one"),
     ):
         parser.add_argument(name, help=text)
     for names, metavar, text in (
         (("--help", "-h"), None, "show this help"),
         (("--multirun", "-m"), None, "sweep: one run for each combination of key=a,b,c"),
-        (("--cfg", "-c"), "job|hydra|all", "print the composed document, and run nothing"),
-        (("--package", "-p"), "PATH", "with --cfg: this section alone"),
-        (("--info", "-i"), "WHAT", "print what Hydra knows, such as searchpath or defaults-tree"),
+        (("--cfg", "-c"), "job|hydra|all", "print the composed document instead of running it"),
+        (("--package", "-p"), "PATH", "with --cfg: only this section"),
+        (("--info", "-i"), "WHAT", "print information from Hydra, for example searchpath or defaults-tree"),
         (("--config-dir", "-cd"), "DIR", "a folder with recipes and groups of your own"),
-        (("--shell-completion", "-sc"), "install=SHELL", "print the completion for bash, fish or zsh"),
+        (("--shell-completion", "-sc"), "install=SHELL", "print the completion script for bash, fish or zsh"),
         (("--hydra-help",), None, "explain Hydra's other flags"),
         (("--debug",), None, "show tracebacks"),
     ):
@@ -111,18 +112,18 @@ def make_help() -> argparse.ArgumentParser:
 
 
 def split_source(words: Sequence[str], *, bare: bool = False) -> tuple[Document | None, list[str]]:
-    """The job file among the arguments, read, and the overrides; `bare` as in `read_source`."""
+    """Reads the job file among the arguments; returns it with the overrides. `bare` as in `read_source`."""
     sources = [word for word in words if not is_override(word)]
     overrides = [word for word in words if word not in sources]
     if not sources:
         return None, overrides
     if len(sources) > 1:
-        raise UsageError(f"one job file at a time, not {', '.join(sources)}")
+        raise UsageError(f"only one job file at a time, not {', '.join(sources)}")
     return read_source(sources[0], overrides, bare=bare)
 
 
-def _say_next(result: dict[str, Any], composed: Composed, config_dir: str | None) -> None:
-    """The commands that a user may want now, ready to be pasted."""
+def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | None) -> None:
+    """Prints commands that a user may want to run next, ready to paste."""
     run_dir, trainer = result["run_dir"], composed.document["trainer"]
     limits = trainer.get("max_steps"), trainer.get("max_epochs")
     longer = train_longer(*limits, step=result["step"], epochs=result.get("epochs"))
@@ -143,9 +144,8 @@ def _say_next(result: dict[str, Any], composed: Composed, config_dir: str | None
 
 def _sweep(composed: Composed) -> str:
     schedule = composed.document.get("scheduler", {}).get("params", {})
-    if (
-        not composed.recipes and "warmup_max_lr" in schedule
-    ):  # a resolved document's own, which goes over the optimizer's
+    # A resolved document has warmup_max_lr, which overrides the optimizer's rate: sweeping that would change nothing.
+    if not composed.recipes and "warmup_max_lr" in schedule:
         return "scheduler.params.warmup_max_lr=1e-3,3e-4"
     own = [name for name, entry in composed.document.get("models", {}).items() if "optimizer" in entry]
     return _SWEEP if "optimizer" in composed.document or not own else f"models.{own[0]}.{_SWEEP}"
@@ -157,6 +157,6 @@ def _print_yaml(document: dict[str, Any], package: str | None) -> None:
     value: Any = hide_secrets(document)
     for part in package.split(".") if package and package != "_global_" else []:
         if not isinstance(value, dict) or part not in value:
-            raise UsageError(f"there is no {package} in the document")
+            raise UsageError(f"the document has no {package}")
         value = value[part]
     sys.stdout.write(to_yaml(value))

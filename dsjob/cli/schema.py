@@ -1,4 +1,4 @@
-"""`dsjob schema`: the published schema, or the part of it at a dotted path, for editors (JSON) or people (text)."""
+"""`dsjob schema`: prints the published schema, or a part of it, for editors (JSON) or people (text)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from dsjob.contract.views import VIEWS, to_json_schema
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Prints a JSON Schema document without references to others, or text."""
+    """Prints a self-contained JSON Schema document, or text."""
     parser = make_parser(
         "schema",
-        "Print the schema of job documents, or what is known of a key.",
+        "Explain a key of the job document, or print the JSON Schema for editors.",
         (
             "dsjob schema trainer",
             "dsjob schema zero_optimization.stage",
             "dsjob schema > job.schema.json",
         ),
     )
-    parser.add_argument("path", nargs="?", default="", metavar="PATH", help="a section or key: zero_optimization.stage")
+    parser.add_argument(
+        "path", nargs="?", default="", metavar="PATH", help="a section or key, for example zero_optimization.stage"
+    )
     parser.add_argument(
         "--format",
         choices=("json", "text"),
-        help="json for editors, text for people; json of the whole, text of a part",
+        help="json for editors, text for people (default: text for a PATH, otherwise json)",
     )
     parser.add_argument(
         "--view",
         choices=VIEWS,
         default="job",
-        help="the job document; a recipe or group, with defaults and ${...}; a bare DeepSpeed config",
+        help="job: the job document (default); recipe: a recipe or config group, with defaults and ${...}; "
+        "deepspeed: a DeepSpeed config",
     )
     args = parser.parse_args(arguments)
     entries = find(args.view, args.path)
@@ -39,6 +42,6 @@ def main(arguments: list[str], debug: bool) -> int:
         sys.stdout.write("\n".join(to_text(entry) for entry in entries))
         return 0
     schemas = [entry.schema for entry in entries]
-    node = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}  # an argument, as each type takes it
+    node = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}  # an argument of several types: one schema each
     print(json.dumps(to_json_schema(args.view, entries[0].path, node), indent=2))  # noqa: T201
     return 0

@@ -1,5 +1,5 @@
-"""`dsjob show`: the resolved document of a job file or recipe with overrides, where its values come from, and how two
-documents differ."""
+"""`dsjob show`: prints the resolved document of a job file or recipe, the origins of its values, or the difference
+between two documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsjob.trust.user import read_environment
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Prints YAML or JSON, or a line for each value."""
+    """Prints YAML or JSON, or one line per value."""
     args = _parse(arguments)
     if args.diff:
         return _show_difference(args)
@@ -43,7 +43,7 @@ def main(arguments: list[str], debug: bool) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser(
         "show",
-        "Print the resolved job document.",
+        "Print the resolved job document: composed, with defaults filled in and batch sizes derived.",
         (
             "dsjob show cfg.yaml trainer.max_steps=100",
             "dsjob show +recipe=quickstart --origins",
@@ -54,13 +54,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "source", nargs="+", metavar="FILE|FOLDER|+recipe=NAME|key=value", help="what to compose, as for dsjob run"
     )
-    parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
-    parser.add_argument("--origins", action="store_true", help="each value with where it came from")
-    parser.add_argument("--changed", action="store_true", help="only what differs from the defaults")
-    parser.add_argument("--diff", action="store_true", help="the difference between two documents or run folders")
+    parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="output format (default: yaml)")
+    parser.add_argument("--origins", action="store_true", help="print where each value comes from")
+    parser.add_argument("--changed", action="store_true", help="print only values that differ from the defaults")
+    parser.add_argument("--diff", action="store_true", help="print how two documents or run folders differ")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with configs of your own")
     parser.add_argument(
-        "--world-size", type=parse_count, metavar="N", help="ranks to resolve the batch sizes for (launcher.nproc)"
+        "--world-size",
+        type=parse_count,
+        metavar="N",
+        help="number of ranks to resolve the batch sizes for (default: launch.nproc)",
     )
     return parser.parse_intermixed_args(arguments)
 
@@ -72,7 +75,7 @@ def _resolve(source: list[str], args: argparse.Namespace) -> tuple[Composed, Res
 
 
 def _list_rows(composed: Composed, resolved: Resolved, *, changed: bool) -> Iterator[tuple[str, Any, str]]:
-    """Path, value and origin of each value; with `changed`, only of those that are not defaults."""
+    """Path, value and origin of each value; with `changed`, only of values that differ from the defaults."""
     schema = contract.job_schema()
     for path, value in _list_leaves(resolved.document, schema):
         if path[0] == "resolved":
@@ -105,7 +108,7 @@ def _find_origin(path: Path, composed: Composed, resolved: Resolved) -> str:
 
 
 def _find_status(path: Path, document: dict[str, Any], schema: contract.Schema) -> str:
-    """What becomes of a key that has no use of its own here."""
+    """A remark on a key that has no effect or is mapped to another one; otherwise empty."""
     below = contract.find_at(schema, path, document)
     status = {"no-effect": "no effect here", "mapped": "maps to"}.get(below.get("x-status", ""))
     return f" ({status}: {below.get('x-note')})" if status else ""

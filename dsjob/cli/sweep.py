@@ -1,4 +1,4 @@
-"""`dsjob -m`: Hydra's multirun of jobs, and the table of what came of them."""
+"""`dsjob -m`: a sweep of jobs with Hydra's multirun, and the table of its results."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ from dsjob.trust.frames import describe_failure
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import read_environment
 
-# How the sweep reaches its runs, which a launcher may start in other processes.
+# Settings of the sweep are passed to its runs through the environment, because Hydra's launchers may start the runs in
+# other processes.
 _ID_VARIABLE, _TRUST_VARIABLE = "DSJOB_SWEEP_ID", "DSJOB_SWEEP_TRUST"
 _OPTUNA = "hydra/sweeper=optuna"
 _FILE_VARIABLE, _DEBUG_VARIABLE, _DIR_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEEP_DEBUG", "DSJOB_SWEEP_DIR"
 
 
 def main(overrides: list[str], file: Document | None, config_dir: str | None, debug: bool, trust: Trust) -> int:
-    """Sweeps; the exit code is 1 if any run failed.
+    """Runs a sweep; the exit code is 1 if any run failed.
 
-    Of several ranks that somebody else has started, all sweep, and rank 0's runs, results and exit code count.
+    Under torchrun or srun, every rank runs the sweep, but only rank 0's folders, results and exit code count. The other
+    ranks work in temporary folders.
     """
     if not any(override.startswith("hydra/sweeper=") for override in overrides):  # others sample
         require_few_runs(composition.count_runs(overrides))
@@ -71,22 +73,22 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
         return 0
     try:
         composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
-    except UsageError:  # Optuna's way to say that no trial was completed, too
+    except UsageError:  # also raised when Optuna completed no trial, in which case failed runs are still shown
         folder = folder or os.environ.get(_DIR_VARIABLE)
         if folder is None or not _collect(folder):
             raise
     folder = folder or os.environ[_DIR_VARIABLE]
     results = _collect(folder)
     if not results:
-        raise LaunchError(f"no run of the sweep has left a result in {folder}")
+        raise LaunchError(f"no run of the sweep left a result in {folder}")
     _print_table(folder, results)
     return 0 if all(entry["status"] == "done" for entry in results.values()) else 1
 
 
 def _settle_optuna(overrides: list[str], document: dict[str, Any]) -> list[str]:
-    """What Optuna's sweeper has to know: which way is better, and that trials which fail do not end the study.
+    """Overrides for Optuna's sweeper: the direction of the objective, and that failed trials do not end the study.
 
-    Raises UsageError where the document and `hydra.sweeper.direction` contradict one another.
+    Raises UsageError if the document and `hydra.sweeper.direction` contradict each other.
     """
     if _OPTUNA not in overrides:
         return []
@@ -97,28 +99,28 @@ def _settle_optuna(overrides: list[str], document: dict[str, Any]) -> list[str]:
     if best and direction in ("minimize", "maximize") and direction != meant:
         raise UsageError(
             f"hydra.sweeper.direction={direction} contradicts checkpoint.best.mode: {best.get('mode', 'min')}",
-            hint=f"leave it out, or checkpoint.best.mode={direction[:3]}",
+            hint=f"leave it out, or set checkpoint.best.mode={direction[:3]}",
         )
     chosen = {"hydra.sweeper.direction": meant, "hydra.sweeper.max_failure_rate": "1"}
     return [f"{key}={value}" for key, value in chosen.items() if key not in given]
 
 
 def _read_objective(document: dict[str, Any], result: dict[str, Any]) -> float:
-    """What sweepers compare runs by: the last value of the metric that checkpoint.best names, else the evaluation's
-    loss, or without one that of training. Raises ContractError where the run has no such metric."""
+    """The number by which sweepers compare runs: the last value of checkpoint.best.metric; if that is not set, of the
+    evaluation loss; without evaluations, of the training loss. Raises ContractError if the run has no such metric."""
     metrics = result.get("metrics", {})
     best = document.get("checkpoint", {}).get("best")
     name = best.get("metric", "eval/loss") if best else "eval/loss" if "eval/loss" in metrics else "loss"
     if name not in metrics:
-        raise ContractError(f"the run gave no {name}, by which checkpoint.best has the sweep compare runs")
+        raise ContractError(f"the run reported no {name}, but the sweep compares runs by it (checkpoint.best.metric)")
     return float(metrics[name])
 
 
 def _refuse_secrets(overrides: list[str]) -> None:
-    """Raises DocumentError for those of any run, before Hydra prints and writes down what the runs are given."""
-    hint = "NAME in the environment, and KEY='${oc.env:NAME}'"
+    """Raises DocumentError for secrets in the overrides of any run, before Hydra prints and saves the overrides."""
+    hint = "put it in an environment variable and write KEY='${oc.env:NAME}'"
     problems = [
-        Problem("is refused: a secret may not stand in an override", path, "secret-in-document", hint, "command line")
+        Problem("is refused: overrides may not contain secrets", path, "secret-in-document", hint, "command line")
         for path in composition.find_literal_secrets(overrides)
     ]
     if problems:
@@ -126,16 +128,16 @@ def _refuse_secrets(overrides: list[str]) -> None:
 
 
 def _refuse_secrets_composed(first: Composed) -> None:
-    """Raises DocumentError for those that the first run has of its recipes, and most likely every run."""
+    """Raises DocumentError for secrets in the first run's composed document, which the other runs most likely share."""
     found = [*RULES["secret-in-document"].find(first.document), *RULES["secret-in-url"].find(first.document)]
     if problems := place_problems(found, first.locate):
         raise DocumentError(problems)
 
 
 def _choose_folder(overrides: list[str], document: dict[str, Any]) -> str | None:
-    """The folder of the sweep: where a single run would put its output; the runs are numbered below it.
+    """The folder of the sweep: the one that a single run would use, with numbered folders for the runs below it.
 
-    None where the user has chosen hydra.sweep.dir, which Hydra then fills in.
+    None if the user has set hydra.sweep.dir, which Hydra resolves later.
     """
     if any(override.startswith("hydra.sweep.dir=") for override in overrides):
         return None
@@ -144,9 +146,9 @@ def _choose_folder(overrides: list[str], document: dict[str, Any]) -> str | None
 
 
 def run_one(config: DictConfig) -> float:
-    """One run of a sweep, as Hydra's launchers call it, maybe in another process; returns what sweepers minimise.
+    """One run of a sweep, called by Hydra's launchers, possibly in another process. Returns the sweeper's objective.
 
-    A run that fails is written down and returns nan, so that sweeper and launcher go on with the next.
+    A run that fails is recorded and returns nan, so that sweeper and launcher continue with the next one.
     """
     hydra = HydraConfig.get()
     run_dir = os.path.relpath(hydra.runtime.output_dir)
@@ -156,14 +158,14 @@ def run_one(config: DictConfig) -> float:
     trust = Trust.from_text(os.environ[_TRUST_VARIABLE])
     allow_protocols(trust.prefixes)
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
-    told = [override for override in given if not override.startswith("+job_file=")]
+    shown = [override for override in given if not override.startswith("+job_file=")]
     if launcher.is_first():
-        print(f"\n== run {hydra.job.num}: {' '.join(told)}", flush=True)  # noqa: T201
-    before = read_result(run_dir).get("overrides", told)
-    if before != told:  # it would go on in that folder with the values of another run
+        print(f"\n== run {hydra.job.num}: {' '.join(shown)}", flush=True)  # noqa: T201
+    before = read_result(run_dir).get("overrides", shown)
+    if before != shown:  # it would resume a run with other values
         print(f"dsjob: error: {run_dir} holds the run with {' '.join(before)}", file=sys.stderr)  # noqa: T201
         print("  choose another output.dir, or leave it out", file=sys.stderr)  # noqa: T201
-        raise SystemExit(2)  # no Exception: Hydra would go on with the next run
+        raise SystemExit(2)  # after an Exception, Hydra would continue with the next run
     try:
         source = os.environ.get(_FILE_VARIABLE)
         composed = composition.finish(config, read_document(source) if source else None, read_environment())
@@ -171,18 +173,18 @@ def run_one(config: DictConfig) -> float:
         objective = _read_objective(composed.document, result) if launcher.is_first() else 0.0
     except (Interrupted, Preempted) as error:
         print(f"dsjob: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        raise SystemExit(error.exit_code) from error  # no Exception: Hydra would go on with the next run
+        raise SystemExit(error.exit_code) from error  # after an Exception, Hydra would continue with the next run
     except Exception as error:
         known = isinstance(error, DsjobError)
         message = mask(str(error) if known else describe_failure(error))
         if not known and os.environ.get(_DEBUG_VARIABLE):
             traceback.print_exc()
         print(f"dsjob: error: {message}", file=sys.stderr, flush=True)  # noqa: T201
-        _write(run_dir, {"status": "failed", "error": message, "overrides": told})
+        _write(run_dir, {"status": "failed", "error": message, "overrides": shown})
         if hydra.runtime.choices.get("hydra/sweeper") == "optuna":
-            raise  # it counts this trial as failed, and would be stopped by nan
+            raise  # Optuna counts the trial as failed, whereas nan would stop the study
         return math.nan
-    _write(run_dir, {**result, "overrides": told})
+    _write(run_dir, {**result, "overrides": shown})
     return objective
 
 
@@ -191,7 +193,7 @@ def _write(run_dir: str, result: dict[str, Any]) -> None:
 
 
 def _collect(folder: str) -> dict[str, dict[str, Any]]:
-    """The results of this sweep's runs, by the names of their folders below the sweep's."""
+    """The results of this sweep's runs, by the names of their folders in the sweep's folder."""
     found = {}
     for root, _, files in sorted(os.walk(folder)):
         result = read_result(root) if RESULT_NAME in files else {}
@@ -201,7 +203,7 @@ def _collect(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def _print_table(folder: str, results: dict[str, dict[str, Any]]) -> None:
-    """A row for each run: the overrides in which runs differ, how it ended, its last metrics; then what went wrong."""
+    """Prints a row per run: the overrides that differ between runs, the status, the last metrics. Then the errors."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -215,8 +217,8 @@ def _print_table(folder: str, results: dict[str, dict[str, Any]]) -> None:
     for run, entry in results.items():
         metrics = entry.get("metrics", {})
         values = [f"{metrics[name]:.4f}" if name in metrics else "" for name in names]
-        told = " ".join(override for override in entry["overrides"] if override not in common)
-        table.add_row(run, told, entry["status"], str(entry.get("step", "")), *values)
+        own = " ".join(override for override in entry["overrides"] if override not in common)
+        table.add_row(run, own, entry["status"], str(entry.get("step", "")), *values)
     console.print(table)
     for run, entry in results.items():
         if "error" in entry:

@@ -1,4 +1,4 @@
-"""`dsjob validate`: every problem of every document at once, without Hydra and without torch."""
+"""`dsjob validate`: reports all problems of all documents at once, without importing Hydra or torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsjob.trust.user import config_path, read_config
 
 
 def main(arguments: list[str], debug: bool) -> int:
-    """Prints the problems; 0 where there is no error, 2 where there is."""
+    """Prints the problems. Returns 2 if there is an error, otherwise 0."""
     args = _parse(arguments)
     if args.explain is not None:
         _explain(args.explain)
@@ -26,11 +26,12 @@ def main(arguments: list[str], debug: bool) -> int:
     overrides = [word for word in args.files if is_override(word)]
     args.files = [word for word in args.files if word not in overrides]
     if not args.files:
-        hint = f"dsjob show {' '.join(overrides)} checks a recipe" if overrides else "dsjob validate cfg.json"
+        hint = f"to check a recipe, use dsjob show {' '.join(overrides)}" if overrides else "dsjob validate cfg.json"
         raise UsageError("dsjob validate needs a file", hint=f"{hint}; - reads standard input")
     if overrides and len(args.files) > 1:
-        raise UsageError(f"overrides go with one document, not with {len(args.files)}", hint=f"first: {overrides[0]}")
-    read_config(config_path())  # what is wrong there is wrong with no document
+        message = f"overrides need exactly one document, not {len(args.files)}"
+        raise UsageError(message, hint=f"the first override is {overrides[0]}")
+    read_config(config_path())  # a mistake in the user's own config file is no problem of a document: raise it here
     found: list[Problem] = []
     for url in args.files:
         problems, texts = validate_file(url, args.world_size, read_flags(args) if args.deep else None, overrides)
@@ -60,16 +61,19 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "files",
         nargs="*",
         metavar="FILE|key=value",
-        help="JSON or YAML: a path, a URL, or - (standard input); with one job document also overrides",
+        help="JSON or YAML: a path, a URL, or - (standard input); with a single job document, also overrides",
     )
     parser.add_argument(
-        "--world-size", type=parse_count, metavar="N", help="ranks to check the batch sizes for (launch.nproc)"
+        "--world-size",
+        type=parse_count,
+        metavar="N",
+        help="ranks to check the batch sizes for (default: launch.nproc)",
     )
-    parser.add_argument("--format", choices=report.FORMATS, default="text", help="how to print problems (text)")
-    parser.add_argument("--deep", action="store_true", help="import what the document names, and check its arguments")
+    parser.add_argument("--format", choices=report.FORMATS, default="text", help="output format (default: text)")
+    parser.add_argument("--deep", action="store_true", help="import what the document names, and check the arguments")
     add_arguments(parser)
-    parser.add_argument("--strict", action="store_true", help="warnings are errors")
-    parser.add_argument("--explain", metavar="RULE", help="explain RULE; `all` lists the rules")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    parser.add_argument("--explain", metavar="RULE", help="explain a rule; `all` lists all rules")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -80,7 +84,7 @@ def _explain(rule: str) -> None:
             from dsjob.contract.hints import suggest
 
             raise UsageError(
-                f"there is no rule {name!r}", hint=suggest(name, list(EXPLANATIONS)) or "--explain all lists them"
+                f"unknown rule {name!r}", hint=suggest(name, list(EXPLANATIONS)) or "--explain all lists the rules"
             )
         level = RULES[name].severity if name in RULES else ""
         print(f"{name}{f' ({level})' if level else ''}: {EXPLANATIONS[name]}")  # noqa: T201
@@ -90,7 +94,8 @@ def _print_text(url: str, problems: list[Problem], texts: Mapping[str, str]) -> 
     for problem in problems:
         stream = sys.stderr if problem.severity == "error" else sys.stdout
         shown = texts.get(problem.source) if stream.isatty() else None
-        print(report.to_text(problem, shown), file=stream, flush=True)  # or two streams in one log change places
+        # Flush each line: errors and warnings go to different streams, and would change places in a shared log.
+        print(report.to_text(problem, shown), file=stream, flush=True)
     errors = any(problem.severity == "error" for problem in problems)
     if not errors:
         counted = report.count_problems(problems)

@@ -421,7 +421,7 @@ def test_gc_deletes_nothing_that_is_no_checkpoint(tmp_path: Path, capsys: pytest
     ckpt("gc", tmp_path)
     assert (mine / "thesis.tex").exists()
     ckpt("gc", tmp_path, "--older-than", "soon", code=2)
-    assert "is no age" in capsys.readouterr().err
+    assert "is not an age" in capsys.readouterr().err
 
 
 def test_sizes_say_what_they_count(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

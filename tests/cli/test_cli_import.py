@@ -98,7 +98,7 @@ def test_a_file_is_replaced_only_when_asked(folder: Path, capsys: pytest.Capture
     (folder / "job.yaml").write_text("mine")
     assert main(["import", "ds.json", "-o", "job.yaml"]) == 2
     assert (folder / "job.yaml").read_text() == "mine"
-    assert "job.yaml exists already" in capsys.readouterr().err
+    assert "job.yaml already exists" in capsys.readouterr().err
     assert main(["import", "ds.json", "-o", "job.yaml", "--force"]) == 0
     assert (folder / "job.yaml").read_text().startswith("# Made by dsjob import.")
 
@@ -108,7 +108,7 @@ def test_a_file_is_replaced_only_when_asked(folder: Path, capsys: pytest.Capture
     [
         ([], "nothing to import"),
         (["no.json"], "no such file"),
-        (["--", "ls", "-l"], "ls -l is no launch command"),
+        (["--", "ls", "-l"], "not a launch command: ls -l"),
         (["ds.json", "-o", "no/where/job.yaml"], "no such file or folder"),
         (["bad.json"], "bad.json:1:7: error[syntax]: expected a value"),
         (["odd.json"], "--kind deepspeed|arguments|command|accelerate"),

@@ -53,7 +53,7 @@ def data(plan: Any) -> Any:
 def test_a_recipe_is_planned_as_text(plan: Any) -> None:
     code, out, err = plan("+recipe=zero2_gpt", "--device-memory", "1GiB", "--sweep-stages")
     assert (code, err) == (0, "")
-    whole = "842,496 parameters", "optimizer state", "activations", "fits into 1 GiB", "all-gather", "reduce-scatter"
+    whole = "842,496 parameters", "optimizer state", "activations", "fits in 1 GiB", "all-gather", "reduce-scatter"
     whole += "checkpoint", "convert", "steps over", "learning rate", "peak of a rank by micro batch"
     whole += "9.64 MiB of weights and optimizer", "weights alone: 3.21 MiB as fp32"
     assert [part for part in whole if part not in out] == []
@@ -89,7 +89,7 @@ def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(plan: Any) -> 
     assert plan(*arguments)[0] == 0
     code, out, err = plan(*arguments, "--require-fit")
     assert code == 3
-    assert "does not fit into 30 MiB" in out
+    assert "does not fit in 30 MiB" in out
     assert "the biggest item is activations, 70.3 MiB" in err
     assert "trainer.micro_batch=2" in err
     assert plan("+recipe=quickstart", "trainer.micro_batch=2", "--device-memory", "30MiB", "--require-fit")[0] == 0

@@ -89,7 +89,7 @@ def test_overrides_are_checked_as_run_checks_them(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["job.yaml", "job.yaml", "trainer.seed=1"], "overrides go with one document, not with 2"),
+        (["job.yaml", "job.yaml", "trainer.seed=1"], "overrides need exactly one document, not 2"),
         (["+recipe=quickstart"], "dsjob show +recipe=quickstart checks a recipe"),
         (["ds.json", "trainer.seed=1"], "this is a DeepSpeed config: edit it"),
     ],

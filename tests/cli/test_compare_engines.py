@@ -92,8 +92,8 @@ def test_the_table_has_each_step_and_what_it_takes() -> None:
     assert lines[2].split() == ["2", "2.000000", "2.100000", "5.0e-02"]
     assert lines[4:] == [
         "losses differ by more than 0.01: at most 5.0e-02, in step 2",
-        "seconds a step (median)  dsjob 0.1000  deepspeed 0.2000  ratio 0.50",
-        "peak memory of a rank    dsjob 1 MiB  deepspeed 2 MiB",
+        "seconds per step (median)  dsjob 0.1000  deepspeed 0.2000  ratio 0.50",
+        "peak memory per rank       dsjob 1 MiB  deepspeed 2 MiB",
     ]
 
 
