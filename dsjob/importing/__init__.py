@@ -1,5 +1,6 @@
-"""Bringing what people have: DeepSpeed configs, Trainer arguments, launch commands and accelerate files, into one job.
+"""Converts DeepSpeed configs, Trainer arguments, launch commands and accelerate files to one job document.
 
-`sources` reads and recognises files, one module a source maps what they say to keys of the job document, `settle`
-joins it all. Values keep their places throughout. Nothing that a source names is imported.
+`sources` reads files and detects their types, one module per source maps values to keys of the job document, and
+`settle` merges everything. Values keep their places (file and line) throughout. Nothing that a source names is
+imported.
 """

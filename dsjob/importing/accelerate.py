@@ -12,7 +12,7 @@ from dsjob.importing.training_arguments import draft_fsdp_config, draft_sharding
 
 _ZERO = "zero_optimization"
 _NODES = "start dsjob with torchrun on each machine, which sets it"
-# Keys that are carried as they are, in the file's spelling; those of its sections without the section.
+# Keys whose values are copied as they are. Keys inside sections are listed without the section.
 PATHS = {
     "gradient_accumulation_steps": "trainer.grad_accum",
     "gradient_clipping": "gradient_clipping",
@@ -26,7 +26,7 @@ PATHS = {
     "dynamo_use_fullgraph": "compile.fullgraph",
     "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
-# Keys that functions here read.
+# Keys that the functions in this module translate.
 READ = {
     "num_processes": "launch.nproc",
     "num_machines": "launch.nproc",
@@ -41,55 +41,59 @@ READ = {
     "dynamo_config": "",
     "dynamo_backend": "compile.enabled compile.backend",
 }
-# Keys that are not carried: why, and the values that need no note.
+# Keys that are left out: why, and values that need no note.
 LEFT_OUT: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "compute_environment": ("a job runs where it is started", ("LOCAL_MACHINE",)),
+    "compute_environment": ("a job runs on the machine where it is started", ("LOCAL_MACHINE",)),
     "machine_rank": (_NODES, (0,)),
     "main_process_ip": (_NODES, ()),
     "main_process_port": (_NODES, ()),
     "rdzv_backend": (_NODES, ("static", "c10d")),
     "same_network": (_NODES, (True,)),
-    "main_training_function": ("the job document says what to run", ("main",)),
-    "downcast_bf16": ("no TPUs", ("no",)),
+    "main_training_function": ("the job document defines what to run", ("main",)),
+    "downcast_bf16": ("dsjob does not support TPUs", ("no",)),
     "debug": ("dsjob --debug shows tracebacks", ()),
     "enable_cpu_affinity": ("bind ranks with numactl", ()),
     "num_cpu_threads_per_process": ("set OMP_NUM_THREADS", ()),
-    "zero3_init_flag": ("dsjob decides how the model is made", ()),
+    "zero3_init_flag": ("dsjob decides how the model is built", ()),
     "deepspeed_hostfile": (_NODES, ()),
     "deepspeed_multinode_launcher": (_NODES, ("standard",)),
     "deepspeed_inclusion_filter": ("set CUDA_VISIBLE_DEVICES", ()),
     "deepspeed_exclusion_filter": ("set CUDA_VISIBLE_DEVICES", ()),
-    "deepspeed_moe_layer_cls_names": ("blocks are found, not declared", ()),
+    "deepspeed_moe_layer_cls_names": ("dsjob finds the blocks itself", ()),
     "dynamo_use_regional_compilation": ("blocks are compiled one by one", ()),
-    "megatron_lm_config": ("tensor and pipeline parallelism are not carried", ()),
-    "parallelism_config": ("tensor and context parallelism are not carried", ()),
-    "fp8_config": ("no 8-bit floats: bf16.enabled=true", ()),
-    "ipex_config": ("no such backend", ()),
+    "megatron_lm_config": ("tensor and pipeline parallelism are not supported", ()),
+    "parallelism_config": ("tensor and context parallelism are not supported", ()),
+    "fp8_config": ("8-bit floats are not supported: use bf16.enabled=true", ()),
+    "ipex_config": ("dsjob has no such backend", ()),
     "mpirun_config": (_NODES, ()),
-    "tpu_env": ("no TPUs", ()),
-    "tpu_use_cluster": ("no TPUs", ()),
-    "tpu_use_sudo": ("no TPUs", ()),
-    "tpu_name": ("no TPUs", ()),
-    "tpu_zone": ("no TPUs", ()),
-    "command_file": ("a job runs where it is started", ()),
-    "commands": ("a job runs where it is started", ()),
-    "module": ("the job document says what to run", (True,)),
-    "no_python": ("the job document says what to run", (True,)),
-    "quiet": ("what the console shows is dsjob's own", (True,)),
-    "max_restarts": ("start the job again: it goes on", ()),
+    "tpu_env": ("dsjob does not support TPUs", ()),
+    "tpu_use_cluster": ("dsjob does not support TPUs", ()),
+    "tpu_use_sudo": ("dsjob does not support TPUs", ()),
+    "tpu_name": ("dsjob does not support TPUs", ()),
+    "tpu_zone": ("dsjob does not support TPUs", ()),
+    "command_file": ("a job runs on the machine where it is started", ()),
+    "commands": ("a job runs on the machine where it is started", ()),
+    "module": ("the job document defines what to run", (True,)),
+    "no_python": ("the job document defines what to run", (True,)),
+    "quiet": ("dsjob has its own console output", (True,)),
+    "max_restarts": ("start the job again, and it resumes", ()),
 }  # fmt: skip
-_SWITCHES = ("multi_gpu", "use_deepspeed", "use_fsdp")  # of the command; what they switch on has options of its own
+_SWITCHES = (
+    "multi_gpu",
+    "use_deepspeed",
+    "use_fsdp",
+)  # options of the command that enable features with options of their own
 KEYS = frozenset({*PATHS, *READ, *LEFT_OUT})
 _SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config")
 _DEVICES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
-_OTHERS = (  # what else accelerate runs on
+_OTHERS = (  # other devices and strategies of accelerate
     "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU",
     "MEGATRON_LM", "TP",
 )  # fmt: skip
 
 
 def read_settings(content: dict[str, Any], locate: Callable[[Path], str], draft: Draft) -> Iterator[tuple[str, Given]]:
-    """A file's keys as settings: those of its sections by their own names."""
+    """A file's keys as settings. Keys inside sections are listed by their own names, without the section."""
     for key, value in content.items():
         given = Given(value, key, locate((key,)), Rank.ACCELERATE)
         if key not in _SECTIONS:
@@ -98,11 +102,11 @@ def read_settings(content: dict[str, Any], locate: Callable[[Path], str], draft:
             for name, item in value.items():
                 yield name, Given(item, name, locate((key, name)), Rank.ACCELERATE)
         elif value is not None:
-            draft.refuse(given, "must be an object, whose keys are accelerate's")
+            draft.refuse(given, "must be an object with accelerate's keys")
 
 
 def draft_accelerate(settings: Settings, draft: Draft) -> None:
-    """Puts what accelerate's settings say into the draft; the names of other files are left to the caller."""
+    """Adds accelerate's settings to the draft. The caller handles names of other files."""
     for name, given in settings.items():
         if name in PATHS:
             if given.value is not None and not (name.startswith("offload") and given.value == "none"):
@@ -110,10 +114,10 @@ def draft_accelerate(settings: Settings, draft: Draft) -> None:
         elif name in LEFT_OUT:
             about, silent = LEFT_OUT[name]
             if not is_off(given.value) and given.value not in silent:
-                draft.note("left out", f"{given.told}: {about}", given)
+                draft.note("left out", f"{given.label}: {about}", given)
         elif not name.startswith("fsdp_") and name not in READ and name not in (*_SWITCHES, "config_file"):
-            hint = suggest(name, sorted(KEYS)) or "no such key of accelerate is known"
-            draft.note("unknown", f"{given.told}: {hint}", given)
+            hint = suggest(name, sorted(KEYS)) or "unknown key of accelerate"
+            draft.note("unknown", f"{given.label}: {hint}", given)
     _draft_processes(settings, draft)
     _draft_device(settings, draft)
     _draft_precision(settings.get("mixed_precision"), draft)
@@ -136,11 +140,11 @@ def _draft_processes(settings: Settings, draft: Draft) -> None:
             draft.refuse(processes, f"cannot be divided among {nodes} machines", rule="range")
     if machines is not None and nodes > 1:
         draft.nodes = nodes
-        text = f"{machines.told}: start dsjob with torchrun on each machine; launch.nproc is one machine's ranks"
+        text = f"{machines.label}: start dsjob with torchrun on each machine; launch.nproc counts ranks per machine"
         draft.note("left out", text, machines)
     gpus = settings.get("gpu_ids")
     if gpus is not None and gpus.value is not None and gpus.value not in ("all", ""):
-        draft.note("left out", f"{gpus.told}: set CUDA_VISIBLE_DEVICES={gpus.value}", gpus)
+        draft.note("left out", f"{gpus.label}: set CUDA_VISIBLE_DEVICES={gpus.value}", gpus)
 
 
 def _draft_device(settings: Settings, draft: Draft) -> None:
@@ -152,7 +156,7 @@ def _draft_device(settings: Settings, draft: Draft) -> None:
         if kind is not None and kind.value == "MULTI_CPU":
             draft.put("launch.device", kind.to("cpu"))
     elif kind.value in _OTHERS:
-        draft.note("left out", f"{kind.told}: CPU and CUDA are the devices here", kind)
+        draft.note("left out", f"{kind.label}: dsjob runs on CPU or CUDA", kind)
     else:
         hint = suggest(str(kind.value), [*_DEVICES, *_OTHERS])
         draft.refuse(kind, f"must be one of {', '.join((*_DEVICES, *_OTHERS))}", rule="enum", hint=hint)
@@ -162,7 +166,7 @@ def _draft_precision(given: Given | None, draft: Draft) -> None:
     if given is None or is_off(given.value):
         return
     if given.value == "fp8":
-        draft.note("left out", f"{given.told}: no 8-bit floats; bf16.enabled=true instead", given)
+        draft.note("left out", f"{given.label}: 8-bit floats are not supported; use bf16.enabled=true", given)
     elif given.value in ("fp16", "bf16"):
         draft.put(f"{given.value}.enabled", given.to(True))
     else:
@@ -177,9 +181,8 @@ def _draft_fsdp(config: Settings, draft: Draft) -> None:
     rest = {name: given for name, given in config.items() if given.value is not None}
     strategy, offload = rest.pop("fsdp_sharding_strategy", None), rest.pop("fsdp_offload_params", None)
     reshard = rest.get("fsdp_reshard_after_forward")
-    if (
-        reshard is not None and str(reshard.value).lower() in _STRATEGIES.values()
-    ):  # FSDP1's words are also written here
+    # People also write FSDP1's strategies under this key of FSDP2.
+    if reshard is not None and str(reshard.value).lower() in _STRATEGIES.values():
         rest.pop("fsdp_reshard_after_forward")
         strategy = reshard
     if strategy is not None:

@@ -1,6 +1,6 @@
 """Launch commands: the words of a shell line with their places, the launcher's options, the script and its arguments.
 
-Knows quotes, escapes, comments, line continuations and variables that the same file sets; nothing is executed.
+It handles quotes, escapes, comments, line continuations, and variables that the same file sets. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHORT = {"m": "module", "q": "quiet", "H": "hostfile", "i": "include", "e": "ex
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of a command after quotes and variables, and its place."""
+    """A word of a command, with quotes removed and variables expanded, and its place."""
 
     text: str
     place: str
@@ -51,19 +51,19 @@ class Word:
 
 @dataclass
 class Command:
-    """A launch command in its parts."""
+    """The parts of a launch command."""
 
     launcher: str = "python"
     launcher_options: Settings = field(default_factory=dict)
     script: Given | None = None
-    options: list[tuple[str, Given]] = field(default_factory=list)  # in order; a name may come twice
-    files: list[Word] = field(default_factory=list)  # arguments of the script without a name
+    options: list[tuple[str, Given]] = field(default_factory=list)  # in order; a name may occur twice
+    files: list[Word] = field(default_factory=list)  # positional arguments of the script
     environment: Settings = field(default_factory=dict)
-    before: list[Word] = field(default_factory=list)  # what started the launcher: srun, mpirun
+    before: list[Word] = field(default_factory=list)  # the command that started the launcher: srun, mpirun
 
 
 def find_commands(text: str, source: str) -> list[Command]:
-    """The launch commands in a text: a shell script, or a line that somebody has kept."""
+    """The launch commands in a text: a shell script, or a single line."""
     shell = _Shell(text, source, {})
     exported: Settings = {}
     found = []
@@ -92,8 +92,8 @@ class _Shell:
     def __init__(self, text: str, source: str, variables: dict[str, str]) -> None:
         self.text, self.source, self.variables, self.at = text, source, variables, 0
         self.line_starts = [0, *(newline.end() for newline in re.finditer("\n", text))]
-        self.expanded = 0  # characters that variables have brought in
-        self.used: set[str] = set()  # variables that stand in words
+        self.expanded = 0  # characters from expanded variables
+        self.used: set[str] = set()  # variables that occur in words
 
     def commands(self) -> Iterator[list[Word]]:
         while (words := self.command()) is not None:
@@ -153,7 +153,7 @@ class _Shell:
         return Word("".join(parts), self.place(start))
 
     def substitution(self) -> str:
-        """The text of `$(...)` or of what stands between backquotes, as it is: nothing is executed."""
+        """The text of `$(...)` or of a command in backquotes, unchanged: nothing is executed."""
         start, depth = self.at, 0
         end = self.text.find("`", start + 1)
         if self.text[start] == "$":
@@ -169,13 +169,14 @@ class _Shell:
         while end < len(self.text) and self.text[end] != quote:
             end += 2 if quote == '"' and self.text[end] == "\\" else 1
         if end >= len(self.text):
-            raise self.fail("this quote is never closed", f"close it with {quote}")
+            raise self.fail("unclosed quote", f"close it with {quote}")
         inside = self.text[self.at + 1 : end]
         self.at = end + 1
         return inside if quote == "'" else self.expand(re.sub(r"\\([\"\\$`\n])", r"\1", inside))
 
     def expand(self, text: str) -> str:
-        """With the variables that the text has set; others as `$NAME`, since a document reads `${...}` itself."""
+        """`text` with variables replaced that the script sets. Others become `$NAME`, because a document would resolve
+        `${...}` itself."""
 
         def fill(match: re.Match[str]) -> str:
             name = match[1] or match[2]
@@ -183,14 +184,14 @@ class _Shell:
             value = self.variables.get(name, f"${name}")
             self.expanded += len(value)
             if self.expanded > MAX_EXPANSION:
-                raise self.fail(f"variables bring in more than {MAX_EXPANSION:,} characters", "write them out")
+                raise self.fail(f"variables expand to more than {MAX_EXPANSION:,} characters", "write out the values")
             return value
 
         return _VARIABLE.sub(fill, text)
 
 
 def read_command(words: Sequence[Word]) -> Command | None:
-    """The command that the words are; None where they start no program that trains."""
+    """The launch command made of these words; None if they start no training program."""
     command, at = Command(), 0
     while at < len(words) and (match := _ASSIGNMENT.fullmatch(words[at].text)):
         command.environment[match[1]] = Given(match[2], match[1], words[at].place, Rank.COMMAND_LINE)
@@ -256,9 +257,9 @@ def _read_launcher(command: Command, words: Sequence[Word], at: int) -> int:
 
 
 def read_options(words: Sequence[Word]) -> tuple[list[tuple[str, Given]], list[Word]]:
-    """The named arguments of a script, by name with underscores, and those without a name.
+    """The named arguments of a script, by name with underscores, and the positional ones.
 
-    As argparse has it: a name alone is a switch; several words after a name are a list.
+    As in argparse, a name without a value is a switch, and several words after a name are a list.
     """
     options: list[tuple[str, Given]] = []
     rest: list[Word] = []
@@ -285,7 +286,7 @@ def _is_option(text: str) -> bool:
 
 
 def parse_value(text: str) -> Any:
-    """What an argument means: a number, a switch, a JSON object or list, or text."""
+    """The value of an argument: a number, a boolean, a JSON object or list, or text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text in ("None", "null"):

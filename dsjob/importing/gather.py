@@ -1,4 +1,4 @@
-"""From the sources to one draft: which files name which others, and in what order they are asked."""
+"""Collects all sources into one draft: follows files that name others, and applies them in order of priority."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsjob.importing.training_arguments import draft_arguments, fill_settings, s
 
 @dataclass
 class Gathered:
-    """What all sources hold, each kind joined by rank."""
+    """The contents of all sources; sources of the same kind are merged by rank."""
 
     draft: Draft = field(default_factory=Draft)
     configs: list[tuple[dict[str, Any], Callable[[Path], str]]] = field(default_factory=list)
@@ -33,19 +33,20 @@ class Gathered:
     script: Given | None = None
     launched: bool = False
     trainer: bool = False
-    read: dict[str, str] = field(default_factory=dict)  # files by the last part of their names
+    read: dict[str, str] = field(default_factory=dict)  # files that have been read, by base name
 
 
 def import_sources(found: list[Source], command: Command | None = None, wrong: Sequence[Problem] = ()) -> Imported:
-    """One job document of several sources, and the notes. `wrong`: of files that could not be read.
+    """Merges several sources into one job document with notes. `wrong`: problems of files that could not be read.
 
-    Raises DocumentError with every value of every source that cannot be meant, UsageError where there are two launch
-    commands.
+    Raises DocumentError with all invalid values of all sources, and UsageError if there are two launch commands.
     """
     gathered = Gathered(read={os.path.basename(name): name for name in _list_names(found, wrong)})
     commands = [source.command for source in found if source.command] + ([command] if command else [])
     if len(commands) > 1:
-        raise UsageError("two launch commands: one job at a time")
+        raise UsageError(
+            "there are two launch commands, but only one job can be imported at a time", hint="leave one of them out"
+        )
     gathered.draft.problems.update({(problem.place, str(problem)): problem for problem in wrong})
     for source in found:
         _take(source, gathered)
@@ -81,7 +82,7 @@ def _take_command(command: Command, gathered: Gathered, home: str) -> None:
         first = command.before[0]
         words = show(" ".join(word.text for word in command.before))
         origin = Given(None, "", first.place, Rank.DEFAULT)
-        draft.note("left out", f"{words}: start dsjob with it where you need it", origin)
+        draft.note("left out", f"{words}: start dsjob with it if you need it", origin)
     for name, given in command.environment.items():
         draft.note("left out", f"{name}: set it for dsjob too", given)
     for word in command.files:
@@ -97,11 +98,11 @@ def _take_command(command: Command, gathered: Gathered, home: str) -> None:
     join(gathered.arguments, command.options, draft)
     for _, given in command.options:
         if given.is_open:
-            draft.note("fill in", f"{given.told}: {SHELL}", given)
+            draft.note("fill in", f"{given.label}: {SHELL}", given)
 
 
 def _take_word(word: Word, alone: bool, gathered: Gathered, home: str) -> None:
-    """An argument without a name: arguments in a file, where it is `alone` or its content says so."""
+    """Handles a positional argument: a file with arguments, if it is the only argument or its content shows that."""
     given = Given(word.text, "argument", word.place, Rank.COMMAND_LINE)
     is_file = word.text.endswith((".json", ".yaml", ".yml"))
     if is_file and alone:
@@ -114,9 +115,9 @@ def _take_word(word: Word, alone: bool, gathered: Gathered, home: str) -> None:
         if path is not None:
             _take_named(path, gathered)
             return
-    except DsjobError:  # a file of the program's own
+    except DsjobError:  # a file that belongs to the program
         pass
-    gathered.draft.note("unknown", f"{word.text}: an argument without a name", given)
+    gathered.draft.note("unknown", f"{word.text}: a positional argument", given)
 
 
 def _take_named(path: str, gathered: Gathered, kind: sources.SourceKind | None = None) -> None:
@@ -126,7 +127,7 @@ def _take_named(path: str, gathered: Gathered, kind: sources.SourceKind | None =
 
 
 def _name_file(given: Given, gathered: Gathered, home: str, kind: sources.SourceKind) -> None:
-    """Reads a file that a source names, unless it was given itself; nothing is fetched from the network."""
+    """Reads a file that a source names, unless it was also passed directly. Nothing is fetched from the network."""
     name = str(given.value)
     if not isinstance(given.value, str):
         gathered.draft.refuse(given, "must be the name of a file")
@@ -134,20 +135,21 @@ def _name_file(given: Given, gathered: Gathered, home: str, kind: sources.Source
     path, before = sources.find_beside(name, home), gathered.read.get(os.path.basename(name))
     if before is not None:
         if path is not None and storage.is_local(before) and not os.path.samefile(path, storage.local_path(before)):
-            gathered.draft.note("changed", f"{given.told}: {before}, which was given, is read in its place", given)
+            text = f"{given.label}: {before} is read instead, because it was passed directly"
+            gathered.draft.note("changed", text, given)
     elif path is not None:
         _read_named(path, given, gathered, kind)
     elif given.is_open:
-        gathered.draft.note("fill in", f"{given.told}: give that file as another FILE, to have it read", given)
+        gathered.draft.note("fill in", f"{given.label}: to import that file too, pass it as another FILE", given)
     elif not storage.is_local(name):
-        text = f"nothing that a source names is fetched; give it as a FILE: dsjob import {name} ..."
-        gathered.draft.note("left out", f"{given.told}: {text}", given)
+        text = f"files that a source names are not fetched; pass it as a FILE: dsjob import {name} ..."
+        gathered.draft.note("left out", f"{given.label}: {text}", given)
     elif not storage.is_local(home):
-        text = "a file from the network has none read here; give it as another FILE"
-        gathered.draft.note("left out", f"{given.told}: {text}", given)
+        text = "a file from the network may not name local files; pass it as another FILE"
+        gathered.draft.note("left out", f"{given.label}: {text}", given)
     else:
-        hint = "correct the name, or give the file as another FILE"
-        gathered.draft.refuse(given, "there is no such file here", rule="unreadable", hint=hint)
+        hint = "correct the name, or pass the file as another FILE"
+        gathered.draft.refuse(given, "no such file", rule="unreadable", hint=hint)
 
 
 def _read_named(path: str, given: Given, gathered: Gathered, kind: sources.SourceKind) -> None:
@@ -161,7 +163,7 @@ def _read_named(path: str, given: Given, gathered: Gathered, kind: sources.Sourc
 
 
 def _follow(gathered: Gathered) -> None:
-    """Reads the DeepSpeed configs that arguments and accelerate name."""
+    """Reads the DeepSpeed configs that arguments and accelerate files name."""
     for settings, names in (
         (gathered.accelerate, ("deepspeed_config_file",)),
         (gathered.arguments, ("deepspeed", "deepspeed_config")),
@@ -175,7 +177,7 @@ def _follow(gathered: Gathered) -> None:
 
 
 def _locate_at(place: str) -> Callable[[Path], str]:
-    """All that is in an object at the place of the object."""
+    """Places all values inside an object at the place of the object itself."""
     return lambda path: place
 
 
@@ -197,7 +199,7 @@ def _draft(gathered: Gathered) -> Imported:
 
 
 def _count_ranks(gathered: Gathered) -> int | None:
-    """The ranks on all machines, where their number is known."""
+    """The number of ranks on all machines, if known."""
     nproc, nodes = gathered.draft.best("launch.nproc"), gathered.draft.nodes
     if nproc is None:
         return None if gathered.launched else 1
@@ -205,7 +207,7 @@ def _count_ranks(gathered: Gathered) -> int | None:
 
 
 def _draft_without_trainer(settings: Settings, draft: Draft) -> None:
-    """The Trainer's defaults are only wanted for "auto", and say nothing of their own."""
+    """Adds the Trainer's defaults without notes: they only serve to fill in "auto"."""
     explicit = {name: given for name, given in settings.items() if given.rank > Rank.DEFAULT}
     before = list(draft.notes)
     draft_arguments(settings, None, None, draft)
@@ -217,5 +219,5 @@ def _draft_script(script: Given | None, settings: Settings, draft: Draft) -> Non
     for name, given in settings.items():
         row = SCRIPT_ARGUMENTS[name]
         if not row.keys and differs(given.value, row.default):
-            draft.note("left out", f"{given.told}: {row.about}", given)
+            draft.note("left out", f"{given.label}: {row.about}", given)
     draft_task(script, settings, draft)

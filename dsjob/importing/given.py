@@ -1,4 +1,4 @@
-"""What all sources are turned into: values for keys of the job document with where they come from, and notes."""
+"""The common form of all sources: values for keys of the job document with their origins, and notes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dsjob.errors import Problem
 
 Kind = Literal["fill in", "mend", "conflict", "not supported", "unknown", "left out", "changed", "auto"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-UNKNOWN = "fill in"  # an argument that no call accepts, until somebody has filled it in
-SHELL = "the shell knows what that is"
-LATER = ": it is given later"
+UNKNOWN = "fill in"  # a placeholder value that no call accepts, until the user has replaced it
+SHELL = "only the shell knows this value"
+LATER = ": it comes later"
 UNSAID = object()
 _SECRET = re.compile(r"token(?!s|iz)|secret|password|api_?key", re.IGNORECASE)
 TRUE, FALSE = ("yes", "true", "t", "y", "1", "on"), ("no", "false", "f", "n", "0", "off")
-MODULE = "my_module"  # what placeholders name: code that only a Python program had
+MODULE = "my_module"  # the module that placeholders name, for code that was in the user's program
 
 
 class Rank(IntEnum):
-    """Which of two values wins: the higher one."""
+    """The priority of a source: of two values, the one with the higher rank is used."""
 
     DEFAULT = 0
     DEEPSPEED = 1
@@ -42,40 +42,40 @@ class Given:
     name: str
     place: str
     rank: Rank
-    said: Any = UNSAID  # the source's own words, where `value` is what they mean in a job document
+    said: Any = UNSAID  # the value as it is in the source, if `value` is its translation for a job document
 
     def __str__(self) -> str:
-        return f"{self.told} ({self.place})" if self.place else self.told
+        return f"{self.label} ({self.place})" if self.place else self.label
 
     @property
-    def told(self) -> str:
-        """Name and value as notes print them: one line, as the source has them, secrets left out."""
+    def label(self) -> str:
+        """Name and value for notes: on one line, as they are in the source, without secrets."""
         said = self.value if self.said is UNSAID else self.said
         return f"{self.name}={'...' if _SECRET.search(self.name) else show(said)}"
 
     @property
     def is_open(self) -> bool:
-        """Whether the shell would fill in a part of it."""
+        """Whether it contains something that only the shell can fill in."""
         return self.rank == Rank.COMMAND_LINE and is_open(self.value if self.said is UNSAID else self.said)
 
     @property
     def source(self) -> str:
-        """The file that it is in."""
+        """The file that it comes from."""
         return re.sub(r"(:\d+)+$", "", self.place)
 
     def problem(self, message: str, *, path: Path = (), rule: str = "type", hint: str = "") -> Problem:
-        """What is wrong with it, at its place."""
+        """A problem with this value, at its place."""
         match = re.fullmatch(r"(.*):(\d+):(\d+)", self.place, re.DOTALL)
         source, line, column = (match[1], int(match[2]), int(match[3])) if match else (self.place, 0, 0)
         found = Problem(message, path, rule, hint, source, line, column)
-        return found if found.dotted == self.name else replace(found, message=f"{self.told}: {message}")
+        return found if found.dotted == self.name else replace(found, message=f"{self.label}: {message}")
 
     def to(self, value: Any) -> Given:
-        """The same origin with what the value means in a job document."""
+        """A copy with the value translated for a job document, and the same origin."""
         return replace(self, value=value, said=self.value if self.said is UNSAID else self.said)
 
     def as_default(self, value: Any) -> Given:
-        """A value that follows from this one unless somebody says otherwise."""
+        """A copy with another value and the rank of a default, so that any given value overrides it."""
         return replace(self.to(value), rank=Rank.DEFAULT)
 
 
@@ -84,7 +84,7 @@ Settings = dict[str, Given]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that a user has to know about the job document; `place` is where it comes from."""
+    """A note for the user on the job document; `place` is the file and line that it is about."""
 
     kind: Kind
     message: str
@@ -96,13 +96,15 @@ class Note:
 
 @dataclass
 class Draft:
-    """What the sources say so far: every value given for a path of the job document, the notes, and what is wrong."""
+    """The state of an import: all values given for each path of the job document, the notes, and the problems."""
 
     values: dict[Path, list[Given]] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    problems: dict[tuple[str, str], Problem] = field(default_factory=dict)  # the first of each given value
+    problems: dict[tuple[str, str], Problem] = field(
+        default_factory=dict
+    )  # by place and name: only the first of each value
     unfilled: set[Path] = field(default_factory=set)  # placeholders that `validate` refuses until they are filled in
-    nodes: int | None = 1  # machines; None where they are not known
+    nodes: int | None = 1  # number of machines; None if unknown
     _known: set[Note] = field(default_factory=set)
 
     def put(self, path: str | Path, given: Given) -> None:
@@ -117,31 +119,32 @@ class Draft:
             self.notes.append(note)
 
     def refuse(self, given: Given, message: str, *, path: Path = (), rule: str = "type", hint: str = "") -> None:
-        """Adds what is wrong with a value, an error of the import; what the shell would fill in is to be filled in."""
+        """Adds a problem with a value, which makes the import fail. A value that only the shell knows becomes a note to
+        fill it in instead."""
         if given.is_open:
-            self.note("fill in", f"{given.told}: {SHELL}", given)
+            self.note("fill in", f"{given.label}: {SHELL}", given)
             return
         if (given.place, given.name) not in self.problems:
             found = given.problem(message, path=path, rule=rule, hint=hint)
             self.problems[given.place, given.name] = found
 
     def number(self, given: Given, otherwise: float = 0) -> float:
-        """The value as a number; one that is none is refused, and `otherwise` stands for it."""
+        """The value as a number; refuses any other value, and returns `otherwise` instead."""
         if isinstance(given.value, (int, float)) and not isinstance(given.value, bool) and math.isfinite(given.value):
             return given.value
         self.refuse(given, "must be a number")
         return otherwise
 
     def whole(self, given: Given, least: int = 0) -> int:
-        """The value as an integer of at least `least`; any other is refused, and `least` stands for it."""
+        """The value as an integer of at least `least`; refuses any other value, and returns `least` instead."""
         value = self.number(given, least)
         if value == int(value) and value >= least:
             return int(value)
-        self.refuse(given, f"must be a whole number, at least {least}")
+        self.refuse(given, f"must be an integer, at least {least}")
         return least
 
     def switch(self, given: Given) -> bool:
-        """Whether a switch is on, in any of its spellings; what is no switch is refused."""
+        """The value of a switch, in any of its spellings; refuses any other value."""
         word = str(given.value).lower()
         if given.value is None or word in FALSE or word == "":
             return False
@@ -150,29 +153,29 @@ class Draft:
         return word in TRUE
 
     def best(self, path: str) -> Given | None:
-        """The value that wins at a path so far; "auto" and defaults aside, None where there is none."""
+        """The value with the highest rank at a path so far, ignoring "auto" and defaults; None if there is none."""
         found = [g for g in self.values.get(tuple(path.split(".")), ()) if g.value != "auto" and g.rank > Rank.DEFAULT]
         return pick(found) if found else None
 
 
 def pick(found: list[Given]) -> Given:
-    """The winner: the highest rank, and of equals the one given last."""
+    """The value with the highest rank; among equals, the one given last."""
     return max(enumerate(found), key=lambda item: (item[1].rank, item[0]))[1]
 
 
 def join(settings: Settings, more: Iterable[tuple[str, Given]], draft: Draft) -> None:
-    """Adds settings that win over those that are there, and notes where they differ."""
+    """Adds settings that override existing ones, with notes on differences."""
     for name, given in more:
         before = settings.get(name)
         if before is not None and given.value is None:
-            continue  # a dump has null where nothing was given
+            continue  # a dump contains null for arguments that were not set
         if before is not None and before.value != given.value and not is_off(before.value):
-            draft.note("conflict", f"{name}: {given} wins over {before}{'' if given.rank > before.rank else LATER}")
+            draft.note("conflict", f"{name}: {given} overrides {before}{'' if given.rank > before.rank else LATER}")
         settings[name] = given
 
 
 def show(value: Any) -> str:
-    """A value as a note prints it: as JSON has it, without secrets; text as it is."""
+    """A value for a note: as JSON without secrets; text as it is."""
     return cut(value) if isinstance(value, str) else shorten(_hide(value), as_json=True)
 
 
@@ -183,24 +186,24 @@ def _hide(value: Any) -> Any:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value asks for nothing, in any of the spellings of switches."""
+    """Whether a value means "off" or "not set", in any spelling."""
     if isinstance(value, dict):
         return all(is_off(item) for item in value.values())
     return value in (None, False, "", "no", "none", "None", "NO", "False", "false") or value == []
 
 
 def is_open(value: Any) -> bool:
-    """Whether a value has something in it that the shell would fill in."""
+    """Whether a value contains something that only the shell can fill in."""
     return isinstance(value, str) and re.search(r"\$\w|\$\(|`", value) is not None
 
 
 def differs(value: Any, default: Any) -> bool:
-    """Whether a value says something else than the default, however that is spelt."""
+    """Whether a value differs from the default, whatever their spellings."""
     return bool(value != default) and not (is_off(value) and is_off(default))
 
 
 def leaves(value: dict[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Paths and values of all that is no object."""
+    """Paths and values of everything that is not an object."""
     for key, item in value.items():
         if isinstance(item, dict):
             yield from leaves(item, (*path, key))
@@ -209,7 +212,7 @@ def leaves(value: dict[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]
 
 
 def nest(path: Path, value: Any) -> dict[str, Any]:
-    """An object with nothing but `value` at `path`."""
+    """An object that only contains `value` at `path`."""
     for key in reversed(path):
         value = {key: value}
     nested: dict[str, Any] = value

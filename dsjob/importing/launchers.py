@@ -1,4 +1,4 @@
-"""The options of deepspeed and torchrun: how many ranks there are. accelerate's are in `accelerate`."""
+"""The options of the launchers deepspeed and torchrun, mainly the number of ranks. `accelerate` has accelerate's."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dsjob.importing.given import Draft, Given
 
 _NODES = "start dsjob with torchrun on each machine"
 _LOGS = "ranks log to the run's folder"
-# Options that say nothing a job needs: what to do instead, and the values that need no note.
+# Options that a job does not need: what to do instead, and values that need no note.
 OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "num_nodes": (_NODES, (1,)),
     "nnodes": (_NODES, (1, "1:1")),
     "hostfile": (_NODES, ()),
     "node_rank": (_NODES, (0,)),
     "master_addr": (_NODES, ("localhost", "127.0.0.1")),
-    "master_port": ("a free port is found", ()),
+    "master_port": ("dsjob finds a free port", ()),
     "rdzv_endpoint": (_NODES, ()),
     "rdzv_id": (_NODES, ()),
     "rdzv_backend": (_NODES, ()),
@@ -26,32 +26,32 @@ OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "launcher_args": (_NODES, ()),
     "ssh_port": (_NODES, ()),
     "exclude": ("set CUDA_VISIBLE_DEVICES", ()),
-    "max_restarts": ("start the job again: it goes on", (0,)),
+    "max_restarts": ("start the job again, and it resumes", (0,)),
     "log_dir": (_LOGS, ()),
     "enable_each_rank_log": (_LOGS, ()),
-    "save_pid": ("no such file is written", ()),
+    "save_pid": ("dsjob writes no such file", ()),
     "autotuning": ("sweep with dsjob -m", ()),
-    "elastic_training": ("a run goes on with any number of ranks", ()),
+    "elastic_training": ("a run resumes on any number of ranks", ()),
     "bind_cores_to_rank": ("bind ranks with numactl", ()),
-    "run_path": ("the job document says what to run", ()),
+    "run_path": ("the job document defines what to run", ()),
 }
-# How a program is started, which a job is not.
+# Options on how to start a program, which have no meaning for a job.
 _SILENT = ("module", "no_python", "use_env", "standalone", "no_local_rank", "force_multi", "u", "O", "OO", "B")
 _COUNTS = ("num_gpus", "nproc_per_node", "num_accelerators")
 _ALL = {"deepspeed": (-1,), "torchrun": ("gpu", "auto", "cpu", "xpu")}  # as many as the machine has
 
 
 def draft_launcher(command: Command, draft: Draft) -> None:
-    """Puts the number of ranks into the draft, and notes the other options."""
+    """Adds the number of ranks to the draft, and notes on the other options."""
     options = command.launcher_options
     for name, given in options.items():
         if name in OPTIONS:
             about, silent = OPTIONS[name]
             if isinstance(given.value, bool) or given.value not in silent:
-                draft.note("left out", f"{given.told}: {about}", given)
+                draft.note("left out", f"{given.label}: {about}", given)
         elif name not in (*_SILENT, *_COUNTS, "include"):
-            hint = suggest(name, [*OPTIONS, *_SILENT, *_COUNTS, "include"]) or f"no option of {command.launcher} is so"
-            draft.note("unknown", f"{given.told}: {hint}", given)
+            hint = suggest(name, [*OPTIONS, *_SILENT, *_COUNTS, "include"]) or f"unknown option of {command.launcher}"
+            draft.note("unknown", f"{given.label}: {hint}", given)
     for name in ("num_nodes", "nnodes"):
         if name in options:
             nodes = options[name].value
@@ -72,20 +72,21 @@ def _draft_count(given: Given, launcher: str, draft: Draft) -> None:
         draft.put("launch.nproc", given)
     else:
         words = ", ".join(str(word) for word in _ALL.get(launcher, ()))
-        hint = f"{words} would mean every one that the machine has" if words else ""
+        hint = f"{words} would mean all that the machine has" if words else ""
         draft.refuse(given, "must be a number of ranks, at least 1", hint=hint)
 
 
 def _ask(given: Given | None, draft: Draft) -> None:
-    said = "the launcher" if given is None or given.name == "script" else given.told
-    draft.note("fill in", f"launch.nproc: {said} leaves it to the machine; say how many ranks there are", given)
+    source = "the launcher" if given is None or given.name == "script" else given.label
+    text = f"launch.nproc: {source} uses all devices of the machine; set the number of ranks"
+    draft.note("fill in", text, given)
 
 
 def _draft_include(given: Given, draft: Draft) -> None:
     """`--include localhost:0,1`: GPUs of this machine."""
     host, _, slots = str(given.value).partition(":")
     if "@" in str(given.value) or host not in ("localhost", "127.0.0.1") or not slots:
-        draft.note("left out", f"{given.told}: {_NODES}", given)
+        draft.note("left out", f"{given.label}: {_NODES}", given)
         return
     draft.put("launch.nproc", given.to(len(slots.split(","))))
-    draft.note("changed", f"{given.told}: set CUDA_VISIBLE_DEVICES={slots}", given)
+    draft.note("changed", f"{given.label}: set CUDA_VISIBLE_DEVICES={slots}", given)

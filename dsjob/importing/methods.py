@@ -1,4 +1,4 @@
-"""The Trainer's optimizers as DeepSpeed's, torch's or transformers' own."""
+"""Translates the Trainer's optimizers to those of DeepSpeed, torch or transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dsjob.importing.command_line import parse_value
 from dsjob.importing.given import Draft, Given, Rank, Settings, differs, is_off
 
 _ADAM = re.compile(r"adamw?$", re.IGNORECASE)
-# --optim: {type} or {_target_}, and what is lost on the way.
+# --optim: the type or _target_, and what is lost in the translation.
 OPTIMIZERS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_hf",
@@ -31,18 +31,18 @@ _TARGET_ARGUMENTS = {"transformers.Adafactor": {"scale_parameter": False, "relat
 
 
 def draft_optimizer(settings: Settings, draft: Draft) -> None:
-    """Puts the optimizer and its arguments into the draft. `settings`: every row of the table that it reads."""
+    """Adds the optimizer and its arguments to the draft. `settings`: from `fill_settings`."""
     named = _name_optimizer(settings, draft)
     name = str(named.value)
-    kind, lost = OPTIMIZERS.get(name, ("AdamW", "AdamW stands in for it: other results, and another learning rate"))
+    kind, lost = OPTIMIZERS.get(name, ("AdamW", "replaced by AdamW: results and the best learning rate will differ"))
     from_file = draft.best("optimizer.type")
     if from_file is not None and named.rank == Rank.DEFAULT:
         kind = str(from_file.value)
         if lost:
-            draft.note("left out", f"{named.told}: {from_file} counts", named)
+            draft.note("left out", f"{named.label}: {from_file} takes precedence", named)
     else:
         if lost:
-            draft.note("changed", f"{named.told}: {lost}", named)
+            draft.note("changed", f"{named.label}: {lost}", named)
         _draft_kind(kind, named, from_file, draft)
     params = "optimizer" if "." in kind else "optimizer.params"
     for argument, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
@@ -57,7 +57,7 @@ def draft_optimizer(settings: Settings, draft: Draft) -> None:
     else:
         for given in (first, second, eps):
             if given.rank > Rank.DEFAULT:
-                draft.note("left out", f"{given.told}: {kind} has no such argument", given)
+                draft.note("left out", f"{given.label}: {kind} has no such argument", given)
     _draft_optim_args(settings["optim_args"], params, draft)
 
 
@@ -67,7 +67,7 @@ def _name_optimizer(settings: Settings, draft: Draft) -> Given:
     if switch.value is not True:
         return named
     if named.rank > Rank.DEFAULT and differs(named.value, "adafactor"):
-        draft.note("conflict", f"optimizer: {switch} wins over {named}: the Trainer asks it first")
+        draft.note("conflict", f"optimizer: {switch} overrides {named}, as in the Trainer")
     return switch.to("adafactor")
 
 
@@ -88,26 +88,26 @@ def _draft_optim_args(given: Given, params: str, draft: Draft) -> None:
     for pair in str(given.value).replace(" ", "").split(","):
         name, equals, value = pair.partition("=")
         if not (isinstance(given.value, str) and name and equals):
-            draft.refuse(given, "must be name=value pairs with commas between them")
+            draft.refuse(given, "must be name=value pairs, separated by commas")
             return
         draft.put((*params.split("."), name), given.to(parse_value(value)))
 
 
 def drop_params(section: str, from_file: Given | None, kind: str, draft: Draft) -> None:
-    """Takes out the arguments that a file gives for another type, which are of no use to this one."""
+    """Removes the arguments that a file gives for another type, because they do not fit this one."""
     before = str(from_file.value) if from_file is not None else kind
     if before.lower() == kind.lower() or (_ADAM.fullmatch(before) and _ADAM.fullmatch(kind)):
         return
     paths = [path for path in draft.values if path[:2] == (section, "params")]
     dropped = [given for path in paths for given in draft.values.pop(path)]
-    told = [given.told for given in dropped if given.value != "auto" and given.rank > Rank.DEFAULT]
-    if told:
-        draft.note("left out", f"{', '.join(told)}: for {before}, which {kind} replaces", dropped[0])
+    labels = [given.label for given in dropped if given.value != "auto" and given.rank > Rank.DEFAULT]
+    if labels:
+        draft.note("left out", f"{', '.join(labels)}: for {before}, which {kind} replaces", dropped[0])
 
 
 def replace_section(section: str, from_file: Given | None, kind: str, draft: Draft) -> None:
-    """Takes out all that a file says of the section: a target takes its place."""
+    """Removes everything that a file gives for the section, because a target replaces it."""
     drop_params(section, from_file, kind, draft)
     if from_file is not None:
         del draft.values[section, "type"]
-        draft.note("conflict", f"{section}: {kind} wins over {from_file}")
+        draft.note("conflict", f"{section}: {kind} overrides {from_file}")

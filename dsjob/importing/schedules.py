@@ -1,4 +1,5 @@
-"""The Trainer's schedules, which dsjob knows by the same names, and what a DeepSpeed file's own takes from them."""
+"""The Trainer's schedules, which have the same names in dsjob, and how the Trainer changes a DeepSpeed file's
+schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dsjob.importing.given import UNKNOWN, Draft, Given, Rank, Settings, is_off
 from dsjob.importing.methods import drop_params, replace_section
 
 _COSINE_LR_RATE = "transformers.get_cosine_with_min_lr_schedule_with_warmup_lr_rate"
-# --lr_scheduler_type: the same schedule under the same name, or a function of transformers that takes the optimizer.
+# --lr_scheduler_type: dsjob's schedule of the same name, or a function of transformers.
 SCHEDULES: dict[str, str] = {
     **{
         name: name
@@ -21,14 +22,14 @@ SCHEDULES: dict[str, str] = {
     },
     "cosine_warmup_with_min_lr": _COSINE_LR_RATE,
 }  # fmt: skip
-_WITHOUT = ("reduce_lr_on_plateau", "greedy")  # follow the loss, not the step
+_WITHOUT = ("reduce_lr_on_plateau", "greedy")  # without an equivalent: they depend on the loss, not on the step
 _WARMUP, _WARMUP_DECAY, _WARMUP_COSINE = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"  # DeepSpeed's
 _TOTAL = "num_training_steps"
-_UNFILLED = "says a share of all steps, whose number is not known"
+_UNFILLED = "is a share of all steps, whose number is unknown"
 
 
 def draft_schedule(settings: Settings, total: int | None, draft: Draft) -> None:
-    """Puts the schedule into the draft; `total`: optimizer steps of the run, where they are known."""
+    """Adds the schedule to the draft. `total`: number of optimizer steps of the run, if known."""
     named = settings["lr_scheduler_type"]
     options = _read_options(settings["lr_scheduler_kwargs"], draft)
     warmup = _count_warmup(settings, total, draft)
@@ -42,7 +43,7 @@ def draft_schedule(settings: Settings, total: int | None, draft: Draft) -> None:
         _drop_options(options, f"the schedule is {from_file}", draft)
         return
     if from_file is not None:
-        text = f"the Trainer itself would keep {from_file.told}: leave out {named.name} to have that"
+        text = f"the Trainer itself would keep {from_file.label}; to keep it, leave out {named.name}"
         draft.note("changed", text, named)
     kind = kind or "constant"
     if "." in kind:
@@ -53,39 +54,39 @@ def draft_schedule(settings: Settings, total: int | None, draft: Draft) -> None:
     draft.put("scheduler.type", named.to(kind))
     drop_params("scheduler", from_file, kind, draft)
     if kind == "constant" and warmup.value and warmup.rank > Rank.DEFAULT:
-        draft.note("left out", f"{warmup.told}: {name} has no warm-up; constant_with_warmup has", warmup)
+        draft.note("left out", f"{warmup.label}: {name} has no warm-up; use constant_with_warmup", warmup)
     if kind.startswith("constant"):
         _drop_options(options, f"{name} takes no arguments", draft)
         options = []
     if kind != "constant":
         _draft_warmup("num_warmup_steps", warmup, draft)
-    for given in options:  # the end is left open: it is then the length of the run, as the Trainer has it
+    for given in options:  # num_training_steps is not set, so the schedule lasts as long as the run, as in the Trainer
         draft.put(("scheduler", "params", given.name.rpartition(".")[2]), given)
 
 
 def _note_unknown(named: Given, name: str, from_file: Given | None, draft: Draft) -> None:
-    stands = f"{from_file.told} stays" if from_file is not None else "the rate stays constant"
+    stands = f"{from_file.label} is kept" if from_file is not None else "the rate stays constant"
     if name in _WITHOUT:
-        draft.note("left out", f"{named.told} has no equivalent: {stands}", named)
+        draft.note("left out", f"{named.label} has no equivalent: {stands}", named)
     else:
         hint = suggest(name, list(SCHEDULES)) or "has no equivalent"
-        draft.note("unknown", f"{named.told}: {hint}; {stands}", named)
+        draft.note("unknown", f"{named.label}: {hint}; {stands}", named)
 
 
 def _read_options(kwargs: Given, draft: Draft) -> list[Given]:
-    """The schedule's further arguments, each by its own name."""
+    """The schedule's other arguments, each under its own name."""
     content = parse_value(kwargs.value) if isinstance(kwargs.value, str) else kwargs.value
     if is_off(content):
         return []
     if not isinstance(content, dict):
-        draft.refuse(kwargs, 'must be an object: {"num_cycles": 2}, for example')
+        draft.refuse(kwargs, 'must be an object, for example {"num_cycles": 2}')
         return []
     options = []
     for key, value in content.items():
         given = Given(value, f"{kwargs.name}.{key}", kwargs.place, kwargs.rank)
         if key in ("num_warmup_steps", _TOTAL):
             other = "warmup_steps" if key == "num_warmup_steps" else "max_steps"
-            draft.refuse(given, f"is not to be given here: {other} says it")
+            draft.refuse(given, f"must not be set here: use {other}")
         elif value is not None:
             options.append(given)
     return options
@@ -93,7 +94,7 @@ def _read_options(kwargs: Given, draft: Draft) -> list[Given]:
 
 def _drop_options(options: list[Given], why: str, draft: Draft) -> None:
     for given in options:
-        draft.note("left out", f"{given.told}: {why}", given)
+        draft.note("left out", f"{given.label}: {why}", given)
 
 
 def _draft_target(
@@ -101,17 +102,17 @@ def _draft_target(
 ) -> None:
     replace_section("scheduler", from_file, kind, draft)
     draft.put("scheduler._target_", named.to(kind))
-    draft.note("changed", f"{named.told} is transformers' own function: pip install 'dsjob[hf]'", named)
+    draft.note("changed", f"{named.label} is transformers' own function: pip install 'dsjob[hf]'", named)
     draft.put("scheduler.num_warmup_steps", warmup if warmup.value != "auto" else warmup.to(UNKNOWN))
     if warmup.value == "auto":
-        draft.note("fill in", f"scheduler.num_warmup_steps: {warmup.told} {_UNFILLED}", warmup)
+        draft.note("fill in", f"scheduler.num_warmup_steps: {warmup.label} {_UNFILLED}", warmup)
     draft.put(f"scheduler.{_TOTAL}", named.to(total or UNKNOWN))
     if total is None:
         draft.note("fill in", f"scheduler.{_TOTAL}: the number of optimizer steps of the run", named)
 
 
 def _count_warmup(settings: Settings, total: int | None, draft: Draft) -> Given:
-    """Steps of warm-up; "auto" where they are a share of a total that nobody knows."""
+    """The number of warm-up steps; "auto" if they are a share of an unknown total."""
     steps, ratio = settings["warmup_steps"], settings["warmup_ratio"]
     count = 0 if is_off(steps.value) else draft.number(steps)
     part = 0 if is_off(ratio.value) else draft.number(ratio)
@@ -120,7 +121,7 @@ def _count_warmup(settings: Settings, total: int | None, draft: Draft) -> Given:
     if not 0 <= part <= 1:
         draft.refuse(ratio, "must be between 0 and 1", rule="range")
     if count > 0 and part:
-        draft.note("left out", f"{ratio.told}: {steps.told} decides", ratio)
+        draft.note("left out", f"{ratio.label}: {steps.label} takes precedence", ratio)
     if count >= 1:
         return steps.to(draft.whole(steps))
     share, part = (steps, count) if count > 0 else (ratio, part)
@@ -131,14 +132,14 @@ def _count_warmup(settings: Settings, total: int | None, draft: Draft) -> Given:
 
 def _draft_warmup(key: str, warmup: Given, draft: Draft, least: int = 0) -> None:
     path = ("scheduler", "params", key)
-    if warmup.value == "auto":  # which would itself stand for no warm-up
+    if warmup.value == "auto":  # in the document, "auto" would mean no warm-up
         draft.unfilled.add(path)
-        draft.note("fill in", f"{'.'.join(path)}: {warmup.told} {_UNFILLED}", warmup)
+        draft.note("fill in", f"{'.'.join(path)}: {warmup.label} {_UNFILLED}", warmup)
     draft.put(path, warmup.to(UNKNOWN if warmup.value == "auto" else max(least, warmup.value)))
 
 
 def _tune_file_schedule(from_file: Given, settings: Settings, warmup: Given, total: int | None, draft: Draft) -> None:
-    """The Trainer overrides numbers of a schedule that a DeepSpeed file names, not the schedule."""
+    """Like the Trainer, overrides numbers of the schedule in a DeepSpeed file, but not the schedule itself."""
     kind, explicit = str(from_file.value), warmup.rank > Rank.DEFAULT
     if kind in (_WARMUP, _WARMUP_DECAY):
         draft.put("scheduler.params.warmup_max_lr", settings["learning_rate"])
@@ -148,9 +149,9 @@ def _tune_file_schedule(from_file: Given, settings: Settings, warmup: Given, tot
         if warmup.value != "auto" or any(given.value == "auto" for given in in_file):
             _draft_warmup("warmup_num_steps", warmup, draft, least=1)
         else:
-            draft.note("left out", f"{warmup.told} {_UNFILLED}: {from_file} says its own", warmup)
+            draft.note("left out", f"{warmup.label} {_UNFILLED}; {from_file} has its own", warmup)
     elif explicit and warmup.value:
-        draft.note("left out", f"{warmup.told}: {from_file} has a warm-up of its own", warmup)
+        draft.note("left out", f"{warmup.label}: {from_file} has a warm-up of its own", warmup)
     if kind in (_WARMUP_DECAY, _WARMUP_COSINE):
         _draft_total(settings["max_steps"], total, draft)
 

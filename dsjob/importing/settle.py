@@ -1,4 +1,5 @@
-"""One value for each key: who wins, what "auto" stands for, how batch sizes fit together; then the document."""
+"""Chooses one value for each key: by rank, by what "auto" means, and so that batch sizes fit. Then makes the
+document."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ _METHODS = ("optimizer", "scheduler")
 
 @dataclass(frozen=True)
 class Imported:
-    """A job document, and what a user has to know about it."""
+    """A job document, and notes on it for the user."""
 
     document: dict[str, Any]
     notes: tuple[Note, ...]
 
 
 def settle(draft: Draft, trainer: bool) -> Imported:
-    """The job document of a draft. `trainer`: whether the Trainer's defaults count.
+    """The job document of a draft. `trainer`: whether the Trainer's defaults apply.
 
-    Raises DocumentError with every value that a job document cannot have.
+    Raises DocumentError with all invalid values.
     """
     winners: dict[Path, Given] = {}
     for path, found in draft.values.items():
@@ -51,7 +52,7 @@ def settle(draft: Draft, trainer: bool) -> Imported:
 
 
 def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Given | None:
-    """The value that counts at a path; None where it is better left to dsjob's default."""
+    """The value to use at a path; None if dsjob's default should apply."""
     autos = [given for given in found if given.value == "auto"]
     auto = next((given for given in autos if _counts(path, given, None, trainer, draft)), None)
     fixed = [given for given in found if given.value != "auto" and _counts(path, given, auto, trainer, draft)]
@@ -60,12 +61,12 @@ def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Give
     winner = pick(fixed)
     dotted = ".".join(map(str, path))
     for given in found:
-        if given.value not in ("auto", winner.value) and _is_said(given):
-            why = ": the other is the Trainer's default" if given.rank == Rank.DEFAULT else ""
+        if given.value not in ("auto", winner.value) and _is_notable(given):
+            why = ": the latter is the Trainer's default" if given.rank == Rank.DEFAULT else ""
             why = LATER if given.rank == winner.rank else why
-            draft.note("conflict", f"{dotted}: {winner} wins over {given}{why}")
+            draft.note("conflict", f"{dotted}: {winner} overrides {given}{why}")
     if auto is not None and auto.rank > Rank.DEFAULT:
-        draft.note("auto", f"{dotted}: auto stands for {show(winner.value)} ({_origin(winner)})", auto)
+        draft.note("auto", f"{dotted}: auto means {show(winner.value)} ({_origin(winner)})", auto)
     elif winner.rank == Rank.DEFAULT and winner.value == _schema_at(path, draft).get("default"):
         return None
     return winner
@@ -74,7 +75,7 @@ def _choose(path: Path, found: list[Given], trainer: bool, draft: Draft) -> Give
 def _counts(path: Path, given: Given, auto: Given | None, trainer: bool, draft: Draft) -> bool:
     if given.rank > Rank.DEFAULT or auto is not None:
         return True
-    # A section that a file has is complete: the Trainer adds nothing to it that nobody gave.
+    # A section in a file is complete: the Trainer adds no defaults to it.
     kind = draft.best(f"{path[0]}.type") if path[0] in _METHODS else None
     return trainer and (kind is None or kind.rank >= Rank.ARGUMENTS)
 
@@ -83,8 +84,8 @@ def _origin(winner: Given) -> str:
     return "the Trainer's default" if not winner.place else f"{winner.name}, {winner.place}"
 
 
-def _is_said(given: Given) -> bool:
-    """Whether a value that lost deserves a word: defaults, switches that are off and placeholders do not."""
+def _is_notable(given: Given) -> bool:
+    """Whether a note should mention an overridden value. Defaults, disabled switches and placeholders are not noted."""
     if given.rank > Rank.DEFAULT:
         return True
     return bool(re.search(r":\d", given.place)) and not is_off(given.value) and MODULE not in str(given.value)
@@ -94,12 +95,12 @@ def _keep_auto(path: Path, auto: Given, draft: Draft) -> Given | None:
     if path in draft.unfilled or _schema_at(path, draft).get("x-auto"):
         if path[:1] != ("trainer",):
             return auto
-        if auto.rank > Rank.DEFAULT:  # the triad is completed without being told to
-            text = "auto stands for what follows from the other batch sizes and the ranks, and is left out"
+        if auto.rank > Rank.DEFAULT:  # missing batch sizes are always derived
+            text = "auto means that it is derived from the other batch sizes and the ranks, so it is left out"
             draft.note("auto", f"{'.'.join(map(str, path))}: {text}", auto)
         return None
     if auto.rank > Rank.DEFAULT:
-        draft.note("left out", f"{auto.name}=auto: nothing says what it stands for; dsjob's default counts", auto)
+        draft.note("left out", f"{auto.name}=auto: no source gives its value; dsjob's default applies", auto)
     return None
 
 
@@ -109,13 +110,13 @@ def _schema_at(path: Path, draft: Draft) -> contract.Schema:
 
 
 def _own_number(path: Path, value: Any, draft: Draft) -> Any:
-    """5e8 is an integer where one is asked."""
+    """`value` as an integer, if the key requires one and it is a whole float such as 5e8."""
     whole = isinstance(value, float) and value.is_integer() and _schema_at(path, draft).get("type") == "integer"
     return int(value) if whole else value
 
 
 def _name_methods(winners: dict[Path, Given], draft: Draft) -> None:
-    """Gives a type to an optimizer or schedule of which only arguments are given: the Trainer's, for its arguments."""
+    """Adds a type to an optimizer or schedule that only has arguments: the Trainer's, if the arguments come from it."""
     for section in _METHODS:
         given = [found for path, found in winners.items() if path[0] == section and len(path) > 1]
         if not given or (section, "type") in winners or (section, "_target_") in winners:
@@ -123,10 +124,10 @@ def _name_methods(winners: dict[Path, Given], draft: Draft) -> None:
         first, path = max(given, key=lambda found: found.rank), (section, "type")
         default = next((found for found in draft.values.get(path, ()) if found.value != "auto"), None)
         if first.rank < Rank.ARGUMENTS or default is None:
-            draft.note("fill in", f"{section}.type: nothing names the one that {first.told} is for", first)
+            draft.note("fill in", f"{section}.type: no source names the type to which {first.label} belongs", first)
         else:
             winners[path] = default
-            text = f"{section}.type={default.value}: the Trainer's default, which {first.told} is for"
+            text = f"{section}.type={default.value}: the Trainer's default, to which {first.label} belongs"
             draft.note("changed", text, first)
 
 
@@ -137,11 +138,11 @@ def _settle_precision(winners: dict[Path, Given], draft: Draft) -> None:
     winner = pick([fp16, bf16])
     loser = fp16 if winner is bf16 else bf16
     winners["fp16" if loser is fp16 else "bf16", "enabled"] = loser.to(False)
-    draft.note("conflict", f"precision: {winner} wins over {loser}")
+    draft.note("conflict", f"precision: {winner} overrides {loser}")
 
 
 def _settle_batch(winners: dict[Path, Given], draft: Draft) -> None:
-    """train_batch = micro_batch x grad_accum x ranks: the parts win over a product of a lower rank."""
+    """Settles train_batch = micro_batch x grad_accum x ranks: the factors override a train_batch of a lower rank."""
     given = {name: winners.get(("trainer", name)) for name in _BATCH}
     train, micro, accum = given["train_batch"], given["micro_batch"], given["grad_accum"]
     if train is None or micro is None:
@@ -170,4 +171,4 @@ def _settle_batch(winners: dict[Path, Given], draft: Draft) -> None:
             del winners["trainer", "train_batch"]
     elif max(micro.rank, accum.rank) > train.rank:
         del winners["trainer", "train_batch"]
-        draft.note("conflict", f"trainer: {micro} and {accum} win over {train}")
+        draft.note("conflict", f"trainer: {micro} and {accum} override {train}")

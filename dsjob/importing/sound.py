@@ -1,4 +1,4 @@
-"""Whether what was gathered makes a sound document: wrong values of all sources, unknown keys, what is left to do."""
+"""Checks the imported document: wrong values of all sources, unknown keys, and what the user has to fill in."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dsjob.document.sizes import read_nproc
 from dsjob.errors import DocumentError
 from dsjob.importing.given import MODULE, Draft, Given, Rank, nest, show
 
-_OTHERWISE = ("unsupported", "unknown-key", "required")  # told in other ways than as wrong values
+_OTHERWISE = ("unsupported", "unknown-key", "required")  # these become notes, not errors
 
 
 def assemble(values: Mapping[Path, Given], draft: Draft) -> dict[str, Any]:
-    """The document of values by path. A value is refused where others are below it: it had to be an object."""
+    """The document with these values by path. Refuses a value if others are below its path: it must be an object."""
     document: dict[str, Any] = {}
     for path, given in values.items():
         blocked = next((path[:n] for n in range(1, len(path)) if path[:n] in values), None)
@@ -39,7 +39,7 @@ def _add(document: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def find_wrong(winners: Mapping[Path, Given], draft: Draft) -> None:
-    """Refuses what a job document cannot have: also values that others win over, and each only once."""
+    """Refuses invalid values, including those that are overridden by others, each only once."""
     for values in (winners, *_split(winners, draft)):
         for problem in check_shape(assemble(values, draft), contract.job_schema()):
             if problem.severity != "error" or problem.rule in _OTHERWISE or problem.path in draft.unfilled:
@@ -52,14 +52,14 @@ def find_wrong(winners: Mapping[Path, Given], draft: Draft) -> None:
 
 
 def _split(winners: Mapping[Path, Given], draft: Draft) -> list[dict[Path, Given]]:
-    """All values as documents: one a rank, and further ones where a rank has several values at a path."""
+    """All values, as one document per rank, and further ones if a rank has several values at a path."""
     layers: dict[tuple[Rank, int], dict[Path, Given]] = {}
     for path, found in draft.values.items():
         for rank in {given.rank for given in found} - {Rank.DEFAULT}:
             same = [given for given in found if given.rank == rank and given.value != "auto"]
             for index, given in enumerate(same):
                 layers.setdefault((rank, index), {})[path] = given
-    kinds = {path: given for path, given in winners.items() if path[1:] == ("type",)}  # says which params there are
+    kinds = {path: given for path, given in winners.items() if path[1:] == ("type",)}  # determines the schema of params
     return [{**kinds, **values} for values in layers.values()]
 
 
@@ -71,30 +71,30 @@ def _find_origin(path: Path, values: Mapping[Path, Given]) -> Given | None:
 
 
 def take_out(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> None:
-    """Takes out what dsjob does not support, puts the nearest value in its place where there is one, and takes out what
-    it does not know; each with a note."""
+    """Replaces unsupported values by the nearest supported ones, or removes them, and removes unknown keys; each with a
+    note."""
     while replaced := _take_out_unsupported(document, winners, draft):
         draft.unfilled -= replaced
     for problem in check_shape(document, contract.job_schema()):
         origin = _find_origin(problem.path, winners)
         if problem.rule == "unknown-key" and _is_known(document, problem.path):
-            _pop_rest(
-                document, problem.path, origin, draft
-            )  # an object with more unknown keys than are told one by one
+            # The object has more unknown keys than `check` reports one by one.
+            _pop_rest(document, problem.path, origin, draft)
         elif problem.rule == "unknown-key":
             name = origin.name if origin else problem.dotted
             draft.note("unknown", f"{name}={show(_pop(document, problem.path))}: {problem.hint}", origin)
 
 
 def _take_out_unsupported(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> set[Path]:
-    """The paths at which something was not supported. Another optimizer, in place of one, has other arguments."""
+    """Removes or replaces unsupported values, and returns their paths. A replaced optimizer has other arguments, so the
+    caller repeats this until nothing is left."""
     found = [problem for problem in check_shape(document, contract.job_schema()) if problem.rule == "unsupported"]
     for problem in found:
         if not has_at(document, problem.path):
-            continue  # a section that was taken out held it
+            continue  # it was in a section that has been removed
         home, key = get_at(document, problem.path[:-1]), problem.path[-1]
         instead = contract.find_at(contract.job_schema(), problem.path, document).get("x-instead")
-        done = "left out" if instead is None else f"{show(instead)} takes its place"
+        done = "left out" if instead is None else f"replaced by {show(instead)}"
         origin = _find_origin(problem.path, winners)
         draft.note("not supported", f"{problem.dotted} {problem.message}: {done}; {problem.hint}", origin)
         if instead is None:
@@ -104,7 +104,7 @@ def _take_out_unsupported(document: dict[str, Any], winners: Mapping[Path, Given
         for idle in _list_idle(document, problem.path[:-1]):
             origin = _find_origin((*problem.path[:-1], idle), winners)
             name = ".".join(map(str, (*problem.path[:-1], idle)))
-            draft.note("left out", f"{name}={show(home.pop(idle))}: {show(instead)} has no use for it", origin)
+            draft.note("left out", f"{name}={show(home.pop(idle))}: no effect with {show(instead)}", origin)
     return {problem.path for problem in found}
 
 
@@ -115,7 +115,7 @@ def _list_idle(document: dict[str, Any], path: Path) -> list[str]:
 
 
 def _remove(document: dict[str, Any], path: Path) -> None:
-    """Takes out a value, and the sections that are empty without it."""
+    """Removes a value, and sections that become empty."""
     _pop(document, path)
     if path[1:] and not get_at(document, path[:-1]):
         _remove(document, path[:-1])
@@ -143,21 +143,21 @@ def _pop(document: dict[str, Any], path: Path) -> Any:
 
 
 def note_gaps(document: dict[str, Any], draft: Draft) -> None:
-    """Notes what a job needs and nobody has said: `validate` asks for it too."""
+    """Adds notes on values that a job needs and no source gives; `validate` asks for them too."""
     trainer = document.get("trainer", {})
     if not {"max_steps", "max_epochs"} & set(trainer):
-        draft.note("fill in", "trainer.max_steps or trainer.max_epochs: nothing says how long to train")
+        draft.note("fill in", "trainer.max_steps or trainer.max_epochs: no source says how long to train")
     if not {"train_batch", "micro_batch"} & set(trainer):
-        draft.note("fill in", "trainer.micro_batch: nothing says how many samples there are in a batch")
+        draft.note("fill in", "trainer.micro_batch: no source gives a batch size")
     if "optimizer" not in document:
-        draft.note("fill in", "optimizer: nothing says which one; {type: AdamW, params: {lr: 1e-3}}, for example")
+        draft.note("fill in", "optimizer: no source names one; for example {type: AdamW, params: {lr: 1e-3}}")
     target = document.get("data", {}).get("eval", {}).get("_target_", "")
     if target.startswith(f"{MODULE}.") and not any("data.eval:" in note.message for note in draft.notes):
-        draft.note("fill in", f"data.eval: {target} stands for the evaluation set")
+        draft.note("fill in", f"data.eval: replace {target} with your evaluation set")
 
 
 def note_refused(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> None:
-    """Notes what `dsjob validate` would find in the document once all that is to be filled in has been."""
+    """Adds notes on the problems that `dsjob validate` would still find after everything has been filled in."""
     filled = _fill_in(document, winners, draft)
     try:
         resolve_job(filled, world_size=read_nproc(filled), locate=lambda path: _locate(path, winners))
@@ -177,7 +177,7 @@ def _locate(path: Path, winners: Mapping[Path, Given]) -> Place:
 
 
 def _fill_in(document: dict[str, Any], winners: Mapping[Path, Given], draft: Draft) -> dict[str, Any]:
-    """The document with something in each place that a note asks to fill in."""
+    """The document with valid values in all places that the user has to fill in."""
     filled = copy.deepcopy(document)
     for path in {*draft.unfilled, *(path for path, given in winners.items() if given.is_open)}:
         if has_at(filled, path):

@@ -1,4 +1,4 @@
-"""Reading what `dsjob import` is given, and recognising what it is by its content."""
+"""Reads the files for `dsjob import`, and detects their types from their content."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAUNCHES = re.compile(
 
 @dataclass(frozen=True)
 class Source:
-    """A file and what it is: a `document`, or the launch command in it."""
+    """A file, its type, and its contents: a `document`, or a launch command."""
 
     kind: SourceKind
     name: str
@@ -56,7 +56,7 @@ class Source:
 
 
 def read_sources(urls: list[str], kind: SourceKind | None = None) -> tuple[list[Source], list[Problem]]:
-    """Those of the files that can be read, and what is wrong with the others."""
+    """The files that can be read, and the problems of the others."""
     found: list[Source] = []
     wrong: list[Problem] = []
     for url in urls:
@@ -71,14 +71,14 @@ def read_sources(urls: list[str], kind: SourceKind | None = None) -> tuple[list[
 
 
 def read_source(url: str, kind: SourceKind | None = None) -> Source:
-    """A file, or standard input for `-`, read and recognised; `kind` decides where the content leaves it open.
+    """Reads a file, or standard input for `-`, and detects its type; `kind` decides if the content is ambiguous.
 
-    Raises UsageError where it cannot be read or recognised, DocumentError with the place of a syntax error, or where
-    it is longer than a document may be.
+    Raises UsageError if it cannot be read or its type cannot be detected, and DocumentError for a syntax error, or if
+    it is larger than a document may be.
     """
     if url.endswith(".py"):
-        hint = "give the command that starts it: dsjob import -- python train.py ..."
-        raise UsageError(f"{url} is a program, which is not read", hint=hint)
+        hint = "pass the command that starts it: dsjob import -- python train.py ..."
+        raise UsageError(f"{url} is a program, which dsjob does not read", hint=hint)
     text = read_text(url).replace("\r\n", "\n")
     url = STDIN if url == "-" else url
     if not text.strip():
@@ -92,22 +92,22 @@ def read_source(url: str, kind: SourceKind | None = None) -> Source:
 
 def _read_command(text: str, url: str) -> Command:
     if len(text) > MAX_COMMAND:
-        message = f"a launch command of more than {MAX_COMMAND >> 20} MiB"
-        raise DocumentError([Problem(message, (), "too-large", "give the line that starts the training", url)])
+        message = f"the launch command has more than {MAX_COMMAND >> 20} MiB"
+        raise DocumentError([Problem(message, (), "too-large", "pass only the line that starts the training", url)])
     if len(text.split()) > documents.MAX_KEYS:
-        message = f"a launch command of more than {documents.MAX_KEYS:,} words"
-        raise DocumentError([Problem(message, (), "too-large", "give the line that starts the training", url)])
+        message = f"the launch command has more than {documents.MAX_KEYS:,} words"
+        raise DocumentError([Problem(message, (), "too-large", "pass only the line that starts the training", url)])
     found = find_commands(text, url)
     if not found:
         raise UsageError(
-            f"nothing to import: {url} holds no launch command",
-            hint="one starts with deepspeed, torchrun, accelerate launch or python",
+            f"nothing to import: {url} contains no launch command",
+            hint="a launch command starts with deepspeed, torchrun, accelerate launch or python",
         )
     if len(found) > 1:
         scripts = ", ".join(str(command.script.value) if command.script else "?" for command in found)
         raise UsageError(
-            f"{url} holds {len(found)} launch commands ({scripts}): one job at a time",
-            hint="put the one that you want in a file of its own, or after --",
+            f"{url} contains {len(found)} launch commands ({scripts}), but only one job can be imported at a time",
+            hint="put the one that you want into a file of its own, or after --",
         )
     return found[0]
 
@@ -117,7 +117,7 @@ def _recognise(document: Document, url: str, asked: SourceKind | None) -> Source
     if not content:
         raise UsageError(f"nothing to import: {url} is an empty object")
     if {"model", "data"} <= set(content) and isinstance(content.get("trainer", {}), dict):
-        raise UsageError(f"{url} is a job document already", hint=f"dsjob validate {url}")
+        raise UsageError(f"{url} is already a job document", hint=f"dsjob validate {url}")
     scores = {kind: sum(test(key, value) for key, value in content.items()) for kind, test in _TESTS.items()}
     best = max(scores.values())
     found = [kind for kind, score in scores.items() if score == best]
@@ -128,13 +128,14 @@ def _recognise(document: Document, url: str, asked: SourceKind | None) -> Source
     keys = ", ".join(list(content)[:5])
     could = " or ".join(_WORDS[kind] for kind in (found if best else _TESTS))
     raise UsageError(
-        f"cannot tell what {url} is: its keys ({keys}) could be those of {could}",
-        hint=f"say what it is: --kind {'|'.join(SOURCE_KINDS)}",
+        f"cannot detect the type of {url}: its keys ({keys}) could be those of {could}",
+        hint=f"set the type: --kind {'|'.join(SOURCE_KINDS)}",
     )
 
 
 def name_foreign(content: dict[str, Any]) -> str:
-    """What a document is that is no job and no DeepSpeed config, but which `dsjob import` reads; empty where unsure."""
+    """The type of a document that is neither a job nor a DeepSpeed config, but that `dsjob import` reads; empty if
+    unclear."""
     for kind in ("arguments", "accelerate"):
         theirs = [key for key, value in content.items() if _TESTS[kind](key, value)]
         rest = {key: value for key, value in content.items() if key not in theirs}
@@ -156,7 +157,7 @@ def _is_argument(key: str, value: Any) -> bool:
 
 
 def _is_accelerate(key: str, value: Any) -> bool:
-    return key in accelerate.KEYS and key not in accelerate.PATHS  # those stand in its sections
+    return key in accelerate.KEYS and key not in accelerate.PATHS  # those are in its sections, not at the top level
 
 
 _TESTS: dict[str, Callable[[str, Any], bool]] = {
@@ -167,9 +168,8 @@ _TESTS: dict[str, Callable[[str, Any], bool]] = {
 
 
 def find_beside(name: str, home: str) -> str | None:
-    """The local file that another one names: in the current folder, or beside the other; None where it is in neither.
-
-    What only the network has is never found, and neither is anything that a file from there names.
+    """The local file `name` that the file `home` names: in the current folder, or in the folder of `home`; None if it
+    is in neither. Nothing is fetched from the network, and a file from the network cannot name local files.
     """
     if not (storage.is_local(name) and storage.is_local(home)):
         return None

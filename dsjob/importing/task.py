@@ -1,4 +1,4 @@
-"""What a script's arguments tell of its model and its data; for all else placeholders that name code of the user's."""
+"""Model and data, as far as a script's arguments determine them. Everything else becomes placeholders for user code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, is_off
 
 _T5 = re.compile(r"(?:.*/)?(?:flan-)?t5-[\w.-]+/?")  # not mt5 and byt5, which are other classes
 _PAIR_FILES = (".jsonl", ".csv")
-# What a script is called, and the class of transformers that its models are of.
+# Patterns for names of scripts, and the transformers class of their models.
 _CLASSES = (
     (r"clm|causal|sft|gpt|llama|finetune_lm", "AutoModelForCausalLM"),
     (r"mlm|bert_pretrain", "AutoModelForMaskedLM"),
@@ -20,14 +20,14 @@ _CLASSES = (
     (r"_ner|token_class", "AutoModelForTokenClassification"),
     (r"swag|multiple_choice", "AutoModelForMultipleChoice"),
 )
-# Arguments that only describe the data: they go to the placeholder as they are.
+# Arguments that only describe the data: they become arguments of the placeholder.
 _DESCRIBES = ("dataset_name", "dataset_config_name", "task_name", "data_dir", "source_lang", "target_lang",
               "text_column", "summary_column", "block_size", "max_seq_length")  # fmt: skip
-_NOWHERE = Given(None, "", "", Rank.DEEPSPEED)  # said by nobody, and wanted in any case
+_NOWHERE = Given(None, "", "", Rank.DEEPSPEED)  # the origin of values that no source gives but the job needs
 
 
 def draft_task(script: Given | None, settings: Settings, draft: Draft) -> None:
-    """Puts model and data into the draft. `settings`: the script's own arguments, as far as they are known."""
+    """Adds model and data to the draft. `settings`: the script's own arguments, as far as they are known."""
     name = settings.get("model_name_or_path")
     t5 = name is not None and _T5.fullmatch(str(name.value)) is not None
     _draft_model(name, t5, script, settings, draft)
@@ -57,7 +57,7 @@ def _draft_model(name: Given | None, t5: bool, script: Given | None, settings: S
         draft.put("model._target_", _NOWHERE.to(f"{MODULE}.build_model"))
         for key, given in further:
             draft.put(f"model.{key}", given)
-        draft.note("fill in", f"model: {MODULE}.build_model stands for the factory of your model", script)
+        draft.note("fill in", f"model: replace {MODULE}.build_model with the factory of your model", script)
         return
     if t5 and not further:
         draft.put("model._target_", name.to("dsjob.recipes.t5.build"))
@@ -70,18 +70,18 @@ def _draft_model(name: Given | None, t5: bool, script: Given | None, settings: S
         draft.put("model.pretrained", name)
         for key, given in further:
             draft.put(f"model.{key}", given)
-        draft.note("fill in", f"model: {MODULE}.build_model stands for the factory of {name.value}", name)
+        draft.note("fill in", f"model: replace {MODULE}.build_model with the factory of {name.value}", name)
         return
     draft.put("model._target_", name.to(f"transformers.{kind}.from_pretrained"))
     draft.put("model.pretrained_model_name_or_path", name)
     draft.put("model.dtype", name.to("float32"))
-    draft.note("changed", f"model: {kind} is what scripts called {stem} use; needs pip install 'dsjob[hf]'", name)
+    draft.note("changed", f"model: scripts named {stem} use {kind}; it needs pip install 'dsjob[hf]'", name)
     for key, given in further:
         draft.put(f"model.{key}", given)
 
 
 def _reads_pairs(settings: Settings) -> bool:
-    """Whether the T5 recipe reads the files: source and target in two columns, not nested by language."""
+    """Whether the T5 recipe can read the files: source and target in two columns, not nested by language."""
     files = [settings[name] for name in ("train_file", "validation_file") if name in settings]
     suffixes = {os.path.splitext(str(given.value))[1] for given in files}
     return "train_file" in settings and suffixes <= set(_PAIR_FILES) and "source_lang" not in settings
@@ -122,31 +122,31 @@ def _draft_other_data(t5: bool, settings: Settings, draft: Draft) -> None:
                 draft.put(f"data.{part}.{key}", given)
         draft.note(
             "fill in",
-            f"data.{part}: {target} stands for your dataset, tokenised{_hint(t5, path, settings)}",
+            f"data.{part}: replace {target} with your tokenised dataset{_hint(t5, path, settings)}",
             origin,
         )
 
 
 def _hint(t5: bool, path: Given | None, settings: Settings) -> str:
     if t5 and path is not None and str(path.value).endswith(".json"):
-        return "; one JSON object a line is .jsonl here, which the T5 recipe reads (dsjob.recipes.t5.build_dataset)"
-    return "; nothing is downloaded" if "dataset_name" in settings else ""
+        return "; for one JSON object per line, name the file .jsonl and use dsjob.recipes.t5.build_dataset"
+    return "; dsjob downloads nothing" if "dataset_name" in settings else ""
 
 
 def _note_data(pairs: bool, settings: Settings, draft: Draft) -> None:
-    """What the data in the job does not say of the script's arguments."""
+    """Adds notes on arguments of the script that the job's data does not use."""
     if pairs:
         if not {"text_column", "summary_column"} <= set(settings):
             draft.note(
-                "changed", "data: columns are called source and target unless data.train.source and .target say so"
+                "changed", "data: columns are named source and target; set data.train.source and .target for others"
             )
         used = ("source_lang", "text_column", "summary_column")
-        left = [(name, "the T5 recipe reads the file alone") for name in _DESCRIBES if name not in used]
+        left = [(name, "the T5 recipe only needs the file") for name in _DESCRIBES if name not in used]
         if "validation_file" not in settings:
             left.append(("max_eval_samples", "there is no validation file"))
     else:
         names = ("max_source_length", "max_target_length", "tokenizer_name")
-        left = [(name, "an argument for the dataset of your own") for name in names]
+        left = [(name, "pass it to your own dataset") for name in names]
     for name, why in left:
         if name in settings and not is_off(settings[name].value):
-            draft.note("left out", f"{settings[name].told}: {why}", settings[name])
+            draft.note("left out", f"{settings[name].label}: {why}", settings[name])

@@ -1,7 +1,7 @@
 """The Trainer's arguments, from a file or a command, as values of the job document.
 
-Arguments that nobody gave count with the Trainer's defaults, at the lowest rank. `contract.trainer_arguments` says what
-goes where; the functions here read rows that belong together.
+Unset arguments have the Trainer's defaults, at the lowest rank. `contract.trainer_arguments` is the table of arguments
+and keys; the functions here read arguments that belong together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STAGES = {
 
 
 def sort_arguments(found: Settings, draft: Draft) -> tuple[Settings, Settings]:
-    """Splits arguments into those of the Trainer and those of the script; the unknown are noted with a suggestion."""
+    """Splits arguments into those of the Trainer and those of the script. Notes unknown ones with a suggestion."""
     trainer: Settings = {}
     script: Settings = {}
     for name, given in found.items():
@@ -40,18 +40,19 @@ def sort_arguments(found: Settings, draft: Draft) -> tuple[Settings, Settings]:
             join(script, [(known, given)], draft)
         else:
             hint = suggest(name, list(_TABLE))
-            draft.note("unknown", f"{given.told}: {hint or 'nothing in a job is called so'}", given)
+            draft.note("unknown", f"{given.label}: {hint or 'not an argument of the Trainer or of its scripts'}", given)
     return trainer, script
 
 
 def _complete(name: str) -> str | None:
-    """argparse takes the beginning of a name that leaves no doubt."""
+    """The full name for an unambiguous prefix, which argparse accepts; None if there is none."""
     longer = [known for known in _TABLE if known.startswith(name)] if len(name) > 4 else []
     return longer[0] if len(longer) == 1 else None
 
 
 def fill_settings(given: Settings, draft: Draft) -> Settings:
-    """Every argument of the Trainer: as given, or its default. A file's value that equals the default ranks as one."""
+    """Every argument of the Trainer, as given or with its default. In a file, a value equal to the default counts as
+    the default, because a dump holds all arguments."""
     filled = {}
     for name, row in ARGUMENTS.items():
         default = Given(row.default, f"--{name}", "the Trainer's default", Rank.DEFAULT)
@@ -64,23 +65,23 @@ def fill_settings(given: Settings, draft: Draft) -> Settings:
 
 
 def _read_switch(given: Given, default: Any, draft: Draft) -> Given:
-    """Where a switch is asked, the words that the Trainer takes for true and false."""
+    """For a boolean argument, interprets the words that the Trainer accepts for true and false."""
     if not isinstance(default, bool) or isinstance(given.value, bool) or given.value is None:
         return given
     return given.to(draft.switch(given))
 
 
 def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> None:
-    """Puts what the arguments say into the draft.
+    """Adds the values of the arguments to the draft.
 
-    `settings`: from `fill_settings`. `ranks`: processes, and `samples`: of the training set, where known.
+    `settings`: from `fill_settings`. `ranks`: number of processes, and `samples`: size of the training set, if known.
     """
     for name, row in ARGUMENTS.items():
         given = settings[name]
         if row.carried and given.value is not None:
             draft.put(row.keys[0], given)
         elif not row.keys and row.about and given.rank > Rank.DEFAULT and differs(given.value, row.default):
-            draft.note("left out", f"{given.told}: {row.about}", given)
+            draft.note("left out", f"{given.label}: {row.about}", given)
     total = _draft_length(settings, ranks, samples, draft)
     for part in (
         _draft_precision,
@@ -97,12 +98,12 @@ def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, 
 
 
 def _draft_length(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> int | None:
-    """Puts the end of training into the draft; returns the number of optimizer steps where it can be known."""
+    """Adds the end of training to the draft. Returns the number of optimizer steps if it is known."""
     steps, epochs = settings["max_steps"], settings["num_train_epochs"]
     if not is_off(steps.value) and draft.number(steps) > 0:
         draft.put("trainer.max_steps", steps.to(draft.whole(steps)))
         if epochs.rank > Rank.DEFAULT:
-            draft.note("left out", f"{epochs.told}: {steps.told} decides", epochs)
+            draft.note("left out", f"{epochs.label}: {steps.label} takes precedence", epochs)
         return draft.whole(steps)
     draft.put("trainer.max_epochs", epochs)
     known = [
@@ -116,7 +117,7 @@ def _draft_length(settings: Settings, ranks: int | None, samples: int | None, dr
     if ranks is None or samples is None or draft.best("trainer.train_batch"):
         return None
     if not all(isinstance(part, (int, float)) and part > 0 for part in parts):
-        return None  # the document's contract says what is wrong with it
+        return None  # the check of the document reports it
     total: int = math.ceil(samples * parts[2] / (parts[0] * parts[1] * ranks))
     return max(1, total)
 
@@ -143,9 +144,9 @@ def _draft_precision(settings: Settings, draft: Draft) -> None:
         return
     draft.put("fp16.enabled", fp16)
     if apex is not None:
-        draft.note("left out", f"{apex.told}: without fp16 it does nothing", apex)
+        draft.note("left out", f"{apex.label}: no effect without fp16", apex)
     if level.rank > Rank.DEFAULT:
-        draft.note("left out", f"{level.told}: read with apex alone", level)
+        draft.note("left out", f"{level.label}: only used with apex", level)
 
 
 def _draft_spread(settings: Settings, draft: Draft) -> None:
@@ -161,14 +162,14 @@ def _draft_spread(settings: Settings, draft: Draft) -> None:
         named = {key: Given(value, key, config.place, config.rank) for key, value in config.value.items()}
         draft_fsdp_config(named, draft)
     elif isinstance(config.value, str) and config.value:
-        text = "its content is not read: give it in place of the file's name"
-        draft.note("left out", f"{config.told}: {text}", config)
+        text = "the file is not read: pass its contents instead of its name"
+        draft.note("left out", f"{config.label}: {text}", config)
     elif not is_off(config.value):
         draft.refuse(config, "must be an object, or the name of a file")
 
 
 def _draft_blocks(settings: Settings, draft: Draft) -> None:
-    """Recomputation and compilation of blocks; as with the Trainer, a compiler's name or mode switches it on."""
+    """Recomputation and compilation of blocks. As in the Trainer, setting a compiler or mode enables compilation."""
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if settings[name].value is True:
             draft.put("activation_checkpointing.mode", settings[name].to("full"))
@@ -186,7 +187,7 @@ def _draft_blocks(settings: Settings, draft: Draft) -> None:
 
 
 def draft_sharding(words: list[str], given: Given, draft: Draft) -> None:
-    """FairScale's and FSDP's words as a ZeRO stage and offloading."""
+    """Translates options of FairScale and FSDP to a ZeRO stage and offloading."""
     stage = next((_STAGES[word] for word in words if word in _STAGES), None)
     if stage is None:
         near = next((hint for word in words if (hint := suggest(word, list(_STAGES)))), "")
@@ -199,37 +200,37 @@ def draft_sharding(words: list[str], given: Given, draft: Draft) -> None:
             if stage == 3:
                 draft.put("zero_optimization.offload_param.device", given.to("cpu"))
         elif word == "auto_wrap":
-            draft.note("changed", f"{given.told}: blocks are found, not declared", given)
+            draft.note("changed", f"{given.label}: dsjob finds the blocks itself", given)
         elif "hybrid" in word:
-            draft.note("changed", f"{given.told}: sharded over all ranks, not within each node", given)
+            draft.note("changed", f"{given.label}: sharded over all ranks, not within each node", given)
         elif word not in _STAGES:
-            hint = suggest(word, [*_STAGES, "offload", "auto_wrap"]) or "no such word of FSDP is known"
-            draft.note("unknown", f"{given.told}: {word}: {hint}", given)
+            hint = suggest(word, [*_STAGES, "offload", "auto_wrap"]) or "unknown option of FSDP"
+            draft.note("unknown", f"{given.label}: {word}: {hint}", given)
 
 
 _FSDP_KEYS = {
-    "transformer_layer_cls_to_wrap": "blocks are found, not declared",
-    "transformer_cls_names_to_wrap": "blocks are found, not declared",
-    "auto_wrap_policy": "blocks are found, not declared",
-    "min_num_params": "blocks are found, not declared",
-    "backward_prefetch": "FSDP2 prefetches the next block by itself",
-    "backward_prefetch_policy": "FSDP2 prefetches the next block by itself",
-    "forward_prefetch": "FSDP2 prefetches the next block by itself",
+    "transformer_layer_cls_to_wrap": "dsjob finds the blocks itself",
+    "transformer_cls_names_to_wrap": "dsjob finds the blocks itself",
+    "auto_wrap_policy": "dsjob finds the blocks itself",
+    "min_num_params": "dsjob finds the blocks itself",
+    "backward_prefetch": "FSDP2 always prefetches the next block",
+    "backward_prefetch_policy": "FSDP2 always prefetches the next block",
+    "forward_prefetch": "FSDP2 always prefetches the next block",
     "limit_all_gathers": "FSDP2 needs no limit",
-    "use_orig_params": "FSDP2 always does",
-    "sync_module_states": "rank 0's values are always sent to all",
-    "cpu_ram_efficient_loading": "dsjob decides how the model is made",
-    "state_dict_type": "checkpoints load at any number of ranks and any stage",
-    "version": "dsjob is built on FSDP2",
-    "xla": "no TPUs",
-    "xla_fsdp_v2": "no TPUs",
-    "xla_fsdp_grad_ckpt": "no TPUs",
-    "xla_fsdp_settings": "no TPUs",
+    "use_orig_params": "FSDP2 always does this",
+    "sync_module_states": "rank 0 always sends its values to all ranks",
+    "cpu_ram_efficient_loading": "dsjob decides how the model is built",
+    "state_dict_type": "checkpoints load on any number of ranks and at any stage",
+    "version": "dsjob uses FSDP2",
+    "xla": "dsjob does not support TPUs",
+    "xla_fsdp_v2": "dsjob does not support TPUs",
+    "xla_fsdp_grad_ckpt": "dsjob does not support TPUs",
+    "xla_fsdp_settings": "dsjob does not support TPUs",
 }
 
 
 def draft_fsdp_config(config: Settings, draft: Draft) -> None:
-    """The rest of FSDP's settings, whose names come with and without `fsdp_`."""
+    """Translates FSDP's other settings, whose names occur with and without `fsdp_`."""
     for spelt, named in config.items():
         key, value = spelt.removeprefix("fsdp_"), named.value
         if key == "activation_checkpointing":
@@ -241,11 +242,9 @@ def draft_fsdp_config(config: Settings, draft: Draft) -> None:
                 draft_sharding(["full_shard", "offload"], named, draft)
         elif key in _FSDP_KEYS:
             if not is_off(value) and value not in (0, [0]) and (key, value) != ("version", 2):
-                draft.note("left out", f"{named.told}: {_FSDP_KEYS[key]}", named)
+                draft.note("left out", f"{named.label}: {_FSDP_KEYS[key]}", named)
         elif not is_off(value):
-            draft.note(
-                "unknown", f"{named.told}: {suggest(key, list(_FSDP_KEYS)) or 'no such key of FSDP is known'}", named
-            )
+            draft.note("unknown", f"{named.label}: {suggest(key, list(_FSDP_KEYS)) or 'unknown key of FSDP'}", named)
 
 
 def _draft_device(settings: Settings, draft: Draft) -> None:
@@ -256,7 +255,7 @@ def _draft_device(settings: Settings, draft: Draft) -> None:
     if backend.value in ("nccl", "gloo"):
         draft.put("launch.backend", backend)
     elif not is_off(backend.value):
-        draft.note("left out", f"{backend.told}: nccl and gloo are the backends here", backend)
+        draft.note("left out", f"{backend.label}: dsjob's backends are nccl and gloo", backend)
 
 
 def _draft_resume(settings: Settings, draft: Draft) -> None:
@@ -264,13 +263,14 @@ def _draft_resume(settings: Settings, draft: Draft) -> None:
     if resume.value is True:
         draft.put("checkpoint.resume", resume.to("required"))
     elif not is_off(resume.value):
-        text = "a Trainer's checkpoint is not read; take its weights as the pretrained model"
-        draft.note("left out", f"{resume.told}: {text}", resume)
+        text = "dsjob does not read Trainer checkpoints; load its weights as the pretrained model"
+        draft.note("left out", f"{resume.label}: {text}", resume)
     elif overwrite.value is True:
         draft.put("checkpoint.resume", overwrite.to("never"))
-        draft.note("changed", "checkpoint.resume=never starts anew, but refuses a folder with checkpoints", overwrite)
+        text = "checkpoint.resume=never starts from scratch, but refuses a folder with checkpoints"
+        draft.note("changed", text, overwrite)
     if overwrite.value is True and not is_off(resume.value):
-        draft.note("left out", f"{overwrite.told}: {resume.told} says to go on", overwrite)
+        draft.note("left out", f"{overwrite.label}: {resume.label} takes precedence", overwrite)
 
 
 def _draft_name(settings: Settings, draft: Draft) -> None:
@@ -279,18 +279,18 @@ def _draft_name(settings: Settings, draft: Draft) -> None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(run.value)).strip("-._") or "job"
         draft.put("name", run.to(name))
         if name != run.value:
-            draft.note("changed", f"{run.told}: name={name}, since a name has no blanks and slashes", run)
+            draft.note("changed", f"{run.label}: name={name}, because names cannot contain blanks or slashes", run)
 
 
 def _draft_cadence(settings: Settings, total: int | None, draft: Draft) -> None:
-    """How often to log, evaluate and save. "epoch" has no counterpart in steps while their number is not known."""
+    """How often to log, evaluate and save. "epoch" cannot be translated, because the steps per epoch are not known."""
     log, every = settings["logging_steps"], settings["eval_steps"]
     _draft_every("trainer.log_every", settings["logging_strategy"], log, total, draft)
     strategy = _name_evaluation(settings, draft)
     if not is_off(strategy.value):
         _draft_every("trainer.eval_every", strategy, log if is_off(every.value) else every, total, draft)
     elif every.rank > Rank.DEFAULT:
-        draft.note("left out", f"{every.told}: {strategy.told} evaluates at no step", every)
+        draft.note("left out", f"{every.label}: {strategy.label} disables evaluation", every)
     if settings["eval_on_start"].value is True:
         draft.put("trainer.eval_at_start", settings["eval_on_start"])
     asked = [given for given in (strategy, settings["do_eval"], settings["eval_on_start"]) if not is_off(given.value)]
@@ -302,12 +302,12 @@ def _draft_cadence(settings: Settings, total: int | None, draft: Draft) -> None:
 
 
 def _name_evaluation(settings: Settings, draft: Draft) -> Given:
-    """The evaluation strategy: by its name, or by the old switch."""
+    """The evaluation strategy: from the argument of that name, or from the old switch."""
     named, old = settings["eval_strategy"], settings["evaluate_during_training"]
     if old.value is not True:
         return named
     if named.rank > Rank.DEFAULT and named.value != "steps":
-        draft.note("conflict", f"trainer.eval_every: {named} wins over {old}")
+        draft.note("conflict", f"trainer.eval_every: {named} overrides {old}")
         return named
     return old.to("steps")
 
@@ -318,24 +318,25 @@ def _draft_every(path: str, strategy: Given, steps: Given, total: int | None, dr
         _draft_steps(path, steps, total, draft)
         return
     if kind in ("epoch", "best"):
-        draft.note("fill in", f"{path}: {strategy.told}, where dsjob counts steps: those of an epoch, say", strategy)
+        text = f"{path}: {strategy.label}, but dsjob counts steps; set it to the steps of an epoch, for example"
+        draft.note("fill in", text, strategy)
     elif kind != "no":
         draft.refuse(strategy, "must be one of no, steps, epoch", rule="enum")
     elif path == "checkpoint.every" and strategy.rank > Rank.DEFAULT:
         draft.put(path, strategy.to(0))
     elif strategy.rank > Rank.DEFAULT:
-        draft.note("left out", f"{strategy.told}: {path} is at least 1", strategy)
+        draft.note("left out", f"{strategy.label}: {path} must be at least 1", strategy)
     if steps.rank > Rank.DEFAULT and not (path == "trainer.eval_every" and steps.name.endswith("logging_steps")):
-        draft.note("left out", f"{steps.told}: {strategy.told} decides", steps)
+        draft.note("left out", f"{steps.label}: {strategy.label} takes precedence", steps)
 
 
 def _draft_steps(path: str, steps: Given, total: int | None, draft: Draft) -> None:
     count = draft.number(steps, 1)
     if count <= 0:
-        draft.refuse(steps, "must be above 0", rule="range")
+        draft.refuse(steps, "must be greater than 0", rule="range")
     elif count >= 1:
         draft.put(path, steps.to(draft.whole(steps)))
     elif total is None:
-        draft.note("fill in", f"{path}: {steps.told} is a share of all steps, whose number is not known", steps)
+        draft.note("fill in", f"{path}: {steps.label} is a share of all steps, whose number is unknown", steps)
     else:
         draft.put(path, steps.to(max(1, math.ceil(count * total))))

@@ -132,7 +132,7 @@ def test_what_is_wrong_with_several_files_is_told_at_once(folder: Path, capsys: 
         "worse.json:1:24: error[enum]: zero_optimization.stage",
         "none.json: error[unreadable]",
         "--num_gpus=x: must be",
-        "--deepspeed=no.json: there is no such file here",
+        "--deepspeed=no.json: no such file",
     ):
         assert words in told
 

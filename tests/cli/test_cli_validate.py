@@ -139,7 +139,7 @@ def test_every_problem_is_printed_at_once_with_its_place(
 ) -> None:
     code, out, err = validate(write(name, text))
     assert (code, out) == (2, [])
-    meaning = "Samples in one forward and backward pass of one rank"
+    meaning = "Samples per forward and backward pass of one rank"
     assert err == [
         f'{name}:{places[0]}: error[unknown-key]: data.shufle: unknown key; did you mean "shuffle"?',
         f"{name}:{places[1]}: error[range]: trainer.micro_batch: must be at least 1, not 0; {meaning}",

@@ -68,7 +68,7 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             },
             "launch": {"nproc": 8},
         },
-        ("zero3_init_flag=true: dsjob decides", "num_machines=2: start dsjob with torchrun"),
+        ("zero3_init_flag=true: dsjob takes precedence", "num_machines=2: start dsjob with torchrun"),
     ),
     "fsdp full": (
         FSDP.format(strategy="FULL_SHARD"),
@@ -80,7 +80,7 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             },
             "launch.nproc": 8,
         },
-        ("fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP: blocks are found", "fsdp_transformer_layer_cls_to_wrap"),
+        ("fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP: dsjob finds the blocks", "fsdp_transformer_layer_cls_to_wrap"),
     ),
     "fsdp by number": (FSDP.format(strategy=2), {"zero_optimization.stage": 2}, ()),
     "fsdp hybrid": (FSDP.format(strategy="HYBRID_SHARD"), {"zero_optimization.stage": 3}, ("not within each node",)),
@@ -101,7 +101,7 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "what dsjob has no counterpart of": (
         "distributed_type: MEGATRON_LM\nmixed_precision: fp8\nnum_processes: 4\nmegatron_lm_config:\n  tp: 2\n",
         {"launch.nproc": 4, "bf16": None},
-        ("distributed_type=MEGATRON_LM", "no 8-bit floats", "megatron_lm_config"),
+        ("distributed_type=MEGATRON_LM", "8-bit floats are not supported", "megatron_lm_config"),
     ),
     "hostfile": (
         (
@@ -155,7 +155,7 @@ def test_the_deepspeed_file_that_it_names(tmp_path: Path) -> None:
     assert imported.document["zero_optimization"] == {"stage": 2}
     assert imported.document["bf16"] == {"enabled": True}
     assert imported.document["trainer"] == {"grad_accum": 2}
-    assert "zero_optimization.stage: auto stands for 2 (zero_stage" in messages(imported, "auto")
+    assert "zero_optimization.stage: auto means 2 (zero_stage" in messages(imported, "auto")
 
 
 def test_a_deepspeed_file_that_is_not_there(tmp_path: Path) -> None:
@@ -164,15 +164,15 @@ def test_a_deepspeed_file_that_is_not_there(tmp_path: Path) -> None:
         import_texts(tmp_path, {"acc.yaml": text})
     (problem,) = caught.value.problems
     assert problem.place == f"{tmp_path}/acc.yaml:3:3"
-    assert "deepspeed_config_file=nowhere.json: there is no such file here" in problem.message
+    assert "deepspeed_config_file=nowhere.json: no such file" in problem.message
 
 
 WRONG = {
     "distributed_type: DEEPSPED": ("distributed_type=DEEPSPED: must be one of NO, MULTI_GPU", 'mean "DEEPSPEED"'),
     "deepspeed_config: 5": ("deepspeed_config=5: must be an object",),
     "fsdp_config: []": ("fsdp_config=[]: must be an object",),
-    "num_processes: 1.5": ("num_processes=1.5: must be a whole number, at least 1",),
-    "num_machines: 0": ("num_machines=0: must be a whole number, at least 1",),
+    "num_processes: 1.5": ("num_processes=1.5: must be an integer, at least 1",),
+    "num_machines: 0": ("num_machines=0: must be an integer, at least 1",),
     "use_cpu: perhaps": ("use_cpu=perhaps: must be true or false",),
     "mixed_precision: bf61": ("mixed_precision=bf61: must be one of no, fp16, bf16, fp8", 'did you mean "bf16"?'),
     "zero_stage: x": ("zero_stage=x: must be an integer",),
@@ -207,7 +207,7 @@ def test_options_of_the_command_win_over_the_file(tmp_path: Path) -> None:
     assert imported.document["launch"] == {"nproc": 4}
     assert imported.document["zero_optimization"]["stage"] == 2
     assert imported.document["fp16"] == {"enabled": True}
-    assert "num_processes: --num_processes=4 (command line) wins over num_processes=16" in messages(
+    assert "num_processes: --num_processes=4 (command line) overrides num_processes=16" in messages(
         imported, "conflict"
     )
 

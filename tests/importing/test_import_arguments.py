@@ -123,7 +123,7 @@ def test_every_optimizer_and_schedule_of_the_installed_trainer_gives_a_job() -> 
         imported = import_command(f"{BASE} --optim {optimizer.value}")
         resolve_imported(imported)
         if optimizer.value not in OPTIMIZERS:
-            assert "AdamW stands in for it" in messages(imported, "changed"), optimizer
+            assert "replaced by AdamW" in messages(imported, "changed"), optimizer
 
 
 @pytest.mark.parametrize("name", sorted({v for v in SCHEDULES.values() if "." in v} | {"transformers.Adafactor"}))
@@ -291,7 +291,7 @@ def test_a_share_of_warm_up_counts_the_samples_of_all_epochs() -> None:
 def test_an_unknown_number_of_steps_has_to_be_filled_in() -> None:
     imported = import_command("torchrun --nproc_per_node 2 train.py --output_dir o --warmup_ratio 0.1")
     assert imported.document["scheduler"]["params"] == {"num_warmup_steps": "fill in"}
-    assert "num_warmup_steps: --warmup_ratio=0.1 says a share of all steps" in messages(imported, "fill in")
+    assert "num_warmup_steps: --warmup_ratio=0.1 is a share of all steps" in messages(imported, "fill in")
     imported.document["scheduler"]["params"]["num_warmup_steps"] = 13
     resolve_imported(imported)
 

@@ -223,10 +223,10 @@ def test_auto_without_a_trainer_is_the_trainers_default_and_is_told(tmp_path: Pa
     assert document["scheduler"]["params"]["warmup_max_lr"] == 5e-5
     assert document["scheduler"]["params"]["warmup_num_steps"] == 1
     assert document["scheduler"]["params"]["total_num_steps"] == "auto"
-    assert "optimizer.params.lr: auto stands for 5e-05 (--learning_rate, the Trainer's default)" in messages(
+    assert "optimizer.params.lr: auto means 5e-05 (--learning_rate, the Trainer's default)" in messages(
         imported, "auto"
     )
-    assert "trainer.train_batch: auto stands for what follows from the other batch sizes" in messages(imported, "auto")
+    assert "trainer.train_batch: auto means that it is derived from the other batch sizes" in messages(imported, "auto")
     resolve_imported(imported)
 
 
@@ -261,7 +261,7 @@ def test_an_old_switch_that_is_none(tmp_path: Path, key: str) -> None:
 def test_pinned_memory_of_nothing_is_left_out(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True}}
     imported = import_texts(tmp_path, {"ds.json": config})
-    assert "cpu_offload_use_pin_memory=true: nothing is offloaded here" in messages(imported, "left out")
+    assert "cpu_offload_use_pin_memory=true: this config offloads nothing" in messages(imported, "left out")
     assert "pin_memory" not in messages(imported, "changed")
 
 
@@ -270,14 +270,14 @@ def test_of_two_configs_the_later_counts(tmp_path: Path) -> None:
     imported = import_texts(tmp_path, files)
     assert imported.document["gradient_clipping"] == 2
     assert imported.document["fp16"] == {"enabled": True}
-    assert "b.json:2:2) wins over gradient_clipping=1" in messages(imported, "conflict")
-    assert messages(imported, "conflict").endswith(": it is given later")
+    assert "b.json:2:2) overrides gradient_clipping=1" in messages(imported, "conflict")
+    assert messages(imported, "conflict").endswith(": it comes later")
 
 
 def test_a_method_that_nobody_names_is_to_be_filled_in(tmp_path: Path) -> None:
     config = {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"params": {"warmup_num_steps": 5}}}
     imported = import_texts(tmp_path, {"ds.json": config})
-    assert "optimizer.type: nothing names the one that optimizer.params.lr=0.1 is for" in messages(imported, "fill in")
+    assert "optimizer.type: no source names the type to which optimizer.params.lr=0.1 belongs" in messages(imported, "fill in")
     assert "scheduler.type: nothing names the one" in messages(imported, "fill in")
     assert list_unmentioned(imported) == []
 
@@ -354,8 +354,8 @@ def test_offloading_to_nvme_becomes_offloading_to_the_host(tmp_path: Path) -> No
     imported = import_texts(tmp_path, {"ds.json": config})
     assert imported.document["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     told = messages(imported, "not supported")
-    assert 'zero_optimization.offload_optimizer.device "nvme" is not supported by dsjob: cpu takes its place' in told
-    assert "offload_optimizer.nvme_path=/local_nvme: cpu has no use for it" in messages(imported, "left out")
+    assert 'zero_optimization.offload_optimizer.device "nvme" is not supported by dsjob: replaced by cpu' in told
+    assert "offload_optimizer.nvme_path=/local_nvme: no effect with cpu" in messages(imported, "left out")
     resolve_imported(imported)
 
 

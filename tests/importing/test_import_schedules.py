@@ -86,7 +86,7 @@ BASE = "python train.py --output_dir o --max_steps 40"
             "--lr_scheduler_type constant_with_warmup --lr_scheduler_kwargs '{\"a\": 1}'",
             "--lr_scheduler_kwargs.a=1: constant_with_warmup takes no arguments",
         ),
-        ("--warmup_steps 7 --warmup_ratio 0.1", "--warmup_ratio=0.1: --warmup_steps=7 decides"),
+        ("--warmup_steps 7 --warmup_ratio 0.1", "--warmup_ratio=0.1: --warmup_steps=7 takes precedence"),
         ("--lr_scheduler_type greedy", "--lr_scheduler_type=greedy has no equivalent: the rate stays constant"),
     ],
 )
@@ -106,11 +106,11 @@ def test_arguments_and_names_that_nobody_knows() -> None:
     ("arguments", "words"),
     [
         ("--lr_scheduler_kwargs 5", "--lr_scheduler_kwargs=5: must be an object"),
-        ("--lr_scheduler_kwargs '{\"num_warmup_steps\": 3}'", "num_warmup_steps=3: is not to be given here"),
+        ("--lr_scheduler_kwargs '{\"num_warmup_steps\": 3}'", "num_warmup_steps=3: must not be set here"),
         ('--lr_scheduler_type cosine --lr_scheduler_kwargs \'{"num_cycles": "x"}\'', "num_cycles=x: must be a number"),
         ("--warmup_ratio 1.5", "--warmup_ratio=1.5: must be between 0 and 1"),
         ("--warmup_steps -3", "--warmup_steps=-3: must be at least 0"),
-        ("--warmup_steps 3.5", "--warmup_steps=3.5: must be a whole number"),
+        ("--warmup_steps 3.5", "--warmup_steps=3.5: must be an integer"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: str, words: str) -> None:

@@ -66,7 +66,7 @@ def test_auto_is_what_the_command_says(tmp_path: Path) -> None:
     }
     assert {path: get(imported.document, path) for path in wanted} == wanted
     assert messages(imported, "conflict") == ""
-    assert "optimizer.params.lr: auto stands for 3e-05 (--learning_rate, command line)" in messages(imported, "auto")
+    assert "optimizer.params.lr: auto means 3e-05 (--learning_rate, command line)" in messages(imported, "auto")
     assert resolve_imported(imported)["trainer"]["train_batch"] == 16
 
 
@@ -74,10 +74,10 @@ def test_the_command_wins_over_a_deepspeed_file_and_both_are_named(tmp_path: Pat
     imported = import_texts(tmp_path, {"ds.json": FIXED}, COMMAND)
     conflicts = messages(imported, "conflict")
     assert (
-        "optimizer.params.lr: --learning_rate=3e-05 (command line) wins over optimizer.params.lr=0.0001 (" in conflicts
+        "optimizer.params.lr: --learning_rate=3e-05 (command line) overrides optimizer.params.lr=0.0001 (" in conflicts
     )
     assert "ds.json:9:4)" in conflicts
-    assert "trainer.micro_batch: --per_device_train_batch_size=4 (command line) wins over" in conflicts
+    assert "trainer.micro_batch: --per_device_train_batch_size=4 (command line) overrides" in conflicts
     assert imported.document["optimizer"]["params"]["lr"] == 3e-5
     assert imported.document["optimizer"]["params"]["betas"] == [0.9, 0.98]
     assert imported.document["scheduler"]["type"] == "WarmupLR"  # nobody chose another
@@ -141,7 +141,7 @@ def test_an_optimizer_that_was_chosen_replaces_the_files(tmp_path: Path) -> None
         "lr": 3e-5,
         "weight_decay": 0.01,
     }
-    assert "wins over optimizer.type=AdamW" in messages(imported, "conflict")
+    assert "overrides optimizer.type=AdamW" in messages(imported, "conflict")
     resolve_imported(imported)
 
 
@@ -149,14 +149,14 @@ def test_an_apex_switch_and_a_bf16_file(tmp_path: Path) -> None:
     imported = import_texts(tmp_path, {"ds.json": FIXED}, COMMAND.replace("--bf16", "--fp16"))
     assert imported.document["fp16"]["enabled"] is True
     assert imported.document["bf16"]["enabled"] is False
-    assert "precision: --fp16=true (command line) wins over bf16.enabled=true" in messages(imported, "conflict")
+    assert "precision: --fp16=true (command line) overrides bf16.enabled=true" in messages(imported, "conflict")
 
 
 def test_batch_sizes_that_do_not_multiply_out_are_settled(tmp_path: Path) -> None:
     imported = import_texts(tmp_path, {"ds.json": {"train_batch_size": 64}}, COMMAND)
     assert imported.document["trainer"]["micro_batch"] == 4
     assert "train_batch" not in imported.document["trainer"]
-    assert "win over train_batch_size=64" in messages(imported, "conflict")
+    assert "override train_batch_size=64" in messages(imported, "conflict")
     assert resolve_imported(imported)["trainer"]["train_batch"] == 16
 
 
@@ -199,8 +199,8 @@ def test_a_file_that_is_given_and_named_is_read_once(tmp_path: Path) -> None:
 def test_a_file_that_is_named_and_nowhere(tmp_path: Path, command: str, words: str) -> None:
     with pytest.raises(DocumentError) as caught:
         import_texts(tmp_path, {}, command)
-    assert f"command line: error[unreadable]: {words}: there is no such file here" in str(caught.value)
-    assert "give the file as another FILE" in str(caught.value)
+    assert f"command line: error[unreadable]: {words}: no such file" in str(caught.value)
+    assert "pass the file as another FILE" in str(caught.value)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_nothing_that_a_source_names_is_fetched(
     imported = import_texts(tmp_path, files, command)
     assert opened == []
     assert "zero_optimization" not in imported.document
-    assert f"{URL}: nothing that a source names is fetched; give it as a FILE: dsjob import {URL} ..." in messages(
+    assert f"{URL}: files that a source names are not fetched; pass it as a FILE: dsjob import {URL} ..." in messages(
         imported, "left out"
     )
     given = read_source(URL)
@@ -260,7 +260,7 @@ def test_a_file_from_the_network_has_none_read_here(tmp_path: Path, monkeypatch:
     storage.write_bytes(url, b'{"output_dir": "o", "max_steps": 5, "deepspeed": "private.json"}')
     imported = import_sources([read_source(url)])
     assert "zero_optimization" not in imported.document
-    assert "deepspeed=private.json: a file from the network has none read here" in messages(imported, "left out")
+    assert "deepspeed=private.json: a file from the network may not name local files" in messages(imported, "left out")
 
 
 def test_another_file_of_that_name_is_told(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_another_file_of_that_name_is_told(tmp_path: Path) -> None:
     command = f"deepspeed --num_gpus 1 train.py --deepspeed {tmp_path}/other/ds.json --output_dir o --max_steps 1"
     imported = import_texts(tmp_path, {"ds.json": {"zero_optimization": {"stage": 1}}}, command)
     assert imported.document["zero_optimization"] == {"stage": 1}
-    assert f"{tmp_path}/ds.json, which was given, is read in its place" in messages(imported, "changed")
+    assert f"{tmp_path}/ds.json is read instead, because it was passed directly" in messages(imported, "changed")
 
 
 def test_a_file_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_wrong_values_of_all_sources_are_told_at_once(tmp_path: Path) -> None:
         "b.json:1:24: error[enum]: zero_optimization.stage: must be one of 0, 1, 2, 3",
         "b.json:2:1: error[type]: gradient_clipping: must be a number",
         "b.json:3:1: error[type]: optimizer: must be an object",
-        "c.yaml:2:1: error[type]: num_processes=1.5: must be a whole number",
+        "c.yaml:2:1: error[type]: num_processes=1.5: must be an integer",
         "command line: error[type]: --num_gpus=x: must be a number of ranks, at least 1",
         "command line: error[type]: --lr_scheduler_kwargs=5: must be an object",
         "command line: error[type]: --learning_rate=fast: must be a number",
@@ -353,9 +353,9 @@ def test_what_a_file_is(tmp_path: Path, name: str, content: str, kind: str | Non
     [
         ("a.json", "", "is empty"),
         ("a.json", "{}", "is an empty object"),
-        ("a.json", '{"a": 1, "b": 2}', "cannot tell what"),
+        ("a.json", '{"a": 1, "b": 2}', "cannot detect the type of"),
         ("a.json", '{"gradient_accumulation_steps": 2}', "could be those of a DeepSpeed config or Trainer arguments"),
-        ("a.json", '{"model": {"_target_": "a.b"}, "data": {}}', "is a job document already"),
+        ("a.json", '{"model": {"_target_": "a.b"}, "data": {}}', "is already a job document"),
         ("train.py", "import torch\n", "is a program"),
         ("a.txt", "python\n", "cannot tell|must be one object"),
     ],
