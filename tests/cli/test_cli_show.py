@@ -219,7 +219,10 @@ ORIGINS = {
     "gradient_clipping": (1.0, "default"),
     "bf16.enabled": (True, "command line: precision=bf16"),
     "zero_optimization.stage": (2, "conf/ds.json:2:25"),
-    "zero_optimization.reduce_bucket_size": (64, "auto: hidden_size^2 (no effect here: FSDP2 chooses its buffer sizes itself)"),
+    "zero_optimization.reduce_bucket_size": (
+        64,
+        "auto: hidden_size^2 (no effect here: FSDP2 chooses its buffer sizes itself)",
+    ),
     "optimizer.params.lr": (0.001, "layers.yaml:6:35"),
     "optimizer.params.eps": (1e-8, "default"),
     "scheduler.params.warmup_max_lr": (0.001, "auto: optimizer.params.lr"),

@@ -95,7 +95,10 @@ def test_launchers(text: str, launcher: str, script: str, ranks: int | None) -> 
     assert (command.launcher, command.script.value) == (launcher, script)
     imported = import_command(text)
     assert get(imported.document, "launch.nproc") == ranks
-    assert messages(imported, "unknown") in ("", "unknown: command line: --x=1: not an argument of the Trainer or of its scripts")
+    assert messages(imported, "unknown") in (
+        "",
+        "unknown: command line: --x=1: not an argument of the Trainer or of its scripts",
+    )
     resolve_imported(imported)
 
 
@@ -177,7 +180,10 @@ DROPPED = [
         "--adam_epsilon=1: transformers.Adafactor has no",
     ),
     ("python t.py --output_dir o --eval_steps 5", "--eval_steps=5: --eval_strategy=no disables evaluation"),
-    ("python t.py --output_dir o --save_strategy no --save_steps 5", "--save_steps=5: --save_strategy=no takes precedence"),
+    (
+        "python t.py --output_dir o --save_strategy no --save_steps 5",
+        "--save_steps=5: --save_strategy=no takes precedence",
+    ),
     ("python t.py --output_dir o --logging_strategy epoch --logging_steps 5", "--logging_steps=5: --logging_strategy"),
     ("python t.py --output_dir o --fp16 --fp16_opt_level O2", "--fp16_opt_level=O2: only used with apex"),
     ("python t.py --output_dir o --fp16_backend apex", "--fp16_backend=apex: no effect without fp16"),

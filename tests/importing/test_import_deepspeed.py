@@ -277,7 +277,9 @@ def test_of_two_configs_the_later_counts(tmp_path: Path) -> None:
 def test_a_method_that_nobody_names_is_to_be_filled_in(tmp_path: Path) -> None:
     config = {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"params": {"warmup_num_steps": 5}}}
     imported = import_texts(tmp_path, {"ds.json": config})
-    assert "optimizer.type: no source names the type to which optimizer.params.lr=0.1 belongs" in messages(imported, "fill in")
+    assert "optimizer.type: no source names the type to which optimizer.params.lr=0.1 belongs" in messages(
+        imported, "fill in"
+    )
     assert "scheduler.type: no source names the type" in messages(imported, "fill in")
     assert list_unmentioned(imported) == []
 
