@@ -113,6 +113,6 @@ def test_a_damaged_file_of_a_run_is_told(text: str, tmp_path: Path) -> None:
 def test_a_folder_in_the_place_of_the_result_stays(tmp_path: Path) -> None:
     (tmp_path / "result.json").mkdir()
     (tmp_path / "result.json" / "kept").write_text("x")
-    with pytest.raises(StorageError, match=r"result\.json is a folder"):
+    with pytest.raises(StorageError, match=r"result\.json: it is a folder"):
         run_folder.write_resolved(str(tmp_path), {})
     assert (tmp_path / "result.json" / "kept").read_text() == "x"

@@ -1,1 +1,1 @@
-"""What a document may import, and the one place that imports it."""
+"""What a document may import, and the only module that imports it (`targets`)."""

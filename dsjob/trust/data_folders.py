@@ -1,8 +1,7 @@
-"""What a local folder of data would have `datasets` read: the same policy as for the arguments in a document.
+"""Checks a local data folder before `datasets` loads it, with the same policy as for the arguments in a document.
 
-The folder's card (README.md) may name files and URLs, and its links lead anywhere: to the files of the kernel too, the
-environment of this process among them, which `datasets` would copy into its cache. The folder is read when it is about
-to be loaded.
+The folder's card (README.md) may name files and URLs, and its symbolic links may lead anywhere. A link to a kernel
+file, such as this process's environment, would make `datasets` copy that file into its cache.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _LOADERS = {"load_dataset": "path", "load_from_disk": "dataset_path"}
 
 
 def check_data(value: Mapping[str, Any], protocols: frozenset[str]) -> list[Problem]:
-    """What of the folders that a loader of `datasets` is given may not be read.
+    """Problems with the folders that a loader of `datasets` is about to read.
 
-    `value`: the target, with its arguments as they are passed; `protocols`: of URLs, those that the user has granted.
+    `value`: the target with its final arguments. `protocols`: the URL protocols that the user has granted.
     """
     target = str(value["_target_"])
     listed = [*value.get("_args_", []), None]
@@ -50,7 +49,7 @@ def check_data(value: Mapping[str, Any], protocols: frozenset[str]) -> list[Prob
 
 
 def _check_links(target: str, folder: str, depth: int | None = None) -> Iterator[Problem]:
-    """What a folder and those below it, `depth` levels in all, have of links to the kernel's files, and of pipes."""
+    """Problems with links to kernel files, and with pipes, in a folder and below it (at most `depth` levels)."""
     seen: set[str] = set()
     for above, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(above)
@@ -60,8 +59,8 @@ def _check_links(target: str, folder: str, depth: int | None = None) -> Iterator
             for problem in problems if os.path.islink(path) else ():
                 yield Problem(f"{path}: {problem.message}", (), problem.rule, problem.hint)
             if not is_plain(path) and not os.path.isdir(path):
-                told = f"{path}: is a pipe or a device, of which a read may never end"
-                yield Problem(told, (), "kernel-file", "delete it")
+                message = f"{path} is a pipe or a device, so reading it may never end"
+                yield Problem(message, (), "kernel-file", "delete it")
             if problems and name in folders:
                 folders.remove(name)
         if real in seen or (depth is not None and above[len(folder) :].count("/") + 1 >= depth):
@@ -81,14 +80,14 @@ def _check_cards(target: str, folder: str, protocols: frozenset[str]) -> Iterato
             text = block[1] if block else ""
         try:
             if len(text) > _MAX_CARD:
-                raise DocumentError([Problem("is too large to be checked", (), "too-large")])
+                raise DocumentError([Problem("it is too large", (), "too-large")])
             values = documents.parse(text, card, format="yaml").value if text.strip() else {}
         except DocumentError as error:
-            told = f"{card}: cannot be checked: {error.problems[0].message}"
-            yield Problem(told, (), "data-card", f"correct it, or run with --trust {target}")
+            message = f"cannot check {card}: {error.problems[0].message}"
+            yield Problem(message, (), "data-card", f"correct it, or run with --trust {target}")
             continue
-        told_by: Path = ()
+        root: Path = ()
         named = {"_target_": target, "path": folder, "card": values}
-        for problem in (*check_texts(values, told_by, protocols, listed=True), *check_options(named, told_by)):
+        for problem in (*check_texts(values, root, protocols, listed=True), *check_options(named, root)):
             place = ".".join(map(str, problem.path))
             yield Problem(f"{card}: {place}: {problem.message}", (), problem.rule, problem.hint)

@@ -1,4 +1,4 @@
-"""Ends of the process that the user's own code asks for: inside a job they are errors, with the place in that code."""
+"""Turns calls of sys.exit and os._exit in the user's own code into errors that name the place of the call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsjob.trust.frames import describe_failure
 
 
 class _Exit(SystemExit):
-    """What a call of os._exit becomes."""
+    """The exception that replaces a call of os._exit."""
 
     called = "os._exit"
 
@@ -23,8 +23,8 @@ class _Exit(SystemExit):
 def refuse_exits() -> Iterator[None]:
     """Turns SystemExit, and a call of `os._exit` on this thread, into ExitError.
 
-    On another thread `os._exit` ends the process, as it must where this one hangs, but never with exit code 0.
-    Child processes are left alone. What leaves Python (`exit` of a C library) cannot be caught here.
+    On other threads `os._exit` still ends the process, because this thread may hang, but never with exit code 0.
+    Child processes are not affected. A call of `exit` in a C library cannot be caught here.
     """
     leave, owner, thread = os._exit, os.getpid(), threading.get_ident()
     over = threading.Event()
@@ -45,14 +45,14 @@ def refuse_exits() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise ExitError(describe_failure(error), hint="raise an exception where something is wrong") from error
+        raise ExitError(describe_failure(error), hint="to report a problem, raise an exception") from error
     finally:
         os._exit = leave
         over.set()
 
 
 def keep_exit_code(code: int) -> None:
-    """Lets no exit handler of this process, which has failed, change its exit code by `os._exit`."""
+    """Keeps exit handlers of this process, which has failed, from changing its exit code with `os._exit`."""
     leave, owner = os._exit, os.getpid()
 
     def end(status: int) -> NoReturn:

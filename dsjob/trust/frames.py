@@ -1,4 +1,5 @@
-"""Where in the user's own code something happened: frames of a stack that are neither dsjob's nor torch's."""
+"""Finds the place in the user's own code where something happened: stack frames that are neither dsjob's nor
+torch's."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(dsjob.__file__)), "")
 
 
 def list_frames(error: BaseException) -> list[str]:
-    """Where an error was raised, innermost first."""
+    """The frames of an error's traceback, innermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
 
@@ -27,12 +28,12 @@ def list_users_frames(frames: Sequence[str]) -> list[str]:
 
 
 def find_place(frames: Sequence[str]) -> str:
-    """The innermost frame that is neither dsjob's nor torch's; the innermost one where there is none."""
+    """The innermost frame that is neither dsjob's nor torch's; if there is none, the innermost frame."""
     return (list_users_frames(frames) or [*frames, ""])[0]
 
 
 def describe_failure(error: BaseException) -> str:
-    """An error of somebody else's code in one line, with the last place in it that is neither dsjob's nor torch's."""
+    """An error of user code on one line, with the innermost place that is neither dsjob's nor torch's."""
     users = list_users_frames(list_frames(error))
     place = f" ({users[0]})" if users else ""
     blamed = getattr(error, _PLACE, "")

@@ -1,12 +1,12 @@
-"""Trust: which code a document may name. Decides by names and by where Python would find a module, before any import.
+"""Trust: which code a document may name. Decides by name, and by where Python would find a module, before any import.
 
-Trusted are `LISTED` (constructors of dsjob, torch, torchmetrics, transformers and datasets), modules that lie in the
-job's own folders, and what the user has named with --trust. Nothing in a document adds to that. `targets` is the one
-that imports, and asks here first; where the grants come from is the business of the commands.
+Trusted are `LISTED` (constructors of dsjob, torch, torchmetrics, transformers and datasets), modules in the job's own
+folders, and what the user names with --trust. Nothing in a document adds to that. `targets` is the only importer, and
+asks this module first. `user` collects the user's grants.
 
-The list has no functions that unpickle, compile or fetch. A run folder's resolved.json names modules of the current
-folder if the file belongs to the user; what a checkpoint names needs the flag, because checkpoints travel. A prefix
-grants what is defined below it and what its modules export by `__all__`.
+The list contains no functions that unpickle, compile or download. A run folder's resolved.json may name modules in the
+current folder if the file belongs to the user. Names in a checkpoint always need the flag, because checkpoints are
+passed on to others. A prefix grants everything that is defined below it, and what its modules export with `__all__`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from dsjob.trust.literals import LOADERS, check_literals, check_options, is_read
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """What the user has granted. Without arguments: `LISTED` alone."""
+    """What the user has granted. Without arguments: only `LISTED`."""
 
     prefixes: tuple[
         str, ...
     ] = ()  # --trust: dotted names of modules, packages or single callables; protocol:NAME, folder:PATH
-    folders: tuple[str, ...] = ()  # searched for modules after everything that is installed
-    rejected: tuple[tuple[str, str], ...] = ()  # folders that are not searched, with the reason, to be told of
-    local: bool = True  # whether what is found in `folders` is trusted; not for documents from elsewhere
+    folders: tuple[str, ...] = ()  # searched for modules after all installed packages
+    rejected: tuple[tuple[str, str], ...] = ()  # folders that are not searched, each with the reason, for messages
+    local: bool = True  # whether modules in `folders` are trusted; False for documents from elsewhere
     remote_code: bool = False  # --trust-remote-code
     unpinned: bool = False  # --unpinned
 
@@ -53,29 +53,29 @@ class Trust:
             if not re.fullmatch(
                 rf"[^\W\d]\w*(\.[^\W\d]\w*)*|{GRANT}[A-Za-z0-9][A-Za-z0-9+.-]*|{GRANT_FOLDER}[/~].*", prefix
             ):
-                hint = f"--trust my_package.models, --trust {GRANT}sftp or --trust {GRANT_FOLDER}/data, for example"
+                hint = f"for example --trust my_package.models, --trust {GRANT}sftp or --trust {GRANT_FOLDER}/data"
                 raise UsageError(f"--trust {prefix}: not a dotted name", hint=hint)
 
     def to_text(self) -> str:
-        """The same for another process, as JSON; `from_text` reads it."""
+        """This trust as JSON for another process; `from_text` reads it."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Trust:
-        """What `to_text` wrote."""
+        """The trust that `to_text` wrote."""
         given: dict[str, Any] = json.loads(text)
         rejected = tuple((folder, why) for folder, why in given.pop("rejected"))
         return cls(tuple(given.pop("prefixes")), tuple(given.pop("folders")), rejected, **given)
 
     @property
     def protocols(self) -> frozenset[str]:
-        """The protocols of URLs that the user has granted beyond those of `locations`."""
+        """The URL protocols that the user has granted in addition to those of `locations`."""
         return frozenset(prefix.removeprefix(GRANT) for prefix in self.prefixes if prefix.startswith(GRANT))
 
     @property
     def importable(self) -> tuple[str, ...]:
-        """The folders that go on `sys.path`, where installed packages find their optional imports too: for a document
-        from elsewhere only those with a module that the user has named."""
+        """The folders to add to `sys.path`. Installed packages would find optional imports there too, so for a document
+        from elsewhere these are only folders with a module that the user has named."""
         if self.local:
             return self.folders
         tops = dict.fromkeys(prefix.split(".")[0] for prefix in self.prefixes if ":" not in prefix)
@@ -84,12 +84,12 @@ class Trust:
 
     @property
     def writable(self) -> tuple[str, ...]:
-        """The folders that the user lets listed constructors write to."""
+        """The folders to which the user lets listed constructors write."""
         found = (prefix.removeprefix(GRANT_FOLDER) for prefix in self.prefixes if prefix.startswith(GRANT_FOLDER))
         return tuple(os.path.expanduser(folder) for folder in found)
 
     def names(self, path: str) -> bool:
-        """Whether the user has granted `path` by a prefix of it."""
+        """Whether the user has granted `path` or a prefix of it."""
         return any(path == prefix or path.startswith(prefix + ".") for prefix in self.prefixes)
 
 
@@ -113,13 +113,13 @@ LISTED: tuple[Listed, ...] = (
         r"(Tensor|Concat|Chain|Stack)Dataset|Subset|random_split|[A-Z]\w*Sampler|DataLoader|default_collate",
         r"torch\.utils\.data\..+",
     ),
-    # Not of text and image: several of those fetch weights, and unpickle them.
+    # Metrics of text and image are excluded: several of them download weights and unpickle them.
     Listed("torchmetrics", r"[A-Z]\w*", r"torchmetrics\.(aggregation|classification|collections|regression)(\..+)?"),
     Listed("torchmetrics.classification", r"[A-Z]\w*", r"torchmetrics\.classification\..+"),
     Listed("torchmetrics.regression", r"[A-Z]\w*", r"torchmetrics\.regression\..+"),
     Listed(
         "transformers",
-        # Rag's retrievers read pickled indexes, Timm's models come from a hub of their own.
+        # Rag's retrievers read pickled indexes, and Timm's models come from another hub.
         r"(?!Rag|Timm)[A-Z]\w*(Config|Model|For[A-Z]\w*)(\.from_pretrained|\.from_config)?"
         r"|Auto(Tokenizer|Processor|ImageProcessor|FeatureExtractor)\.from_pretrained",
         r"transformers\.(models|data)\..+",
@@ -129,15 +129,15 @@ LISTED: tuple[Listed, ...] = (
     Listed("datasets", r"load_dataset|load_from_disk", r"datasets\.load"),
     Listed("datasets", r"Dataset\.from_(dict|list|csv|json|parquet|text)", r"datasets\.arrow_dataset"),
 )
-SHARED = "anybody may write to it"  # of a folder
-_BUILDERS = ("from_pretrained", "from_config")  # a class's own ways to make one of itself, which it may inherit
+SHARED = "anyone can write to it"  # the reason for rejecting a folder
+_BUILDERS = ("from_pretrained", "from_config")  # alternative constructors, which a class may inherit
 
 
-# ---- names and places: before anything is imported
+# ---- decisions by name and location, before anything is imported
 
 
 def is_listed(path: str) -> bool:
-    """Whether a dotted path is one of `LISTED`, as a string."""
+    """Whether a dotted path matches `LISTED`, as a string."""
     return any(_matches(row, path) for row in LISTED)
 
 
@@ -146,9 +146,9 @@ def _matches(row: Listed, path: str) -> bool:
 
 
 def explain_distrust(path: str, trust: Trust) -> str:
-    """Why `path` may not be imported; empty where it may, or where there is no such module.
+    """Why `path` may not be imported; empty if it may, or if there is no such module.
 
-    Nothing is imported: the top module decides, by where Python would find it.
+    Nothing is imported. The decision depends on where Python would find the top-level module.
     """
     top = path.split(".")[0]
     if trust.names(path):
@@ -159,41 +159,41 @@ def explain_distrust(path: str, trust: Trust) -> str:
     place = locate_local(spec, trust.folders)
     if place:
         elsewhere = "the document comes from elsewhere (a URL, a checkpoint, another user's run)"
-        return "" if trust.local else f"{elsewhere}, and {top} lies in {place}"
+        return "" if trust.local else f"{elsewhere}, and {top} is in {place}"
     if is_listed(path):
         return ""
     if top in sys.stdlib_module_names:
         return f"{top} belongs to Python's standard library"
     known = {row.module.split(".")[0] for row in LISTED}
     if top in known:
-        return f"it is not among the constructors of {top} that dsjob knows to be harmless"
+        return f"it is not on dsjob's list of harmless constructors of {top}"
     found = _real_file(spec)
     linked = _is_link(spec, trust.folders)
     if linked:
         return f"{linked} is a link to {found}"
-    return f"{top} is an installed package{f' ({found})' if found else ''}, not a module of this job's folder"
+    return f"{top} is an installed package{f' ({found})' if found else ''}, not a module in this job's folder"
 
 
 def explain_rejected(path: str, trust: Trust) -> str:
-    """Where a module would be found if that folder was searched, and why it is not; empty where there is none."""
+    """For a module in a rejected folder: the folder, and why it is not searched; otherwise empty."""
     top = path.split(".")[0]
     found = (entry for entry in trust.rejected if PathFinder.find_spec(top, [entry[0]]) is not None)
-    return next((f"{top} lies in {folder}, which is not searched: {why}" for folder, why in found), "")
+    return next((f"{top} is in {folder}, which is not searched: {why}" for folder, why in found), "")
 
 
 def is_own(path: str, trust: Trust) -> bool:
-    """Whether `path` is the user's own code, or named by a --trust."""
+    """Whether `path` is the user's own code, or granted with --trust."""
     spec = None if trust.names(path) else find_top(path.split(".")[0], trust.folders)
     return trust.names(path) or (spec is not None and trust.local and bool(locate_local(spec, trust.folders)))
 
 
 def find_top(name: str, folders: Sequence[str]) -> ModuleSpec | None:
-    """What `import name` would load with `folders` at the end of sys.path."""
+    """The spec of the module that `import name` would load, with `folders` at the end of sys.path."""
     if name in sys.modules:
         return sys.modules[name].__spec__ or ModuleSpec(name, None)
     for finder in sys.meta_path:
         if getattr(finder, "__module__", "") == "_distutils_hack":
-            continue  # it imports setuptools to answer
+            continue  # this finder would import setuptools
         if finder is PathFinder:
             spec = PathFinder.find_spec(name, [*sys.path, *(folder for folder in folders if folder not in sys.path)])
         else:
@@ -204,13 +204,13 @@ def find_top(name: str, folders: Sequence[str]) -> ModuleSpec | None:
 
 
 def locate_local(spec: ModuleSpec, folders: Sequence[str]) -> str:
-    """The folder of `folders` that a module comes from, "" where it comes from none of them.
+    """The folder in `folders` that a module comes from; "" if it comes from none of them.
 
-    It must lie where its dotted name says, and be no link to another place. A folder of installed packages is nobody's
-    own, and one inside a job's folder (.venv) does not make its modules local.
+    Its file must be where its dotted name says, and must not be a link to another place. Folders of installed packages
+    do not count, not even inside a job's folder (.venv).
     """
     if spec.name.split(".")[0] == "dsjob":
-        return ""  # dsjob itself, where one stands in a clone of it: its list says what may be named
+        return ""  # in a clone of dsjob, the current folder contains dsjob itself, for which only the list counts
     if spec.origin is None and spec.submodule_search_locations is not None:  # a folder without __init__.py
         places = [os.path.realpath(place) for place in spec.submodule_search_locations]
         return next((f for f in folders if _is_own(f) and _expect(f, spec.name) in places), "")
@@ -249,18 +249,18 @@ def _real_file(spec: ModuleSpec) -> str:
 
 
 def _is_link(spec: ModuleSpec, folders: Sequence[str]) -> str:
-    """The file in `folders` that a module seems to come from, where it is a link to another place."""
+    """The file in `folders` that a module seems to come from, if that is a link to another place; otherwise empty."""
     if not spec.has_location or spec.origin is None:
         return ""
     inside = any(os.path.abspath(spec.origin).startswith(os.path.abspath(f) + os.sep) for f in folders if _is_own(f))
     return spec.origin if inside and os.path.realpath(spec.origin) != os.path.abspath(spec.origin) else ""
 
 
-# ---- what an import has found
+# ---- decisions about modules and objects after an import
 
 
 def explain_module(spec: ModuleSpec, path: str, trust: Trust) -> str:
-    """Why a module on the way to `path` may not be imported, its parent having been; empty where it may."""
+    """Why a module on the way to `path` may not be imported, although its parent was; empty if it may."""
     if trust.names(path) or locate_local(spec, trust.folders) or is_listed(path):
         return ""
     file = _real_file(spec)
@@ -268,14 +268,14 @@ def explain_module(spec: ModuleSpec, path: str, trust: Trust) -> str:
 
 
 def explain_found(path: str, owner: Any, found: Any, trust: Trust) -> str:
-    """Why the callable `found`, an attribute of `owner` at `path`, may not be called; empty where it may.
+    """Why the callable `found`, an attribute of `owner` at `path`, may not be called; empty if it may.
 
-    It must be defined in a module that is trusted, or be one of `LISTED` itself, by whichever way it was found.
+    However it was found, it must be defined in a trusted module or be one of `LISTED` itself.
     """
     *_, name = path.split(".")
     if any((path + ".").startswith(prefix + ".") and prefix not in sys.modules for prefix in trust.prefixes):
-        return ""  # the prefix names this very callable, or its class
-    if trust.names(path) and name in getattr(owner, "__all__", ()):  # os.system is defined in posix
+        return ""  # the prefix is not a module, so it names this callable or its class
+    if trust.names(path) and name in getattr(owner, "__all__", ()):  # re-exports, such as os.system, defined in posix
         return ""
     judged = owner if name in _BUILDERS and inspect.isclass(owner) else found
     home = find_home(judged)
@@ -296,7 +296,7 @@ def find_home(found: Any) -> str:
 
 
 def is_trusted_module(name: str, trust: Trust) -> bool:
-    """Whether a loaded module is granted by name, or lies in a folder that is trusted."""
+    """Whether a loaded module is granted by name, or is in a trusted folder."""
     if trust.names(name):
         return True
     spec = getattr(sys.modules.get(name), "__spec__", None)
@@ -310,14 +310,17 @@ def _is_listed_object(found: Any) -> bool:
             continue
         if _matches(row, f"{home}.{name}"):
             return True
-        for spelling in {name, name.rpartition(".")[2]}:  # built-in functions of torch have an owner of their own
+        for spelling in {
+            name,
+            name.rpartition(".")[2],
+        }:  # built-in functions of torch have an owner in their qualified name
             if re.fullmatch(row.names, spelling) and _equals(row.module, spelling, found):
                 return True
     return False
 
 
 def loads_models(path: str, found: Any) -> bool:
-    """Whether a callable has transformers load a model by its name."""
+    """Whether calling this makes transformers load a model by its name."""
     owner = getattr(found, "__self__", None)
     classes = inspect.getmro(owner) if inspect.isclass(owner) else ()
     ours = path.startswith("dsjob.recipes.")
@@ -327,7 +330,7 @@ def loads_models(path: str, found: Any) -> bool:
 
 
 def refuse_remote_code(found: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by which transformers' Auto classes refuse a model's own code, which they would ask about otherwise."""
+    """Arguments that make transformers' Auto classes refuse a model's own code; by default they would ask the user."""
     owner = getattr(found, "__self__", None)
     auto = inspect.isclass(owner) and owner.__name__.startswith("Auto") and owner.__module__.startswith("transformers.")
     return {"trust_remote_code": False} if auto and "trust_remote_code" not in arguments else {}
@@ -345,18 +348,20 @@ def _equals(module: str, name: str, found: Any) -> bool:
 
 
 def check_document(document: Mapping[str, Any], trust: Trust) -> list[Problem]:
-    """Everything in a document that is not trusted, as strings tell it: targets, remote code, unpinned names, URLs."""
+    """Everything in a document that is not trusted, judged by its strings: targets, remote code, unpinned names,
+    URLs."""
     return [*check_keys(document, trust.protocols), *_check(document, (), trust)]
 
 
 def check_target(value: Mapping[str, Any], trust: Trust, found: Any = None) -> list[Problem]:
-    """What is not trusted of one target and its arguments. `found`: the callable, which may be a listed one of another
-    name."""
+    """Everything that is not trusted in one target and its arguments. `found`: the callable, which may be a listed one
+    under another name."""
     return list(_check(value, (), trust, found))
 
 
 def takes_literals(target: str, trust: Trust, found: Any = None) -> bool:
-    """Whether a target, or the callable `found`, reads files or a hub and is nobody's grant: see `literals`."""
+    """Whether a target, or the callable `found`, reads files or a hub, and is not granted by the user: see
+    `literals`."""
     listed = (
         is_listed(target) or target.rpartition(".")[2] in LOADERS or (found is not None and _is_listed_object(found))
     )
@@ -389,9 +394,9 @@ def _check(value: Any, path: Path, trust: Trust, found: Any = None) -> Iterator[
 
 
 def hint(target: str, trust: Trust) -> str:
-    """How to grant a target: the exact flag."""
+    """A hint with the exact flag that grants a target."""
     if trust.rejected and find_top(target.split(".")[0], trust.folders) is None:
         if any(why.startswith(SHARED) for _, why in trust.rejected):
-            return "move the job into a folder that only you can write to"
+            return "move the job to a folder that only you can write to"
         return "if you know what is in it, run dsjob in that folder, or copy the folder and run the copy"
     return f"if you know what it does, run with --trust {target}"

@@ -1,7 +1,7 @@
-"""What the arguments in a document ask of a hub: code that would run, pickles, names that are not pinned to a commit.
+"""Checks what a document's arguments would load from a hub: code, pickles, and names that are not pinned to a commit.
 
-Owns the rules about arguments, which hold for the files of a model as well (`model_files` reads those); which callables
-may be named at all is for `trust`. No connection is opened.
+These rules for arguments also apply to the files of a model, which `model_files` reads. `grant` decides which callables
+may be named at all. No connection is opened.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _LOADERS = {"from_pretrained": "pretrained_model_name_or_path", "load_dataset": 
 _READERS = (*_LOADERS, "load_from_disk", "from_csv", "from_json", "from_parquet", "from_text")
 _FORMATS = ("json", "csv", "parquet", "text", "arrow", "imagefolder", "audiofolder", "videofolder", "xml", "lance")
 _UNPICKLING = ("pandas", "webdataset")  # formats of `datasets` that are read with pickle
-_UNPINNED = "{!r} is a name on a hub, or a folder that is not there"
+_UNPINNED = "{!r} is a name on a hub, or a folder that does not exist"
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-# Of timm: kinds of models, arguments of its own loader, and what stands before a name on its hub.
+# timm: types of models, arguments of its own loader, and prefixes of names on its hub.
 _KINDS = ("timm_backbone", "timm_wrapper", "rag")
 _TIMM_ARGUMENTS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict")
 _TIMM_NAME = re.compile(r"(hf[-_]hub|local-dir|timm):.*", re.DOTALL)
 
 
 def check_arguments(value: Mapping[str, Any], path: Path, *, remote_code: bool, unpinned: bool) -> Iterator[Problem]:
-    """What the arguments in one object of a document ask for beyond calling its target.
+    """Problems with what the arguments in one object of a document would load.
 
-    Code from a hub and weights in pickles need --trust-remote-code, whether the arguments ask for them or the files of
-    a local folder that they name. Names on a hub that are not pinned to a commit, whose content anybody's push may
-    change, need --unpinned.
+    Code from a hub and weights in pickles need --trust-remote-code, whether the arguments ask for them or the files in
+    a local folder that they name. Names on a hub that are not pinned to a commit need --unpinned, because their content
+    can change.
     """
     names = list(_find_names(value))
     folders = [(place, _find_folders(name, value)) for place, name in names if _is_local(name)]
     if not remote_code:
         for key, what in _find_remote_code(value):
-            yield Problem(what, (*path, key), "remote-code", "run with --trust-remote-code, or leave it out")
+            yield Problem(what, (*path, key), "remote-code", "leave it out, or run with --trust-remote-code")
         for place, below in folders:
             yield from check_files((found for one in below for found in model_files.read_folder(one)), (*path, *place))
     if unpinned or re.fullmatch(r"[0-9a-f]{40}", str(value.get("revision"))):
@@ -46,16 +46,17 @@ def check_arguments(value: Mapping[str, Any], path: Path, *, remote_code: bool, 
     advice = "add revision: <the 40 hex digits of a commit>, name a local folder, or run with --unpinned"
     for place, name in names:
         if not _is_local(name):
-            told = _UNPINNED.format(name) if name else "must be a plain string"
-            yield Problem(told, (*path, *place), "unpinned", advice)
+            message = _UNPINNED.format(name) if name else "must be a string"
+            yield Problem(message, (*path, *place), "unpinned", advice)
     for place, below in folders:
         for what in _find_unpinned(below) if _loads_a_model(value) else ():
             yield Problem(what, (*path, *place), "unpinned", advice)
 
 
 def check_files(files: Iterable[model_files.Found], path: Path) -> Iterator[Problem]:
-    """What in a model's files would let code run when it is loaded. `path`: where the document names the model."""
-    advice = "run with --trust-remote-code, or correct the file"
+    """Problems with a model's files that would run code when it is loaded. `path`: where the document names the
+    model."""
+    advice = "correct the file, or run with --trust-remote-code"
     for file, place, value, unread in files:
         if unread:
             yield Problem(f"{file}: {unread}", path, "remote-code", advice)
@@ -64,11 +65,11 @@ def check_files(files: Iterable[model_files.Found], path: Path) -> Iterator[Prob
 
 
 def check_models(value: Mapping[str, Any]) -> tuple[list[Problem], str | None]:
-    """What would let code run in the files of a model that is about to be loaded (see `model_files.fetch`), and the
-    commit on the hub that these files are of: what is loaded has to be of it as well, whatever is pushed meanwhile.
-    There is no commit where files are of several repositories, or in a folder.
+    """Problems with the files of a model that is about to be loaded (see `model_files.fetch`), and their commit on the
+    hub. The model must be loaded from the same commit, so that a push in the meantime changes nothing. The commit is
+    None if the files are from several repositories, or in a local folder.
 
-    `value`: the target, with its arguments as they are passed.
+    `value`: the target with its final arguments.
     """
     problems: list[Problem] = []
     commits: set[tuple[str, str]] = set()
@@ -87,30 +88,30 @@ def _find_remote_code(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, "runs third-party code"
     for key in ("weights_only", "use_safetensors"):
         if value.get(key) not in (None, True):
-            yield key, "lets weights be unpickled, which may run code"
+            yield key, "allows weights to be unpickled, which can run code"
     for key, item in value.items():
         if _IMPLEMENTATION.fullmatch(str(key)) and "/" in str(item):
-            yield key, "names a kernel on a hub, whose code would run"
+            yield key, "names a kernel on a hub, whose code would be run"
         elif key in ("architecture", "backbone") and isinstance(item, str) and _TIMM_NAME.fullmatch(item):
-            yield key, "names a model of timm's, whose weights may be unpickled"
+            yield key, "names a timm model, whose weights may be unpickled"
         elif key in ("model_args", "backbone_kwargs") and isinstance(item, Mapping):
             for name in sorted(item.keys() & set(_TIMM_ARGUMENTS)):
-                yield key, f"has {name}, and lets weights be unpickled, which may run code"
+                yield key, f"has {name}, which allows weights to be unpickled, which can run code"
     if value.get("_configuration_file") is not None:
         yield "_configuration_file", "loads another file instead of config.json"
     if value.get("model_type") in _KINDS:
-        yield "model_type", "is loaded by a library of its own, which may unpickle weights"
+        yield "model_type", "is loaded by another library, which may unpickle weights"
     if value.get("megatron_core") not in (None, "megatron.core"):
         yield "megatron_core", "names a module that would be imported"
     loader = str(value.get("_target_")).rpartition(".")[2]
     if loader == "load_dataset" and _first(value, "path")[1] in _UNPICKLING:
-        yield _first(value, "path")[0][0], "names a format that is read with pickle, which may run code"
+        yield _first(value, "path")[0][0], "names a format that is read with pickle, which can run code"
     if loader in _READERS and len(_listed(value)) > 1:
-        yield "_args_", "hides the names of arguments: give all but the first by name"
+        yield "_args_", "hides the names of arguments: pass all except the first by name"
 
 
 def _find_names(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Names on a hub and of local folders, with their places; "" for what is no text."""
+    """Names on a hub and of local folders, with their places; "" for a value that is not a string."""
     target = str(value.get("_target_"))
     loader = target.rpartition(".")[2]
     keys = {"pretrained", "pretrained_model_name_or_path", "_adapter_model_path"}
@@ -143,7 +144,7 @@ def _loads_a_model(value: Mapping[str, Any]) -> bool:
 
 
 def _find_unpinned(folders: list[str]) -> Iterator[str]:
-    """What in the files of local models names, or may name, a model on a hub."""
+    """Messages on files of local models that name, or may name, a model on a hub."""
     for folder in folders:
         for file, _, value, unread in model_files.read_folder(folder):
             if unread:
@@ -159,7 +160,7 @@ def _listed(value: Mapping[str, Any]) -> list[Any]:
 
 
 def _first(value: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], Any]:
-    """The first argument of a loader, given by name or by position, and its place; the place is () without one."""
+    """The first argument of a loader, passed by name or by position, and its place; ((), None) if there is none."""
     if key in value:
         return (key,), value[key]
     listed = _listed(value)

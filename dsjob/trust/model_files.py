@@ -1,8 +1,8 @@
-"""What the files of a model ask for when transformers loads it: the same policy as for the arguments in a document.
+"""Reads the files of a model that transformers is about to load, so that `hub` can apply the same rules to them as to
+the arguments in a document.
 
-A model's `config.json` may name kernels on a hub, and an adapter's file the model that it belongs to. A folder on this
-machine is read when a document is checked, what comes from a hub when it is about to be loaded. Owns which files there
-are and how they are read; what may stand in them is for `hub`.
+A model's `config.json` may name kernels on a hub, and an adapter's file may name its base model. A local folder is read
+when a document is checked; files on a hub are read when the model is about to be loaded.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any, NamedTuple
 
 from dsjob.files import is_plain
 
-_FILE = re.compile(r"config(\.[^/]+)?\.json|adapter_config\.json")  # transformers picks a config.VERSION.json, too
+_FILE = re.compile(r"config(\.[^/]+)?\.json|adapter_config\.json")  # transformers may also choose a config.VERSION.json
 _VERSION = re.compile(r"config\.[^/]+\.json")
 _CACHED = re.compile(r"/(?P<repository>models--[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/")
-# What says where a model is, among the arguments that it is loaded with.
+# Arguments of a loader that determine where the model is.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_MAX_SIZE = 4 << 20  # bytes; the longest of those published have some 100 kB, mostly names of classes
-_ENDLESS = "is a pipe or a device, of which a read may never end"
-_FOLLOWED = 8  # models that name one another
+_MAX_SIZE = 4 << 20  # bytes; the largest published ones have some 100 kB, mostly names of classes
+_ENDLESS = "is a pipe or a device, so reading it may never end"
+_FOLLOWED = 8  # models in a chain of models that name each other
 
 
 class Found(NamedTuple):
-    """One mapping of a model's file, by the file's path, and its place in it."""
+    """One mapping in a model's file: the file's path, the mapping's place in it, and its value."""
 
     file: str
     place: str
     value: Mapping[str, Any]
-    unread: str = ""  # why there is more that was not read: what was found then proves nothing
+    unread: str = ""  # why the rest of the file was not read, in which case the file cannot be considered safe
 
 
 def read_folder(folder: str) -> Iterator[Found]:
-    """Every mapping in the files of a model's folder, and in those of folders that it names to be loaded with it.
+    """All mappings in the files of a model's folder, and of other folders that it names and that are loaded with it.
 
-    `folder`: or a config file itself, which transformers takes as well.
+    `folder`: the folder, or a config file, which transformers accepts as well.
     """
 
     def read(model: str) -> Iterator[Found]:
@@ -56,9 +56,9 @@ def read_folder(folder: str) -> Iterator[Found]:
 
 
 def fetch(name: str, options: Mapping[str, Any]) -> Iterator[Found]:
-    """Every mapping in the files that transformers reads of a model, here or on a hub, and of those that it names.
+    """All mappings in the files that transformers reads for a model, local or on a hub, and for models that it names.
 
-    `options`: the arguments that it is loaded with. What is not in the cache is downloaded, as loading it would.
+    `options`: the arguments with which it is loaded. Files that are not in the cache are downloaded, as loading would.
     """
     given = {key: options[key] for key in _WHERE if options.get(key) is not None}
 
@@ -69,7 +69,7 @@ def fetch(name: str, options: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _follow(first: str, read: Callable[[str], Iterator[Found]], name: Callable[[Found], list[str]]) -> Iterator[Found]:
-    """What `read` finds in a model, and in those that `name` finds it to name, each once and not too many of them."""
+    """What `read` finds in a model and in all models that it names (see `name`), each once, with a limit."""
     waiting = [first]
     seen: set[str] = set()
     while waiting:
@@ -77,7 +77,7 @@ def _follow(first: str, read: Callable[[str], Iterator[Found]], name: Callable[[
         if model in seen:
             continue
         if len(seen) == _FOLLOWED:
-            yield Found(first, "", {}, f"names too many models to be checked: more than {_FOLLOWED}")
+            yield Found(first, "", {}, f"names more than {_FOLLOWED} other models, too many to check")
             return
         seen.add(model)
         for found in read(model):
@@ -94,7 +94,7 @@ def _fetch_one(model: str, given: Mapping[str, Any]) -> Iterator[Found]:
         return
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     files = ["adapter_config.json", "config.json"]
-    for file in files:  # which grows
+    for file in files:  # the loop appends to this list
         path = cached_file(model, file, **given, **quiet)
         for found in read_file(path) if path is not None else ():
             yield found
@@ -104,13 +104,13 @@ def _fetch_one(model: str, given: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def find_commit(file: str) -> tuple[str, str]:
-    """The repository and commit of a file in the cache of the hub's client; texts without characters of another's."""
+    """The repository and commit of a file in the hub client's cache; empty texts for any other file."""
     found = _CACHED.search(file.replace(os.sep, "/"))
     return (found["repository"], found["commit"]) if found else ("", "")
 
 
 def list_named(value: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
-    """Other models that are loaded with the one of `file`: their keys and names, on a hub or of folders."""
+    """Other models that are loaded together with the one of `file`: the keys, and the names on a hub or of folders."""
     alone = not os.path.exists(os.path.join(os.path.dirname(file), "config.json"))  # an adapter without its model
     keys = ["base_model_name_or_path"] if alone else []
     keys += ["backbone"] if value.get("use_pretrained_backbone") else []
@@ -118,7 +118,7 @@ def list_named(value: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
 
 
 def read_file(path: str) -> Iterator[Found]:
-    """Every mapping in a model's file; one that cannot be read is left to transformers to complain about."""
+    """All mappings in a model's file. If the file cannot be read, transformers will report it."""
     if _is_endless(path):
         yield Found(path, "", {}, _ENDLESS)
         return
@@ -126,7 +126,7 @@ def read_file(path: str) -> Iterator[Found]:
         with open(path, "rb") as file:
             text = file.read(_MAX_SIZE + 1)
         if len(text) > _MAX_SIZE:
-            yield Found(path, "", {}, "is too large to be checked")
+            yield Found(path, "", {}, "is too large to check")
             return
         value = json.loads(text)
     except (OSError, ValueError, RecursionError):
@@ -139,7 +139,7 @@ def _is_endless(path: str) -> bool:
 
 
 def walk(file: str, value: Any) -> Iterator[Found]:
-    """Every mapping in the values of a model's file, at any depth."""
+    """All mappings in the contents of a model's file, at any depth."""
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         place, value = waiting.pop()

@@ -1,4 +1,4 @@
-"""Calls checked by signature: which arguments a callable does not take, and which it needs, without calling it."""
+"""Checks the arguments of a call against the callable's signature, without calling it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsjob.contract.hints import suggest
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One thing wrong with a call. `argument`: the keyword that is wrong; empty for what is missing or too many."""
+    """A problem with a call. `argument`: the wrong keyword; empty for missing and surplus arguments."""
 
     argument: str
     message: str
@@ -24,9 +24,9 @@ class Misfit:
 def find_misfits(
     name: str, function: Callable[..., Any], positional: int, keywords: Iterable[str], *, partial: bool = False
 ) -> list[Misfit]:
-    """What is wrong with calling `function` with so many positional arguments and these keywords.
+    """The problems with calling `function` with this number of positional arguments and these keywords.
 
-    Nothing where it has no signature, as built-ins need not. `partial`: more arguments come later, so none is missing.
+    Empty if the function has no signature, as some built-ins. `partial`: missing arguments may be added later.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -39,7 +39,7 @@ def find_misfits(
     taken = [p.name for p in by_place[:positional]]
     found = []
     if positional > len(by_place) and Parameter.VAR_POSITIONAL not in kinds:
-        found.append(Misfit("", f"{name} takes {len(by_place)} arguments by position, not {positional}", too_many=True))
+        found.append(Misfit("", f"{name} takes {len(by_place)} positional arguments, not {positional}", too_many=True))
     for key in keywords:
         if key in by_name and key in taken:
             found.append(Misfit(key, f'{name} is given "{key}" twice: by position and by name', "keep one of the two"))
@@ -54,7 +54,7 @@ def find_misfits(
 
 
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:
-    """Whether a callable says that it takes an argument of this name, or any."""
+    """Whether a callable's signature accepts a keyword argument of this name."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -68,6 +68,6 @@ def _is_open(parameter: Parameter) -> bool:
 
 def _explain(name: str, key: str, by_place: list[Parameter], free: list[str]) -> Misfit:
     if key in (p.name for p in by_place):
-        return Misfit(key, f'{name} takes "{key}" by position alone', "write its value in a list: _args_: [...]")
+        return Misfit(key, f'{name} takes "{key}" only by position', "write its value in a list: _args_: [...]")
     takes = f"it takes {', '.join(free[:12])}{', ...' if len(free) > 12 else ''}" if free else "it takes no others"
     return Misfit(key, f'{name} has no argument "{key}"', suggest(key, free) or takes)

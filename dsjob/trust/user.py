@@ -1,4 +1,4 @@
-"""What the user has granted: with flags, in a config file of their own, and by where the job file lies."""
+"""Collects what the user has granted: with flags, in their config file, and by the location of the job file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IMPORTABLE = tuple(importlib.machinery.all_suffixes())
 
 @dataclass(frozen=True)
 class Flags:
-    """What the user says for one job: --trust, --trust-remote-code and --unpinned."""
+    """The trust flags for one job: --trust, --trust-remote-code and --unpinned."""
 
     prefixes: tuple[str, ...] = ()
     remote_code: bool = False
@@ -33,7 +33,7 @@ class Flags:
 
 
 def grant(file: Document | None, flags: Flags = Flags()) -> Trust:
-    """The trust for a job file (None: for a recipe), from what the user says and from their config file."""
+    """The trust for a job file (None: for a recipe), from the flags and from the user's config file."""
     folders, rejected = _list_folders(file)
     return Trust(
         prefixes=(*flags.prefixes, *read_prefixes(config_path())),
@@ -51,10 +51,12 @@ def read_protocols() -> frozenset[str]:
 
 
 def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Where modules that a document names may lie: the current folder, and the job file's own (of a dict: the
-    program's that gives it), unless it comes from elsewhere. A run's document names the job file that it was made from,
-    whose folder counts. Then the folders of job files that belong to somebody else, which are not searched, each with
-    the reason."""
+    """The folders in which a document may name modules, and the folders that are not searched, each with the reason.
+
+    The first are the current folder and the job file's folder, unless the document comes from elsewhere. For a dict,
+    the folder is that of the program that passes it; for a run's document, that of its original job file. The second
+    are folders of job files that belong to another user, and folders that anyone can write to if another user's modules
+    are in them."""
     source: Any = file.source if file is not None else None
     if source == PROGRAM:
         source = find_program()
@@ -80,8 +82,8 @@ def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[s
 
 
 def _find_stranger(folder: str) -> str:
-    """What Python could import from a folder that anybody may write to, such as /tmp, and whom it belongs to; empty
-    where it all belongs to the user, to root or to the owner of the folder."""
+    """Names a module of another user in a folder that anyone can write to, such as /tmp. Empty if others cannot write
+    to the folder, or if all modules in it belong to this user, to root or to the owner of the folder."""
     status = os.stat(folder)
     if not status.st_mode & stat.S_IWOTH:
         return ""
@@ -101,7 +103,7 @@ def find_program() -> str | None:
 
 
 def _find_other_owner(path: str) -> str:
-    """Whom a file belongs to, where it is somebody else's."""
+    """The owner of a file, if that is another user; otherwise empty."""
     owner = os.stat(path).st_uid if os.path.exists(path) else os.geteuid()
     if owner == os.geteuid():
         return ""
@@ -112,8 +114,8 @@ def _find_other_owner(path: str) -> str:
 
 
 def comes_from_elsewhere(source: str) -> bool:
-    """Whether a document may not name local modules: it is read from a URL, lies in a checkpoint's folder, or is a
-    run's `resolved.json` that belongs to another user. What the user runs from their own disk else is theirs."""
+    """Whether a document may not name local modules, because it is read from a URL, is in a checkpoint's folder, or is
+    a run's `resolved.json` that belongs to another user. Other local files count as the user's own."""
     if "://" in source:
         return True
     path = os.path.realpath(source)
@@ -126,12 +128,13 @@ def comes_from_elsewhere(source: str) -> bool:
 
 
 def list_untrusted(composed: Composed, resolved: dict[str, Any], trust: Trust) -> list[Problem]:
-    """What a document names and `trust` does not grant, with places in `composed`, which it was resolved from."""
+    """Problems with everything that a document names and `trust` does not grant, with places from `composed`, the
+    document before it was resolved."""
     return place_origins(check_document(resolved, trust), composed)
 
 
 def place_origins(problems: list[Problem], composed: Composed) -> list[Problem]:
-    """Problems of a resolved document with their places in `composed`, which it was resolved from."""
+    """Problems of a resolved document, with places from `composed`, the document before it was resolved."""
     config = composed.document.get("deepspeed", {})
     return place_problems(problems, lambda path: composed.locate(find_origin(path, composed.document, config)))
 
@@ -143,7 +146,7 @@ def config_path() -> str:
 
 
 class Granted(NamedTuple):
-    """What the user's config file says: `trust` (prefixes), `environment` (variables that any document may read)."""
+    """The contents of the user's config file: `trust` (prefixes), `environment` (variables that documents may read)."""
 
     trust: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
@@ -160,9 +163,9 @@ def read_environment() -> tuple[str, ...]:
 
 
 def read_config(path: str) -> Granted:
-    """The config file at `path`; nothing is granted without a file.
+    """Reads the config file at `path`; without a file, nothing is granted.
 
-    Raises UsageError where somebody else could have written it: it must belong to the user, and neither it nor its
+    Raises UsageError if another user could have written it: it must belong to the user, and neither the file nor its
     folder may be writable by others.
     """
     try:
@@ -174,9 +177,9 @@ def read_config(path: str) -> Granted:
     with file:
         for place, found in ((path, os.fstat(file.fileno())), (os.path.dirname(path), os.stat(os.path.dirname(path)))):
             if found.st_uid != os.geteuid():
-                raise UsageError(f"{place} belongs to another user, so what it trusts is not read", hint=f"rm {path}")
+                raise UsageError(f"{place} belongs to another user, so dsjob does not read it", hint=f"rm {path}")
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise UsageError(f"{place} can be written by others", hint=f"chmod go-w {place}")
+                raise UsageError(f"{place} is writable by others", hint=f"chmod go-w {place}")
         try:
             text = file.read().decode()
         except UnicodeDecodeError as error:
@@ -186,5 +189,5 @@ def read_config(path: str) -> Granted:
         known = key in Granted._fields and isinstance(names, list) and all(isinstance(name, str) for name in names)
         if not known:
             hint = "trust: [my_package] and environment: [MY_VARIABLE]"
-            raise UsageError(f"{path} may hold lists of dotted names, and nothing else", hint=hint)
+            raise UsageError(f"{path} may only contain lists of names", hint=f"for example {hint}")
     return Granted(**{key: tuple(names) for key, names in values.items()})

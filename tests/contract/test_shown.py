@@ -76,7 +76,7 @@ def test_documents_have_no_more_keys_than_are_compared_soon() -> None:
     text = "{" + ",".join(f'"k{number}": 1' for number in range(MAX_KEYS + 1)) + "}"
     with pytest.raises(DocumentError, match=r"x\.json:1:\d+: error\[too-large\]: more than 10,000 keys"):
         require_few(parse(text, "x.json"))
-    with pytest.raises(DocumentError, match="more than 100,000 keys and list items"):
+    with pytest.raises(DocumentError, match="more than 100,000 keys and"):
         require_few(parse('{"a": [' + "1," * 100_001 + "]}", "x.json"))
     assert require_few(parse('{"a": [' + "1," * 99_000 + "]}", "x.json"))
 

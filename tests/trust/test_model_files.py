@@ -74,7 +74,7 @@ def test_every_file_that_transformers_reads_is_looked_at(arguments: dict[str, An
     assert find({"_args_": ["m"]}) == []
     write(file, {"text_config": {"_attn_implementation": "x/kernel"}})
     assert [message.rpartition(f"/{file}: ")[2] for rule, _, message in find(arguments) if rule == "remote-code"] == [
-        "text_config._attn_implementation: names a kernel on a hub, whose code would run"
+        "text_config._attn_implementation: names a kernel on a hub, whose code would be run"
     ]
 
 
@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_read_is_left_to_transformers(text: str) -> None:
 
 def test_a_file_is_not_too_large_to_be_checked() -> None:
     write("m/config.json", {"x": "y" * (5 << 20), "_attn_implementation": "x/kernel"})
-    told = "config.json: is too large to be checked"  # for code, and for names that are not pinned
+    told = "config.json: is too large to check"  # for code, and for names that are not pinned
     assert [(rule, message.rpartition("/")[2]) for rule, _, message in find({"_args_": ["m"]})] == [
         ("remote-code", told),
         ("unpinned", told),
@@ -127,9 +127,9 @@ def test_decoys_do_not_hide_a_model_from_the_check(same: bool, folder: Path) -> 
     nested = [{"use_pretrained_backbone": True, "backbone": decoy} for decoy in decoys]
     write("m/config.json", {**HARMLESS, "use_pretrained_backbone": True, "backbone": "./evil", "decoys": nested})
     told = (
-        "evil/config.json: _attn_implementation: names a kernel on a hub, whose code would run"
+        "evil/config.json: _attn_implementation: names a kernel on a hub, whose code would be run"
         if same
-        else "m: names too many models to be checked: more than 8"
+        else "m: names more than 8 other models, too many to check"
     )
     found = [(rule, message.replace(f"{folder}/", "")) for rule, _, message in find({"_args_": ["./m"]})]
     assert found == [("remote-code", told if same else f"./{told}")] + [("unpinned", f"./{told}")] * (not same)

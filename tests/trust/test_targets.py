@@ -228,7 +228,7 @@ def test_calling_leaves_the_document_as_it_is() -> None:
             {"width": 1, "zzz": 3},
             'targets_pkg.parts.build has no argument "zzz"\n  it takes depth, inner',
         ),
-        ({"_args_": [1, 2, 3]}, "targets_pkg.parts.build takes 2 arguments by position, not 3"),
+        ({"_args_": [1, 2, 3]}, "targets_pkg.parts.build takes 2 positional arguments, not 3"),
         ({"depth": 1}, 'targets_pkg.parts.build needs the argument "width"'),
         ({"_args_": [1], "width": 1}, 'is given "width" twice: by position and by name'),
         ({"_partial_": True, "dept": 1}, 'did you mean "depth"?'),
@@ -297,7 +297,7 @@ def test_a_call_that_works_has_no_misfit(function: Any, positional: int, keyword
 
 def test_an_argument_by_position_alone_is_told_from_an_unknown_one() -> None:
     (found,) = find_misfits("f", lambda first, /, second=1: None, 0, ["first"], partial=True)
-    assert found == Misfit("first", 'f takes "first" by position alone', "write its value in a list: _args_: [...]")
+    assert found == Misfit("first", 'f takes "first" only by position', "write its value in a list: _args_: [...]")
 
 
 def test_a_target_below_that_cannot_be_made_is_named_itself() -> None:

@@ -198,7 +198,7 @@ def test_no_file_and_an_empty_one_grant_nothing(config: Path) -> None:
 def test_a_config_file_that_others_can_write_is_refused(config: Path, mode: int, which: str) -> None:
     place = config if which == "file" else config.parent
     place.chmod(mode if which == "file" else mode | 0o111)
-    with pytest.raises(UsageError, match="can be written by others") as caught:
+    with pytest.raises(UsageError, match="is writable by others") as caught:
         read_prefixes(str(config))
     assert caught.value.hint == f"chmod go-w {place}"
 
@@ -250,7 +250,7 @@ def test_modules_beside_another_users_job_file_are_rejected_with_the_reason(job:
     for name in ("cfg.json", "my_model.py"):
         (job / name).rename(folder / name)
         os.chown(folder / name, 65534, 65534)
-    why = f"my_model lies in {folder}, which is not searched: {folder}/cfg.json belongs to the user "
+    why = f"my_model is in {folder}, which is not searched: {folder}/cfg.json belongs to the user "
     told = dsjob("validate", f"{folder}/cfg.json", cwd=elsewhere)
     assert f"warning[untrusted-target]: model._target_: my_model.build is not trusted: {why}" in told.stdout
     done = dsjob("run", f"{folder}/cfg.json", cwd=elsewhere)
@@ -275,9 +275,9 @@ def test_a_folder_that_strangers_write_to_is_not_searched(job: Path) -> None:
     assert "untrusted-target" not in told().stdout  # all of it is the user's own
     (job / "triton.py").write_text("open('ran', 'w')")
     os.chown(job / "triton.py", 65534, 65534)
-    why = f"my_model lies in {job}, which is not searched: anybody may write to it, and triton.py belongs to the user "
+    why = f"my_model is in {job}, which is not searched: anyone can write to it, and triton.py belongs to the user "
     assert why in told().stdout
-    assert "move the job into a folder that only you can write to" in told().stdout
+    assert "move the job to a folder that only you can write to" in told().stdout
     done = dsjob("run", "cfg.json", cwd=job, fresh=True)
     assert done.returncode == 2
     assert why in done.stderr
