@@ -101,6 +101,6 @@ def test_nothing_of_such_a_folder_is_loaded(monkeypatch: pytest.MonkeyPatch) -> 
     target = Target(LOAD, {"path": "./d", "cache_dir": "./cache", "split": "train"})
     assert call_target(target)[0] == {"text": "one"}
     os.symlink("/proc/self/environ", "d/b.txt")
-    with pytest.raises(TargetError, match=r"d/b\.txt.*may name files of /proc"):
+    with pytest.raises(TargetError, match=r"d/b\.txt.*may name files in /proc"):
         call_target(target)
     assert not [file for file in Path("cache").rglob("*") if file.is_file() and b"never_to_be" in file.read_bytes()]

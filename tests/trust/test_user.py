@@ -223,7 +223,7 @@ def test_the_config_file_names_variables_that_any_document_may_read(installed: P
 @pytest.mark.parametrize("text", ["trust: os", "trust: [1]", "trsut: [a]", "trust: {a: b}", "environment: X"])
 def test_a_config_file_that_says_something_else_is_refused(config: Path, text: str) -> None:
     config.write_text(text)
-    with pytest.raises(UsageError, match="lists of dotted names"):
+    with pytest.raises(UsageError, match="lists of names"):
         read_prefixes(str(config))
 
 
