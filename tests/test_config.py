@@ -82,7 +82,7 @@ def test_a_training_config_is_made_by_parts_or_from_deepspeeds() -> None:
     [
         (lambda: FP16Config.from_dict([1]), "FP16Config: must be an object, not list [1]"),
         (lambda: FP16Config.from_dict({1: 2}), "FP16Config: keys must be strings, not 1"),
-        (lambda: BatchConfig("32"), "BatchConfig takes its values by name, not '32' alone"),
+        (lambda: BatchConfig("32"), "BatchConfig takes keyword arguments only, not '32'"),
         (lambda: BatchConfig(train_batch_size="32").resolve(), "must be an integer, not '32'"),
         (lambda: TrainingConfig(fp16=True), 'fp16: must be an object, not bool True; write {"enabled": true}'),
         (lambda: TrainingConfig.from_dict({"bfloat16": True}), "bfloat16: must be an object, not bool True"),

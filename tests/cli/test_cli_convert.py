@@ -41,7 +41,7 @@ def test_the_command_writes_what_python_writes(folder: Path, tmp_path: Path, for
     [
         (["--to", "bf16", "--world-size", "2"], "belong to --to deepspeed"),
         (["--to", "fp32", "--dtype", "bf16"], "--dtype"),
-        (["--to", "fp32", "--merge"], "--merge belongs to --to hf"),
+        (["--to", "fp32", "--merge"], "--merge requires --to hf"),
         (["--to", "deepspeed", "--zero-stage", "2"], "--world-size N"),
         (["--to", "deepspeed", "out", "--zero-stage", "2", "--world-size", "2", "--strip", "a"], "--strip"),
         (["--to", "hf"], "none was named"),

@@ -120,7 +120,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     [
         ("vaildate", "unknown command or file 'vaildate'\n  did you mean \"validate\"?"),
         ("shwo", 'did you mean "show"?'),
-        ("zzz", "unknown command or file 'zzz'\n  dsjob --help lists them"),
+        ("zzz", "unknown command or file 'zzz'\n  dsjob --help lists the commands"),
         ("quickstat", "did you mean the recipe quickstart? dsjob +recipe=quickstart"),
         ("gone.json", "no such file: gone.json"),
         ("gone.yaml", "no such file: gone.yaml"),

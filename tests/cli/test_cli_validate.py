@@ -90,7 +90,7 @@ def test_overrides_are_checked_as_run_checks_them(
     ("words", "said"),
     [
         (["job.yaml", "job.yaml", "trainer.seed=1"], "overrides need exactly one document, not 2"),
-        (["+recipe=quickstart"], "dsjob show +recipe=quickstart checks a recipe"),
+        (["+recipe=quickstart"], "to check a recipe, use dsjob show +recipe=quickstart"),
         (["ds.json", "trainer.seed=1"], "this is a DeepSpeed config: edit it"),
     ],
 )

@@ -38,7 +38,7 @@ def test_nothing_is_overwritten(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text("mine")
     assert main(["init"]) == 2
-    assert ". already has job.yaml; nothing was written\n  name another folder" in capsys.readouterr().err
+    assert ". already has job.yaml; nothing was written\n  use another folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
     assert (tmp_path / "job.yaml").read_text() == "mine"
 

@@ -68,7 +68,7 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             },
             "launch": {"nproc": 8},
         },
-        ("zero3_init_flag=true: dsjob takes precedence", "num_machines=2: start dsjob with torchrun"),
+        ("zero3_init_flag=true: dsjob decides", "num_machines=2: start dsjob with torchrun"),
     ),
     "fsdp full": (
         FSDP.format(strategy="FULL_SHARD"),

@@ -246,7 +246,7 @@ def test_nothing_that_a_source_names_is_fetched(
     assert opened == [URL]
     again = import_sources([read_source(str(tmp_path / name)) for name in files] + [given], _read(command))
     assert again.document["zero_optimization"] == {"stage": 3}
-    assert "nothing that a source names" not in messages(again, "left out")
+    assert "files that a source names" not in messages(again, "left out")
 
 
 def _read(command: str) -> Command | None:

@@ -33,7 +33,7 @@ def _optimizer(document: Document) -> Iterator[Finding]:
 
 @enter("deepspeed-mpu", whole=True)
 def _mpu(document: Document) -> Iterator[Finding]:
-    """Checkpoints of model-parallel models need to know which parts each rank holds. Only dsjob's engine records this."""
+    """Checkpoints of model-parallel models need to know which parts each rank holds. Only dsjob's engine does."""
     if is_driven(document) and read(document, "trainer.mpu"):
         yield "trainer.mpu", "does not work with engine deepspeed", _OTHER
 
