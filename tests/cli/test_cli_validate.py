@@ -291,7 +291,7 @@ def test_a_deepspeed_file_that_is_a_pipe_is_not_waited_for(validate: Any) -> Non
     os.mkfifo("pipe.json")
     code, _, err = validate(write("job.yaml", GOOD_YAML + "deepspeed: pipe.json\n"))
     assert code == 2
-    assert "cannot read pipe.json: not a plain file" in err[0]
+    assert "cannot read pipe.json: not a regular file" in err[0]
 
 
 def test_a_deepspeed_file_that_is_missing_is_named(validate: Any) -> None:
