@@ -90,9 +90,9 @@ def test_an_explicit_grant_is_the_users_own_decision(job: Path) -> None:
 
 
 def test_runs_of_ones_own_repeat_and_a_document_out_of_a_checkpoint_needs_the_flag(job: Path) -> None:
-    assert dsjob("cfg.json", cwd=job).returncode == 0
+    assert jobs.dsjob("cfg.json", cwd=job).returncode == 0
     assert dsjob("run", "run/resolved.json", "output.dir=again", cwd=job).returncode == 0
-    assert dsjob("run", "run", "trainer.max_steps=7", cwd=job).returncode == 0
+    assert jobs.dsjob("run", "run", "trainer.max_steps=7", cwd=job).returncode == 0
     (checkpoint,) = (job / "run" / "checkpoints").glob("step-00000006-a*")
     document = f"{checkpoint}/job.json"
     (checkpoint / "my_model.py").write_text("raise SystemExit('imported from the checkpoint')\n")
