@@ -30,11 +30,11 @@ dsjob: train PyTorch models from a job document
   dsjob validate FILE... [key=value ...] check documents and report all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
   dsjob schema [PATH]                    explain a key, or print the JSON Schema for editors
-  dsjob import FILE... [-- COMMAND ...]  convert a DeepSpeed config, Trainer arguments or accelerate file to a job
-  document dsjob plan FILE | +recipe=NAME         predict memory, communication, checkpoint size and steps dsjob
-  compare-engines FILE             run a few steps with dsjob's engine and with DeepSpeed's, and compare losses dsjob
-  convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights dsjob ckpt COMMAND CKPT                manage
-  checkpoints: ls, info, verify, diff, gc, copy
+  dsjob import FILE... [-- COMMAND ...]  convert DeepSpeed configs, Trainer arguments, ... to a job document
+  dsjob plan FILE | +recipe=NAME         predict memory, communication, checkpoint size and steps
+  dsjob compare-engines FILE             run a few steps with dsjob's engine and DeepSpeed's, and compare losses
+  dsjob convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights
+  dsjob ckpt COMMAND CKPT                manage checkpoints: ls, info, verify, diff, gc, copy
 
   dsjob COMMAND --help                   show a command's options
   --cfg job|hydra|all, --info, --config-dir DIR, --hydra-help, -sc install=bash: as in every Hydra program
