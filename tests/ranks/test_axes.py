@@ -15,6 +15,7 @@ from simulated_cuda.build import build, find_obstacle
 
 from dsjob.document.bare import resolve_config
 from dsjob.engine.build import build_engine
+from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
 from dsjob.ranks.axes import Axes, build_mesh
 from dsjob.ranks.mesh import World, join_world
@@ -77,7 +78,7 @@ def start_alone(world: World) -> dict[str, Any]:
     spec, _ = resolve_config(
         {"train_batch_size": 1, "zero_optimization": {"stage": 3}}, world_size=1, locate=lambda _: ("test", 0, 0)
     )
-    build_engine(torch.nn.Linear(2, 2), spec, world)
+    build_engine(torch.nn.Linear(2, 2), spec, world, kind=Engine)
     joined = dist.is_initialized()
     return {"joined": joined, "before": (world.ensure_group(), count_communicators())[1], **describe(world)}
 
