@@ -39,12 +39,12 @@ def test_the_command_writes_what_python_writes(folder: Path, tmp_path: Path, for
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--to", "bf16", "--world-size", "2"], "belong to --to deepspeed"),
+        (["--to", "bf16", "--world-size", "2"], "require --to deepspeed"),
         (["--to", "fp32", "--dtype", "bf16"], "--dtype"),
         (["--to", "fp32", "--merge"], "--merge requires --to hf"),
         (["--to", "deepspeed", "--zero-stage", "2"], "--world-size N"),
         (["--to", "deepspeed", "out", "--zero-stage", "2", "--world-size", "2", "--strip", "a"], "--strip"),
-        (["--to", "hf"], "none was named"),
+        (["--to", "hf"], "needs a folder"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(folder: Path, flags: list[str], told: str) -> None:
