@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import dsjob, read_metrics
 
+from dsjob.engine.rhythm import Rhythm
 from dsjob.errors import ContractError
 from dsjob.recipes import gan
 from dsjob.recipes.vision import build
@@ -45,11 +47,7 @@ def test_a_generator_comes_nearer_to_real_digits(tmp_path: Path, options: list[s
     assert distances[-1] < 0.85 * distances[0]
 
 
-class Told:
-    def gradient_accumulation_steps(self) -> int:
-        return 2
-
-
 def test_a_generator_does_not_train_with_accumulation() -> None:
+    told = SimpleNamespace(rhythm=Rhythm(micro_batch=1, accumulation=2, data_size=1))
     with pytest.raises(ContractError, match="accumulated"):
-        gan.step({"generator": Told(), "discriminator": Told()}, {"images": torch.zeros(1, 1, 8, 8)})
+        gan.step({"generator": told, "discriminator": told}, {"images": torch.zeros(1, 1, 8, 8)})

@@ -181,7 +181,7 @@ def test_what_does_not_go_together_is_refused_on_every_rank() -> None:
         assert "there is no trainer.eval_step" in told["no eval step"]
         assert told["nobody"] == "no rank's mpu reports metrics"
         assert "no rank builds the loader of data-parallel rank 1" in told["unread"]
-        assert told["lengths", "train"] == "data.train has 8 samples on rank 0 and 16 samples on rank 1"
+        assert told["lengths", "train"] == "data.train differs between ranks: 8 samples on rank 0, 16 samples on rank 1"
         assert told["lengths", "eval"] == "ranks that hold one model have 2 and 4 batches of data.eval"
         assert told["one"].startswith("rank 1: ") == (told is not results()[1])
         assert "other keys" in told["one"]
