@@ -54,7 +54,7 @@ def test_a_recipe_is_planned_as_text(plan: Any) -> None:
     code, out, err = plan("+recipe=zero2_gpt", "--device-memory", "1GiB", "--sweep-stages")
     assert (code, err) == (0, "")
     whole = "842,496 parameters", "optimizer state", "activations", "fits in 1 GiB", "all-gather", "reduce-scatter"
-    whole += "checkpoint", "convert", "steps over", "learning rate", "peak of a rank by micro batch"
+    whole += "checkpoint", "convert", "steps over", "learning rate", "peak per rank, by micro batch"
     whole += "9.64 MiB of weights and optimizer", "weights only: 3.21 MiB as fp32"
     assert [part for part in whole if part not in out] == []
     assert "\x1b" not in out

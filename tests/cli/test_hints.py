@@ -205,7 +205,7 @@ TRAINER = '{"output_dir": "out", "per_device_train_batch_size": 8, "num_train_ep
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["quickstart"], "quickstart is a recipe, not a command\n  dsjob +recipe=quickstart"),
+        (["quickstart"], "quickstart is a recipe, not a command\n  run dsjob +recipe=quickstart"),
         (["cfg.yaml", "recipe=quickstart"], "a recipe is chosen with a plus: +recipe=NAME"),
         (["train.py"], "dsjob import -- python train.py"),
         (["trainer.json"], "not a job document but Trainer arguments; dsjob import trainer.json makes a job"),
