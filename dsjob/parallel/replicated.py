@@ -109,6 +109,9 @@ class Replicated(Strategy):
         # A second forward pass before the armed backward pass: DDP reduces only one of the two, so reduce_gradients
         # must reduce the rest.
         self._by_hand = self._by_hand or self._armed
+        if self._armed:
+            # DDP would send buffers again, into those that the first pass saved for its backward pass.
+            self._ddp.require_forward_param_sync = False
         self._armed = self._armed or reduces
         self._ddp.require_backward_grad_sync = reduces
 
