@@ -1,5 +1,5 @@
-"""What a job needs, by arithmetic alone: bytes of memory, of communication and of checkpoints. Without torch.
+"""Predicts what a job needs: memory, communication and checkpoint sizes, in bytes. Pure arithmetic, without torch.
 
-What has to be looked at instead (the model's shapes, what autograd keeps, the optimizer's state, the schedule) comes
-from `dsjob.training.probe`.
+Inputs that must be measured (the model's shapes, the tensors that autograd keeps, the optimizer's state, the schedule)
+come from `dsjob.training.probe`.
 """

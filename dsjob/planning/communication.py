@@ -1,4 +1,4 @@
-"""Bytes that leave a rank's memory: through the collectives of one optimizer step, and into a checkpoint."""
+"""Predicts the traffic of one optimizer step's collectives, and the size of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, count
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
-# Shares of the whole tensor that a rank sends, times W / (W - 1) for W ranks: those of ring algorithms.
+# With a ring algorithm over W ranks, each rank sends this number times (W - 1) / W of the whole tensor.
 _ROUNDS: dict[Collective, int] = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`bytes` of whole tensors that pass through a collective in a step, and those that a rank sends of them."""
+    """One kind of collective in a step. `bytes`: size of the whole tensors; `sent`: bytes that each rank sends."""
 
     collective: Collective
     what: str
@@ -23,12 +23,12 @@ class Transfer:
 
 
 def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
-    """The transfers of one optimizer step; the few numbers of the gradients' norm are left out.
+    """The transfers of one optimizer step. Leaves out the few scalars of the gradient norm.
 
-    Stage 0 all-reduces the gradients at the boundary. Stages 1 to 3 gather parameters in the compute dtype (once a
-    step; at stage 3 in every micro step, blocks in both passes) and reduce-scatter gradients (at the boundary; from
-    stage 2 in every micro step). MiCS does so in its groups, and all-reduces shards between them; with hpZ the backward
-    pass gathers in its groups.
+    Stage 0 all-reduces the gradients at the accumulation boundary. Stages 1 to 3 all-gather parameters in the compute
+    dtype: once per step, or at stage 3 in every micro step, where blocks are gathered in both passes. They
+    reduce-scatter gradients: at the boundary at stage 1, in every micro step from stage 2. MiCS does this within its
+    groups and all-reduces gradient shards between them. With hpZ the backward pass gathers within the hpZ groups.
     """
     size, ranks = layout.shards, layout.world_size
     if ranks == 1:
@@ -40,7 +40,7 @@ def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
     else:
         units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units(layout.stage).items()}
         rest, blocks = units.get(0, 0), sum(elements for number, elements in units.items() if number)
-        gathered, again = rest + blocks, 0
+        gathered, again = rest + blocks, 0  # `again`: elements that the backward pass of stage 3 gathers again
         if layout.stage == 3:
             again = layout.grad_accum * (blocks if model.blocks_known else rest)
             gathered *= layout.grad_accum
@@ -65,7 +65,7 @@ def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSize:
-    """Bytes of one checkpoint over all ranks, of the largest rank's share, and of the weights it converts to."""
+    """Sizes in bytes: the whole checkpoint, the largest rank's share, and the weights exported as fp32 and as bf16."""
 
     whole: int
     rank: int
@@ -74,9 +74,9 @@ class CheckpointSize:
 
 
 def predict_checkpoint(model: Model, layout: Layout, state: OptimizerState) -> CheckpointSize:
-    """The size of a checkpoint: trained parameters as masters, frozen ones as the model holds them, optimizer state.
+    """The size of a checkpoint: master weights of trained parameters, frozen parameters, and optimizer state.
 
-    Headers and manifests add some kilobytes.
+    Frozen parameters are saved in the model's own dtype. Headers and manifests add a few kilobytes.
     """
     cast = layout.replicated and layout.compute < MASTER_SIZE
     weights = 0

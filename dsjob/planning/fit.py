@@ -1,4 +1,4 @@
-"""Whether a job fits, what would make it fit, and the table of what does."""
+"""Decides whether a job fits into memory, suggests changes that make it fit, and tabulates the alternatives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_RANKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All that the memory of a rank depends on.
+    """Everything that determines the memory of a rank.
 
-    `activations`, `largest_activation` and `moved_activations` (those on the host): bytes of the layout's micro batch;
-    None and 0 if unknown.
+    `activations`, `largest_activation` and `moved_activations` (activations kept on the host) are bytes for one micro
+    batch of the layout. `activations` is None if unknown, the others are 0.
     """
 
     model: Model
@@ -39,7 +39,10 @@ class Job:
         )
 
     def change(self, **changes: int | str) -> Job:
-        """The same job in another layout: as many samples a step, and activations in proportion to the micro batch."""
+        """The same job in another layout.
+
+        The samples per step stay the same, so `grad_accum` is adjusted. Activations scale with the micro batch.
+        """
         old = self.layout
         new = replace(old, **changes)  # type: ignore[arg-type]
         samples = old.micro_batch * old.grad_accum * old.world_size
@@ -52,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the sweep: the peaks on the device, by micro batch, and the host's bytes of a rank."""
+    """A row of the sweep. `peaks`: peak bytes on the device by micro batch; `host`: bytes of host memory per rank."""
 
     stage: int
     offload: Offload
@@ -61,12 +64,12 @@ class Row:
 
 
 def sweep(job: Job) -> list[Row]:
-    """The memory at every ZeRO stage and offload, for micro batches around the job's own."""
+    """The memory for every ZeRO stage and offload setting, with micro batches around the job's own."""
     own = job.layout.micro_batch
     batches = sorted({1, max(own // 2, 1), own, 2 * own, 4 * own}) if job.activations is not None else [own]
     rows = []
     for stage in range(4):
-        # Of offloaded parameters a device holds the largest block, and a number of parameters has no blocks.
+        # With offloaded parameters a device holds only the largest block. A bare parameter count has no blocks.
         offloads: tuple[Offload, ...] = ("none", "optimizer", *(("param",) if job.activations is not None else ()))
         for offload in offloads:
             jobs = {batch: job.change(stage=stage, offload=offload, micro_batch=batch) for batch in batches}
@@ -77,10 +80,10 @@ def sweep(job: Job) -> list[Row]:
 
 
 def find_remedies(job: Job, limit: int, checkpointed: int | None = None) -> list[str]:
-    """The smallest change of each kind that makes the job fit into `limit` bytes a device, as words of the document.
+    """The smallest change of each kind that makes the job fit into `limit` bytes per device, as overrides.
 
-    `checkpointed`: activations of the micro batch with checkpointing, None where the job has it. Empty where no
-    single change, and no sharding over up to 4,096 ranks, is enough.
+    `checkpointed`: bytes of activations with activation checkpointing; None if the job already uses it. The list is
+    empty if no single change is enough, not even sharding over 4,096 ranks.
     """
     return [text for text, changed in _list_remedies(job, checkpointed, limit) if changed.memory().peak <= limit]
 

@@ -1,10 +1,10 @@
-"""Memory of one rank, item by item, at the three moments at which it is highest.
+"""Predicts the memory of one rank, item by item, at the three moments at which it can peak.
 
-`forward`: the last forward pass of a step has ended (of a step that is not the first, so that there is optimizer
-state). `backward`: its backward pass is about to reduce the gradients of the last unit. `step`: all gradients are
-reduced, and the optimizer is about to step. Between the first two, gradients come as activations go.
+`forward`: the last forward pass of a step has ended. It is not the first step, so optimizer state exists.
+`backward`: the backward pass is about to reduce the gradients of the last unit. `step`: all gradients are reduced, and
+the optimizer is about to step. Between the first two moments, gradients replace activations one by one.
 
-What exists when is that of `parallel.replicated`, `parallel.sharded`, `parallel.masters` and FSDP2.
+The lifetimes of tensors follow `parallel.replicated`, `parallel.sharded`, `parallel.masters` and FSDP2.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Moment = Literal["forward", "backward", "step"]
 Place = Literal["device", "host"]
 MOMENTS: tuple[Moment, ...] = ("forward", "backward", "step")
 STATES = ("parameters", "gradients", "fp32 masters", "optimizer state")
-BUCKET = 25 << 20  # bytes of a bucket of DDP
+BUCKET = 25 << 20  # bytes of a DDP bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes of one kind on a rank, at each moment."""
+    """One kind of memory on a rank: its bytes at each moment."""
 
     name: str
     forward: int
@@ -36,7 +36,7 @@ class Item:
 
     @property
     def bytes(self) -> int:
-        """The largest of the moments."""
+        """Bytes at the moment with the most."""
         return max(self.forward, self.backward, self.step)
 
 
@@ -46,7 +46,7 @@ def _always(name: str, size: int, *, place: Place = "device", note: str = "") ->
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank holds."""
+    """All memory of a rank."""
 
     items: tuple[Item, ...]
 
@@ -56,22 +56,22 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes on the device at the highest moment."""
+        """Peak bytes on the device."""
         return max(self.total(moment) for moment in MOMENTS)
 
     @property
     def peak_moment(self) -> Moment:
-        """The highest moment on the device."""
+        """The moment at which the device memory peaks."""
         return max(MOMENTS, key=self.total)
 
     @property
     def host(self) -> int:
-        """Bytes on the host at the highest moment."""
+        """Peak bytes on the host."""
         return max(self.total(moment, "host") for moment in MOMENTS)
 
     @property
     def states(self) -> int:
-        """Bytes of model state on the device as the optimizer steps: parameters, gradients, masters, its own state."""
+        """Bytes of model states on the device at `step`: parameters, gradients, masters and optimizer state."""
         return sum(item.step for item in self.items if item.name in STATES and item.place == "device")
 
 
@@ -85,11 +85,12 @@ def predict_memory(
     moved_activations: int = 0,
     rank: int = 0,
 ) -> Memory:
-    """The memory of `rank`; among those that share the model, the first has the most.
+    """The memory of `rank`. Of the ranks that shard the model, the first holds the most.
 
-    `activations`: bytes that a forward pass over a micro batch leaves for the backward pass, or the most that there is
-    while blocks are computed again; left out where None. `moved_activations`: bytes that wait on the host meanwhile.
-    `largest_activation`: bytes of one of them; the backward pass holds its gradient while most are still there.
+    `activations`: bytes that the forward pass over a micro batch keeps for the backward pass; with recomputation, the
+    peak while a block is recomputed. None leaves activations out. `moved_activations`: bytes of activations that are
+    kept on the host. `largest_activation`: bytes of the largest activation. The backward pass holds its gradient while
+    most activations are still in memory.
     """
     items = _replicated(model, layout, state) if layout.replicated else _sharded(model, layout, state, rank)
     if model.buffers:
@@ -103,7 +104,7 @@ def predict_memory(
 
 
 def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Item]:
-    """Stage 0 or one rank: below fp32 the model is a copy of fp32 masters; DDP's buckets hold the gradients."""
+    """Stage 0, or a single rank. Below fp32 the model is a copy of fp32 masters. DDP's buckets hold the gradients."""
     cast, ddp = layout.compute < MASTER_SIZE, layout.world_size > 1
     near, far = _split(model, layout)
     if far:
@@ -117,9 +118,10 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
     masters = MASTER_SIZE * count(model.trainable) if cast else 0
     several = layout.grad_accum > 1
     sums = masters if several and layout.sums_in_masters else 0
-    accumulated = own if several and not sums else 0  # under DDP beside the buckets: without a reduction no views
+    # DDP makes gradients views of its buckets only when it reduces; accumulated gradients are extra memory until then.
+    accumulated = own if several and not sums else 0
     before = accumulated + sums + (own if ddp else 0)
-    kept = own if ddp or not cast else 0  # a lone model's gradients are dropped as the masters' are made
+    kept = own if ddp or not cast else 0  # without DDP, gradients are freed as they are copied to the masters
     note = "DDP keeps its buckets" + (", and the masters have fp32 ones" if cast else "") if ddp else ""
     return [
         _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
@@ -135,7 +137,7 @@ def _held(model: Model, layout: Layout) -> int:
 
 
 def _split(model: Model, layout: Layout) -> tuple[list[Weight], list[Weight]]:
-    """The trained parameters whose masters are on the device, and those whose are on the host."""
+    """The trained parameters with masters on the device, and those with masters on the host."""
     trainable = model.trainable
     if layout.offload == "none":
         return list(trainable), []
@@ -148,7 +150,7 @@ def _split(model: Model, layout: Layout) -> tuple[list[Weight], list[Weight]]:
 
 
 def _streamed_items(model: Model, layout: Layout, near: list[Weight]) -> list[Item]:
-    """Gradients of a rank that holds the whole model: each goes to its master as soon as it is there."""
+    """Gradients of a rank that holds the whole model: each moves to its master as soon as it is computed."""
     cast = layout.compute < MASTER_SIZE
     own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
     kept = count(near) * MASTER_SIZE if cast else sum(w.elements * w.itemsize for w in near)
@@ -163,13 +165,13 @@ def _streamed_items(model: Model, layout: Layout, near: list[Weight]) -> list[It
 def _master_items(
     weights: Iterable[Weight], elements: list[int], state: OptimizerState, cast: bool, replicas: int = 1
 ) -> list[Item]:
-    """Masters beside the model, if it is `cast`, and the optimizer's state, on the device."""
+    """Optimizer state on the device, and separate fp32 masters if the model is `cast` to a lower precision."""
     masters = MASTER_SIZE * sum(elements) if cast else 0
     return [_always("fp32 masters", masters), _state_item(weights, elements, state, cast, replicas)]
 
 
 def _host_items(weights: list[Weight], elements: list[int], state: OptimizerState) -> list[Item]:
-    """Masters, their gradients and the optimizer's state on the host, where all of them stay from step to step."""
+    """Masters, their gradients and the optimizer state on the host. All of them stay allocated between steps."""
     fp32 = MASTER_SIZE * sum(elements)
     kept = round(state.copies * fp32) + state.per_parameter * len(weights)
     return [
@@ -180,14 +182,17 @@ def _host_items(weights: list[Weight], elements: list[int], state: OptimizerStat
 
 
 def _bucket_items(model: Model, layout: Layout) -> list[Item]:
-    """Buckets that travel in a dtype of their own: two at a time, and none is smaller than its largest parameter."""
+    """DDP's copies of buckets when gradients are reduced in another dtype than they are computed in.
+
+    Two buckets are in flight at a time. A bucket is at least as large as its largest parameter.
+    """
     largest = max((w.elements for w in model.trainable), default=0) * layout.reduce
     sent = min(2 * max(largest, BUCKET), count(model.trainable) * layout.reduce)
     return [Item("reduce buffers", 0, sent, 0, note="two DDP buckets in communication_data_type")]
 
 
 def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> list[Item]:
-    """FSDP2: the parameters are shards of the fp32 masters; compute copies are gathered for the pass."""
+    """FSDP2: parameters are shards of the fp32 masters. Copies in the compute dtype are gathered for each pass."""
     if layout.offload == "optimizer":
         return _sharded_beside(model, layout, state, rank)
     size = layout.shards
@@ -208,12 +213,15 @@ def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> 
 
 
 def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: int) -> list[Item]:
-    """FSDP2 with masters beside its shards, which are in the compute dtype where gradients travel in it too."""
+    """FSDP2 with masters separate from its shards.
+
+    The shards are in the compute dtype if gradients are reduced in that dtype as well.
+    """
     size, cast = layout.shards, layout.compute == layout.reduce < MASTER_SIZE
     near, far = _split(model, layout)
     held = sum(w.padded(size) * (layout.compute if cast and w.trainable else w.itemsize) for w in model.weights)
     shards = [w.shard(size, rank % size) for w in near]
-    # Without a copy a gradient is a part of what its unit has reduced, and keeps all of that.
+    # Without a cast, a gradient is a view into its unit's reduced buffer and keeps the whole buffer alive.
     near_blocks = {w.unit for w in near}
     units = [unit for unit in model.units(layout.stage).values() if near_blocks & {w.unit for w in unit}]
     whole = sum(w.padded(size) * w.itemsize for unit in units for w in unit if w.trainable)
@@ -231,10 +239,10 @@ def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: i
 
 
 def _pass_items(model: Model, layout: Layout) -> list[Item]:
-    """What FSDP2 holds during a pass: gathered parameters, hpZ's second copies, and buffers of collectives.
+    """What FSDP2 holds during a pass: gathered parameters, hpZ's secondary shards, and buffers of collectives.
 
-    Collectives overlap with computing, so that buffers of two blocks may be there at once. A model given as a number
-    of parameters has no blocks to tell their sizes.
+    Collectives overlap with computation, so the buffers of two blocks may exist at once. A model that is given as a
+    bare parameter count has no known block sizes.
     """
     size, compute = layout.shards, layout.compute
     units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units(layout.stage).items()}
@@ -259,7 +267,7 @@ def _pass_items(model: Model, layout: Layout) -> list[Item]:
 
 
 def _reach(blocks: list[int], layout: Layout) -> int:
-    """Elements of the blocks that stage 3 has gathered at a time."""
+    """The largest number of elements of gathered blocks that stage 3 holds at a time."""
     if not layout.ahead:
         return sum(sorted(blocks)[-2:])
     numbers = choose_ahead(blocks, layout.ahead, layout.live)

@@ -1,4 +1,4 @@
-"""A job as the arithmetic sees it: the sizes of its model, and how they are spread over ranks."""
+"""The inputs of a prediction: the sizes of the model, and how it is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MASTER_SIZE = 4  # bytes of an element of the fp32 masters
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter: its shape, bytes an element as the model is built, and the unit it is sharded in.
+    """One parameter. `itemsize`: bytes per element as the model is built.
 
-    `unit`: 0 for what is outside the repeated blocks, from 1 for the blocks (`compute.find_blocks`); see
-    `stands_alone`.
+    `unit`: the FSDP unit that shards it: 0 outside the repeated blocks, 1 and up for the blocks
+    (`compute.find_blocks`). `stands_alone` decides whether a block gets its own unit.
     """
 
     shape: tuple[int, ...]
@@ -33,21 +33,21 @@ class Weight:
         return math.prod(self.shape)
 
     def shard(self, world_size: int, rank: int) -> int:
-        """Elements of a rank's shard: FSDP2 cuts the first dimension as torch.chunk does, so rank 0 has the most."""
+        """Elements of a rank's shard. FSDP2 splits the first dimension like torch.chunk, so rank 0 has the most."""
         rows, *rest = self.shape or (1,)
         chunk = math.ceil(rows / world_size)
         return max(0, min(chunk, rows - rank * chunk)) * math.prod(rest)
 
     def padded(self, world_size: int) -> int:
-        """Elements that FSDP2 stores on every rank: all shards are as long as the first."""
+        """Elements that FSDP2 stores on every rank. It pads all shards to the length of the first."""
         return self.shard(world_size, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The parameters of a model (tied ones once), and the bytes of its buffers.
+    """The parameters of a model (tied ones counted once), and the bytes of its buffers.
 
-    `blocks_known`: false where a number of parameters was given in place of a model.
+    `blocks_known`: false if only a number of parameters was given instead of a model.
     """
 
     weights: tuple[Weight, ...]
@@ -56,21 +56,24 @@ class Model:
 
     @classmethod
     def of_count(cls, parameters: int) -> Model:
-        """A model of which nothing is known but the number of its parameters."""
+        """A model of which only the number of parameters is known."""
         return cls((Weight((parameters,)),), blocks_known=False)
 
     @property
     def trainable(self) -> tuple[Weight, ...]:
-        """The parameters that an optimizer steps."""
+        """The parameters that the optimizer updates."""
         return tuple(weight for weight in self.weights if weight.trainable)
 
     @property
     def blocks(self) -> int:
-        """How many repeated blocks there are."""
+        """The number of repeated blocks."""
         return len({weight.unit for weight in self.weights} - {0})
 
     def units(self, stage: int) -> dict[int, list[Weight]]:
-        """The parameters of each unit that is sharded as one at a ZeRO stage."""
+        """The parameters of each unit, by unit number. FSDP2 shards and gathers a unit as a whole.
+
+        Blocks that are too small to stand alone at this ZeRO stage join unit 0.
+        """
         found: dict[int, list[Weight]] = {0: []}
         for weight in self.weights:
             found.setdefault(weight.unit, []).append(weight)
@@ -81,10 +84,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer keeps: elements of state for each element, and bytes for each parameter beside them.
+    """The size of an optimizer's state.
 
-    `own`: elements more where there are several ranks, that differ by rank; a rank's share of a whole one, of error
-    feedback, comes with them.
+    `copies`: state elements per parameter element. `per_parameter`: additional bytes per parameter tensor. `own`: with
+    several ranks, additional state elements per parameter element that differ by rank. Optimizers with such state
+    (error feedback) also keep a server error, which is sharded over the ranks.
     """
 
     copies: float
@@ -92,22 +96,23 @@ class OptimizerState:
     own: float = 0
 
     def copies_on(self, world_size: int) -> float:
-        """Elements of state for each element of a replicated parameter, on one of `world_size` ranks."""
+        """State elements per element of a replicated parameter, on one of `world_size` ranks."""
         return self.copies + (self.own + 1 / world_size if self.own and world_size > 1 else 0)
 
     def copies_saved(self, world_size: int) -> float:
-        """Elements of state for each element in a checkpoint."""
+        """State elements per parameter element in a checkpoint of all ranks."""
         return self.copies + (self.own * world_size + 1 if self.own and world_size > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a job is spread. `compute` and `reduce`: bytes an element in which it computes and reduces gradients.
+    """How a job is distributed. `compute`, `reduce`: bytes per element of the compute and the reduction dtype.
 
-    `accumulate`: bytes an element in which micro batches add up; 0: as the stage has it. `offload`: `optimizer` keeps
-    masters, their gradients and the optimizer's state on the host, or a share of them (`ratio`), `param` the parameters
-    as masters. `group`: ranks over which MiCS shards; `second`: those that hold hpZ's second copy; 0: none.
-    `ahead`, `live`: elements of blocks that stage 3 gathers ahead, and at a time; 0: one block ahead.
+    `accumulate`: bytes per element of the gradient accumulation dtype; 0: the stage's default. `offload`: `optimizer`
+    keeps masters, their gradients and the optimizer state on the host (the share `ratio` of them), `param` keeps the
+    parameters, which are the masters, there as well. `group`: ranks in a MiCS shard group; `second`: ranks in an hpZ
+    group; 0: none. `ahead`: elements that stage 3 prefetches (0: one block); `live`: the most elements of blocks that
+    it holds at a time.
     """
 
     stage: int
@@ -131,23 +136,23 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks that model states are spread over."""
+        """The number of ranks that the model states are sharded over."""
         return self.group or self.world_size
 
     @property
     def defers(self) -> bool:
-        """Whether sharded gradients stay whole until the boundary."""
+        """Whether gradients stay unsharded until the accumulation boundary."""
         return self.stage == 1 and not self.accumulate == MASTER_SIZE > self.reduce
 
     @property
     def sums_in_masters(self) -> bool:
-        """Whether a rank that holds the whole model adds up in the gradients of masters beside it."""
+        """Whether a rank that holds the whole model accumulates gradients in those of its separate masters."""
         beside = self.compute < MASTER_SIZE or self.offload == "optimizer"
         return beside and (self.accumulate == MASTER_SIZE if self.accumulate else self.stage > 1)
 
     @property
     def offload_problem(self) -> str:
-        """Why this layout cannot be offloaded; empty where it can."""
+        """Why this layout cannot be offloaded; empty if it can."""
         if self.offload == "optimizer" and self.stage == 0:
             return "offloading the optimizer needs stage 1 or higher"
         if self.offload == "param" and self.stage != 3:
@@ -155,7 +160,7 @@ class Layout:
         return ""
 
 
-COMPRESSING = {  # by the name of the optimizer: after its freeze step, when there is most
+COMPRESSING = {  # by optimizer name; sizes after the freeze step, when the state is largest
     "onebitadam": OptimizerState(2, 4, own=1),  # the worker's error
     "onebitlamb": OptimizerState(3, 16, own=1),
     "zerooneadam": OptimizerState(2, 4, own=3),  # the momentum and its sum differ by rank too
@@ -163,12 +168,15 @@ COMPRESSING = {  # by the name of the optimizer: after its freeze step, when the
 
 
 def count(weights: Iterable[Weight]) -> int:
-    """Elements of whole parameters."""
+    """The total number of elements of unsharded parameters."""
     return sum(weight.elements for weight in weights)
 
 
 def assume_state(method: Method | None) -> tuple[OptimizerState, str]:
-    """What an optimizer keeps, by its name alone, and a remark where that is a guess; `probe.probe_optimizer` looks."""
+    """The size of an optimizer's state judged by its name, and a remark if that is a guess.
+
+    `probe.probe_optimizer` measures it instead.
+    """
     name = (method.type or "").lower() if method else ""
     params = method.params if method else {}
     if method is None:

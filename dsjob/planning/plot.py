@@ -1,4 +1,4 @@
-"""Rates over steps as a small plot of text."""
+"""Draws learning rates over steps as a small text plot."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def draw(points: Sequence[tuple[int, float]], height: int = 6) -> list[str]:
-    """One column for each (step, value), one line for each of `height` levels, and a line with the first and last step.
+    """The lines of the plot: one column per (step, value), `height` lines, and a line with the first and last step.
 
-    The lowest line is zero, or the lowest value where one is negative.
+    The lowest line is zero, or the lowest value if any value is negative.
     """
     if not points:
         return []

@@ -1,4 +1,4 @@
-"""A whole plan as data, and as what `--format json` prints."""
+"""A complete plan as data, and its JSON form, which `--format json` prints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dsjob.planning.model import count
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of a micro batch: `whole`, or `checkpointed` with `recomputed` on top; None where that is not known.
+    """Bytes of activations for one micro batch; None if unknown.
 
-    `largest`: those of the largest one, which has a gradient of its size when the backward pass comes to it. `moved`:
-    those that wait on the host when blocks are computed again. `on`: the document asks for that.
+    `whole`: without activation checkpointing. `checkpointed`: kept with it, plus `recomputed` while a block is
+    recomputed. `largest`: the largest single activation, whose gradient is as large. `moved`: kept on the host with
+    checkpointing. `on`: whether the document enables checkpointing. `reason`: why nothing was measured.
     """
 
     whole: int | None = None
@@ -29,18 +30,21 @@ class Activations:
 
     @property
     def with_checkpointing(self) -> int | None:
-        """The most that is there if blocks are computed again."""
+        """Peak bytes with activation checkpointing."""
         return None if self.checkpointed is None else self.checkpointed + (self.recomputed or 0)
 
     @property
     def asked(self) -> int | None:
-        """The most that is there as the document has it."""
+        """Peak bytes with the document's own setting."""
         return self.with_checkpointing if self.on and self.checkpointed is not None else self.whole
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How long a run is: samples of the dataset, steps an epoch and in all; and rates by step. None: not known."""
+    """The length of a run: samples in the dataset, steps per epoch, steps in total (None if unknown).
+
+    `rates`: (step, learning rate) pairs.
+    """
 
     samples: int | None = None
     steps_per_epoch: int | None = None
@@ -50,8 +54,10 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job needs. `limit`, `host_limit`: bytes of memory of a device and of a machine, None where they are not
-    known; `ranks_here`: ranks on one machine, as far as the document says."""
+    """What a job needs. `limit`, `host_limit`: bytes of memory of a device and of a machine; None if unknown.
+
+    `ranks_here`: ranks on one machine, as far as the document says.
+    """
 
     name: str
     source: str
@@ -74,17 +80,17 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None where the memory of a device was not given."""
+        """Whether the job fits; None if no device memory was given."""
         return None if self.limit is None else self.memory.peak <= self.limit
 
     @property
     def building(self) -> int:
-        """Bytes that a rank needs on the host at its start: it builds the whole model there."""
+        """Bytes of host memory that a rank needs at its start, when it builds the whole model there."""
         return sum(w.elements * w.itemsize for w in self.job.model.weights) + self.job.model.buffers
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What will go wrong beside the devices."""
+        """Problems outside the devices: too little host memory."""
         kept = self.memory.host
         needed = self.ranks_here * max(self.building, kept)
         if self.host_limit is None or needed <= self.host_limit:
@@ -95,7 +101,7 @@ class Plan:
 
 
 def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
-    """The plan as JSON values: bytes are integers."""
+    """The plan as JSON values. Bytes are integers."""
     memory, layout, model = plan.memory, plan.job.layout, plan.job.model
     return {
         "name": plan.name,
@@ -129,7 +135,7 @@ def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
 
 
 def show_bytes(size: float) -> str:
-    """1610612736 as 1.50 GiB."""
+    """Formats bytes: 1610612736 as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
             break
