@@ -1,7 +1,7 @@
-"""The text of a job document as plain values, with the place of every key and value.
+"""Parses the text of a job document into plain values, and records the place of every key and value.
 
-Reads JSON (also with `//`, `#` and `/* */` comments and trailing commas) and YAML, and gives JSON's kinds of values for
-both: no dates, tags or infinities. Time is linear in the text. `storage` reads the bytes, `check` knows what keys mean.
+Reads JSON (comments with `//`, `#` and `/* */` and trailing commas are allowed) and YAML. Both yield only JSON's types:
+no dates, tags or infinities. Parsing takes linear time. `storage` reads the bytes; `check` knows what the keys mean.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FORMATS: Final = {".json": "json", ".jsonc": "json", ".hjson": "json", ".yaml":
 
 
 def parse(text: str, source: str, *, format: Literal["json", "yaml"] | None = None) -> Document:  # noqa: A002
-    """Parse a document; without `format` the suffix of `source` decides, and failing that the first character.
+    """Parses a document. If `format` is None, the suffix of `source` decides, otherwise the first character.
 
-    Raises `DocumentError`: with the first syntax error, or else with all keys that are given twice.
+    Raises `DocumentError` with the first syntax error, or with all duplicate keys.
     """
     document = parse_open(text, source, format=format)
     if document.duplicates:
@@ -32,7 +32,7 @@ def parse(text: str, source: str, *, format: Literal["json", "yaml"] | None = No
 
 
 def parse_open(text: str, source: str, *, format: Literal["json", "yaml"] | None = None) -> Document:  # noqa: A002
-    """As `parse`, but for keys that are given twice, which are left to the caller."""
+    """Like `parse`, but leaves duplicate keys to the caller (`Document.duplicates`)."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     path = re.split("[?#]", source)[0] if "://" in source else source
     known = format or _FORMATS.get(posixpath.splitext(path)[1].lower())
@@ -41,17 +41,17 @@ def parse_open(text: str, source: str, *, format: Literal["json", "yaml"] | None
     return YamlReader(text, source).read()
 
 
-MAX_KEYS: Final = 10_000  # of all objects of a document: each is compared with those that there are
+MAX_KEYS: Final = 10_000  # in all objects of a document; bounds the time of suggestions for unknown keys
 
 
 def require_few(document: Document) -> Document:
-    """`document`, or DocumentError where it has more keys or items than any job or config needs."""
+    """Returns `document`. Raises DocumentError if it has more keys or items than any job or config needs."""
     for most, what, paths in (
         (MAX_KEYS, "keys", [path for path in document.keys if isinstance(path[-1], str)]),
         (MAX_VALUES, "keys and items of lists", list(document.keys)),
     ):
         if len(paths) > most:
             mark = document.keys[paths[most]]
-            message, hint = f"more than {most:,} {what} up to here", "data belongs in files that the document names"
+            message, hint = f"more than {most:,} {what} up to here", "move data into files that the document names"
             raise DocumentError([Problem(message, (), "too-large", hint, document.source, mark.line, mark.column)])
     return document

@@ -1,6 +1,7 @@
-"""What "auto" stands for, as in HF Trainer's DeepSpeed configs: each is resolved once, with a word on how.
+"""Resolves "auto", as in HF Trainer's DeepSpeed configs, and records how each value was derived.
 
-`trainer`'s batch sizes are `batch`'s matter; where "auto" means the default, it is left out and the schema fills it in.
+`batch` resolves the batch sizes of `trainer`. If "auto" means the default, the key is removed and the schema fills it
+in.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from typing import Any
 
 from dsjob.contract.paths import Path, get_at
 
-Derived = tuple[Any, str]  # the value (None: left out), and how it came about
+Derived = tuple[Any, str]  # the value (None: remove the key), and how it was derived
 
 _HIDDEN_NAMES = ("hidden_size", "hidden_sizes", "d_model", "n_embd", "model_dim", "dim", "width", "hidden")
 _ZERO = ("zero_optimization",)
 
 
 def resolve_auto(job: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
-    """`job` with a value in place of every "auto" in the table, and how each came about, by path.
+    """`job` with every "auto" in the table replaced, and how each value was derived, by path.
 
-    Value 0 of the three sizes that HF derives from the hidden size is "auto" too, as it was in 2021.
+    The three sizes that HF derives from the hidden size also accept 0 for "auto", as old configs have it.
     """
     told: dict[Path, str] = {}
     result = job
@@ -33,7 +34,7 @@ def resolve_auto(job: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
 
 
 def find_hidden_size(model: Any) -> int | None:
-    """The hidden size among a model's arguments, under the names that models give it; the largest of several."""
+    """The hidden size among a model's arguments, under its usual names; the largest of a list."""
     if not isinstance(model, Mapping):
         return None
     for name in _HIDDEN_NAMES:
@@ -112,7 +113,7 @@ _TABLE: dict[Path, Callable[[dict[str, Any]], Derived]] = {
 
 
 def _put(value: dict[str, Any], path: Path, new: Any) -> dict[str, Any]:
-    """A copy of `value` with `new` at `path`, or nothing there for None."""
+    """A copy of `value` with `new` at `path`; None removes the key."""
     if len(path) > 1:
         return {**value, str(path[0]): _put(value[str(path[0])], path[1:], new)}
     rest = {key: item for key, item in value.items() if key != path[0]}

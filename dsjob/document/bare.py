@@ -1,4 +1,4 @@
-"""A DeepSpeed config by itself: what `initialize` is given, and what `validate` looks at without a job."""
+"""Bare DeepSpeed configs: resolved for `initialize`, and checked by `validate` without a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsjob.errors import ConfigError, DocumentError, Problem
 
 
 def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:
-    """What a bare DeepSpeed config asks of the engine. Raises ConfigError with all problems at once."""
+    """The engine's settings from a bare DeepSpeed config, and warnings. Raises ConfigError with all problems."""
     config = contract.prune(config, contract.deepspeed_schema())
     problems, batch = _check_config(config, world_size, locate)
     problems = place_problems(problems, locate)
@@ -30,7 +30,7 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     resolved, derived = complete(_read_config(config))
     resolved["trainer"].update(dataclasses.asdict(batch))
     for path, how in derived.items():
-        message = f'"auto" has become {get_at(resolved, path)}: {how.removeprefix("auto: ")}'
+        message = f'"auto" resolved to {get_at(resolved, path)}: {how.removeprefix("auto: ")}'
         problems.append(
             Problem(message, deepspeed_keys.to_config_path(path), "auto", "give a value", severity="warning")
         )
@@ -38,7 +38,10 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
 
 
 def complete_config(given: Mapping[str, Any], spec: EngineSpec | None = None) -> dict[str, Any]:
-    """A checked DeepSpeed config, or a resolved job's sections of that name, with all defaults and `spec`'s batch."""
+    """A checked DeepSpeed config with all defaults, and with the batch sizes of `spec`.
+
+    `given` may also be a resolved job: its sections with DeepSpeed's names are used.
+    """
     schema = contract.deepspeed_schema()
     config = contract.prune({key: value for key, value in given.items() if key in schema["properties"]}, schema)
     config = resolve_auto(normalise(config, schema))[0]
@@ -54,10 +57,9 @@ def complete_config(given: Mapping[str, Any], spec: EngineSpec | None = None) ->
 
 
 def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate: Locate) -> list[Problem]:
-    """Everything wrong with a DeepSpeed config that is looked at by itself.
+    """All problems of a bare DeepSpeed config.
 
-    What it leaves open is for the job or program to say that will use it, and a warning: "auto", and where
-    `world_size` is None the number of ranks.
+    Values that the job or program will supply are warnings: "auto", and the number of ranks if `world_size` is None.
     """
     config = contract.prune(config, contract.deepspeed_schema())
     problems = []
@@ -68,9 +70,9 @@ def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate:
         if ranks is not None:
             problem = replace(
                 problem,
-                message=f"holds for {ranks} ranks alone",
+                message=f"valid only with {ranks} ranks",
                 path=(deepspeed_keys.BATCH_KEYS[0],),
-                hint=f"dsjob validate --world-size {ranks} checks it for them",
+                hint=f"to check for {ranks} ranks: dsjob validate --world-size {ranks}",
                 severity="warning",
             )
         if problem.rule == "batch" and left:
@@ -82,7 +84,7 @@ def check_bare_config(config: dict[str, Any], *, world_size: int | None, locate:
 
 
 def _find_ranks(config: dict[str, Any]) -> int | None:
-    """The only number of ranks, above 1, for which all three batch sizes of a config hold."""
+    """The number of ranks above 1 for which all three batch sizes of a config are consistent; None if there is none."""
     sizes = [config.get(key) for key in deepspeed_keys.BATCH_KEYS]
     if not all(isinstance(size, (int, float)) and size > 0 for size in sizes):
         return None
@@ -91,8 +93,8 @@ def _find_ranks(config: dict[str, Any]) -> int | None:
 
 
 def _leave_open(path: Path) -> Problem:
-    message = '"auto" is left to what uses this config'
-    return Problem(message, path, "auto", "a job says it: dsjob cfg.yaml deepspeed=FILE", severity="warning")
+    message = '"auto" stays open until a job or program uses this config'
+    return Problem(message, path, "auto", "use it in a job: dsjob cfg.yaml deepspeed=FILE", severity="warning")
 
 
 def _read_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def _check_config(
 
 
 def _is_of_batch(problem: Problem) -> bool:
-    """Whether a problem of a DeepSpeed config leaves its batch sizes open: one of them is wrong, or mistyped."""
+    """Whether a problem keeps the batch sizes from being resolved: one of them is invalid or misspelled."""
     meant = problem.hint if problem.hint.startswith("did you mean") else ""
     return (
         not problem.path

@@ -1,7 +1,7 @@
-"""Composition: the home of Hydra and OmegaConf. Recipes, a job file and overrides in; one plain document out.
+"""Composes recipes, a job file and overrides into one plain document. The only module that uses Hydra.
 
-Hydra composes on `base`, a tree of every key in the schemas with nothing in it, so that a mistyped override has no
-place to go. A job file is merged after the recipe and before the overrides. Nothing is checked here.
+Hydra composes on top of `base`, a tree of all keys in the schemas without values, so that it rejects misspelled
+overrides. A job file is merged after the recipe and before the overrides. Nothing is checked here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dsjob.errors import DocumentError, Problem, UsageError
 CONFIG_NAME = "config"
 _composing = threading.RLock()
 _FILE_GROUP = "job_file"
-_GROUPS: dict[str, Path] = {  # what a choice decides
+_GROUPS: dict[str, Path] = {  # the path that each config group sets
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
     "precision": ("bf16", "enabled"),
@@ -57,9 +57,10 @@ _GROUPS: dict[str, Path] = {  # what a choice decides
 def open_hydra(
     overrides: Sequence[str], *, config_dir: str | None = None, file: Document | None = None
 ) -> Iterator[Hydra]:
-    """Hydra over dsjob's own configs, those in `config_dir`, and a job file. Its errors come out as UsageError.
+    """Opens Hydra with dsjob's own configs, those in `config_dir`, and a job file. Its errors become UsageError.
 
-    Hydra keeps what it composes for the whole process: one thread at a time, and a program's own Hydra comes back.
+    Hydra's state is global to the process. So a lock admits one thread at a time, and the state of a program's own
+    Hydra is restored afterwards.
     """
     require_small(overrides)
     search_path = create_config_search_path("pkg://dsjob.conf")
@@ -83,10 +84,10 @@ def open_hydra(
 def _store_base(overrides: Sequence[str], file: Document | None) -> None:
     tree = OmegaConf.create(contract.unset_tree(contract.job_schema()))
     for section in ("optimizer", "scheduler"):
-        # Their arguments are checked against the type's own list, so that any may be given without a "+".
+        # `check` compares the arguments with those of the type, so Hydra may accept any without a "+".
         OmegaConf.set_struct(tree[section].params, False)
     OmegaConf.set_struct(tree.optimizer.param_groups, False)
-    OmegaConf.set_struct(tree.models, False)  # what a model may say over the job, the check knows
+    OmegaConf.set_struct(tree.models, False)  # `check` knows which keys of the job a model may override
     store = ConfigStore.instance()
     store.store(name="base", node=tree)
     if file is not None:
@@ -94,15 +95,15 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
         locate = Composed({}, file).locate
         if problems := interpolation.check_texts(file.value):
             raise DocumentError(place_problems(problems, locate))
-        # Hydra merges a group chosen on the command line before the file, whose section would then win.
+        # Hydra merges a group chosen on the command line before the file, so the file's section would win.
         node = copy.deepcopy(file.value)
-        if isinstance(switch := node.get("zero_optimization"), bool):  # nothing could be merged into a flag
+        if isinstance(switch := node.get("zero_optimization"), bool):  # overrides cannot be merged into a boolean
             node["zero_optimization"] = {"stage": int(switch)}
-        # So what the group decides is taken out of the file: the command line wins.
+        # Removing the keys that the group sets from the file lets the command line win.
         for name in {override.split("=")[0].lstrip("~") for override in overrides} & _GROUPS.keys():
             _delete(node, _GROUPS[name])
         try:
-            with _renamed():  # OmegaConf reads each ${...} here
+            with _renamed():  # OmegaConf parses each ${...} here
                 store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
         except DocumentError as error:
             raise DocumentError(place_problems(list(error.problems), locate)) from error
@@ -122,8 +123,8 @@ def _delete(value: Any, path: Path) -> None:
 def parse_arguments(
     arguments: Sequence[str], add_arguments: Callable[[argparse.ArgumentParser], None]
 ) -> argparse.Namespace:
-    """The command line as Hydra understands it: its flags, those that `add_arguments` adds, and `overrides` (with
-    the files). Raises UsageError."""
+    """Parses a command line with Hydra's flags and those that `add_arguments` adds. The rest is in `overrides`,
+    including file names. Raises UsageError."""
     parser = get_args_parser()
     add_arguments(parser)
     parser.error = _refuse  # type: ignore[method-assign]
@@ -135,7 +136,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def answer(args: argparse.Namespace, overrides: Sequence[str], file: Document | None) -> None:
-    """Answers the questions that every Hydra program answers: --cfg, --info, --shell-completion, --hydra-help."""
+    """Handles Hydra's own informational flags: --cfg, --info, --shell-completion, --hydra-help."""
     config: dict[str, Any] = {"config_name": CONFIG_NAME, "overrides": list_overrides(overrides, file)}
     with open_hydra(overrides, config_dir=args.config_dir, file=file) as hydra:
         if args.shell_completion:
@@ -154,7 +155,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def count_runs(overrides: Sequence[str]) -> float:
-    """How many combinations the values of a sweep have; infinite where a range has no end."""
+    """The number of combinations in a sweep; infinite if a range has no end."""
     count = 1.0
     with _renamed():
         sweep = _parse(overrides)
@@ -175,23 +176,23 @@ def take_first(overrides: Sequence[str]) -> list[str]:
     with _renamed():
         for parsed in _parse(overrides):
             text = parsed.input_line or ""
-            if isinstance(whole := parsed.value(), RangeSweep):  # it may be too long to be listed
+            if isinstance(whole := parsed.value(), RangeSweep):  # may be too long to enumerate
                 text = f"{parsed.get_key_element()}={whole.start}"
             elif parsed.is_sweep_override() and parsed.is_discrete_sweep():
                 text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
-            elif isinstance(interval := parsed.value(), IntervalSweep):  # some sweepers choose from one
+            elif isinstance(interval := parsed.value(), IntervalSweep):  # some sweepers sample from an interval
                 text = f"{parsed.get_key_element()}={interval.start}"
             first.append(text)
     return first
 
 
 def find_literal_secrets(overrides: Sequence[str]) -> list[Path]:
-    """The places of secrets that stand in overrides themselves, in any of the values of a sweep."""
+    """The places of literal secrets in overrides, including all values of a sweep."""
     found: list[Path] = []
     with _renamed():
         for parsed in _parse(overrides):
             if isinstance(parsed.value(), RangeSweep):
-                continue  # of numbers
+                continue  # holds only numbers
             path = _split(parsed.get_key_element().lstrip("+~"))
             sweeps = parsed.is_sweep_override() and parsed.is_discrete_sweep()
             for value in parsed.sweep_iterator() if sweeps else [parsed.value()]:
@@ -211,16 +212,16 @@ def _unquote(value: Any) -> Any:
 
 
 def multirun(task: TaskFunction, overrides: Sequence[str], *, file: Document | None, config_dir: str | None) -> None:
-    """Hydra's own multirun of `task`, with the sweeper and launcher that the overrides choose.
+    """Runs `task` with Hydra's multirun, using the sweeper and launcher that the overrides choose.
 
-    Errors of composition come out renamed; what a run raises passes through.
+    Errors of composition are translated; exceptions of a run pass through unchanged.
     """
     with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
         hydra.multirun(config_name=CONFIG_NAME, task_function=task, overrides=list_overrides(overrides, file))
 
 
 def list_overrides(overrides: Sequence[str], file: Document | None) -> list[str]:
-    """The overrides for Hydra: the user's, and the one that brings the job file in, last of the groups."""
+    """The overrides for Hydra: the user's, then the one that adds the job file as the last group."""
     return [*overrides, f"+{_FILE_GROUP}=given"] if file is not None else list(overrides)
 
 
@@ -231,8 +232,8 @@ def compose(
     config_dir: str | None = None,
     environment: Collection[str] = (),
 ) -> Composed:
-    """Recipes, job file and overrides as one document. `environment`: variables that may be read anywhere in it,
-    besides `environment.HARMLESS`. Raises UsageError, DocumentError."""
+    """Composes recipes, job file and overrides into one document. `environment`: variables that may be read anywhere
+    in it, in addition to `environment.HARMLESS`. Raises UsageError, DocumentError."""
     with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
         config = hydra.compose_config(
             config_name=CONFIG_NAME,
@@ -244,22 +245,22 @@ def compose(
 
 
 def finish(config: DictConfig, file: Document | None, environment: Collection[str] = ()) -> Composed:
-    """A composed Hydra config as a plain document, with `environment` as in `compose`; `config` still has its `hydra`
-    node."""
+    """Turns a composed Hydra config, which still has its `hydra` node, into a plain document. `environment`: as in
+    `compose`."""
     choices = {str(key): value for key, value in config.hydra.runtime.choices.items() if value is not None}
     recipes = tuple(str(choices[key]) for key in choices if key.split("@")[0] == "recipe")
-    # The texts as they are: read as values, those with an interpolation in them would be resolved.
+    # The raw texts: reading them as values would resolve their interpolations.
     overrides = _override_paths(cast("list[str]", OmegaConf.to_container(config.hydra.overrides.task, resolve=False)))
     try:
         with _renamed():
-            # Hydra's own node is no part of the job, and its interpolations are not the user's.
+            # Hydra's own node is not part of the job, and its interpolations are not the user's.
             job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             plain = interpolation.resolve(job, _say, environment)
     except DocumentError as error:
         locate = Composed({}, file, recipes, overrides).locate
         raise DocumentError(place_problems(list(error.problems), locate)) from error
     for path, text in overrides.items():
-        # Hydra takes ~scheduler as the group alone: what a recipe or file adds to the section would stay.
+        # Hydra's ~scheduler removes only the group choice. Keys that a recipe or file adds to the section stay.
         if text.startswith("~") and path in _GROUPS.values() and not _is_set_below(path, overrides):
             _delete(plain, path)
     if recipes and isinstance(plain.get("recipe"), dict) and (file is None or ("recipe",) not in file.keys):
@@ -268,7 +269,7 @@ def finish(config: DictConfig, file: Document | None, environment: Collection[st
 
 
 def _explain_packages(config: DictConfig, recipes: Sequence[str]) -> list[Problem]:
-    """What is wrong where Hydra has put the keys of a recipe below `recipe`: it goes by the folder unless told."""
+    """The problems if Hydra put the keys of a recipe below `recipe`, as it does for configs without a package line."""
     folders = [str(source.path) for source in config.hydra.runtime.config_sources if source.schema == "file"]
     files = [os.path.join(folder, "recipe", f"{name}.yaml") for folder in folders for name in recipes]
     own = []
@@ -291,14 +292,14 @@ def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:
 
 
 def _split(key: str) -> Path:
-    """The path that OmegaConf writes as `a.b[0]`."""
+    """Splits a path that OmegaConf writes as `a.b[0]`."""
     parts = re.sub(r"\[([^\]]+)\]", r".\1", key).split(".")
     return tuple(int(part) if part.isdigit() else part for part in parts if part)
 
 
 @contextmanager
 def _renamed() -> Iterator[None]:
-    """Renames errors of Hydra and OmegaConf into the project's own."""
+    """Translates errors of Hydra and OmegaConf into the project's own."""
     try:
         yield
     except MissingConfigException as error:
@@ -322,8 +323,8 @@ def _renamed() -> Iterator[None]:
         raise UsageError(
             "the configs are nested too deeply to be composed", hint="write interpolations flat"
         ) from error
-    except ValueError as error:  # what Hydra says of a defaults list that it cannot read
-        hint = "a group is chosen by name, optimizer=sgd, and left out with ~optimizer"
+    except ValueError as error:  # Hydra raises it for a defaults list that it cannot read
+        hint = "choose a group by name: optimizer=sgd; remove it with ~optimizer"
         group = "Config group override must be a string"
         text = "a group takes the name of a config, not a value" if str(error).startswith(group) else str(error)
         raise UsageError(f"the configs cannot be composed: {text}", hint=hint) from error
@@ -332,9 +333,7 @@ def _renamed() -> Iterator[None]:
 def _explain(error: Exception) -> UsageError | DocumentError:
     text = _say(error)
     if text.startswith("Ambiguous value for argument"):
-        hint = (
-            "to run once for each value add -m; a list is 'key=[1,2]', and text with commas needs quotes: 'key=\"1,2\"'"
-        )
+        hint = "to run once per value, add -m; a list is 'key=[1,2]'; text with commas needs quotes: 'key=\"1,2\"'"
         return UsageError(f"{text.replace('Ambiguous value for argument', 'several values are given by')}", hint=hint)
     found = re.search(r"Could not (?:override|append to config|delete from config)\W+'?([\w.\[\]@/$-]+)", text)
     cause = error.__cause__
@@ -355,7 +354,7 @@ def _say(error: Exception) -> str:
 
 
 def _unknown_override(key: str, meant: str) -> Problem:
-    """What is wrong with `key=...` when the document has no such key: what was `meant`, or how to add an argument."""
+    """The problem of an override `key=...` if the document has no such key. Its hint is `meant`, or how to add it."""
     schema: contract.Schema = contract.job_schema()
     parts = key.split(".")
     for index, part in enumerate(parts):

@@ -1,8 +1,9 @@
-"""Interpolations of a composed config, resolved within a budget and without reading what belongs to the user alone.
+"""Resolves the interpolations of a composed config, within a budget and without revealing secrets of the environment.
 
-Of the environment, OmegaConf is given the variables that anybody may see. Each of the others becomes a mark, which
-stands for its value wherever the grammar carries it: alone as a target's argument it ends as `${oc.env:NAME}`, and
-anywhere else it is a problem. So no spelling of an interpolation has to be recognised, and no value is ever there.
+OmegaConf gets the values of harmless environment variables only. For any other variable it gets a mark, a random
+placeholder that takes part in the resolution in place of the value. A mark that ends up as a whole argument of a target
+is written back as `${oc.env:NAME}`; anywhere else it is an error. So dsjob need not recognise every spelling of an
+interpolation, and no secret value ever enters the document.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from dsjob.contract.secrets import is_argument, list_texts
 from dsjob.document.positions import MAX_EXPANSION
 from dsjob.errors import DocumentError, Problem
 
-MAX_TEXT = 100_000  # characters of all texts with interpolations: reading them is slow
-MAX_NESTED = 20  # brackets within one another in such a text
-_EVALUATION = 100  # what one interpolation takes of MAX_EXPANSION, since each is read anew
+MAX_TEXT = 100_000  # characters of all texts with interpolations, which are slow to parse
+MAX_NESTED = 20  # nested brackets in such a text
+_EVALUATION = 100  # the cost of one interpolation in units of MAX_EXPANSION: each one is parsed again
 _OWN_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 _PLAIN = re.compile(r"[^'\"\\${}\n]*")
 
 
 class _Refused(BaseException):
-    """Ends the resolution of a value; none of OmegaConf's handlers of Exception may swallow or rename it."""
+    """Ends the resolution of a value. A BaseException, because OmegaConf catches and renames every Exception."""
 
     def __init__(self, message: str, hint: str = "", rule: str = "environment") -> None:
         super().__init__(message)
@@ -40,19 +41,19 @@ class _Refused(BaseException):
 
 
 class _OverBudget(_Refused):
-    """Ends the resolution of the document."""
+    """Ends the resolution of the whole document."""
 
 
 def check_texts(document: Any) -> list[Problem]:
-    """What of a document's interpolations would take too long to read."""
-    # Before OmegaConf sees them: its grammar is slow on long texts and recurses with the depth.
+    """Problems for interpolations that would take too long to parse."""
+    # This must run before OmegaConf: its parser is slow on long texts and recurses with the depth.
     texts = [(path, text) for path, text in list_texts(document) if isinstance(text, str) and "${" in text]
     for path, text in texts:
         if _count_depth(text) > MAX_NESTED:
             return [Problem(f"interpolations and brackets are nested deeper than {MAX_NESTED}", path, "too-deep")]
     if sum(len(text) for _, text in texts) > MAX_TEXT:
         message = f"texts with interpolations of more than {MAX_TEXT:,} characters"
-        return [Problem(message, texts[-1][0], "interpolation", "data belongs in files that the document names")]
+        return [Problem(message, texts[-1][0], "interpolation", "move data into files that the document names")]
     return []
 
 
@@ -65,9 +66,10 @@ def _count_depth(text: str) -> int:
 
 
 def resolve(config: DictConfig, explain: Callable[[Exception], str], more: Collection[str] = ()) -> dict[str, Any]:
-    """A config as a plain document. `explain`: an error of OmegaConf in words; `more`: variables that anybody may see.
+    """Resolves a config into a plain document.
 
-    Raises DocumentError with the path of each value that cannot be resolved.
+    `explain`: turns an error of OmegaConf into a message. `more`: further harmless variables. Raises DocumentError with
+    the path of each value that cannot be resolved.
     """
     return _Resolution(explain, HARMLESS | set(more)).run(config)
 
@@ -90,7 +92,7 @@ class _Resolution:
                 document = self._expand(config, ())
             except _OverBudget as error:
                 raise DocumentError([error.problem]) from None
-        # After the walk: only in the finished document is it known whether a mark is alone in a target's argument.
+        # Only the finished document shows whether a mark is a whole argument of a target.
         for path in dict.fromkeys(self.marked):
             self._settle(document, path)
         if self.problems:
@@ -105,7 +107,7 @@ class _Resolution:
             message = f"interpolations nest the document deeper than {MAX_DEPTH} levels"
             raise _at(_OverBudget(message, rule="too-deep"), path[:3])
         plain: Any = OmegaConf.to_container(container, resolve=False)
-        # Values without an interpolation are copied as they are; each other one is asked of OmegaConf in its place.
+        # Values without an interpolation are copied unchanged. OmegaConf resolves each of the others in its place.
         for place, text in list(list_texts(plain)):
             if not (isinstance(text, str) and "${" in text):
                 continue
@@ -132,15 +134,15 @@ class _Resolution:
                 if any(isinstance(part, str) and self.mark.search(part) for part in (*place, text)):
                     self.marked.append((*path, *place[1:]))
             if not _has_text_keys(found):
-                self.problems.append(Problem("has a key that is no text", path, "key", "quote it"))
+                self.problems.append(Problem("has a key that is not text", path, "key", "quote it"))
             return found
         return None
 
-    # ---- what OmegaConf asks for on the way
+    # ---- hooks into OmegaConf
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Takes part in each interpolation. These two methods are the only ways in which OmegaConf evaluates one."""
+        """Intercepts each interpolation. OmegaConf evaluates them in these two methods only."""
         node, resolver = Container._resolve_node_interpolation, Container._evaluate_custom_resolver
 
         def find(container: Container, inter_key: str, memo: set[int] | None) -> Any:
@@ -151,8 +153,8 @@ class _Resolution:
             self._spend(inter_args)
             if inter_type == "oc.env":
                 return self._spend(self._read(*inter_args))
-            # Arguments that a resolver reads itself must hold no mark. oc.create passes its value on, and oc.select its
-            # default.
+            # Arguments that a resolver interprets must not contain a mark. oc.create only passes on its value, and
+            # oc.select its default, so marks are fine there.
             carried = {"oc.create": 0, "oc.select": 1}.get(inter_type, len(inter_args))
             self._refuse_marks(inter_args[:carried])
             for text in inter_args:
@@ -169,7 +171,7 @@ class _Resolution:
             Container._evaluate_custom_resolver = resolver  # type: ignore[method-assign]
 
     def _check_text(self, name: str, text: Any) -> None:
-        """Text that a resolver reads as a document of its own is held to what a document's texts are."""
+        """Applies the limits of `check_texts` to text that a resolver parses as a document of its own."""
         if not isinstance(text, str):
             return
         if name == "oc.create":
@@ -178,15 +180,15 @@ class _Resolution:
             raise _Refused("oc.decode is given a text that is too long or nested too deeply", rule="too-deep")
 
     def _spend(self, value: Any) -> Any:
-        """`value`, which is paid for before anything is made of it."""
+        """Returns `value` after charging its size to the budget, before anything is copied from it."""
         self.left -= _EVALUATION + _weigh(value, self.left)
         if self.left < 0:
             message = f"interpolations expand to more than {MAX_EXPANSION:,} values and characters"
-            raise _OverBudget(message, "let fewer values refer to one another", "interpolation")
+            raise _OverBudget(message, "use fewer interpolations", "interpolation")
         return value
 
     def _read(self, name: Any = None, *default: Any) -> Any:
-        """The value of a variable that anybody may see; a mark for any other."""
+        """The value of a harmless variable; a mark for any other."""
         self._refuse_marks((name,))
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise _Refused("oc.env needs the name of a variable", "${oc.env:NAME}", "interpolation")
@@ -204,7 +206,7 @@ class _Resolution:
         else:
             inner = inner if inner is None else str(inner)
         reference = Reference(name, bool(default), inner)
-        # What is written into the document must be read as the same reference when the target is called.
+        # The text in the document must parse to the same reference when the target is called.
         if parse_reference(str(reference)) != reference:
             self._refuse(name)
         self.references.append(reference)
@@ -222,13 +224,13 @@ class _Resolution:
                 raise _Refused(f"must not contain environment variable {name}", _advise(name))
 
     def _settle(self, document: Any, path: Path) -> None:
-        """Writes the reference that a mark stands for; a problem where it may not stand."""
+        """Replaces a mark by the reference `${oc.env:NAME}`, or adds a problem if none is allowed at `path`."""
         above = document
         for part in path[:-1]:
             above = above[part]
         text = above[path[-1]]
-        # Three outcomes: part of a longer text, a place that is saved and shown, or a target's argument as it should
-        # be.
+        # Three cases: the mark is part of a longer text (error), its place is saved and shown (error), or it is a whole
+        # argument of a target (allowed).
         whole = self.mark.fullmatch(text) if isinstance(text, str) else None
         own = isinstance(path[-1], str) and path[-1] in _OWN_KEYS
         found = [mark for part in (*path, text) if isinstance(part, str) for mark in self.mark.finditer(part)]
@@ -270,7 +272,7 @@ def _has_text_keys(value: Any) -> bool:
 
 
 def _weigh(value: Any, limit: int) -> int:
-    """Values and characters in what an interpolation has led to, as it is written; beyond `limit` any number."""
+    """The number of values and characters in the unresolved result of an interpolation. Stops early above `limit`."""
     total, places = 0, [value]
     while places and total <= limit:
         found = places.pop()

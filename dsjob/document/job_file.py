@@ -1,4 +1,4 @@
-"""What a job file may not say, since Hydra would act on it while it composes the job."""
+"""Rejects sections of a job file that Hydra would act on while it composes the job."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dsjob.errors import DocumentError, Problem
 
 
 def require_job_file(document: Document) -> None:
-    """Raises DocumentError for what a job file must not hold, since Hydra would act on it while it composes: its own
-    settings, and a list of configs to add. Hydra calls the targets of its launchers, sweepers and callbacks without
-    asking anybody."""
+    """Raises DocumentError if a job file has the sections `hydra` or `defaults`.
+
+    Both would take effect during composition. Hydra calls the targets of its launchers, sweepers and callbacks without
+    a trust check.
+    """
     advice = {
         "hydra": "choose launchers and sweepers on the command line: hydra/launcher=joblib",
         "defaults": "choose recipes and groups on the command line, +recipe=quickstart, or in a recipe of --config-dir",

@@ -1,4 +1,4 @@
-"""JSON, also with `//`, `#` and `/* */` comments and trailing commas."""
+"""Reads JSON. Comments with `//`, `#` and `/* */` and trailing commas are allowed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 JSON_CONSTANTS: Final = {"true": True, "false": False, "null": None}
 _DECODER: Final = json.JSONDecoder()
 _CLOSER: Final = {"{": "}", "[": "]"}
-_JSON_HINTS: Final = (  # what was expected and found; what to do about it
-    (r"a (?:key|value), found `(?:\.\.\.|…)", "the dots of an example stand for what is left out: delete them"),
+_JSON_HINTS: Final = (  # a pattern for the message, and the hint
+    (r"a (?:key|value), found `(?:\.\.\.|…)", "the dots are a placeholder of an example: delete them"),
     (r"a (?:key|value), found `['`‘’“”]", 'strings take straight double quotes: "..."'),
     (r"a key, found `[\w$]", 'keys are written in double quotes: "..."'),
-    (r"a value, found `(?i:true|false|null)`", "JSON writes true, false and null in small letters"),
+    (r"a value, found `(?i:true|false|null)`", "true, false and null are lowercase in JSON"),
     (r"a value, found `None`", "JSON writes null"),
-    (r"a value, found `[+-]?(?i:nan|inf|infinity)`", "JSON has no such number: write null, or leave the key out"),
+    (r"a value, found `[+-]?(?i:nan|inf|infinity)`", "JSON has no such number: write null, or omit the key"),
     (
         r"a value, found `[+\-.0-9]",
         "numbers look like -12, 0.5 or 1e-4: no leading + or 0, no 1. or .5, no _ and no hex",
@@ -37,7 +37,7 @@ _JSON_HINTS: Final = (  # what was expected and found; what to do about it
 
 
 class JsonReader(Reader):
-    """Recursive descent; a method takes the offset where its part starts and returns the one after its end."""
+    """A recursive descent parser. Each method takes the offset of its part, and returns the offset after it."""
 
     def __init__(self, text: str, source: str) -> None:
         super().__init__(text, source)
@@ -54,7 +54,7 @@ class JsonReader(Reader):
         return self.finish(value)
 
     def skip(self, at: int) -> int:
-        """The offset after the white space and comments at `at`."""
+        """The offset after the whitespace and comments at `at`."""
         if space := _SPACE.match(self.text, at):
             at = space.end()
         if self.text.startswith("/*", at):
@@ -89,7 +89,7 @@ class JsonReader(Reader):
             child = (*path, key)
             if key in result:
                 self.add_duplicate(child, self.key_at[child], at)
-            elif not is_comment(key):  # remarks may share a name
+            elif not is_comment(key):  # comment keys may repeat
                 self.key_at[child] = at
             at = self.skip(end)
             if not self.text.startswith(":", at):
@@ -116,7 +116,7 @@ class JsonReader(Reader):
         return result, at + 1
 
     def next_item(self, end: int) -> int:
-        """The offset of the next item, or of the closing bracket, given the end of an item."""
+        """The offset of the next item, or of the closing bracket. `end`: the end of the item before."""
         at = self.skip(end)
         following = self.text[at : at + 1]
         if following == ",":
@@ -125,7 +125,7 @@ class JsonReader(Reader):
         if following == closer:
             return at
         if re.match(r"[\w$\-\"'{\[]", following):
-            raise self.fail(end, f"a comma is missing before {self.shown(at)}", "put a comma between two items")
+            raise self.fail(end, f"a comma is missing before {self.shown(at)}", "separate items with a comma")
         raise self.unexpected(at, f"a comma or `{closer}`")
 
     def string(self, at: int) -> tuple[str, int]:

@@ -1,7 +1,6 @@
-"""One form of a document: the spelling of today, whole numbers as integers, and a value for every key.
+"""Normalises a document: current spellings, whole numbers as integers, and a value for every key.
 
-Whatever reads the values of a document does so after this, so that nothing else knows of old spellings, "auto" or
-defaults.
+All code that reads values works on normalised documents. So only this step handles old spellings, "auto" and defaults.
 """
 
 from __future__ import annotations
@@ -16,20 +15,22 @@ from dsjob.document.auto import resolve_auto
 
 
 def normalise(document: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """A document, which need not be valid, in the keys of today, with integers where `schema` asks for them."""
+    """A document with current keys, and with integers where `schema` requires them. It need not be valid."""
     normal: dict[str, Any] = use_integers(_rename(legacy.map_amp(legacy.expand(document)), schema), schema)
     return normal
 
 
 def complete(job: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
-    """A checked and normalised job with a value for every key; and by path, in words, how "auto" was decided."""
+    """A checked and normalised job with a value for every key, and a text by path on how each "auto" was resolved."""
     job, derived = resolve_auto(job)
     return contract.fill_defaults(job, contract.job_schema()), derived
 
 
 def use_integers(value: Any, schema: Schema) -> Any:
-    """Whole floats (5e8) become integers where the schema asks for integers. Which argument of an optimizer is one is
-    known only where its `type` is there too."""
+    """Converts whole floats (5e8) to integers where the schema requires integers.
+
+    For an optimizer's arguments this needs its `type`, which selects their schema.
+    """
     if schema.get("type") == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

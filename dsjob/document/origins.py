@@ -1,4 +1,4 @@
-"""A composed job document and where its values come from: command line, job file, DeepSpeed file or recipe."""
+"""A composed job document, and the origin of its values: command line, job file, DeepSpeed file or recipe."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from dsjob.errors import DocumentError, Problem, StorageError, UsageError
 
 @dataclass(frozen=True)
 class Composed:
-    """A composed document, "not set" left out, and the places that its values were given in."""
+    """A composed document without unset keys, and the sources of its values."""
 
     document: dict[str, Any]
     file: Document | None = None
     recipes: tuple[str, ...] = ()
     overrides: Mapping[Path, str] = field(default_factory=dict)
     deepspeed: Document | None = None
-    notes: tuple[str, ...] = ()  # what was done to the document beside merging, for the user to know
+    notes: tuple[str, ...] = ()  # messages to the user on changes other than merging
 
     def is_name_made(self) -> bool:
-        """Whether the job has its name from its file, which gives none."""
+        """Whether the job's name is derived from its file name, because nothing else sets it."""
         given = self.file is None or ("name",) in self.file.keys or ("name",) in self.overrides
         return not given and not self.recipes
 
     def locate(self, path: Path) -> Place:
-        """Where the value at `path` was given."""
+        """The place that sets the value at `path`."""
         if self.deepspeed is not None and path[:1] == ("deepspeed",) and len(path) > 1:
             mark = self.deepspeed.mark(path[1:])
             return self.deepspeed.source, mark.line, mark.column
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
                 return f"command line: {hide_value(self.overrides[path[:length]])}", 0, 0
-        # What a file beside a recipe does not have at the very place is the recipe's.
+        # With a recipe, a value comes from the file only if the file has this exact path.
         if self.file is not None and (path in self.file.keys or not path or not self.recipes):
             mark = self.file.mark(path)
             return self.file.source, mark.line, mark.column
         return (f"recipe {', '.join(self.recipes)}" if self.recipes else "command line"), 0, 0
 
     def find_given(self, path: Path) -> Path | None:
-        """Where the document gives what the resolved one has at `path`, in whatever spelling; None for a default."""
+        """The path at which the document sets the resolved value at `path`, in any spelling; None for a default."""
         bases: tuple[tuple[Path, Path, Any, contract.Schema], ...] = (
             ((), path, self.document, contract.job_schema()),
             (("deepspeed",), to_config_path(path), self.document.get("deepspeed"), contract.deepspeed_schema()),
@@ -77,7 +77,7 @@ def _find_spelling(path: Path, document: dict[str, Any], schema: contract.Schema
 
 
 def _list_spellings(path: Path, section: Any, schema: contract.Schema) -> list[str]:
-    """The keys of `section` that name what is at `path`: the key itself, and its aliases."""
+    """The keys of `section` that set the value at `path`: the key itself, and its aliases."""
 
     def name(key: Any) -> Any:
         return (contract.child(schema, key, section) or {}).get("x-alias-of", key) if isinstance(key, str) else key
@@ -94,7 +94,7 @@ def settle(
 ) -> Composed:
     """Merged values as a composed document: nulls dropped, the name filled in, the DeepSpeed file read."""
     document = contract.prune(values, contract.job_schema())
-    for path in overrides or {}:  # over another spelling of the same key too
+    for path in overrides or {}:  # an override also replaces other spellings of its key
         section = get_at(document, path[:-1])
         for key in _list_spellings(path, section, contract.find_at(contract.job_schema(), path[:-1], document)):
             if (*path[:-1], key) not in (overrides or {}):
@@ -108,23 +108,23 @@ def settle(
 
 
 STDIN = "<stdin>"  # the source of a document from standard input
-PROGRAM = "<dict>"  # and of one that a Python program gives
-_LOOKED_AT = 100  # keys of a file that may be no config
-MAX_SIZE = 16 << 20  # bytes of a document: with all that refers to them, some 2 GB of memory
+PROGRAM = "<dict>"  # the source of a document that a Python program passes
+_LOOKED_AT = 100  # the most keys to examine in a file that may not be a config
+MAX_SIZE = 16 << 20  # bytes of a document; parsing that many takes about 2 GB of memory
 
 
 def read_document(url: str) -> Document:
-    """A job file, or `-` for standard input, parsed with the places of its keys.
+    """Reads and parses a job file, or standard input for `-`.
 
-    Raises UsageError where it cannot be read, DocumentError.
+    Raises UsageError if it cannot be read, DocumentError if it cannot be parsed.
     """
     return documents.require_few(documents.parse(read_text(url), STDIN if url == "-" else url))
 
 
 def read_text(url: str) -> str:
-    """The text of a file, or of standard input for `-`, where it is no longer than a document may be.
+    """Reads the text of a file, or of standard input for `-`.
 
-    Raises UsageError where it cannot be read, DocumentError where it is too long.
+    Raises UsageError if it cannot be read, DocumentError if it is longer than `MAX_SIZE`.
     """
     if url == "-":
         return _require_small(sys.stdin.read(MAX_SIZE + 1), STDIN)
@@ -137,14 +137,12 @@ def read_text(url: str) -> str:
 def _require_small(text: str, source: str) -> str:
     if len(text) > MAX_SIZE:
         message = f"a document of more than {MAX_SIZE >> 20} MiB"
-        raise DocumentError(
-            [Problem(message, (), "too-large", "data belongs in files that the document names", source)]
-        )
+        raise DocumentError([Problem(message, (), "too-large", "move data into files that the document names", source)])
     return text
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Whether a document is a bare DeepSpeed config: it has keys of one, and none that only a job document has."""
+    """Whether a document is a bare DeepSpeed config: it has DeepSpeed's keys, and none that only job documents have."""
     ours, theirs = set(contract.job_schema()["properties"]), set(contract.deepspeed_schema()["properties"])
     return bool(set(values) & theirs) and not set(values) & (ours - theirs)
 
@@ -156,7 +154,7 @@ def _make_name(file: Document | None, recipes: tuple[str, ...]) -> str:
 
 
 def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document | None:
-    """The DeepSpeed config that the document names by its path, which is relative to the job file."""
+    """Reads the DeepSpeed config that the document names. Its path is relative to the job file."""
     name = document.get("deepspeed")
     if not isinstance(name, str):
         return None
@@ -175,11 +173,12 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
 
 
 def _require_config(config: Document) -> Document:
-    """A DeepSpeed config. Of any other file that a document names nothing is quoted: its keys may be secrets."""
+    """Returns `config` if it is a DeepSpeed config. The error for any other file quotes none of it: the document may
+    name a file of secrets."""
     known = contract.job_schema()["properties"].keys() | contract.deepspeed_schema()["properties"].keys()
     given = legacy.expand(config.value)
     if given and known.isdisjoint(given) and not any(suggest(key, list(known)) for key in list(given)[:_LOOKED_AT]):
-        message = "this is not a DeepSpeed config: it has none of the keys of one"
-        hint = "deepspeed names a config: {train_batch_size: 32, ...}"
+        message = "this is not a DeepSpeed config: it has none of its keys"
+        hint = "deepspeed must name a config such as {train_batch_size: 32, ...}"
         raise DocumentError([Problem(message, (), "not-a-config", hint, config.source, 1, 1)])
     return config

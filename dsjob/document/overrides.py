@@ -1,4 +1,4 @@
-"""How large overrides may be. Hydra needs quadratic time for a list, and looks for a file named like each key."""
+"""Limits the size of overrides: Hydra takes quadratic time for lists, and looks for a file named after each key."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final
 from dsjob.contract.bounds import MAX_DEPTH
 from dsjob.errors import UsageError
 
-MAX_KEY: Final = 250  # bytes: file names end at 255 on most systems
-MAX_ITEMS: Final = 2_000  # of the lists, dicts and choices in all overrides together
-MAX_RUNS: Final = 10_000  # of a sweep that takes every combination
+MAX_KEY: Final = 250  # bytes; most file systems limit names to 255
+MAX_ITEMS: Final = 2_000  # in the lists, dicts and choices of all overrides together
+MAX_RUNS: Final = 10_000  # of a sweep over all combinations
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 
 
 def require_small(overrides: Sequence[str]) -> None:
-    """Raises UsageError for overrides that would take Hydra minutes, or that it fails on."""
+    """Raises UsageError for overrides on which Hydra would take minutes or fail."""
     items = 0
     for override in overrides:
         key, _, value = override.partition("=")
@@ -36,7 +36,7 @@ def require_small(overrides: Sequence[str]) -> None:
 
 
 def require_few_runs(count: float) -> None:
-    """Raises UsageError where a sweep would have more runs than anybody waits for."""
+    """Raises UsageError if a sweep has more than `MAX_RUNS` runs."""
     if count > MAX_RUNS:
         raise UsageError(
             f"the sweep has {count:,.0f} runs; the limit is {MAX_RUNS:,}",

@@ -1,4 +1,4 @@
-"""Where the values of a document were given, as its messages tell it."""
+"""The places of a document's values, as shown in messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Locate = Callable[[Path], Place]
 
 
 def place_problems(problems: list[Problem], locate: Locate) -> list[Problem]:
-    """`problems` with the places of their paths filled in."""
+    """`problems` with source, line and column filled in from their paths."""
     placed = []
     for problem in problems:
         source, line, column = locate(problem.path)
@@ -22,6 +22,6 @@ def place_problems(problems: list[Problem], locate: Locate) -> list[Problem]:
 
 
 def describe_place(place: Place) -> str:
-    """`file:line:column`, or as much of it as is known."""
+    """`file:line:column`, or only the source if there is no line."""
     source, line, column = place
     return f"{source}:{line}:{column}" if line else source

@@ -1,4 +1,4 @@
-"""Places in the text of a document, the parsed document, and what the readers of both formats share."""
+"""Positions in the text of a document, the parsed document, and the base class of the readers of both formats."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MAX_EXPANSION: Final = 200_000  # values and characters that YAML aliases may ad
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the text: 1-based, in characters, with lines ended by `\\n`."""
+    """A position in the text: 1-based line and column, in characters. Lines end with `\\n`."""
 
     line: int
     column: int
 
 
 class _Marks(Mapping[KeyPath, Mark]):
-    """Offsets by path, seen as marks: a mark is made when asked for, which few ever are."""
+    """A mapping from paths to marks that converts offsets lazily, since few marks are ever read."""
 
     def __init__(self, offsets: dict[KeyPath, int], line_starts: list[int]) -> None:
         self._offsets = offsets
@@ -46,17 +46,17 @@ class _Marks(Mapping[KeyPath, Mark]):
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed document. What YAML aliases and merges bring in is marked where it is written, at the anchor."""
+    """A parsed document. Values from YAML aliases and merges have the position of their anchor."""
 
     source: str  # what to call it in messages: a path, a URL or "<stdin>"
     value: dict[str, Any]
     keys: Mapping[KeyPath, Mark]  # where each key or list item starts
     values: Mapping[KeyPath, Mark]  # where each value starts; () is the root
     text: str  # without a byte order mark, lines ended by "\n": text.split("\n")[mark.line - 1] is the marked line
-    duplicates: tuple[Problem, ...] = ()  # keys that are given twice: which of their values counts is left open
+    duplicates: tuple[Problem, ...] = ()  # a problem for each duplicate key; which of its values is used is undefined
 
     def mark(self, path: Sequence[str | int]) -> Mark:
-        """The place of the key at `path`, or of its nearest ancestor that exists."""
+        """The position of the key at `path`, or of its nearest existing ancestor."""
         for length in range(len(path), 0, -1):
             if (found := self.keys.get(tuple(path[:length]))) is not None:
                 return found
@@ -73,7 +73,7 @@ def make_mark(line_starts: list[int], at: int) -> Mark:
 
 
 class Reader:
-    """What both formats share: the text, the places found so far, and how to complain about one."""
+    """The base of both readers: the text, the positions found so far, and functions for errors."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text = text
@@ -103,7 +103,7 @@ class Reader:
         lines = f"first on line {self.line(first)}, again on line {self.line(second)}"
         message = f"the key {shorten(path[-1], as_json=True)} is given twice: {lines}"
         found = self.problem(second, message, "keep one of them", "duplicate-key", path)
-        self.duplicates.setdefault(second, found)  # a YAML mapping is read again at each alias
+        self.duplicates.setdefault(second, found)  # setdefault, since a YAML mapping is read again at each alias
 
     def not_an_object(self, at: int, but: str) -> DocumentError:
         hint = 'JSON looks like { "key": value }, YAML like key: value'
@@ -114,7 +114,7 @@ class Reader:
             raise self.fail(at, f"a number of {len(text):,} characters is too long", rule="number")
         value = convert(text)
         if not math.isfinite(value):
-            hint = "a document has JSON's numbers: write null, or leave the key out"
+            hint = "a document has JSON's numbers: write null, or omit the key"
             raise self.fail(at, f"{text} is not a finite 64-bit float", hint, "number")
         return value
 

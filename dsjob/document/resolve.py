@@ -1,10 +1,11 @@
-"""From a composed document to a resolved one: complete, checked, every number an own one, ready to be run.
+"""Resolves a composed document: the result is checked, complete, and ready to run.
 
-Order: one spelling, build on the DeepSpeed config, check, batch sizes, "auto", defaults. A resolved document is itself
-a valid job, so resolving it again for as many ranks changes nothing.
+The steps are: normalise spellings, merge with the DeepSpeed config, check, resolve batch sizes, resolve "auto", fill in
+defaults. A resolved document is itself a valid job. Resolving it again for the same number of ranks changes nothing.
 
-`resolved` in resolved.json records for how many ranks the batch sizes were derived: on another number they are derived
-again, and train_batch stays. The length of a schedule is left to the run, so that a longer run has a longer schedule.
+`resolved` in resolved.json records the number of ranks that the batch sizes were derived for. On another number they
+are derived again, with the same train_batch. The length of a schedule is derived at run time, so extending a run
+extends its schedule.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MINUTES = 15  # between saves
 
 @dataclass(frozen=True)
 class Resolved:
-    """A resolved document, the warnings, and how values came about that nobody gave: by path, in words."""
+    """A resolved document, its warnings, and a text by path on how each derived value was obtained."""
 
     document: dict[str, Any]
     warnings: list[Problem]
@@ -42,9 +43,9 @@ class Resolved:
 
 
 def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ranks_from: str = "") -> Resolved:
-    """The resolved document for `world_size` ranks, of which trainer.model_parallel_size hold one model together.
+    """Resolves a document for `world_size` ranks, in groups of trainer.model_parallel_size that share one model.
 
-    `document`: as composed, "not set" left out (`schema.prune`). `ranks_from`: what says how many ranks there are.
+    `document`: composed, without unset keys (`schema.prune`). `ranks_from`: the source of `world_size`, for messages.
     Raises DocumentError with all problems at once.
     """
     own = {key: value for key, value in document.items() if key not in ("deepspeed", "$schema")}
@@ -77,21 +78,22 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
 def _build(
     document: dict[str, Any], own: dict[str, Any], config: dict[str, Any], locate: Locate
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """What a job says itself (`own`) built on its DeepSpeed config, normalised; and all that is wrong with both."""
+    """The job's own keys (`own`) merged over its DeepSpeed config, normalised; and the problems of both."""
     schema = contract.job_schema()
     job, conflicts = deepspeed_keys.build_on(
         normalise(own, schema),
         normalise(config, contract.deepspeed_schema()),
         place=lambda path: describe_place(locate(path)),
-        overridden=lambda path: locate(path)[1] == 0,  # only what a file says has a line
+        overridden=lambda path: locate(path)[1] == 0,  # only values from a file have a line
     )
     found = check_job({**document, **deepspeed_keys.build_on_given(own, config)})
-    # One of the two may name the type of an optimizer, and the other its arguments.
+    # The type of an optimizer may come from one of the two, and its arguments from the other. So the schema of the
+    # arguments is known only now.
     return use_integers(job, schema), [*_drop_repeated(found, own), *conflicts]
 
 
 def _settle(job: dict[str, Any], sizes: BatchSizes, world_size: int) -> tuple[dict[str, Any], dict[Path, str]]:
-    """A checked job with a value for every key, and how values came about that nobody gave."""
+    """A checked job with a value for every key, and a text by path on how each derived value was obtained."""
     given = job.get("trainer", {})
     told = _resolve_models(job)
     job["checkpoint"] = _save_now_and_then(job.get("checkpoint", {}))
@@ -103,13 +105,13 @@ def _settle(job: dict[str, Any], sizes: BatchSizes, world_size: int) -> tuple[di
 
 
 def _save_now_and_then(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The section with minutes between saves where it says nothing of when to save."""
+    """The checkpoint section, with saves every `_MINUTES` minutes if it does not say when to save."""
     told = checkpoint.keys() & {"every", "every_minutes", "every_epochs"} or checkpoint.get("at_end") is False
     return checkpoint if told else {**checkpoint, "every_minutes": _MINUTES}
 
 
 def _resolve_models(job: dict[str, Any]) -> dict[Path, str]:
-    """Puts the values that "auto" stands for in place, in each of several models; how they came about, by path."""
+    """Resolves "auto" in place in each entry of `models`. Returns a text by path on how each value was derived."""
     derived: dict[Path, str] = {}
     for name, entry in job.get("models", {}).items():
         alone, how = resolve_auto(take_model(job, name))
@@ -121,9 +123,9 @@ def _resolve_models(job: dict[str, Any]) -> dict[Path, str]:
 
 
 def complete_job(document: Mapping[str, Any]) -> ResolvedJob:
-    """A resolved document as the typed value that ranks are given.
+    """Converts a resolved document to the typed value that ranks receive.
 
-    What an earlier version of dsjob has resolved lacks the keys of later versions: they get their defaults.
+    Keys that are missing because an earlier version of dsjob resolved the document get their defaults.
     """
     sections, configs = {}, {}
     for name in list_models(document):
@@ -137,9 +139,9 @@ def _complete(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_repeated(problems: list[Problem], given: dict[str, Any]) -> list[Problem]:
-    """`problems` without those of the built job that the check of its `deepspeed` section has found too.
+    """`problems` without those of the merged job that the check of its `deepspeed` section reports as well.
 
-    What the job has in its own right (`given`) is told in its own right.
+    Keys that the job sets itself (`given`) keep their own report.
     """
     found = {(problem.path[1:], problem.rule) for problem in problems if problem.path[:1] == ("deepspeed",)}
     return [

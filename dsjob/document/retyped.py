@@ -1,4 +1,4 @@
-"""An optimizer or schedule whose type an override changes: which arguments of the old type stay."""
+"""Handles overrides that change the type of an optimizer or schedule: decides which old arguments to keep."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _METHODS = ("optimizer", "scheduler")
 
 
 def drop_old_arguments(document: dict[str, Any], file: dict[str, Any], overrides: Collection[Path]) -> list[str]:
-    """Drops the arguments in `document` that `file` gives to another type than `overrides` have chosen.
+    """Drops arguments that `file` sets for its own type if `overrides` choose another type.
 
-    What the new type takes too, and the old one has another default for, was chosen by somebody, and stays. Returns
-    what was done, in words.
+    An argument stays if the new type takes it as well and its value is not the old type's default: then the user chose
+    it deliberately. Returns messages on what was kept and dropped.
     """
     return [_drop(document, file, section) for section in _list_retyped(document, file, overrides)]
 
@@ -26,7 +26,7 @@ def _list_retyped(document: dict[str, Any], file: dict[str, Any], overrides: Col
         if path[-1:] != ("type",) or not section or section[-1] not in _METHODS:
             continue
         changes = isinstance(old, str) and isinstance(new, str) and old.lower() != new.lower()
-        if changes and _list_properties(document, section):  # a type that is unknown is the check's to tell
+        if changes and _list_properties(document, section):  # `check` reports unknown types
             yield section
 
 
@@ -36,7 +36,7 @@ def _drop(document: dict[str, Any], file: dict[str, Any], section: Path) -> str:
     kept, dropped = [], []
     for key, value in list(params.items()) if isinstance(params, dict) and isinstance(given, dict) else []:
         if key not in given or given[key] != value:
-            continue  # an override's own
+            continue  # set by an override
         if key in new and value != old.get(key, {}).get("default"):
             kept.append(f"{key} {value}")
         else:

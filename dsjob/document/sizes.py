@@ -1,4 +1,4 @@
-"""How many ranks a document is looked at for, and its batch sizes on that many."""
+"""Chooses the number of ranks to resolve a document for, and resolves its batch sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRIAD = ("train_batch", "micro_batch", "grad_accum")
 
 
 def read_nproc(document: dict[str, Any]) -> int:
-    """`launch.nproc` of a document that need not be valid; 1 where it is not a positive number."""
+    """`launch.nproc` of a document that need not be valid; 1 if it is not a positive number."""
     section = document.get("launch")
     nproc = section.get("nproc") if isinstance(section, dict) else None
     return int(nproc) if isinstance(nproc, (int, float)) and 1 <= nproc < math.inf else 1
@@ -27,10 +27,10 @@ def read_nproc(document: dict[str, Any]) -> int:
 def choose_world_size(
     document: dict[str, Any], locate: Locate, *, asked: int | None = None, started: int | None = None
 ) -> tuple[int, str]:
-    """For how many ranks to look at a document, and what says so.
+    """The number of ranks to resolve a document for, and the source of that number.
 
-    `asked`: by a flag; `started`: by torchrun or srun. A document that was resolved for more ranks than launch.nproc
-    starts, as under torchrun, is looked at for those, unless launch.nproc is given on the command line.
+    `asked`: set by a flag; `started`: started by torchrun or srun. A resolved document keeps its number of ranks, which
+    under torchrun may exceed launch.nproc, unless the command line sets launch.nproc.
     """
     if asked or started:
         return (asked, "--world-size") if asked else (started or 1, "ranks that were started")
@@ -42,7 +42,7 @@ def choose_world_size(
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks there are, and what says so. `parts`: of them hold one model together."""
+    """The number of ranks, and its source. `parts`: ranks per model-parallel group."""
 
     count: int
     told_by: str = ""
@@ -50,16 +50,16 @@ class Ranks:
 
     @property
     def data(self) -> int:
-        """Ranks that read different data."""
+        """The number of data-parallel ranks, which read different data."""
         return self.count // self.parts
 
     def describe(self) -> str:
-        """What says how many data-parallel ranks there are."""
+        """The source of the number of data-parallel ranks."""
         return self.told_by if self.parts == 1 else f"{self.count} ranks / model_parallel_size {self.parts}"
 
 
 def check_parts(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]:
-    """That the ranks are groups of model_parallel_size."""
+    """A problem if the ranks do not divide into groups of model_parallel_size."""
     parts = trainer.get("model_parallel_size", 1) if isinstance(trainer, dict) else 1
     if not isinstance(parts, (int, float)) or parts < 1 or world_size % parts == 0:
         return []
@@ -70,7 +70,7 @@ def check_parts(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]
 
 
 def leave_sizes_open(problems: list[Problem]) -> bool:
-    """Whether problems of a job leave its batch sizes open."""
+    """Whether problems of a job keep its batch sizes from being resolved."""
     touched: list[Path] = [_PARTS]
     for key in deepspeed_keys.BATCH_KEYS:
         touched += [(key,), ("deepspeed", key), deepspeed_keys.to_job_path((key,))[1:]]
@@ -78,7 +78,7 @@ def leave_sizes_open(problems: list[Problem]) -> bool:
 
 
 def _leaves_sizes_open(problem: Problem) -> bool:
-    """Whether a problem of a job's trainer section is of its batch sizes: one of them is wrong, or mistyped."""
+    """Whether a problem of the trainer section affects batch sizes: one of them is invalid or misspelled."""
     if problem.path[:1] != ("trainer",):
         return problem.path == ()
     names = ("train_batch", "micro_batch", "grad_accum")
@@ -89,9 +89,9 @@ def _leaves_sizes_open(problem: Problem) -> bool:
 def settle_sizes(
     trainer: dict[str, Any], ranks: Ranks, before: Any, locate: Locate, locate_origin: Locate
 ) -> BatchSizes:
-    """The batch sizes of a normalised `trainer` section on these ranks.
+    """Resolves the batch sizes of a normalised `trainer` section for these ranks.
 
-    `before`: the section `resolved` of a document that was resolved before. Raises DocumentError.
+    `before`: the section `resolved`, if the document was resolved before. Raises DocumentError.
     """
     asked = _reopen(trainer, ranks, before, locate)
 
@@ -106,7 +106,7 @@ def settle_sizes(
 
 
 def _reopen(trainer: dict[str, Any], ranks: Ranks, before: Any, locate: Locate) -> BatchSizes:
-    """The batch sizes that are asked for: without what was derived when the document was resolved before."""
+    """The requested batch sizes, without those that were derived when the document was resolved before."""
     asked = BatchSizes.of_trainer(trainer)
     if not isinstance(before, dict) or "world_size" not in before or None in dataclasses.astuple(asked):
         return asked
@@ -118,14 +118,15 @@ def _reopen(trainer: dict[str, Any], ranks: Ranks, before: Any, locate: Locate) 
 
 
 def _tell_origin(asked: int | None, given: Any, place: Place) -> str:
-    """Where a batch size comes from, in brackets; nothing where it is not asked for, but follows from others."""
+    """The source of a batch size in parentheses; empty if it was not requested but follows from the others."""
     if asked is None:
         return ""
-    return f" ({describe_place(place)})" if asked == given else " (derived)"  # from what was resolved for other ranks
+    # A requested size that differs from the document's was derived from a document resolved for other ranks.
+    return f" ({describe_place(place)})" if asked == given else " (derived)"
 
 
 def tell_sizes(given: dict[str, Any], batch: BatchSizes, world_size: int) -> dict[Path, str]:
-    """How the batch sizes that the section `given` leaves open came about, by path, in words."""
+    """A text by path on how each batch size that the section `given` leaves open was derived."""
     derived: dict[Path, str] = {}
     formulas = {
         "train_batch": f"micro_batch {batch.micro_batch} x grad_accum {batch.grad_accum} x {world_size} ranks",

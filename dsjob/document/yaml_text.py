@@ -1,8 +1,8 @@
-"""YAML 1.2's core schema, on the events of PyYAML's parser.
+"""Reads YAML with the core schema of YAML 1.2, from the events of PyYAML's parser.
 
-Two traps: PyYAML follows YAML 1.1, where `5e-5` is a string, `on` is a boolean and `12:30:45` is a number; here plain
-scalars follow YAML 1.2. And `yaml.compose` recurses in C, so that a text of some hundred thousand brackets kills the
-process: this module works on the parser's events instead.
+Two traps: PyYAML follows YAML 1.1, where `5e-5` is a string, `on` is a boolean and `12:30:45` is a number. So this
+module resolves plain scalars itself. And `yaml.compose` recurses in C, so a text of some hundred thousand brackets
+crashes the process. So this module builds the tree from events instead.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ _YAML_NUMBERS: Final[tuple[tuple[re.Pattern[str], Callable[[str], int | float]],
 )
 _KINDS = {"ScalarEvent": "scalar", "AliasEvent": "alias", "MappingStartEvent": "mapping", "SequenceStartEvent": "list"}
 _TAG: Final = "tag:yaml.org,2002:"
-_TAGS: Final = {"scalar": "str", "mapping": "map", "list": "seq"}  # by kind of node, the one tag that may be written
-_YAML_HINTS: Final = (  # what the parser says, and the line; what that mostly comes from
+_TAGS: Final = {"scalar": "str", "mapping": "map", "list": "seq"}  # the only tag allowed for each kind of node
+_YAML_HINTS: Final = (  # a pattern for the parser's message and the line, and the most likely cause
     (r"\n *\t", "YAML indents with spaces: a tab is not allowed here"),
     (
         r"mapping values",
-        'a key\'s colon needs a space after it, a value that holds ": " quotes, and keys the same indent',
+        'put a space after each key\'s colon, quote values that contain ": ", and indent keys alike',
     ),
-    (r"\n[^#]*[\[{,] *[^\"']*\$\{", 'inside [ ] and { } quote what holds braces: "${...}"'),
+    (r"\n[^#]*[\[{,] *[^\"']*\$\{", 'inside [ ] and { }, quote values with braces: "${...}"'),
     (r"cannot start any token|alphabetic or numeric", "a value that starts with @ ` % & or * needs quotes"),
     (r"escape", r"between double quotes write \\ for a backslash, or use single quotes"),
     (r"quoted scalar", "a quote is not closed"),
-    (r"block (mapping|collection|end)", "check how this line and the one before are indented"),
+    (r"block (mapping|collection|end)", "check the indentation of this line and the one before"),
 )
 
 
 @dataclass(slots=True)
 class _Node:
-    kind: str  # as in _KINDS
+    kind: str  # a value of _KINDS
     at: int  # offset of its first character
-    text: str = ""  # of a scalar
-    plain: bool = False  # a scalar to be resolved: no quotes and no tag
-    weight: int = 0  # values and characters in it with aliases expanded; 0 while it is not closed
-    children: list[_Node] = field(default_factory=list)  # of a map: key, value, key, value; of an alias: the anchored
+    text: str = ""  # the text of a scalar
+    plain: bool = False  # a scalar without quotes and tag, whose type is resolved from its text
+    weight: int = 0  # values and characters in it, with aliases expanded; 0 until the node is complete
+    children: list[_Node] = field(default_factory=list)  # map: key, value, key, value, ...; alias: the anchored node
 
 
 class YamlReader(Reader):
-    """First `nodes` draws the tree as it is written; then `value` walks it, going to the anchored node at an alias."""
+    """First `nodes` builds the tree as written, then `value` walks it and follows each alias to its anchored node."""
 
     def read(self) -> Document:
         if bad := re.search(_UNPRINTABLE, self.text):
@@ -69,11 +69,11 @@ class YamlReader(Reader):
         return self.finish(self.value(root, ()))
 
     def nodes(self) -> _Node | None:
-        """The root of the tree, or None for a text without any; refuses alias bombs before anything is expanded."""
-        import yaml  # here, because it is slow to import and JSON documents do without it
+        """The root of the tree, or None for an empty text. Rejects alias bombs before anything is expanded."""
+        import yaml  # imported here, because it is slow to import and JSON documents do not need it
 
         root: _Node | None = None
-        open_nodes: list[tuple[_Node, int]] = []  # each with the weight of all that came before it
+        open_nodes: list[tuple[_Node, int]] = []  # each with the total weight before it
         anchors: dict[str, _Node] = {}
         total = expansion = 0
         events: Iterator[Any] = yaml.parse(self.text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -98,7 +98,7 @@ class YamlReader(Reader):
                     expansion += node.weight if node.kind == "alias" else 0
                     if expansion > MAX_EXPANSION:
                         message = f"up to here aliases add more than {MAX_EXPANSION:,} values and characters"
-                        raise self.fail(at, message, "write less with aliases", "alias")
+                        raise self.fail(at, message, "use fewer aliases", "alias")
         except (yaml.YAMLError, ValueError, OverflowError) as error:  # SafeLoader lets "\U99999999" overflow
             raise self.broken(error) from None
         return root
@@ -108,10 +108,10 @@ class YamlReader(Reader):
         if kind == "alias":
             anchored = anchors.get(event.anchor)
             if anchored is None:
-                hint = f"write &{event.anchor} before the value that it repeats"
-                raise self.fail(at, f"*{event.anchor} repeats nothing: no such anchor above", hint, "alias")
+                hint = f"define the anchor &{event.anchor} before the alias"
+                raise self.fail(at, f"the alias *{event.anchor} has no anchor above it", hint, "alias")
             if not anchored.weight:
-                raise self.fail(at, f"*{event.anchor} stands inside the value that it repeats", rule="alias")
+                raise self.fail(at, f"the alias *{event.anchor} is inside its own anchor", rule="alias")
             return _Node(kind, at, weight=anchored.weight, children=[anchored])
         if event.tag not in {None, "!", _TAG + _TAGS[kind]}:
             hint = f"remove it: a document is plain data; the only tag for a {kind} is !!{_TAGS[kind]}"
@@ -143,7 +143,7 @@ class YamlReader(Reader):
         return result
 
     def pairs(self, node: _Node, path: KeyPath, depth: int) -> dict[str, tuple[_Node, _Node]]:
-        """Key and value by name; what `<<` merges in comes first in order and last in precedence."""
+        """Key and value nodes by name. Merged keys (`<<`) come first; the mapping's own keys override them."""
         self.require_depth(node.at, depth)
         own: dict[str, tuple[_Node, _Node]] = {}
         for key, child in zip(node.children[::2], node.children[1::2], strict=True):
@@ -170,11 +170,11 @@ class YamlReader(Reader):
         if node.kind != "scalar":
             raise self.fail(node.at, "a key must be text", "quote what starts with { or [", "key")
         if node.plain and not node.text:
-            raise self.fail(node.at, "there is no key before this colon", rule="key")
+            raise self.fail(node.at, "no key before this colon", rule="key")
         return node.text
 
     def scalar(self, node: _Node) -> Any:
-        """The value of a scalar; a plain one is resolved by YAML 1.2's core schema."""
+        """The value of a scalar. YAML 1.2's core schema determines the type of a plain one."""
         if not node.plain:
             return node.text
         if node.text in _YAML_CONSTANTS:
@@ -185,7 +185,7 @@ class YamlReader(Reader):
         return node.text
 
     def broken(self, error: Any) -> DocumentError:
-        """A syntax error of the YAML parser, with what it mostly comes from."""
+        """The error for a syntax error of the YAML parser. Its hint is the most likely cause."""
         context = getattr(error, "context_mark", None)
         mark = getattr(error, "problem_mark", None) or context
         at = mark.index if mark else 0

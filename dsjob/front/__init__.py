@@ -1,1 +1,1 @@
-"""The front door: what can be done with a job. `import dsjob` offers these functions, and the commands call them."""
+"""The front door: everything you can do with a job. `import dsjob` exports these functions; the CLI calls them."""

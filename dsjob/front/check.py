@@ -1,5 +1,7 @@
-"""What is wrong with a composed document, known before anything of it is imported: `validate` reports it, and runs,
-plans and comparisons refuse it."""
+"""Checks a composed document before anything that it names is imported.
+
+`validate` reports the problems; runs, plans and comparisons stop at errors.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from dsjob.trust.user import list_untrusted
 
 @dataclass(frozen=True)
 class Checked:
-    """A document that was looked at.
+    """The result of checking a document.
 
-    resolved: what it comes to; None where it cannot be resolved. problems: errors of the document, and warnings.
-    untrusted: what it names and is not trusted, at places without another error.
+    resolved: the resolved document; None if it cannot be resolved. problems: errors and warnings. untrusted: names
+    that are not trusted, at places that have no other error.
     """
 
     resolved: Resolved | None
@@ -29,7 +31,7 @@ class Checked:
     untrusted: list[Problem]
 
     def require(self, more: Sequence[Problem] = ()) -> Resolved:
-        """What the document comes to. Raises DocumentError with all errors at once, those in `more` among them."""
+        """The resolved document. Raises DocumentError with all errors at once, including those in `more`."""
         errors = [problem for problem in self.problems if problem.severity == "error"]
         if found := [*errors, *self.untrusted, *more]:
             raise DocumentError(found, [problem for problem in self.problems if problem.severity != "error"])
@@ -38,7 +40,7 @@ class Checked:
 
 
 def check_composed(composed: Composed, trust: Trust, *, world_size: int, ranks_from: str) -> Checked:
-    """Looks at a document for so many ranks. `ranks_from`: what says how many there are."""
+    """Checks a document for `world_size` ranks. `ranks_from`: the source of that number, for messages."""
     locate = composed.locate
     try:
         resolved = resolve_job(composed.document, world_size=world_size, locate=locate, ranks_from=ranks_from)
@@ -50,7 +52,7 @@ def check_composed(composed: Composed, trust: Trust, *, world_size: int, ranks_f
 
 
 def find_other_job(composed: Composed, document: Mapping[str, Any], run_dir: str) -> list[Problem]:
-    """That the folder holds checkpoints of another job, which a run of the resolved `document` would continue."""
+    """A problem if `run_dir` holds checkpoints of another job, which a run of the resolved `document` would resume."""
     other = describe_other_job(run_dir, document) if list_commits(run_dir, document) else ""
     found = [Problem(other, ("output", "dir"), "another-job", "choose another output.dir")] if other else []
     return place_problems(found, composed.locate)

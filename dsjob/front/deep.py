@@ -1,6 +1,6 @@
-"""`dsjob validate --deep`: the targets that a document names are imported, and their arguments held against signatures.
+"""`dsjob validate --deep`: imports the targets that a document names, and checks their arguments against signatures.
 
-Nothing is called. What may be imported is decided as for `dsjob run`.
+It calls nothing. The trust rules are those of `dsjob run`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dsjob.trust.grant import Trust
 from dsjob.trust.signatures import find_misfits
 from dsjob.trust.targets import MAKERS, find_target
 
-# A function is not called there, but kept with its arguments bound (see `targets.build_callable`), or, as data.loader,
-# called with more.
+# A function at these places is not called when it is built. Its arguments are bound (see `targets.build_callable`) and
+# the rest follows with each call, so missing arguments are not an error.
 _KEPT = ("loss", "data.collate", "data.loader", "trainer.step", "trainer.eval_step")
-_GIVEN: dict[Path, int] = {("optimizer",): 1, ("scheduler",): 1, ("data", "loader"): 1}  # positional ones of dsjob
+_GIVEN: dict[Path, int] = {("optimizer",): 1, ("scheduler",): 1, ("data", "loader"): 1}  # positional arguments by dsjob
 
 
 def check_targets(document: Mapping[str, Any], trust: Trust, known: set[Path]) -> list[Problem]:
-    """What is wrong with the targets of a document, but for those at the paths `known`, which are wrong already."""
+    """The problems of a document's targets. Skips the paths in `known`, which already have a problem."""
     add_import_folders(trust.importable)
     problems: list[Problem] = []
-    with contextlib.redirect_stdout(sys.stderr):  # what modules print is no part of a report
+    with contextlib.redirect_stdout(sys.stderr):  # keeps what modules print at import out of the report
         for path, target in _list_targets(document, ()):
             if (*path, "_target_") not in known:
                 problems += _check(path, target, trust)

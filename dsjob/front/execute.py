@@ -1,4 +1,4 @@
-"""Running a composed document, alone or in a sweep: resolve it, launch it, read what came of it."""
+"""Runs a composed document, alone or in a sweep: resolve, launch, read the result."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from dsjob.trust.user import find_program
 
 
 def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
-    """Resolves and runs a composed document; what its result.json says. `run_dir` is made where absent.
+    """Resolves and runs a composed document. Returns the contents of result.json. Creates `run_dir` if it is None.
 
-    Raises DocumentError for what the document names and `trust` does not grant, before anything of it is imported.
+    Raises DocumentError if the document names something that `trust` does not grant, before importing anything.
     """
     joined = launcher.read_world_size()
     world_size = joined or read_nproc(composed.document)
@@ -62,7 +62,7 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
 
 
 def _find_origin(composed: Composed) -> str | None:
-    """The local file that the job comes from, the program that gives it among them."""
+    """The local file that the job comes from; for a dict, the Python program that passed it."""
     source = composed.file.source if composed.file is not None else None
     if source == PROGRAM:
         return find_program()
@@ -77,7 +77,7 @@ def _start(composed: Composed, job: ResolvedJob, run_dir: str, trust: Trust, deb
 
 
 def _say_first(composed: Composed, world_size: int) -> None:
-    """A line before torch is imported, which takes seconds."""
+    """Prints a first line before torch is imported, which takes seconds."""
     given = "a dict" if composed.file and composed.file.source == PROGRAM else ""
     origin = given or composed.file.source if composed.file else f"recipe {', '.join(composed.recipes)}"
     ranks = f"{world_size:,} rank{'s' * (world_size > 1)}"
@@ -87,12 +87,12 @@ def _say_first(composed: Composed, world_size: int) -> None:
 def _warn_of_cores(document: dict[str, Any]) -> list[Problem]:
     cores = count_too_few_cores(document["launch"])
     message = f"far more ranks than the {cores} CPU core{'s' * (cores > 1)} of this machine: they will be slow"
-    hint = f"launch.nproc={cores}, or a machine with as many GPUs"
+    hint = f"set launch.nproc={cores}, or use a machine with one GPU per rank"
     return [Problem(message, ("launch", "nproc"), "cores", hint, severity="warning")] if cores else []
 
 
 def _find_unset(composed: Composed, document: dict[str, Any]) -> list[Problem]:
-    """What targets would read of the environment and is not there."""
+    """Problems for environment variables that targets refer to and that are not set."""
     found = []
     for path, text in list_texts(document):
         reference = parse_reference(text)

@@ -1,4 +1,4 @@
-"""`dsjob.validate`, `dsjob.resolve` and `dsjob.plan`: what can be said of a job without running it."""
+"""`dsjob.validate`, `dsjob.resolve` and `dsjob.plan`: inspect a job without running it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def validate(
     trust_remote_code: bool = False,
     unpinned: bool = False,
 ) -> list[Problem]:
-    """All problems of a document, errors and warnings, in the order of their places; empty where there are none.
+    """All problems of a document, errors and warnings, in the order of their places; empty if the document is valid.
 
-    Takes what `run` takes. world_size: check batch sizes for so many ranks. deep: import what the document names, as
-    far as it is trusted, and check the arguments.
+    The other arguments are those of `run`. world_size: check batch sizes for this number of ranks. deep: import the
+    targets that are trusted, and check their arguments.
     """
     flags = make_flags(trust, trust_remote_code, unpinned)
     granted = flags if deep else None
     with allowing(flags), keeping_process(torch=deep):
         words = [*([f"+recipe={recipe}"] if recipe else []), *overrides]
         if document is None:
-            read_given(None, recipe, overrides)  # there has to be something
+            read_given(None, recipe, overrides)  # raises UsageError if there is nothing to validate
             return validate_recipe(words, world_size, granted)
         if not isinstance(document, Mapping):
             return validate_file(os.fspath(document), world_size, granted, words)[0]
@@ -56,9 +56,10 @@ def resolve(
     config_dir: str | None = None,
     world_size: int | None = None,
 ) -> dict[str, Any]:
-    """The complete document that a run would have: defaults filled in, "auto" decided, batch sizes settled.
+    """The complete document that a run would use: defaults filled in, "auto" and batch sizes resolved.
 
-    Takes what `run` takes. world_size: of so many ranks (launch.nproc). Raises DocumentError with all problems.
+    The other arguments are those of `run`. world_size: the number of ranks (default: launch.nproc). Raises
+    DocumentError with all problems.
     """
     with telling_places():
         composed = read_given(document, recipe, overrides, bare=True).compose(config_dir)
@@ -80,10 +81,11 @@ def plan(
     trust_remote_code: bool = False,
     unpinned: bool = False,
 ) -> Plan:
-    """What a job needs: memory, communication, checkpoints, steps; `.fits` where `device_memory` is given.
+    """Predicts what a job needs: memory, communication, checkpoint sizes, steps. `.fits` needs `device_memory`.
 
-    Takes what `run` takes. params: a number of parameters, in place of the model. world_size: ranks to plan for.
-    device_memory, host_memory: of one device and of the machine, in bytes or as "80GiB". offload: as the flag.
+    The other arguments are those of `run`. params: a number of parameters, instead of the model. world_size: the
+    number of ranks. device_memory, host_memory: memory of one device and of the machine, in bytes or as "80GiB".
+    offload: as the flag.
     """
     flags = make_flags(trust, trust_remote_code, unpinned)
     asked = Asked(params, world_size, _read_size(device_memory), _read_size(host_memory), offload)

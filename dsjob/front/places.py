@@ -1,4 +1,4 @@
-"""Errors of a run about a place in its document, told with the file, line and column that have given the value."""
+"""Adds the file, line and column of a value to errors about its place in the document."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dsjob.trust.user import place_origins
 
 @contextmanager
 def placing_errors(composed: Composed) -> Iterator[None]:
-    """Adds the place in `composed` to errors that know their path in the document.
+    """Adds the place in `composed` to errors that carry a path in the document.
 
-    A TargetError becomes a DocumentError: a rank has found what was wrong with the document. All others keep their
-    type, those of the user's own code among them.
+    A TargetError becomes a DocumentError, because the document is wrong. All other errors keep their type, including
+    those of the user's own code.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A plan of a composed job: what it needs of memory, communication, checkpoints and steps. Starts no rank."""
+"""Plans a composed job: predicts memory, communication, checkpoint sizes and steps. Starts no ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLOT_WIDTH = 61
 
 @dataclass(frozen=True)
 class Asked:
-    """What to plan for. `params`: a number of parameters in place of the model; memory in bytes."""
+    """What to plan for. `params`: a number of parameters instead of the model. Memory is in bytes."""
 
     params: int | None = None
     world_size: int | None = None
@@ -66,16 +66,16 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
     if asked.params is not None:
         if layout.offload == "param":
             raise UsageError(
-                "offloaded parameters need the model: its largest block is what a device holds of them",
-                hint="plan a document that names the model, without --params",
+                "cannot plan offloaded parameters without the model: the device holds its largest block",
+                hint="omit --params, and plan a document that names the model",
             )
         model, state, activations, course = _count(spec, asked.params, notes)
     else:
         model, state, activations, course = _look(spec, world_size, notes, trust)
     if spec.optimizer and (spec.optimizer.type or "").lower() in COMPRESSING and world_size > 1:
-        notes.append("optimizer state is that after the freeze step; from there on a 32nd of the all-reduce is sent")
+        notes.append("optimizer state is as after the freeze step; from then on, 1/32 of the all-reduce bytes are sent")
     if spec.trainer.model_parallel_size > 1:
-        notes.append("the model is taken for the part of a model-parallel rank, and ranks for the data-parallel ones")
+        notes.append("the model is assumed to be the part of one model-parallel rank; ranks are data-parallel ranks")
     if spec.driven:
         notes.append("engine: deepspeed: all figures are of dsjob's own engine; DeepSpeed's buckets and copies differ")
     if spec.torch_autocast.enabled:
@@ -102,7 +102,7 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
 
 
 def _read_host_memory() -> int | None:
-    """Bytes of memory of this machine, or of the container that this is; None where nobody says."""
+    """Bytes of memory of this machine, or of its container if that has a limit; None if unknown."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -147,15 +147,15 @@ _Looked = tuple[Model, OptimizerState, Activations, Course]
 
 
 def _count(spec: JobSpec, parameters: int, notes: list[str]) -> _Looked:
-    """A model of which the number of parameters is known: nothing is imported."""
+    """A plan from the number of parameters alone. Imports nothing."""
     state, remark = assume_state(spec.optimizer)
     notes += [remark] if remark else []
-    notes.append("left out, for lack of a model: activations, blocks and their buffers; and steps and rates")
+    notes.append("not included without a model: activations, blocks and their buffers, steps and learning rates")
     return Model.of_count(parameters), state, Activations(reason="there is no model to look at"), Course()
 
 
 def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Looked:
-    """The model on the meta device, a micro batch of the data, the optimizer's state, the schedule."""
+    """Measures the model on the meta device, one micro batch of the data, the optimizer's state and the schedule."""
     from dsjob.compute.find_blocks import mark_leaves
     from dsjob.training import probe
     from dsjob.training.activations import measure_activations

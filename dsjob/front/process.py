@@ -1,4 +1,4 @@
-"""The process that a Python program calls dsjob in: left as it was found."""
+"""Restores the state of the process in which a Python program calls dsjob."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dsjob.errors import UsageError
 
 @contextmanager
 def keeping_process(*, torch: bool) -> Iterator[None]:
-    """Gives the program back what the block changes, also where it fails: the environment, the current folder,
-    `sys.path`, the filters of warnings, and the state of Python's random generator.
+    """Restores process-wide state after the block, even if it fails: the environment, the current folder, `sys.path`,
+    warning filters, and the state of Python's random generator.
 
-    `torch`: the block imports torch, so that also what torch keeps for the whole process comes back: the default dtype,
-    the number of threads, the generators of NumPy and torch, and that there is no process group.
+    `torch`: the block imports torch. Then torch's state is restored as well: the default dtype, the number of threads,
+    and the random generators of NumPy and torch. A process group that the block leaves behind is abandoned.
     """
     environment, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
     drawn, shows_crashes = random.getstate(), faulthandler.is_enabled()
@@ -54,17 +54,17 @@ def _keeping_torch() -> Iterator[None]:
     try:
         yield
     finally:
-        abandon_world()  # of a run that has failed
+        abandon_world()  # a failed run leaves its process group behind
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         restore_rng(drawn, device)
 
 
 def require_no_group() -> None:
-    """Raises UsageError where the program has a process group: a run on this process makes its own."""
+    """Raises UsageError if the program has a process group: a run in this process creates its own."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         raise UsageError(
-            "this process has a process group already, and a run makes its own",
-            hint="call torch.distributed.destroy_process_group() before, or run on ranks of its own: launch.nproc=2",
+            "this process already has a process group, and a run creates its own",
+            hint="call torch.distributed.destroy_process_group() first, or run in separate processes: launch.nproc=2",
         )

@@ -1,4 +1,4 @@
-"""Sources that are no job: what is not there, with what may have been meant, and files of other tools."""
+"""Rejects sources that are not jobs: missing files, with a suggestion, and files of other tools."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MOST = 2_000  # names of a folder that are compared
 
 
 def refuse_missing(source: str) -> UsageError:
-    """The error for a path at which there is neither a job file nor a run folder, with the nearest name as its hint."""
+    """The error for a path without a job file or run folder. Its hint suggests the closest existing name."""
     is_file = source.endswith((".json", ".yaml", ".yml", ".jsonc"))
     return UsageError(f"no such file{'' if is_file else ' or run folder'}: {source}", hint=_suggest(source))
 
 
 def _suggest(source: str) -> str:
-    """The path with its first part that does not exist replaced by the name there that comes closest."""
+    """The path with its first missing part replaced by the closest existing name."""
     from dsjob.contract.hints import suggest
 
     above, name = os.path.split(source.rstrip("/"))
@@ -40,14 +40,14 @@ def _suggest(source: str) -> str:
 
 
 def require_own(document: Document) -> None:
-    """Raises DocumentError for another tool's file: each of its keys would be a mistake."""
+    """Raises DocumentError for another tool's file, instead of one error for each of its keys."""
     known = {*contract.job_schema()["properties"], *contract.deepspeed_schema()["properties"]}
     keys = document.value.keys()
     if len(keys - known) < 3 or {"model", "data"} & keys:
         return
-    from dsjob.importing.sources import name_foreign  # long, and needed for such files alone
+    from dsjob.importing.sources import name_foreign  # a large import that only such files need
 
     if found := name_foreign(document.value):
-        mark, hint = document.mark(()), f"dsjob import {document.source} makes a job document of it"
+        mark, hint = document.mark(()), f"convert it to a job document: dsjob import {document.source}"
         message = f"this is not a job document but {found}"
         raise DocumentError([Problem(message, (), "another-tool", hint, document.source, mark.line, mark.column)])

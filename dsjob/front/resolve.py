@@ -1,4 +1,4 @@
-"""The resolved document of what was composed, for as many ranks as it would run on."""
+"""Resolves a composed document for the number of ranks that it would run on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsjob.launch import launcher
 
 
 def resolve_composed(composed: Composed, world_size: int | None = None) -> Resolved:
-    """The resolved document, also of a DeepSpeed config by itself; `world_size`: of that many ranks, where given."""
+    """The resolved document. Accepts a bare DeepSpeed config. `world_size`: overrides the number of ranks."""
     world_size, ranks_from = choose_world_size(
         composed.document, composed.locate, asked=world_size, started=launcher.read_world_size()
     )
@@ -23,10 +23,11 @@ def resolve_composed(composed: Composed, world_size: int | None = None) -> Resol
 
 
 def _resolve_bare(composed: Composed, world_size: int, ranks_from: str) -> Resolved:
-    """A DeepSpeed config by itself: what it can say of a job."""
+    """Resolves a bare DeepSpeed config. The result has only the keys that such a config determines."""
     completed = complete(composed.document)
     resolved = resolve_job(completed, world_size=world_size, locate=composed.locate, ranks_from=ranks_from)
-    shared = contract.deepspeed_schema()["properties"].keys() - {"checkpoint"}  # of that name both have a section
+    # Jobs and DeepSpeed configs both have a section `checkpoint`, with different meanings.
+    shared = contract.deepspeed_schema()["properties"].keys() - {"checkpoint"}
     document = {key: value for key, value in resolved.document.items() if key in shared}
     said = {"train_batch", "micro_batch", "grad_accum", *composed.document.get("trainer", {})}
     document["trainer"] = {key: value for key, value in resolved.document["trainer"].items() if key in said}

@@ -1,4 +1,4 @@
-"""`dsjob.run`: a job to its end, from a Python program, and what came of it."""
+"""`dsjob.run`: trains a job from a Python program, and returns its result."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _running = threading.Lock()
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has reached its last step.
+    """The result of a run that has reached its last step.
 
-    status: `done`; `unsaved` where `checkpoint.save_on_error: warn` let it end though its final state could not be
-    saved, which `error` explains. step: the last one. metrics: the last training and evaluation metrics, by name.
-    checkpoint: the newest one, None where none was made. run_dir: the run's folder. history: the records of
-    metrics.jsonl, of earlier runs in the same folder too.
+    status: `done`, or `unsaved` if the final state could not be saved and `checkpoint.save_on_error: warn` let the run
+    finish; `error` then says why. step: the last step. metrics: the last training and evaluation metrics, by name.
+    checkpoint: the newest checkpoint; None if there is none. run_dir: the run's folder. history: the records of
+    metrics.jsonl, including those of earlier runs in the same folder.
     """
 
     status: Literal["done", "unsaved"]
@@ -52,22 +52,22 @@ def run(
     trust_remote_code: bool = False,
     unpinned: bool = False,
 ) -> Result:
-    """Trains a job to its last step, as the command `dsjob run` does, and shows its progress.
+    """Trains a job to its last step, like the command `dsjob run`, and shows its progress.
 
-    document: the path or URL of a job file, a dict, or the folder of a run, which goes on.
-    recipe: the name of a recipe, in place of a document or below it.
-    overrides: changes to the document, `trainer.max_steps=100`.
-    config_dir: a folder with recipes of your own.
+    document: the path or URL of a job file, a dict, or the folder of a run to resume.
+    recipe: the name of a recipe, used instead of a document or as its base.
+    overrides: changes to the document, such as `trainer.max_steps=100`.
+    config_dir: a folder with your own recipes.
     trust, trust_remote_code, unpinned: as the flags of the command. A dict may name modules in the current folder
     and in the folder of the program.
 
-    With one rank the job runs in this process, on this thread; with `launch.nproc=2` in processes of its own, which
-    never import `__main__`. Either way the process is as before afterwards: signal handlers, environment, default
-    dtype, random generators, filters of warnings and the current folder.
+    With one rank the job runs in this process, on this thread. With several (`launch.nproc=2`) it runs in child
+    processes, which never import `__main__`. Afterwards the state of this process is restored: signal handlers,
+    environment, default dtype, random generators, warning filters and the current folder.
 
-    Returns a Result once the last step is done. Raises DocumentError with all problems of the document at once,
-    another DsjobError for what fails at run time, Preempted or Interrupted where a signal ended the run, and whatever
-    the job's own code raises.
+    Returns a Result after the last step. Raises DocumentError with all problems of the document at once, another
+    DsjobError for failures at run time, Preempted or Interrupted if a signal ended the run, and any exception of the
+    job's own code.
     """
     flags = make_flags(trust, trust_remote_code, unpinned)
     with _one_at_a_time(), allowing(flags), watch_output(), telling_places():
@@ -83,9 +83,9 @@ def run(
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """A run sets what the whole process has once, such as random generators: two would disturb one another."""
+    """Allows one run at a time: runs change process-wide state, such as random generators."""
     if not _running.acquire(blocking=False):
-        raise UsageError("a run is under way in this process", hint="wait for its end, or run in another process")
+        raise UsageError("a run is under way in this process", hint="wait until it ends, or start another process")
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Where a job comes from: a job file, a run's folder or a program's dict, and the overrides that follow from it."""
+"""Reads the source of a job: a job file, a run's folder or a program's dict, and the overrides that it implies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Given = str | os.PathLike[str] | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Source:
-    """What a program asks for: the job file or dict, None for a recipe alone, and all overrides."""
+    """What to compose: the parsed job file or dict (None if there is only a recipe), and all overrides."""
 
     file: Document | None
     overrides: list[str]
@@ -39,7 +39,7 @@ class Source:
 
 
 def read_given(given: Given, recipe: str | None, overrides: Sequence[str], *, bare: bool = False) -> Source:
-    """The document that a program gives, by path, as a dict or by the name of a recipe. Raises UsageError."""
+    """Reads what a program passes: a path, a dict, or the name of a recipe. Raises UsageError."""
     if isinstance(overrides, str):
         raise UsageError(
             f"overrides are a list of texts, not the text {overrides!r}", hint=f"overrides=[{overrides!r}]"
@@ -55,7 +55,7 @@ def read_given(given: Given, recipe: str | None, overrides: Sequence[str], *, ba
 
 
 def make_flags(trust: Sequence[str], remote_code: bool, unpinned: bool) -> Flags:
-    """What a program trusts for one job. Raises UsageError."""
+    """The trust that a program grants to one job. Raises UsageError."""
     if isinstance(trust, str):
         raise UsageError(f"trust is a list of names, not the text {trust!r}", hint=f"trust=[{trust!r}]")
     return Flags(tuple(trust), remote_code=remote_code, unpinned=unpinned)
@@ -63,13 +63,13 @@ def make_flags(trust: Sequence[str], remote_code: bool, unpinned: bool) -> Flags
 
 @contextmanager
 def allowing(flags: Flags) -> Iterator[None]:
-    """Lets the block open URLs with the protocols that the user trusts."""
+    """Allows the block to open URLs with the protocols that the user trusts."""
     with locations.allowing(lambda: grant(None, flags).protocols):
         yield
 
 
 def read_mapping(given: Mapping[str, Any]) -> Document:
-    """A program's dict as a document. Raises DocumentError for values that JSON does not have."""
+    """A program's dict as a document. Raises DocumentError for values that JSON cannot represent."""
     problems: list[Problem] = []
     text = json.dumps(_to_plain(given, (), problems), indent=2)
     if problems:
@@ -90,10 +90,10 @@ def _to_plain(value: Any, path: Path, problems: list[Problem]) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, float) and not math.isfinite(value):
-        problems.append(_refuse(f"{value} is not a number of JSON", path))
+        problems.append(_refuse(f"{value} is not a JSON number", path))
     elif value is not None and not isinstance(value, (str, bool, int, float)):
         what = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else type(value).__name__
-        hint = "name a class or function by its path: {'_target_': 'my_model.Net'}"
+        hint = "refer to a class or function by its dotted path: {'_target_': 'my_model.Net'}"
         problems.append(_refuse(f"a document holds texts, numbers, lists and dicts, not {what}", path, hint))
     else:
         return value
@@ -106,7 +106,7 @@ def _refuse(message: str, path: Path, hint: str = "") -> Problem:
 
 @contextmanager
 def telling_places() -> Iterator[None]:
-    """Leaves lines and columns out of errors about a program's dict: they are those of a text that nobody sees."""
+    """Removes lines and columns from errors about a program's dict: they refer to a JSON text that no user sees."""
     try:
         yield
     except DocumentError as error:
@@ -120,9 +120,9 @@ def drop_lines(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def read_source(source: str, overrides: Sequence[str], *, bare: bool = False) -> tuple[Document | None, list[str]]:
-    """A job file, read, and all overrides for it. A run's folder stands for its document.
+    """Reads a job file, and adds the overrides that it implies. For a run's folder, reads its resolved document.
 
-    `bare`: a DeepSpeed config may stand alone, and is then what a job without anything else builds on.
+    `bare`: accept a bare DeepSpeed config, as the base of an otherwise empty job.
     """
     rest = list(overrides)
     if "://" not in source and os.path.isdir(source):
@@ -158,7 +158,7 @@ def read_source(source: str, overrides: Sequence[str], *, bare: bool = False) ->
 
 
 def _require_same_places(folder: str, document: Any, overrides: Sequence[str]) -> None:
-    """Refuses overrides by which a run would not go on from where it is. Raises UsageError."""
+    """Raises UsageError for overrides that would keep a run from resuming in its own folder."""
     pairs = (word.lstrip("+").partition("=") for word in overrides)
     given = {key: value.strip("'\"") for key, _, value in pairs if key in ("output.dir", "checkpoint.dir")}
     out = given.get("output.dir")

@@ -1,4 +1,4 @@
-"""Documents that say how to train, but not what: completed for commands that look at the rest alone."""
+"""Completes documents without a model or data, for commands that need neither."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _UNNAMED: dict[str, Any] = {
 
 
 def complete(document: dict[str, Any], *, micro_batch: int | None = None) -> dict[str, Any]:
-    """A composed document with stand-ins for what it does not name: model, data, optimizer and the run's length, and
-    `micro_batch` where it has no batch size."""
+    """A composed document with placeholders for a missing model, data, optimizer and length of the run.
+
+    `micro_batch`: used if the document has no batch size.
+    """
     trainer, config = document.get("trainer", {}), document.get("deepspeed")
     given = {**trainer, **(config if isinstance(config, dict) else {})}
     sized = {key for key, value in given.items() if value != "auto"} & {"train_batch", "micro_batch", *BATCH_KEYS[:2]}

@@ -1,4 +1,4 @@
-"""Every problem of a document at once, without Hydra where nothing has to be composed, and without torch."""
+"""Reports all problems of a document at once, without importing torch; needs Hydra only to compose."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from dsjob.trust.user import Flags, grant, place_origins, read_environment
 def validate_file(
     url: str, world_size: int | None = None, deep: Flags | None = None, overrides: Sequence[str] = ()
 ) -> tuple[list[Problem], dict[str, str]]:
-    """The problems of one document with `overrides` and of what it builds on, in the order of their places; the texts
-    by source.
+    """The problems of a document with `overrides`, including its DeepSpeed config, in the order of their places.
 
-    `deep`: what the user trusts where targets are to be imported and their arguments checked; None leaves them alone.
+    Also returns the texts of the files, by source. `deep`: import targets with this trust and check their arguments;
+    None does not import them.
     """
     texts: dict[str, str] = {}
 
@@ -52,14 +52,14 @@ def validate_file(
 def validate_document(
     document: Document, world_size: int | None = None, deep: Flags | None = None, overrides: Sequence[str] = ()
 ) -> list[Problem]:
-    """As `validate_file`, of a document that is read already."""
+    """Like `validate_file`, for a document that is already parsed."""
     return _collect(lambda: _check(document, world_size, {}, deep, overrides), document.source)
 
 
 def validate_recipe(
     overrides: Sequence[str], world_size: int | None = None, deep: Flags | None = None
 ) -> list[Problem]:
-    """As `validate_file`, of what `overrides` compose without a document."""
+    """Like `validate_file`, for a job that `overrides` compose without a document."""
     return _collect(lambda: _check_composed(_compose_words(overrides, None), None, world_size, deep, []), "")
 
 
@@ -75,7 +75,7 @@ def _collect(find: Callable[[], Iterable[Problem]], source: str) -> list[Problem
 
 
 def name_source(url: str) -> str:
-    """What messages call a document: `-` is standard input."""
+    """The name of a document in messages: `<stdin>` for `-`, otherwise the URL itself."""
     return STDIN if url == "-" else url
 
 
@@ -106,11 +106,11 @@ def _check_composed(
     deep: Flags | None,
     unread: list[Problem],
 ) -> list[Problem]:
-    """`unread`: why the DeepSpeed config that the document names was not read."""
+    """`unread`: the reason why the DeepSpeed config that the document names was not read; empty if it was."""
     ranks, ranks_from = choose_world_size(composed.document, composed.locate, asked=world_size)
     trust = grant(document, deep or Flags())
     checked = check_composed(composed, trust, world_size=ranks, ranks_from=ranks_from)
-    # What a config says that could not be read may be what is missing here.
+    # A config that could not be read may supply what is missing here.
     known = [
         one for one in checked.problems if not (unread and one.severity == "error" and one.rule in _LEFT_TO_CONFIG)
     ]
@@ -119,8 +119,10 @@ def _check_composed(
 
 
 def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, *, deep: bool) -> list[Problem]:
-    """What a run without flags refuses: a warning where a flag could allow it. `deep`: what a run that trusts this much
-    refuses, and what is wrong with the targets that it would import."""
+    """Problems of targets. By default: what a run without flags rejects, as warnings if a flag could allow it.
+
+    `deep`: what a run with this trust rejects, and problems of the targets that it would import.
+    """
     found = checked.untrusted
     if not deep:
         return [one if one.rule in NEVER_GRANTED else replace(one, severity="warning") for one in found]
@@ -134,10 +136,10 @@ def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, *, deep
 
 def _find_other_job(composed: Composed, document: dict[str, Any]) -> list[Problem]:
     folder = os.path.expanduser(document["output"]["dir"])
-    kept_here = storage.is_local(document["checkpoint"].get("dir") or folder)  # or listing them opened a connection
+    kept_here = storage.is_local(document["checkpoint"].get("dir") or folder)  # listing a remote folder would connect
     try:
         return find_other_job(composed, document, folder) if kept_here and os.path.isdir(folder) else []
-    except (DsjobError, ValueError):  # what lies there is no run's
+    except (DsjobError, ValueError):  # the files there do not belong to a run
         return []
 
 
@@ -145,7 +147,7 @@ _LEFT_TO_CONFIG = ("batch", "no-total-steps")
 
 
 def _compose(document: Document, overrides: Sequence[str]) -> tuple[Composed, list[Problem]]:
-    """The document as composed, without a DeepSpeed config that cannot be read or is not to be; and why."""
+    """The composed document, and why its DeepSpeed config was left out: it is remote or cannot be read."""
     if found := _find_remote(document):
         return _settle(_without_config(document), overrides), [found]
     try:
@@ -186,7 +188,7 @@ def _find_remote(document: Document) -> Problem | None:
         f"{url} is not read here: validate opens no connection",
         ("deepspeed",),
         "not-read",
-        f"check it by itself: dsjob validate {beside}{url}" if "${" not in url else "",
+        f"check it separately: dsjob validate {beside}{url}" if "${" not in url else "",
         document.source,
         mark.line,
         mark.column,

@@ -1,4 +1,4 @@
-"""`dsjob.convert` and `dsjob.load_model`: what a checkpoint holds, for other programs and for this one."""
+"""`dsjob.convert` and `dsjob.load_model`: export a checkpoint for other programs, or load its model into this one."""
 
 from __future__ import annotations
 
@@ -59,16 +59,18 @@ def convert(
     world_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Written]:
-    """Turns a checkpoint into plain weights, into a folder for transformers (`to="hf"`), or into a checkpoint that
-    DeepSpeed resumes from (`to="deepspeed"`); the files written.
+    """Converts a checkpoint to plain weights, to a folder for transformers (`to="hf"`), or to a checkpoint that
+    DeepSpeed can resume (`to="deepspeed"`). Returns the files written.
 
-    checkpoint: a run's folder, a checkpoint folder or one step's in it; a path or URL. out: a folder, or a file that
-    ends in .safetensors, .bin, .pt, .pth or .ckpt; by default `weights-TAG-DTYPE` in the checkpoint folder.
-    to: the dtype of the weights, or "hf" or "deepspeed". dtype: with these two, the dtype of the weights (fp32), or of
-    the run that DeepSpeed resumes (the job's). tag: which checkpoint (the newest). model: one of the job's several
-    models (all). form, max_shard_size, overwrite, names: as the flags of `dsjob convert`. zero_stage, world_size: with
-    "deepspeed", the ZeRO stage and the number of ranks of the run that resumes; these files have no sha256. progress:
-    told the bytes written and those to write in all, except with "deepspeed".
+    checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it. out: a folder,
+    or a file that ends in .safetensors, .bin, .pt, .pth or .ckpt; by default `weights-TAG-DTYPE` in the checkpoint
+    folder.
+    to: the dtype of the weights, or "hf" or "deepspeed". dtype: with "hf", the dtype of the weights (default: fp32);
+    with "deepspeed", that of the run that resumes (default: the job's). tag: the checkpoint to convert (default: the
+    newest). model: one of the job's models (default: all). form, max_shard_size, overwrite, names: as the flags of
+    `dsjob convert`. zero_stage, world_size: with "deepspeed", the ZeRO stage and the number of ranks of the run that
+    resumes; these files have no sha256. progress: called with the bytes written and the total bytes, except with
+    "deepspeed".
 
     Raises UsageError, NoCheckpointError, CorruptCheckpointError, StorageError.
     """
@@ -78,9 +80,9 @@ def convert(
     if to == "deepspeed":
         return _write_deepspeed(source, target, zero_stage, world_size, dtype=dtype, tag=tag, overwrite=overwrite)
     if to == "hf" and target is None:
-        raise UsageError('to="hf" makes a folder, and none was named', hint='convert(checkpoint, "model", to="hf")')
+        raise UsageError('to="hf" needs an output folder', hint='convert(checkpoint, "model", to="hf")')
     if to == "hf" and (names.strip or names.prefix):
-        raise UsageError('to="hf" keeps the names that transformers knows', hint="leave strip and prefix out of names")
+        raise UsageError('to="hf" keeps the names that transformers expects', hint="leave out strip and prefix")
     size = conversion.parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     return conversion.convert(
         source,
@@ -119,7 +121,7 @@ def _write_deepspeed(
 
 
 def _require_fitting(to: str, **given: Any) -> None:
-    """Raises UsageError for an argument without effect on what `to` asks for."""
+    """Raises UsageError for an argument that has no effect with this `to`."""
     for name, value in given.items():
         if value and to not in _FORMS[name]:
             forms = " or ".join(f'to="{form}"' for form in _FORMS[name])
@@ -135,13 +137,14 @@ def load_model(
     trust_remote_code: bool = False,
     unpinned: bool = False,
 ) -> nn.Module:
-    """The model of a checkpoint with its weights, on the CPU, in fp32 and in evaluation mode.
+    """Loads the model of a checkpoint with its weights: on the CPU, in fp32, in evaluation mode.
 
-    checkpoint: a run's folder, a checkpoint folder or one step's in it, such as `Result.checkpoint`; a path or URL.
-    tag: which checkpoint (the newest). model: which one of the job's several models.
+    checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it, such as
+    `Result.checkpoint`. tag: the checkpoint to load (default: the newest). model: one of the job's models, if it has
+    several.
 
-    The job says how to make the model. It may name your own modules where the checkpoint lies in a run's folder that is
-    yours; of any other checkpoint only what `trust` names is imported.
+    The job in the checkpoint defines the model. It may name your own modules if the checkpoint is in a run's folder
+    that belongs to you. For any other checkpoint, only names that `trust` allows are imported.
     """
     flags = make_flags(trust, trust_remote_code, unpinned)
     source = os.fspath(checkpoint)
@@ -173,8 +176,10 @@ def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str,
 
 
 def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[dict[str, Any], Trust, Document | None]:
-    """The resolved document of the run that made a checkpoint, what it may import, and the file that it was read from;
-    None for the copy in the checkpoint."""
+    """The resolved document of the run that wrote a checkpoint, what it may import, and its file.
+
+    The file is None if the document is the copy in the checkpoint.
+    """
     with renamed(f"load {source}"):
         place, record = locate(source, tag)
         kept = read_job(place, layout.read_checkpoint(place, record))
@@ -183,7 +188,7 @@ def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[dict[str
         file = read_document(resolved)
         return file.value, grant(file, flags), file
     if kept is None:
-        raise UsageError(f"{source} does not say how its model is made", hint="dsjob.convert gives its weights")
+        raise UsageError(f"{source} does not contain its job", hint="dsjob.convert exports its weights")
     return kept, replace(grant(None, flags), local=False), None
 
 

@@ -208,7 +208,7 @@ TRAINER = '{"output_dir": "out", "per_device_train_batch_size": 8, "num_train_ep
         (["quickstart"], "quickstart is a recipe, not a command\n  run dsjob +recipe=quickstart"),
         (["cfg.yaml", "recipe=quickstart"], "a recipe is chosen with a plus: +recipe=NAME"),
         (["train.py"], "dsjob import -- python train.py"),
-        (["trainer.json"], "not a job document but Trainer arguments; dsjob import trainer.json makes a job"),
+        (["trainer.json"], "not a job document but Trainer arguments; convert it to a job"),
         (
             ["run", "run/checkpoints"],
             "run/checkpoints is not a run folder: there is no resolved.json in it\n  dsjob run run",
@@ -216,7 +216,7 @@ TRAINER = '{"output_dir": "out", "per_device_train_batch_size": 8, "num_train_ep
         (["validate", "run"], "run: error[unreadable]: is a folder, not a file; dsjob validate run/resolved.json"),
         (["cfg.yaml", "model._target_=my_model:Net"], '"my_model:Net" is not a dotted path; write my_model.Net'),
         (["cfg.yaml", "data=mine.Data"], 'write {"train": {"_target_": "mine.Data"}}'),
-        (["cfg.yaml", "trainer.max_steps=1,2"], "to run once for each value add -m"),
+        (["cfg.yaml", "trainer.max_steps=1,2"], "to run once per value, add -m"),
         (["plan", "cfg.yaml", "--device-memory", "80"], "'80' is not an amount of memory: write 80GiB"),
     ],
 )

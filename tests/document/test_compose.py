@@ -321,8 +321,8 @@ def test_an_appended_unknown_key_is_found_by_the_check(job_file: Path) -> None:
         (["+trainer.max_steps=3", "+recipe=quickstart"], "Could not append to config.", None),
         (["~model.nope"], "Could not delete from config. 'model.nope' does not exist.", None),
         (["trainer.max_steps=1,2"], "several values are given by 'trainer.max_steps=1,2'", None),
-        (["zero=9"], "the configs cannot be composed: a group takes the name of a config", "left out with ~optimizer"),
-        (["scheduler=null"], "the configs cannot be composed:", "left out with ~optimizer"),
+        (["zero=9"], "the configs cannot be composed: a group takes the name of a config", "remove it with ~optimizer"),
+        (["scheduler=null"], "the configs cannot be composed:", "remove it with ~optimizer"),
         (["hydra.job.nope=1"], "Could not override 'hydra.job.nope'", None),
     ],
 )

@@ -171,7 +171,7 @@ def test_what_a_config_does_not_get_is_told() -> None:
         engine = dsjob.initialize(model=build_net(), config=config)[0]
     told = [str(warning.message) for warning in caught]
     assert engine.get_lr() == [5e-5]
-    assert [text for text in told if "optimizer.params.lr" in text and '"auto" has become 5e-05' in text]
+    assert [text for text in told if "optimizer.params.lr" in text and '"auto" resolved to 5e-05' in text]
     assert [text for text in told if "zero_optimization.overlap_comm" in text]
     assert len(told) == len(set(told))
     assert caught[0].filename == __file__

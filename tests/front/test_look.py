@@ -83,7 +83,7 @@ def test_a_deep_look_imports_what_is_trusted_and_checks_its_arguments() -> None:
     [
         (object(), "a document holds texts, numbers, lists and dicts, not object"),
         (dsjob.Problem, "not dsjob.errors.Problem"),
-        (float("nan"), "nan is not a number of JSON"),
+        (float("nan"), "nan is not a JSON number"),
         ({1: 2}, "the key 1 is not a text"),
     ],
 )

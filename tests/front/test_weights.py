@@ -69,7 +69,7 @@ def test_weights_that_no_longer_fit_the_code_are_told(folder: Path, tmp_path: Pa
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(errors.NoCheckpointError):
         dsjob.load_model(tmp_path)
-    with pytest.raises(errors.UsageError, match="none was named"):
+    with pytest.raises(errors.UsageError, match="needs an output folder"):
         dsjob.convert(tmp_path, to="hf")
 
 
