@@ -193,11 +193,21 @@ class DrivenEngine(Engine):
         """The model's output."""
         if self.precision.compute != torch.float32:
             args, kwargs = cast_floats(args, self.precision.compute), cast_floats(kwargs, self.precision.compute)
+        if not self.rhythm.done:
+            self._share_batch_sizes()
         return self.driven(*args, **kwargs)
+
+    def _share_batch_sizes(self) -> None:
+        """Tells DeepSpeed of changes in `rhythm`: both decide where the boundary is."""
+        if self.driven.train_micro_batch_size_per_gpu() != self.rhythm.micro_batch:
+            self.driven.set_train_micro_batch_size(self.rhythm.micro_batch)
+        if self.driven.gradient_accumulation_steps() != self.rhythm.accumulation:
+            self.driven.set_train_batch_size(self.rhythm.train_batch)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """See Engine."""
         self.holds_gradients = True
+        self.rhythm.passes += 1
         part: Tensor = self.driven.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return part
 
@@ -270,7 +280,7 @@ class DrivenEngine(Engine):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See Engine. Raises UsageError at stages 1 and 2 between the backward passes of a step."""
-        self.strategy.drop_gradients()
+        super().zero_grad()
 
     def train(self, mode: bool = True) -> Engine:
         """See Engine."""

@@ -174,9 +174,12 @@ class Engine(Saving):
         count = len(micro_batches)
         together = [MicroBatch(*spread(batch), target=batch) for batch in micro_batches]
         scale = self.loss_scale()
-        with drive():
-            losses = self.strategy.run_step(together, lambda outputs, batch: self.scale(loss(outputs, batch) / count))
-        self.rhythm.passes += count
+        try:
+            with drive():
+                losses = self.strategy.run_step(together, lambda outputs, b: self.scale(loss(outputs, b) / count))
+        except BaseException:
+            self.strategy.drop_gradients()  # else a second try would add to those of the passes that succeeded
+            raise
         for _ in range(count - 1):  # `step` counts the last one
             self.rhythm.end_micro_step(stepped=False)
         self.step()
@@ -185,10 +188,11 @@ class Engine(Saving):
     def _require_whole_step(self, micro_batches: Sequence[Any]) -> None:
         """Raises UsageError unless these are all micro batches of a step that has not begun."""
         self.rhythm.require_managed("run_step()")
-        if self.rhythm.done or self.rhythm.forced is not None or not self._syncs:
+        if self.rhythm.done or self.rhythm.passes or self.rhythm.forced is not None or not self._syncs:
             raise UsageError(
                 "run_step() runs a whole optimizer step, and this one has begun",
-                hint="call it after step() at a boundary, outside no_sync, with the boundary left to the engine",
+                hint="call it after step() at a boundary or zero_grad(), outside no_sync, and let the engine set the "
+                "boundary",
             )
         if len(micro_batches) != self.rhythm.accumulation:
             raise UsageError(
@@ -296,6 +300,7 @@ class Engine(Saving):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, including those accumulated so far in this step."""
         self.strategy.drop_gradients()
+        self.rhythm.passes = 0
 
     def train(self, mode: bool = True) -> Engine:
         """Like nn.Module.train."""

@@ -77,19 +77,7 @@ class Sharded(Strategy):
         }
         if precision.compute != torch.float32:
             keep_statistics_wide(model)
-        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-        # Inner units first, the root last: fully_shard takes the parameters that no unit inside has taken.
-        for safe in mark_safe(model, precision):
-            _shard_safe(safe, options, precision.autocast)
-        blocks = [b for b in find_blocks(model) if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
-        for block in blocks:
-            if not isinstance(block, FSDPModule):
-                fully_shard(block, mp_policy=policy, **options)
-        if zero.stage == 3 and zero.stage3_prefetch_bucket_size:
-            _prefetch(blocks, zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
-        # Parameters outside the blocks are used at both ends of the model. Freeing them in between would gather them
-        # twice.
-        fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
+        _shard(model, zero, precision, options)
         write_back(model, placed, HOST if keep_off else world.device)
         self.module = model
         if world.device.type == "cpu":
@@ -246,6 +234,23 @@ class Sharded(Strategy):
     def weights(self) -> dict[str, Tensor]:
         # Not from the module: after an evaluation, it may still have gathered parameters. These are always sharded.
         return {name: self.masters.get(name, parameter).data for name, parameter in self._all.items()}
+
+
+def _shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str, Any]) -> None:
+    """Shards `model` in place: its fp32 modules and its blocks as units of their own, then the rest as one unit."""
+    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    # Inner units first, the root last: fully_shard takes the parameters that no unit inside has taken.
+    for safe in mark_safe(model, precision):
+        _shard_safe(safe, options, precision.autocast)
+    blocks = [b for b in find_blocks(model) if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
+    for block in blocks:
+        if not isinstance(block, FSDPModule):
+            fully_shard(block, mp_policy=policy, **options)
+    if zero.stage == 3 and zero.stage3_prefetch_bucket_size:
+        _prefetch(blocks, zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
+    # Parameters outside the blocks are used at both ends of the model. Freeing them in between would gather them
+    # twice.
+    fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
 
 
 def _shard_safe(module: nn.Module, options: dict[str, Any], dtype: torch.dtype | None) -> None:

@@ -106,9 +106,19 @@ def step_at_once(world: World) -> tuple[list[float], list[float]]:
     return usual, found
 
 
+def resize(world: World) -> tuple[int, int]:
+    """DeepSpeed's accumulation steps and dsjob's count of steps, after a change of dsjob's train batch and one pass."""
+    engine = make_engine(world, "deepspeed", 1, 2)
+    engine.rhythm.set_train_batch(ROWS // 2)
+    tokens, targets = (part.chunk(2 * world.data_size)[world.data_rank] for part in make_tokens(0, ROWS))
+    engine.backward(engine(tokens, targets))
+    engine.step()
+    return engine.driven.gradient_accumulation_steps(), engine.global_steps
+
+
 def run_all(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"compared": compare(world), "saved": save_and_load(world), "anew": begin_anew(world)}
-    found["at once"] = step_at_once(world)
+    found["at once"], found["resized"] = step_at_once(world), resize(world)
     return {**found, "odd": train_odd(world)} if world.data_size > 1 else {**found, "refused": refuse(world)}
 
 
@@ -166,6 +176,11 @@ def test_a_whole_step_is_that_of_its_calls(ranks: int) -> None:
     for found in run_on(ranks):
         usual, at_once = found["at once"]
         assert at_once == pytest.approx(usual, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_deepspeed_follows_a_change_of_the_train_batch(ranks: int) -> None:
+    assert {found["resized"] for found in run_on(ranks)} == {(1, 1)}
 
 
 def save_and_load(world: World) -> dict[str, Any]:
@@ -304,9 +319,9 @@ def test_what_deepspeed_does_not_do_is_told() -> None:
     messages = run_on(1)[0]["refused"]
     assert messages[0] == "engine: deepspeed cannot move states"
     assert messages[1] == "DeepSpeed supports no_sync only at stages 0 and 1"
-    assert "cannot drop gradients in the midst of a step" in messages[2]
+    assert "cannot drop gradients in the middle of a step" in messages[2]
     assert messages[3].startswith("DeepSpeed refuses the job")
-    assert messages[4] == "engine: deepspeed does not divide gradients"
+    assert messages[4] == "engine: deepspeed cannot divide gradients"
 
 
 def test_a_job_runs_and_goes_on_by_either_engine(tmp_path: Path) -> None:

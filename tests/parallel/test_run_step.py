@@ -124,3 +124,27 @@ def test_a_step_takes_all_its_micro_batches() -> None:
     engine.step()
     with engine.no_sync(), pytest.raises(UsageError, match="this one has begun"):
         engine.run_step([batch, batch], loss)
+
+
+def test_a_step_does_not_add_to_gradients_that_are_there() -> None:
+    engine = make_engine(0, accumulation=2, gradient_clipping=0.0)
+    inputs, targets = make_tokens(0, 2)
+    batches, losses = [(inputs, targets)] * 2, iter([1.0, None, 1.0, 1.0])
+
+    def fail_once(outputs: Any, _: Any) -> Tensor:
+        factor = next(losses)
+        if factor is None:
+            raise ValueError("the loss failed")
+        return outputs * factor
+
+    with pytest.raises(ValueError, match="the loss failed"):
+        engine.run_step(batches, fail_once)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    engine.backward(engine(inputs, targets))
+    with pytest.raises(UsageError, match="this one has begun"):
+        engine.run_step(batches, lambda outputs, _: outputs)
+    engine.zero_grad()
+    engine.run_step(batches, fail_once)
+    clean = make_engine(0, accumulation=2, gradient_clipping=0.0)
+    clean.run_step(batches, lambda outputs, _: outputs)
+    assert engine.get_global_grad_norm() == clean.get_global_grad_norm()
