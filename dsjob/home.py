@@ -1,4 +1,4 @@
-"""The location of this dsjob, for new processes that must run the same one."""
+"""Locates this installation of dsjob, so that new processes run the same one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dsjob import CLONE
 
 
 def find_again() -> dict[str, str]:
-    """Environment variables with which a new Python process finds the dsjob that this process has imported.
+    """Environment variables that let a new Python process import the same dsjob as this process.
 
-    Only a clone needs one: Python found it through the current folder, which `-P` keeps off the new process's path, or
-    through a change to `sys.path`.
+    Only a clone of the repository needs them. Python found it through the current folder, which `-P` keeps off the new
+    process's path, or through a change to `sys.path`.
     """
     if CLONE is None or str(CLONE) not in {os.path.realpath(folder) for folder in sys.path}:
         return {}

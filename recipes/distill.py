@@ -1,4 +1,4 @@
-"""Distillation: a student learns from the labels and from what its teacher thinks of the other classes."""
+"""Distillation: a student learns from the labels and from its teacher's predicted probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generative adversarial net on handwritten digits: two models against one another."""
+"""A generative adversarial network on handwritten digits: two competing models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIXELS = 8
 
 
 class Generator(nn.Module):
-    """Makes images of noise."""
+    """Generates images from noise."""
 
     def __init__(self, width: int = 128, latent: int = 16) -> None:
         super().__init__()
@@ -31,20 +31,20 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Tells real images from made ones."""
+    """Distinguishes real images from generated ones."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(PIXELS**2, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images, float [B, 1, 8, 8], to logits, [B, 1]: above 0 where they look real."""
+        """Images, float [B, 1, 8, 8], to logits, [B, 1]: positive for images that look real."""
         logits: Tensor = self.layers(images.flatten(1))
         return logits
 
 
 def step(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One step of the `discriminator` on real and made `images`, then one of the `generator` (Goodfellow's
+    """One step of the `discriminator` on real and generated `images`, then one of the `generator` (Goodfellow's
     non-saturating loss).
 
     Returns:
@@ -63,7 +63,7 @@ def step(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tens
     against = F.softplus(-on_real).mean() + F.softplus(on_made).mean()
     discriminator.backward(against)
     discriminator.step()
-    with discriminator.no_sync():  # its gradients are not wanted
+    with discriminator.no_sync():  # only the generator's gradients are needed, so skip reducing the discriminator's
         logits = discriminator(made).float()
     loss = F.softplus(-logits).mean()
     generator.backward(loss)
@@ -73,7 +73,7 @@ def step(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tens
 
 
 def evaluate(engines: Mapping[str, Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`distance`: the mean, over made images, of the Euclidean distance to the nearest real one of the batch."""
+    """`distance`: the mean Euclidean distance from generated images to the nearest real image of the batch."""
     real, generator = batch["images"], engines["generator"]
     seeded = torch.Generator().manual_seed(0)
     made = generator(torch.randn(len(real), generator.module.latent, generator=seeded).to(real.device)).float()

@@ -110,7 +110,7 @@ class GPT(nn.Module):
 def build(
     vocab_size: int = 256, context: int = 128, layers: int = 4, width: int = 128, heads: int = 4, dropout: float = 0.0
 ) -> GPT:
-    """A GPT with about 12 * layers * width^2 parameters, in fp32; the defaults give 0.84 million, for bytes.
+    """A GPT with about 12 * layers * width^2 parameters, in fp32. The default is byte-level, with 0.84 million.
 
     Raises:
         ValueError: a size is not positive, `width` is no multiple of `heads`, or `dropout` is outside [0, 1).

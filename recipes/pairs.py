@@ -1,6 +1,6 @@
 """Reading a user's source and target texts from a JSONL or CSV file, with errors that name the line.
 
-Owns the two formats and nothing of what is made of the texts: tokens and batches are `recipes/t5.py`'s.
+Handles the two formats only. `recipes/t5.py` makes tokens and batches of the texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pair = tuple[str, str]
 def read_pairs(
     path: str, *, split: str = "all", source: str = "source", target: str = "target", max_samples: int | None = None
 ) -> list[Pair]:
-    """The (source, target) texts of a UTF-8 file, in its order; reading stops after `max_samples` of the split.
+    """The (source, target) texts of a UTF-8 file, in file order. Reading stops after `max_samples` of the split.
 
     `.jsonl` holds one JSON object a line, blank lines aside; `.csv` has a header. `source` and `target` name the keys
     or columns to take. Every tenth pair is validation, the others are train, "all" is the whole file.

@@ -1,6 +1,6 @@
-"""Span corruption, the task that T5 is pretrained on: spans are left out of a text, and the model tells them.
+"""Span corruption, the pretraining task of T5: spans are removed from a text, and the model predicts them.
 
-After Raffel et al. 2020, section 3.1.4. Owns the drawing of spans; it knows ids and nothing of models or files.
+Follows Raffel et al. 2020, section 3.1.4. Works on token ids; knows nothing about models or files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NOISE_DENSITY, MEAN_SPAN = 0.15, 3.0
 def corrupt_spans(
     tokens: Sequence[int], sentinels: Sequence[int], rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Leave out about 15% of the tokens, in spans of 3 on average, as T5 does.
+    """Remove about 15% of the tokens, in spans of 3 on average, as T5 does.
 
     The source has a sentinel in place of each span, the target has each sentinel followed by its span. Lengths are a
     function of `len(tokens)` alone. Fewer than two tokens stay as they are.
@@ -35,13 +35,13 @@ def corrupt_spans(
 
 
 def _count_spans(length: int) -> tuple[int, int]:
-    """Tokens to leave out of `length` (at least 2), and in how many spans."""
+    """The number of tokens to remove from `length` (at least 2), and the number of spans."""
     noise = max(1, round(length * NOISE_DENSITY))
     return noise, max(1, round(noise / MEAN_SPAN))
 
 
 def find_length(max_source: int, max_target: int, sentinels: int) -> int:
-    """The most tokens whose source and target fit the limits, end markers among them."""
+    """The largest number of tokens whose source and target, with end markers, fit the limits."""
     length = 2
     while True:
         noise, spans = _count_spans(length + 1)

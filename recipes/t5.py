@@ -1,4 +1,4 @@
-"""T5: the model in its published sizes, and what it reads: span corruption, or pairs of the user's.
+"""T5: the model in its published sizes, and its data: span corruption, or the user's own pairs of texts.
 
 Owns the configurations, the examples and the batches. Texts come from `text.py` and `pairs.py`, ids from `tokens.py`,
 and what is left out of them from `spans.py`. Nothing is downloaded unless `pretrained` or `tokenizer` names
@@ -32,7 +32,7 @@ from dsjob.recipes.tokens import (
 )
 
 PUBLISHED_VOCAB = 32128
-IGNORED = -100  # the label that the loss leaves out
+IGNORED = -100  # the label that the loss ignores
 SHORTEST = 3  # one token, one sentinel, the end
 
 # Raffel et al. 2020, sections 3.1.1 and 3.7; `tiny` is ours and trains on any CPU.
@@ -130,7 +130,7 @@ def build_dataset(
 
 
 class EncodedPairs(Dataset[dict[str, Tensor]]):
-    """Pairs of texts as ids, each cut to its limit and ended."""
+    """Pairs of texts as ids, each truncated to its limit, with an end marker."""
 
     def __init__(self, pairs: Sequence[Pair], tokenizer: Tokenizer, max_source: int, max_target: int) -> None:
         self.pairs = pairs
@@ -149,7 +149,7 @@ class EncodedPairs(Dataset[dict[str, Tensor]]):
 
 
 class CorruptedSpans(Dataset[dict[str, Tensor]]):
-    """Windows of `ByteText` with spans left out: T5's own training task. Item i depends on `seed` and i alone."""
+    """Windows of `ByteText` with spans removed: T5's pretraining task. Item i depends only on `seed` and i."""
 
     def __init__(
         self, split: str, tokenizer: Tokenizer, max_source: int, max_target: int, max_samples: int | None, seed: int
@@ -178,7 +178,7 @@ def _make_item(source: list[int], target: list[int], eos: int) -> dict[str, Tens
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Pad items to the longest of them: int64 `input_ids`, `attention_mask` (both [B, S]) and `labels` ([B, T]).
 
-    Inputs are padded with 0, which the mask leaves out, labels with -100, which the loss leaves out.
+    Inputs are padded with 0, which the mask hides. Labels are padded with -100, which the loss ignores.
     """
     inputs = [item["input_ids"] for item in items]
     return {

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's own standard library, as bytes.
+"""Real text that every machine has: the source code of Python's standard library, as bytes.
 
 Owns the byte dataset (it also reads a folder or file of the user's) and the callback that samples from a trained byte
 model. Nothing is downloaded. The text is that of the Python that runs: other versions give slightly other bytes.
@@ -22,7 +22,7 @@ from dsjob.errors import DataError
 
 SPLITS = ("train", "validation", "all")
 VALIDATION_SHARE = 10  # one in ten
-# Of the standard library: what is installed beside it, what is compiled, and long tables that are hardly code.
+# Folders to skip in the standard library: installed packages, compiled files, tests, and long tables.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 )
@@ -129,7 +129,7 @@ def _read_file(path: Path) -> bytes:
 
 
 class SampleText(Callback):
-    """At the end of a run, prints text that the trained model continues from `prompt`, sampled byte by byte.
+    """At the end of a run, prints the trained model's continuation of `prompt`, sampled byte by byte.
 
     The model maps `inputs` (int64 [1, T]) to a dict with `logits` ([1, T, V], V at least 256) and has an attribute
     `context`, its largest T. All ranks make the same calls, as sharded models need; the global generators stay as they
@@ -179,5 +179,5 @@ class SampleText(Callback):
 
 
 def _show(data: bytes) -> str:
-    """Text without control characters: an untrained model says anything, and a terminal would obey it."""
+    """Text without control characters, which an untrained model may produce and a terminal would execute."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in data.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Tokenizers for the T5 recipes: bytes with ByT5's ids, or whatever a pretrained T5 brings.
+"""Tokenizers for the T5 recipes: bytes with ByT5's ids, or the tokenizer of a pretrained T5.
 
 Nothing is downloaded unless `PretrainedTokenizer` is given a name on the hub.
 """
@@ -24,11 +24,11 @@ def import_transformers() -> Any:
 
 
 class Tokenizer(Protocol):
-    """UTF-8 text to ids, without an end marker. `eos` ends a sequence; the sentinels stand for spans left out."""
+    """Converts UTF-8 text to ids, without an end marker. `eos` ends a sequence; sentinels replace removed spans."""
 
     eos: int
     sentinels: Sequence[int]
-    bytes_per_token: int  # about
+    bytes_per_token: int  # approximate
 
     def encode(self, data: bytes) -> list[int]: ...
 
@@ -41,7 +41,7 @@ class ByteTokenizer:
     bytes_per_token = 1
 
     def encode(self, data: bytes) -> list[int]:
-        """One id a byte."""
+        """One id per byte."""
         return [byte + FIRST_BYTE for byte in data]
 
 

@@ -1,1 +1,1 @@
-"""Starting the ranks of a job, and joining those that another launcher has started."""
+"""Starts the ranks of a job, or joins the ranks that another launcher has started."""

@@ -1,4 +1,4 @@
-"""One job on both engines: the same seeds and data, each engine in fresh processes, what came of each side by side."""
+"""Runs one job on both engines and compares the results. Both use the same seeds and data, each in new processes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _ALONE = {"log_every": 1, "eval_every": 0, "eval_at_start": False, "loss_average
 
 @dataclass(frozen=True)
 class Side:
-    """One engine's run: the loss of each step, seconds of each, and bytes at the peak of the largest rank.
+    """The measurements of one engine's run: loss and seconds of each step, and peak bytes of the largest rank.
 
-    On a GPU the bytes are those that torch has allocated there, elsewhere the process's own.
+    On a GPU, `peak_bytes` counts torch's allocations there; on the CPU, the process's resident memory.
     """
 
     losses: list[float]
@@ -51,14 +51,14 @@ class Side:
 
     @property
     def seconds_per_step(self) -> float:
-        """The median; the first step is left out where there are more."""
+        """The median over steps. Leaves out the first step if there are several."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
 def compare(document: Mapping[str, Any], *, steps: int, trust: Trust, debug: bool = False) -> dict[str, Side]:
-    """Trains `steps` steps of a resolved job by each engine; nothing is evaluated, saved or kept.
+    """Trains a resolved job for `steps` steps on each engine. Evaluates and saves nothing.
 
-    Raises UsageError where DeepSpeed is not installed, LaunchError where a side fails, Interrupted at SIGTERM.
+    Raises UsageError if DeepSpeed is not installed, LaunchError if a side fails, Interrupted at SIGTERM.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UsageError(
@@ -85,7 +85,7 @@ def _compare(document: Mapping[str, Any], steps: int, trust: Trust, debug: bool)
 
 
 def find_largest_difference(sides: Mapping[str, Side]) -> tuple[float, int]:
-    """The largest relative difference between the losses of a step, by dsjob's; and the step. inf where one is nan."""
+    """The largest difference between the losses of a step, relative to dsjob's loss, and the step. inf for nan."""
     ours, theirs = (sides[engine].losses for engine in ENGINES)
     found = [abs(b - a) / max(abs(a), 1e-12) for a, b in zip(ours, theirs, strict=True)]
     found = [math.inf if math.isnan(each) else each for each in found]
@@ -94,7 +94,7 @@ def find_largest_difference(sides: Mapping[str, Side]) -> tuple[float, int]:
 
 
 def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> dict[str, Any]:
-    """The job for one side: a few steps, each logged, with nothing beside training."""
+    """Reduces the job to one side of the comparison: a few steps, each logged, without evaluation or saving."""
     trainer = {key: value for key, value in document["trainer"].items() if key not in ("max_epochs", "eval_step")}
     gauge = {"_target_": f"{__name__}.Gauge", "folder": run_dir}
     return {
@@ -114,7 +114,7 @@ def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Tru
     arguments = (document, run_dir, granted.to_text(), debug, os.getpid(), os.environ.get(_SAFE_PATH))
     process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
     outer = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"  # as -P does for a rank: the current folder's modules hide none of Python's
+    os.environ[_SAFE_PATH] = "1"  # like -P for a rank: modules in the current folder cannot shadow Python's own
     try:
         process.start()
     finally:
@@ -144,7 +144,7 @@ def _restore(safe_path: str | None) -> None:
 def _work(
     document: Mapping[str, Any], run_dir: str, trust: str, debug: bool, parent: int, safe_path: str | None
 ) -> None:
-    """The main function of a side's process; what it prints is not shown."""
+    """The main function of a side's process. Its output is not shown."""
     end_with_parent(parent)
     _restore(safe_path)
     sys.stdout.flush()
@@ -154,7 +154,7 @@ def _work(
 
 
 def _start(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool) -> NoReturn:
-    """Runs a side and ends its process. Only this process knows what to mask."""
+    """Runs a side and ends its process. It masks secrets in errors here, because only this process knows them."""
     try:
         launcher.start(complete_job(document), run_dir, trust=Trust.from_text(trust), debug=debug)
     except KeyboardInterrupt:
@@ -175,7 +175,7 @@ def _start(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool) -
 
 
 class Gauge(Callback):
-    """Measures a run that logs each step; rank 0 leaves what was found in `folder`."""
+    """Measures a run that logs each step. Rank 0 writes the measurements to `folder`."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -198,7 +198,7 @@ class Gauge(Callback):
 
 
 def _read_peak(run: RunView) -> int:
-    """Bytes at the peak of the largest rank. A collective."""
+    """Peak bytes of the largest rank. A collective: all ranks must call it."""
     import resource
 
     import torch

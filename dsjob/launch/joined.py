@@ -1,8 +1,8 @@
-"""A rank that torchrun, srun or another launcher has started: it joins the others, trains, and tells its own cause.
+"""One rank that torchrun, srun or another launcher has started: it joins the others, trains, and reports its failure.
 
-A rank that only lacks another rank says so and ends with exit code 76. A job that Slurm has queued again
-(`SLURM_RESTART_COUNT`) finds its folder in `.slurm-JOB-STEP-NAME.json` beside it. Nothing counts restarts of
-Kubernetes' pods: such jobs need an `output.dir` without `%time`.
+A rank that fails only because another rank is gone says so, and ends with exit code 76. A job that Slurm has requeued
+(`SLURM_RESTART_COUNT`) finds its run folder through `.slurm-JOB-STEP-NAME.json` next to that folder. Kubernetes offers
+no count of pod restarts, so jobs there need an `output.dir` without `%time`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from dsjob.training.job import run_job
 from dsjob.trust.frames import drop_path
 from dsjob.trust.grant import Trust
 
-_runs = count()  # of this process: a sweep under torchrun has several
+_runs = count()  # numbers the runs of this process: a sweep under torchrun has several
 
 
 def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[str, Any]:
-    """Runs a resolved job as one of the ranks that somebody else has started; rank 0's job and `run_dir` count.
+    """Runs a resolved job as one of the ranks of another launcher. All ranks use rank 0's job and `run_dir`.
 
-    `run_dir`: the run's folder, where it is made already. Returns what `result.json` says, on every rank. Raises
-    LostRankError where another rank has the cause; else, with this rank's number, TargetError for a target of the
-    document and LaunchError for anything else that it failed with.
+    `run_dir`: the run's folder, if it exists already. Returns the contents of `result.json` on every rank. Raises
+    LostRankError if another rank caused the failure. Otherwise raises, with this rank's number, TargetError for a
+    target of the document and LaunchError for any other failure.
     """
     add_import_folders(trust.importable)
     show_crashes()
     options = job.spec.launch
     record_collectives()
-    abandon_world()  # a sweep's run before this one has failed
+    abandon_world()  # a failed earlier run of a sweep leaves its process group behind
     world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)
     if world.everyone.size == 1:
         return _run(job, world, trust, run_dir)
@@ -60,13 +60,13 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
     watchdog = Watchdog(board, rank=world.everyone.rank, timeout=options.timeout)
     try:
         return _run(job, world, trust, run_dir)
-    except (DocumentError, Preempted, Interrupted):  # all ranks alike
+    except (DocumentError, Preempted, Interrupted):  # all ranks raise these alike
         position.doing = "ending"
         raise
     except (Exception, SystemExit) as error:
         position.doing = "ending"
         described = _describe(error, world.everyone.rank, board, watchdog)
-        with suppress(RuntimeError):  # the store is gone, and with it whoever would read that
+        with suppress(RuntimeError):  # the store is gone, so nobody could read the record
             board.tell_failed(described.message)
         raise described from error
     finally:
@@ -76,20 +76,20 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
 def _run(job: ResolvedJob, world: World, trust: Trust, run_dir: str | None) -> dict[str, Any]:
     settled, run_dir = on_rank_0(world.everyone, lambda: _settle_folder(job, run_dir))
     check_shared(settled.spec.checkpoint.dir or os.path.join(run_dir, "checkpoints"), world)
-    if os.path.isdir(run_dir):  # another node may lack it, where checkpoints go to a store
+    if os.path.isdir(run_dir):  # may be missing on other nodes if checkpoints go to an object store
         place_records(run_dir)
     telling = telling_what_is_kept(run_dir, settled.document) if world.everyone.rank == 0 else nullcontext()
     with telling, _dropping_foreign_places(job, settled):
         run_job(settled, run_dir, world, trust)
     result = on_rank_0(world.everyone, lambda: read_result(run_dir))
-    leave_world()  # not after a failure: it would wait for ranks that are in a collective
+    leave_world()  # not after a failure: it would wait for ranks that are stuck in a collective
     return {**result, "run_dir": run_dir}
 
 
 @contextmanager
 def _dropping_foreign_places(own: ResolvedJob, counts: ResolvedJob) -> Iterator[None]:
-    """Lets errors tell no place where this rank has composed another document than the one that counts, rank 0's: its
-    file may have other lines."""
+    """Removes places from errors if this rank composed another document than rank 0, whose document is in use: line
+    numbers may differ."""
     try:
         yield
     except Exception as error:
@@ -99,7 +99,7 @@ def _dropping_foreign_places(own: ResolvedJob, counts: ResolvedJob) -> Iterator[
 
 
 def _settle_folder(job: ResolvedJob, run_dir: str | None) -> tuple[ResolvedJob, str]:
-    """The job and the run's folder; both go on where an earlier start of torchrun's ranks has left a folder."""
+    """The job and the run's folder. After a restart by torchrun, the folder of the earlier start, to resume from."""
     key = f"run_dir/{next(_runs)}"
     earlier = meeting.recall(key)
     if earlier is not None:
@@ -107,14 +107,14 @@ def _settle_folder(job: ResolvedJob, run_dir: str | None) -> tuple[ResolvedJob, 
         policy = job.spec.checkpoint.resume
         if policy in ("auto", "required") or "/" in policy:
             return job, earlier
-        return job.resuming(), earlier  # what `never` or a tag asked for, the first start has done
+        return job.resuming(), earlier  # the first start already followed `never` or the tag; a restart must resume
     run_dir = run_dir or make_run_dir(job.document["output"]["dir"], job.spec.name)
     meeting.keep(key, os.path.abspath(run_dir))
     return job, run_dir
 
 
 def _describe(error: BaseException, rank: int, board: StoreBoard, watchdog: Watchdog) -> DsjobError:
-    """What this rank has failed with, told apart from what another one has done to it."""
+    """The error to report: this rank's own failure, or LostRankError if another rank caused it."""
     failure = Failure.of(rank, error)
     message = failure.message
     if not failure.follows:

@@ -1,7 +1,7 @@
-"""Starting ranks: finding out that somebody else has, running one in this process, or starting several.
+"""Starts ranks: detects another launcher, runs a single rank in this process, or starts several processes.
 
-Several ranks meet at a file in a private folder. There each reads the resolved job, and never composes or resolves it
-again. What they leave in that folder tells which of them failed first, and the launcher shows that one.
+Several ranks rendezvous through a file in a private folder. Each rank reads the resolved job from there, and never
+composes or resolves it again. Ranks also record their failures in that folder. The launcher shows the first one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dsjob.ranks.signals import handling
 from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
 from dsjob.trust.grant import Trust
 
-_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # DDP and gloo print warnings that nobody who runs a job can act on
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # DDP and gloo print warnings that users cannot act on
 
 
 def read_world_size() -> int | None:
-    """The number of ranks where this process is one of several that somebody else has started; None where it is not."""
+    """The number of ranks if another launcher (torchrun, srun) has started this process; otherwise None."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _read_number("WORLD_SIZE")
     if (
@@ -45,7 +45,7 @@ def read_world_size() -> int | None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one of several ranks that speaks for all; true of one that is alone."""
+    """Whether this process prints for the whole job: it is rank 0, or no other launcher has started it."""
     return read_world_size() is None or os.environ["RANK"] == "0"
 
 
@@ -57,7 +57,7 @@ def _read_number(name: str) -> int:
 
 
 def _adopt_slurm() -> None:
-    """Gives srun's tasks the variables that torch looks for."""
+    """Sets the variables that torch expects from those of srun."""
     env = os.environ
     first = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
     host = first.split(",")[0]
@@ -67,7 +67,7 @@ def _adopt_slurm() -> None:
     env.setdefault("RANK", env["SLURM_PROCID"])
     env.setdefault("WORLD_SIZE", env["SLURM_NTASKS"])
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
-    # "2" or "2(x3),1": tasks on each node, in the order of the nodes
+    # "2" or "2(x3),1": the number of tasks on each node, in node order
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", env["SLURM_NTASKS"])).split(","):
         count, _, times = part.partition("(x")
@@ -79,9 +79,9 @@ def _adopt_slurm() -> None:
 
 @contextmanager
 def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[None]:
-    """Says of a run that fails in the block from where it can be resumed, or that nothing was saved.
+    """If the run in the block fails, prints how to resume it, or that nothing was saved.
 
-    Silent where it has not begun: the document was wrong.
+    Prints nothing for an error of the document, because the run has not begun.
     """
     before = list_commits(run_dir, document)
     try:
@@ -89,13 +89,13 @@ def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[
     except (DocumentError, TargetError):
         raise
     except (Exception, KeyboardInterrupt):
-        with suppress(DsjobError):  # the storage may be what has failed
+        with suppress(DsjobError):  # the storage itself may have failed
             print(f"dsjob: {_describe_kept(run_dir, list_commits(run_dir, document), before)}", file=sys.stderr)  # noqa: T201
         raise
 
 
 def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) -> str:
-    if not commits:  # the folder may have been removed with the failed start
+    if not commits:  # a failed start may have removed the folder
         return f"nothing was saved{f' in {run_dir}' if os.path.isdir(run_dir) else ''}"
     newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
     news = "nothing newer was saved; " if commits == before else ""
@@ -103,9 +103,9 @@ def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) 
 
 
 def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:
-    """Runs a resolved job to its end, in this process or in ranks of its own; what `result.json` says of it."""
+    """Runs a resolved job, in this process or in one process per rank. Returns the contents of `result.json`."""
     if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
-        write_resolved(run_dir, job.document)  # where an earlier run has left one, it stays until this one gets going
+        write_resolved(run_dir, job.document)  # keeps the one of an earlier run until this run has begun
     if job.spec.launch.nproc == 1:
         _run_here(job, run_dir, trust)
     else:
@@ -126,7 +126,7 @@ def _run_here(job: ResolvedJob, run_dir: str, trust: Trust) -> None:
     position.begin()
     with handling({signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}):
         run_job(job, run_dir, join_world(device=job.spec.launch.device), trust)
-        leave_world()  # one rank has a group where its parameters come from the host
+        leave_world()  # a single rank with offloaded parameters has a process group too
 
 
 def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> None:
@@ -137,23 +137,23 @@ def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> N
     logs = os.path.join(run_dir, "logs")
     os.makedirs(logs, exist_ok=True)
     request = os.path.join(run_dir, SAVE_REQUEST)
-    # -P keeps the current folder off sys.path: its modules would hide installed ones, and another dsjob this one.
+    # -P keeps the current folder off sys.path: modules there would shadow installed ones, including dsjob itself.
     command = [sys.executable, "-P", "-m", rank.__name__, handed, run_dir]
     variables = _list_variables(private, options.nproc, trust, debug)
     try:
-        with handling({signal.SIGUSR1: lambda *_: open_append(request).close()}):  # rank 0 looks there
+        with handling({signal.SIGUSR1: lambda *_: open_append(request).close()}):  # rank 0 polls this file
             Supervisor(private, logs, options.timeout, options.grace).run(command, variables, options.nproc)
     finally:
         shutil.rmtree(private, ignore_errors=True)
 
 
 def quiet_torch() -> None:
-    """Keeps the warnings of torch's C++ code off the screen, in a process that has not imported torch yet."""
+    """Hides the warnings of torch's C++ code. Has an effect only before torch is imported."""
     os.environ.setdefault(_LOG_LEVEL, "ERROR")
 
 
 def _list_variables(private: str, nproc: int, trust: Trust, debug: bool) -> dict[str, str]:
-    """What ranks find in their environment."""
+    """The environment variables of the ranks."""
     found = {
         **find_again(),
         "DSJOB_STORE": os.path.join(private, "store"),

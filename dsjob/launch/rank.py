@@ -1,4 +1,4 @@
-"""The process of one rank that `launcher` has started: it reads the resolved job, trains, and tells of its end."""
+"""The process of one rank that `launcher` has started: reads the resolved job, trains, and records how it ended."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from dsjob.contract.resolved import ResolvedJob
 from dsjob.ranks.failures import record_failure, record_success
 from dsjob.trust.grant import Trust
 
-# For ranks alone, never read by a command.
-TRUST_VARIABLE = "DSJOB_TRUST"  # what the launcher was granted
+# Set by the launcher for its ranks. Commands never read them.
+TRUST_VARIABLE = "DSJOB_TRUST"  # the trust that the launcher was granted
 FOLDER_VARIABLE = "DSJOB_ERRORS"  # the launcher's private folder
 DEBUG_VARIABLE = "DSJOB_DEBUG"
-LAUNCHER_VARIABLE = "DSJOB_LAUNCHER"  # its process
+LAUNCHER_VARIABLE = "DSJOB_LAUNCHER"  # the launcher's process id
 
 
 def run_rank(handed: str, run_dir: str) -> int:
-    """Trains the job that the launcher has written to the file `handed`, and leaves a record of what went wrong; the
-    exit code."""
-    # Before training and after it: a rank may sit in a collective that no Python handler can interrupt.
+    """Trains the job that the launcher has written to the file `handed`. Records a failure. Returns the exit code."""
+    # Outside training, SIGINT kills the rank at once: it may be in a collective, where Python handlers cannot run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
     from dsjob.ranks.mesh import join_world, leave_world
@@ -48,7 +47,7 @@ def run_rank(handed: str, run_dir: str) -> int:
         world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)
         run_job(job, run_dir, world, trust)
         leave_world()
-    except BaseException as error:  # SystemExit too: nothing but the last step ends a rank well
+    except BaseException as error:  # SystemExit too: a rank succeeds only by reaching the last step
         position.doing = "ending"
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
@@ -58,31 +57,31 @@ def run_rank(handed: str, run_dir: str) -> int:
 
 
 def show_crashes() -> None:
-    """Has a crash (abort, a segmentation fault) show the Python stack on standard error."""
+    """Makes crashes (abort, segmentation fault) print the Python stack to standard error."""
     if not faulthandler.is_enabled():
         faulthandler.enable(2)
 
 
 def add_import_folders(folders: Sequence[str]) -> None:
-    """Makes the user's own modules importable, after everything that is installed."""
+    """Makes the user's own modules importable. Installed packages take precedence."""
     for folder in folders:
         if folder not in sys.path:
             sys.path.append(folder)
 
 
 def end_with_parent(parent: int) -> None:
-    """Lets this process never outlive the one that started it, process `parent`."""
+    """Makes the kernel kill this process when its parent, the process `parent`, ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it was gone before this asked to be told
+        if os.getppid() != parent:  # the parent ended before prctl took effect
             end_rank(1)
 
 
 def end_rank(code: int) -> NoReturn:
     """Ends this process, one of several ranks, at once.
 
-    The interpreter's own end may wait for a process group that never answers, and torch's threads are sometimes still
-    there when their destructors run, which aborts the process after its work is done.
+    It skips the interpreter's shutdown, which may wait forever for a process group. Also, torch's threads may still run
+    when their destructors are called, which would abort the process after its work is done.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -90,7 +89,7 @@ def end_rank(code: int) -> NoReturn:
 
 
 def end_joined(code: int) -> None:
-    """Ends this process at once if it has joined other ranks; see `end_rank`."""
+    """Ends this process at once if it belongs to a process group; see `end_rank`."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         end_rank(code)

@@ -1,4 +1,4 @@
-"""The output of rank 0 where this process prints to something other than its own descriptors: a notebook, a test."""
+"""Relays the output of rank 0 if this process does not print to its own file descriptors, as in a notebook or test."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TextIO
 
 
 class Relay:
-    """Two pipes: what rank 0 writes to `stdout` and `stderr` goes to `sys.stdout` and `sys.stderr` with each `pass_on`.
+    """Two pipes for rank 0's `stdout` and `stderr`. `pass_on` copies their contents to `sys.stdout` and `sys.stderr`.
 
-    It is called on the thread that waits for the ranks, since a notebook shows what a thread prints in the thread's
-    own cell. A pipe is read without waiting: what rank 0 has started may keep it open for longer than the run.
+    The thread that waits for the ranks calls `pass_on`, because a notebook shows a thread's output in the cell that
+    started it. Reads never block: processes that rank 0 has started may keep a pipe open after the run.
     """
 
     def __init__(self) -> None:
@@ -26,19 +26,19 @@ class Relay:
         return end
 
     def begin(self) -> None:
-        """The rank has its ends of the pipes: this process closes them."""
+        """Closes this process's copies of the write ends, once the rank has inherited them."""
         os.close(self.stdout)
         os.close(self.stderr)
 
     def pass_on(self) -> None:
-        """Prints what has come in the meantime."""
+        """Prints the output since the last call."""
         for source, stream, decoder in self._streams:
             while data := _read(source):
                 stream.write(decoder.decode(data))
                 stream.flush()
 
     def close(self) -> None:
-        """Prints the rest, and closes the pipes."""
+        """Prints the remaining output, and closes the pipes."""
         self.pass_on()
         for source, _, _ in self._streams:
             os.close(source)
@@ -47,13 +47,13 @@ class Relay:
 def _read(source: int) -> bytes:
     try:
         return os.read(source, 1 << 16)
-    except BlockingIOError:  # nothing there
+    except BlockingIOError:  # the pipe is empty
         return b""
 
 
 def prints_elsewhere() -> bool:
-    """Whether `sys.stdout` or `sys.stderr` is not the descriptor that a child process would write to."""
+    """Whether `sys.stdout` or `sys.stderr` differs from the descriptor that a child process would inherit."""
     try:
         return (sys.stdout.fileno(), sys.stderr.fileno()) != (1, 2)
-    except (AttributeError, OSError, ValueError):  # no file at all
+    except (AttributeError, OSError, ValueError):  # not backed by a file descriptor
         return True

@@ -1,8 +1,8 @@
-"""The processes of a job's ranks on this machine: starting them, watching them, ending all once one has failed.
+"""Supervises the processes of a job's ranks on this machine: starts and watches them, and ends all if one fails.
 
-Each rank has a session of its own and dies with its launcher (PR_SET_PDEATHSIG): checkpoints survive a sudden end.
-Once one rank has failed, each watchdog ends its own rank after 3 s (10 s in a save), and the launcher kills those that
-no longer answer.
+Each rank has its own session and is killed if its launcher dies (PR_SET_PDEATHSIG). Checkpoints survive this. After one
+rank has failed, the watchdog of each other rank ends that rank after 3 s (10 s during a save). The launcher kills ranks
+that no longer respond.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from dsjob.ranks.failures import SAVED_CODES, End, Scene, blame, find_saved_end,
 from dsjob.ranks.signals import handling
 from dsjob.ranks.stalls import FAILED_NAME, RECORD_PREFIX, STACK_SIGNAL, Beat, name_beat, name_stack, parse_stack
 
-_PERIOD = 0.05  # seconds between two looks at the processes
-_LOOKS = 1.0  # and at where they are
-_OUTPUT = 16 << 10  # bytes of a rank's last output that are looked at
+_PERIOD = 0.05  # seconds between polls of the processes
+_LOOKS = 1.0  # seconds between checks of their progress
+_OUTPUT = 16 << 10  # bytes at the end of a rank's output to search for a cause
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass
 class _Process:
-    """One rank's process. `log`: the file with its output, from `begin` on; rank 0 writes to the launcher's own."""
+    """One rank's process. `log`: the file with its output, from offset `begin`; empty for rank 0, which has no log file
+    and prints to the launcher's output."""
 
     rank: int
-    popen: Any  # of a subprocess.Popen: pid, poll, wait
+    popen: Any  # a subprocess.Popen, or an object with its pid, poll and wait
     log: str = ""
     begin: int = 0
     end: End | None = None
@@ -50,7 +51,7 @@ class _Process:
             return file.read().decode(errors="replace")
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process, which then answers nothing."""
+        """Whether the process is suspended (SIGSTOP), and so cannot respond."""
         try:
             with open(f"/proc/{self.popen.pid}/stat", encoding="utf-8", errors="replace") as file:
                 return file.read().rpartition(")")[2].split()[0] in "Tt"
@@ -60,28 +61,30 @@ class _Process:
 
 @dataclass
 class Supervisor:
-    """Ranks that meet in the folder `private`; their output goes to `logs`. `timeout`: seconds of a collective;
-    `grace`: seconds after SIGTERM in which ranks have to get on."""
+    """Runs and watches the ranks of one job. They rendezvous in the folder `private`, and log to the folder `logs`.
+
+    `timeout`: seconds until a collective fails. `grace`: seconds after SIGTERM within which ranks must make progress.
+    """
 
     private: str
     logs: str
     timeout: float
     grace: float
     _all: list[_Process] = field(default_factory=list)
-    _asked: int = 0  # the signal that has asked this process to end
+    _asked: int = 0  # the first signal that asked this process to end
     _asked_at: float = 0.0
-    _stuck: bool = False  # it came, and no rank has got anywhere since
-    _at_once: bool = False
-    _looked: float = 0.0
-    _moved: float = 0.0  # when a rank has got anywhere
+    _stuck: bool = False  # no rank has made progress since that signal
+    _at_once: bool = False  # a second signal, not SIGTERM: end without waiting for ranks
+    _looked: float = 0.0  # time of the last progress check
+    _moved: float = 0.0  # time of the last progress of any rank
     _progress: Sequence[tuple[int, int, int]] = ()
-    _dumped: bool = False
+    _dumped: bool = False  # stacks were requested since the last progress
     _relay: Relay | None = None
 
     def run(self, command: Sequence[str], variables: Mapping[str, str], nproc: int) -> None:
-        """Runs `command` as `nproc` ranks to their ends. Raises the failure that came first, Preempted, Interrupted."""
+        """Runs `command` as `nproc` ranks until they end. Raises the first failure, Preempted or Interrupted."""
         for name in os.listdir(self.logs):
-            if name.startswith((RECORD_PREFIX, "stacks-")):  # of an earlier run in the same folder
+            if name.startswith((RECORD_PREFIX, "stacks-")):  # left by an earlier run in the same folder
                 os.unlink(os.path.join(self.logs, name))
         with handling(dict.fromkeys(_SIGNALS, self._take)):
             try:
@@ -90,19 +93,20 @@ class Supervisor:
                 self._wait()
             except BaseException:
                 for process in self._all:
-                    _kill(process)  # and what it has started
+                    _kill(process)  # and its child processes
                 raise
             finally:
                 if self._relay is not None:
                     self._relay.close()
 
     def _take(self, number: int, _: Any) -> None:
-        # A second SIGTERM is most likely the first, sent to the process and to its group: it ends no save.
+        # A second SIGTERM is most likely the first one again, sent to both the process and its group. So it must not
+        # interrupt a save.
         self._at_once = bool(self._asked) and number != signal.SIGTERM
         self._asked_at = self._asked_at if self._asked else time.monotonic()
         self._asked = self._asked or number
         for process in self._running():
-            # The process alone: workers that load data have to live on while it saves.
+            # Signal only the process, not its group: its data loader workers must survive while it saves.
             _send(process, signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
 
     def _start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -138,19 +142,19 @@ class Supervisor:
             raise saved
 
     def _is_late(self) -> bool:
-        """Whether ranks have saved for a signal and ended, and another one does not."""
+        """Whether some ranks have saved after a signal and ended, but another one has not in time."""
         saved = [each.end.time for each in self._all if each.end and each.end.code in SAVED_CODES]
         return bool(saved) and time.time_ns() - min(saved) > patience.TO_END * 1e9
 
     def _is_stuck(self) -> bool:
-        """Whether ranks that SIGTERM has asked to end after their step do not get to its end, nor anywhere else."""
+        """Whether ranks have made no progress for `grace` seconds since SIGTERM asked them to end."""
         since = max(self._asked_at, self._moved)
         if self._asked == signal.SIGTERM and time.monotonic() - since > self.grace:
             self._stuck = all(beat.doing != "saving" for beat in self._read_beats().values())
         return self._stuck
 
     def _poll(self) -> None:
-        """Notes which processes have ended, and prints what rank 0 has written."""
+        """Records which processes have ended, and relays the output of rank 0."""
         for process in self._running():
             code = process.popen.poll()
             if code is not None:
@@ -162,7 +166,7 @@ class Supervisor:
             self._relay.pass_on()
 
     def _look(self, running: Sequence[_Process]) -> None:
-        """Has stacks written where no rank gets anywhere, before NCCL ends those that wait: then it is too late."""
+        """Requests stacks when no rank makes progress. NCCL's timeout kills waiting ranks, so it must come before."""
         now = time.monotonic()
         if now - self._looked < _LOOKS:
             return
@@ -174,7 +178,7 @@ class Supervisor:
             self._ask_for_stacks(running)
 
     def _end(self) -> DsjobError:
-        """Ends the ranks that are left, now that one has failed; the failure that came first."""
+        """Ends the remaining ranks after one has failed. Returns the first failure."""
         began, beats, left = time.monotonic(), self._read_beats(), self._running()
         stopped = frozenset(process.rank for process in left if process.is_stopped())
         self._ask_for_stacks(left)
@@ -185,7 +189,8 @@ class Supervisor:
             for process in running:
                 if process.rank in stopped or _is_overdue(beats_now.get(process.rank), began):
                     _kill(process)
-                    with contextlib.suppress(subprocess.TimeoutExpired):  # in state D it ends once its device answers
+                    # A process in state D (uninterruptible) ends only when its device responds.
+                    with contextlib.suppress(subprocess.TimeoutExpired):
                         process.popen.wait(patience.TO_ANSWER)
                     process.end = End(process.rank, LostRankError.exit_code, time.time_ns(), finished=False)
             self._poll()
@@ -197,7 +202,7 @@ class Supervisor:
         return blame(Scene(failures, ends, beats, stacks, stopped, size, self.logs, self._stuck))
 
     def _describe_stop(self, error: DsjobError) -> DsjobError:
-        """The end that a signal has asked for; `error`: what ranks have said of it."""
+        """The error for a run that a signal has ended. `error`: the first failure of the ranks."""
         failures = read_failures(self.private)
         if self._stuck and not isinstance(error, Preempted):
             message = f"stopped by SIGTERM, then no progress for {self.grace:g} s: {error.message}"
@@ -209,7 +214,8 @@ class Supervisor:
 
     def _ask_for_stacks(self, running: Sequence[_Process]) -> None:
         for process in running:
-            if os.path.exists(os.path.join(self.private, name_beat(process.rank))):  # it knows the signal by now
+            # A rank installs its handler before its first heartbeat; until then the signal would kill it.
+            if os.path.exists(os.path.join(self.private, name_beat(process.rank))):
                 _send(process, STACK_SIGNAL)
 
     def _read_beats(self) -> dict[int, Beat]:
@@ -238,8 +244,8 @@ class Supervisor:
 def start_process(
     command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | int | None, errors: int | None = None
 ) -> Any:
-    """A process in a session of its own. `output`: a file for what it prints, this process's own where None; `errors`:
-    another one for its standard error."""
+    """Starts a process in its own session. `output`: the file for its output (None: inherit this process's); `errors`:
+    the file for its standard error (None: the same as `output`)."""
     stderr = output if errors is None else errors
     return subprocess.Popen(command, env=dict(env), stdout=output, stderr=stderr, start_new_session=True)
 
@@ -250,12 +256,12 @@ def _describe_rank(rank: int, nproc: int) -> dict[str, str]:
 
 
 def _has_failed(end: End) -> bool:
-    """Whether a rank neither is done nor has saved for a signal."""
+    """Whether a rank has neither finished nor saved after a signal."""
     return end.code not in (0, *SAVED_CODES) or (end.code == 0 and not end.finished)
 
 
 def _is_overdue(beat: Beat | None, began: float) -> bool:
-    """Whether a rank is not to be waited for any longer; one whose watchdog lives ends by itself."""
+    """Whether to stop waiting for a rank. A rank with a live watchdog gets more time: it ends on its own."""
     answers = beat is not None and time.time() - beat.time < patience.TO_ANSWER
     return time.monotonic() - began > (patience.TO_END if answers else patience.TO_ANSWER)
 
@@ -268,7 +274,7 @@ def _send(process: _Process, number: int) -> None:
 
 
 def _kill(process: _Process) -> None:
-    """Ends a rank's process and all that it has started."""
+    """Kills a rank's process and its child processes."""
     try:
         os.killpg(process.popen.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

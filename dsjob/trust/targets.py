@@ -1,9 +1,9 @@
-"""Targets: from `_target_` and arguments to the object. The one place that imports what a document names.
+"""Builds objects from `_target_` and its arguments. The only module that imports names from a document.
 
-What may be imported and called is for `trust` to say; it is asked before the import, and again about what was found.
+`trust` decides what may be imported and called. It is checked before the import, and again for the imported object.
 
-An object that was found must be defined in a trusted module or be listed, whatever path led to it: a name that a
-library has merely imported is not trusted.
+The object itself must be defined in a trusted module or be listed, whatever path leads to it. A name that a trusted
+library merely imports from elsewhere is not trusted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dsjob.trust.hub import check_models
 from dsjob.trust.signatures import find_misfits, takes_keyword
 
 T = TypeVar("T")
-MAKERS = ("evaluate.load",)  # functions that are called to make what the loop calls
-_MOVED = {"dsjob.callbacks": "Callback"}  # modules of earlier versions, and what users import from dsjob instead
+MAKERS = ("evaluate.load",)  # factory functions: called once, and the loop calls their result
+_MOVED = {"dsjob.callbacks": "Callback"}  # modules of earlier versions, and the name to import from dsjob instead
 
 
 def call_target(
@@ -43,12 +43,12 @@ def call_target(
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     where: Path = (),
 ) -> Any:
-    """Calls a target with `positional` and then its own arguments; targets among the arguments are called first.
+    """Calls a target with `positional` followed by its own arguments. Targets among the arguments are called first.
 
-    `${oc.env:NAME}` is read from the environment, where it need not be set if a default follows the name.
-    `_partial_: true` binds the arguments instead. Raises TargetError where the target is not trusted, cannot be
-    imported or does not take the arguments; an error inside the target passes through, with `where` noted on it: the
-    target's place in the document.
+    `${oc.env:NAME}` is read from the environment; with a default, NAME may be unset. `_partial_: true` binds the
+    arguments instead of calling. `where`: the target's path in the document. Raises TargetError if the target is not
+    trusted, cannot be imported or does not accept the arguments. Errors inside the target pass through, with `where`
+    attached.
     """
     with placing_target(where):
         return _call(target, positional, trust, where)
@@ -85,7 +85,7 @@ def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) 
     try:
         with refuse_exits():
             return function(*listed, **keywords)
-    except (Interrupted, Preempted):  # a signal came meanwhile
+    except (Interrupted, Preempted):  # a signal arrived during the call; not the target's error
         raise
     except Exception as error:
         put_at(error, (*where, "_target_") if where else ())
@@ -93,7 +93,7 @@ def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) 
 
 
 def _read_references(value: Any) -> Any:
-    """Arguments with what their references to the environment stand for, a default in the document among it."""
+    """Arguments with references to the environment replaced by their values, or by the default in the document."""
     if isinstance(value, Mapping):
         return {key: _read_references(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -115,10 +115,10 @@ def build_callable(
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     where: Path = (),
 ) -> Callable[..., Any]:
-    """What the loop calls as `role`: an object made by a class, or a function with the target's arguments bound.
+    """The callable that the loop uses as `role`: an instance of a class, or a function with bound arguments.
 
-    `_partial_` says otherwise where it is given: false calls a function that makes the callable, true binds a class.
-    Raises TargetError where what was made cannot be called.
+    `_partial_` overrides this: false calls a function that returns the callable, true binds the arguments of a class.
+    Raises TargetError if the result is not callable.
     """
     where = where or tuple(role.split(".", 1))
     made: Any = build_object(target, trust, where)
@@ -131,14 +131,14 @@ def build_callable(
 
 
 def build_object(target: Target, trust: Trust = Trust(), where: Path = ()) -> Any:  # noqa: B008 (frozen)
-    """As `build_callable`, for what need not be called. `where`: its place in the document."""
+    """Like `build_callable`, but the result need not be callable. `where`: the target's path in the document."""
     with placing_target(where):
         binds = inspect.isroutine(find_target(target.path, trust)) and target.path not in MAKERS
     return call_target(Target(target.path, {"_partial_": binds, **target.arguments}), trust=trust, where=where)
 
 
 def build_instance(target: Target, kind: type[T], called: str, trust: Trust, where: Path) -> T:
-    """What calling the target at `where` returns, which has to be of `kind`. Raises as `call_target`; ContractError."""
+    """Calls the target at `where`. Raises ContractError if the result is not of `kind`, and errors of `call_target`."""
     made = call_target(target, trust=trust, where=where)
     if not isinstance(made, kind):
         found = f"{target.path} returned {type(made).__name__}, not {called}"
@@ -150,8 +150,8 @@ def build_instance(target: Target, kind: type[T], called: str, trust: Trust, whe
 
 @contextmanager
 def placing_section(document: Mapping[str, Any], model: str) -> Iterator[None]:
-    """Says of an error about the optimizer or schedule of one of several models where the document has it: in the
-    model's own entry, or in the job."""
+    """Corrects the path of errors about the optimizer or schedule of one of several models: it is in the model's own
+    entry, or in the job."""
     try:
         yield
     except (TargetError, ContractError) as error:
@@ -164,7 +164,7 @@ def placing_section(document: Mapping[str, Any], model: str) -> Iterator[None]:
 
 @contextmanager
 def placing_target(where: Path) -> Iterator[None]:
-    """Says of a TargetError or ContractError that it is about the target at `where`, unless it says more itself."""
+    """Sets the path of a TargetError or ContractError to the target at `where`, unless it already has a path."""
     try:
         yield
     except (TargetError, ContractError) as error:
@@ -189,7 +189,7 @@ def _build(value: Any, trust: Trust, where: Path) -> Any:
 
 
 def find_target(path: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noqa: B008 (frozen)
-    """The callable at a dotted path. Raises TargetError where it is not trusted, or saying which part is not there."""
+    """The callable at a dotted path. Raises TargetError if it is not trusted or cannot be found."""
     parts = path.split(".")
     if not all(re.fullmatch(r"[^\W\d]\w*", part) for part in parts):
         raise TargetError(f"{path!r} is not a dotted path", hint="package.module.name")
@@ -204,9 +204,9 @@ def find_target(path: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noq
     module, length = _import(path, parts[0]), 1
     while length < len(parts) - 1 and hasattr(module, "__path__"):
         name = ".".join(parts[: length + 1])
-        spec = importlib.util.find_spec(name)  # imports nothing: the package above has been
+        spec = importlib.util.find_spec(name)  # imports nothing: the parent package is already imported
         if spec is None:
-            break  # this part of the path is no module: it may be a class in the one above
+            break  # this part of the path is not a module; it may be a class in the module above
         _require(path, trusting.explain_module(spec, path, trust), trust)
         module, length = _import(path, name), length + 1
     return _descend(module, parts, length, trust)
