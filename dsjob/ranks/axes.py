@@ -1,7 +1,7 @@
-"""The named mesh of a job: where each rank stands along `pipe`, `replicate`, `shard`, `context` and `tensor`.
+"""The named mesh of a job: each rank's position along `pipe`, `replicate`, `shard`, `context` and `tensor`.
 
-Every mesh has all five axes, so that code can ask for one by name whether or not the job spreads anything along it. An
-axis of size 1 costs no communicator. Neither does one as long as the job, which takes the group of all ranks.
+Every mesh has all five axes, so that code can look one up by name whether or not the job uses it. An axis of size 1
+costs no communicator. An axis that spans the whole job reuses the group of all ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dsjob.torch_private import make_group_of_one
 
 
 class Axes(NamedTuple):
-    """How many ranks lie along each axis, from the outermost to the innermost.
+    """The number of ranks along each axis, outermost first.
 
-    Ranks with successive numbers differ in the innermost axis first, and usually share a machine. So what communicates
-    most often is innermost: `tensor` and `context` inside each layer, `shard` once a layer, `replicate` once a step.
-    `pipe` sends the least: the activations at the borders of stages, from one rank to one other.
+    Consecutive ranks differ in the innermost axis first, and usually share a machine. So the axes that communicate most
+    often are innermost: `tensor` and `context` within each layer, `shard` once per layer, `replicate` once per step.
+    `pipe` sends the least: activations between stages, from one rank to one other rank.
     """
 
-    pipe: int = 1  # stages of one model, one after the other
-    replicate: int = 1  # copies of the sharded state, trained on other data
-    shard: int = 1  # parts of the state, trained on other data
+    pipe: int = 1  # stages of one model
+    replicate: int = 1  # copies of the sharded state, trained on different data
+    shard: int = 1  # parts of the state, trained on different data
     context: int = 1  # parts of one sequence
     tensor: int = 1  # parts of each layer
 
@@ -39,18 +39,18 @@ def build_mesh(
     ranks: Sequence[int] = (),
     groups: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> DeviceMesh:
-    """A mesh with the axes of `Axes`, and these sizes.
+    """Builds a mesh with the axes and sizes of `axes`.
 
-    `ranks`: the ranks of the job in the order of the mesh, the last axis fastest; 0, 1, 2, ... if empty. `groups`: this
-    rank's along axes that a program has made groups for. Either it has done so for all axes longer than 1, or for
-    none; then all ranks of the job make them here together.
+    `ranks`: the ranks of the job in mesh order, the last axis varying fastest; 0, 1, 2, ... if empty. `groups`: this
+    rank's existing group along each axis of size 2 or more (and `shard`). If empty, all ranks create the groups here,
+    in a collective.
     """
     known = dict(groups or {})
-    # FSDP2 and its kind communicate along `shard` also where that is one rank.
+    # FSDP2 and code like it communicates along `shard` even if that is a single rank.
     missing = {name: size for name, size in axes._asdict().items() if size > 1 or name == "shard"}
     if not known:
-        # DeviceMesh takes the group of all ranks for an axis as long as the job. The others split NCCL's communicator
-        # in one call per axis, where `new_group` would be a call for each group of the whole job.
+        # For an axis that spans the whole job, DeviceMesh reuses the group of all ranks. For the others it splits NCCL's
+        # communicator with one call per axis; `new_group` would take one call per group.
         made = init_device_mesh(device_type, tuple(missing.values()), mesh_dim_names=tuple(missing))
         known = {name: made.get_group(name) for name in missing}
     assert known.keys() == missing.keys()

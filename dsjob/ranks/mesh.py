@@ -1,9 +1,9 @@
 """The processes of a job and their devices: joining the process group, and the data-parallel mesh.
 
-Who divides the ranks into data-parallel and model-parallel ones is the matter of `mpu`.
+`mpu` divides the ranks into data-parallel and model-parallel ones.
 
-Ranks that dsjob started itself meet through a file in a private folder, so that nothing listens beyond loopback;
-ranks that torchrun or srun started meet as those say.
+Ranks that dsjob launched find each other through a file in a private folder, so that nothing listens beyond loopback.
+Ranks that torchrun or srun launched use the environment variables that these set.
 """
 
 from __future__ import annotations
@@ -27,48 +27,45 @@ from dsjob.torch_private import list_process_groups
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among ranks that work together: its place there, and how many they are.
+    """The position of this process in a group of ranks, and the size of that group.
 
-    `group`: what they communicate in; None for all ranks of the job, or where this process is alone.
+    `group`: the process group; None for all ranks of the job, or for a process on its own.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    timeout: float = 1800.0  # seconds that a collective may take
+    timeout: float = 1800.0  # of a collective, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process in a job: its device, and its place among the ranks.
+    """The device of this process and its position among the ranks of the job.
 
-    Those that train on other data are all of the job's, unless a model-parallel unit divides them; then `model` are the
-    ranks that hold one model together. `data_group`: what the data-parallel ranks communicate in, where they are not
-    all of the job's. `loads`, `reports`: whether this one reads data, and whether its metrics count. `copies`: of the
-    sharded state, each on `data_size / copies` ranks. `order`: the job's ranks as the mesh has them, if it is not 0, 1,
-    2, ...
+    All ranks are data-parallel unless a model-parallel unit (mpu) divides them. With an mpu, a model is split over the
+    ranks of `model`, and each data-parallel rank stands for one such group.
     """
 
     data_rank: int
     local_rank: int
     data_size: int
     device: torch.device
-    data_group: dist.ProcessGroup | None = None
-    model: Ranks = Ranks()
-    loads: bool = True
-    reports: bool = True
-    timeout: float = 1800.0  # seconds that a collective may take
-    copies: int = 1
-    order: tuple[int, ...] = ()
+    data_group: dist.ProcessGroup | None = None  # None: all ranks of the job are data-parallel
+    model: Ranks = Ranks()  # the ranks that together hold one copy of the model
+    loads: bool = True  # whether this rank reads data
+    reports: bool = True  # whether the metrics of this rank count
+    timeout: float = 1800.0  # of a collective, in seconds
+    copies: int = 1  # of the sharded state; each is spread over data_size / copies ranks
+    order: tuple[int, ...] = ()  # the ranks of the job in mesh order; empty: 0, 1, 2, ...
 
     @property
     def data(self) -> Ranks:
-        """This process among those that train on other data."""
+        """The data-parallel ranks."""
         return Ranks(self.data_rank, self.data_size, self.data_group, self.timeout)
 
     @property
     def everyone(self) -> Ranks:
-        """This process among all of the job's."""
+        """All ranks of the job."""
         if self.data_group is None:
             return self.data
         return Ranks(dist.get_rank(), dist.get_world_size(), timeout=self.timeout)
@@ -80,16 +77,16 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh of the job, with all axes of `Axes`. All ranks ask for it together, since it may need new groups.
+        """The device mesh of the job, with all axes of `Axes`. A collective, because building it may create groups.
 
-        It is built when it is first asked for: a job that neither shards nor divides its ranks never needs it.
+        It is built on first use: a job that neither shards nor divides its ranks never needs it.
         """
         self.ensure_group()
         groups = {"shard": self.data_group, "tensor": self.model.group}
         known = {name: group for name, group in groups.items() if group is not None}
         key = (dist.group.WORLD, self.device.type, self.axes, self.order, *known.values())
         if key not in _meshes:
-            # Groups of an earlier world are of no use, and would keep its connections open.
+            # Drop meshes of an earlier process group: they are useless, and keep its connections open.
             for stale in [other for other in _meshes if other[0] is not dist.group.WORLD]:
                 del _meshes[stale]
             _meshes[key] = build_mesh(self.axes, self.device.type, ranks=self.order, groups=known)
@@ -97,34 +94,32 @@ class World:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The part of `mesh` that a model's state is spread over, as FSDP2 takes it.
-
-        One axis, `shard`; with copies two of them, [replicate, shard].
-        """
+        """The submesh that FSDP2 shards the model over: [shard], or [replicate, shard] with several copies."""
         return self.mesh["replicate", "shard"] if self.copies > 1 else self.mesh["shard"]
 
     def ensure_group(self) -> None:
-        """Makes the process group of a rank that is alone, where there is none yet."""
+        """Creates a process group of one rank if there is no group yet. Has no effect otherwise."""
         if not dist.is_initialized():
             backend = _choose_backend("auto", self.device)
             dist.init_process_group(backend, store=HashStore(), rank=self.data_rank, world_size=self.data_size)
 
 
-# Built once, since each would make groups of its own. Keys hold what is the same on all ranks, or needs no new groups:
-# otherwise one rank would build a mesh where another has it already, and wait.
+# Each mesh is built only once, because building it creates process groups. Either the parts of a key are equal on all
+# ranks, or the mesh needs no new groups. Otherwise one rank would build a mesh that another already has, and hang.
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 1800.0) -> World:
-    """Joins the process group that the environment describes, once; alone where it describes none.
+    """Joins the process group that the environment describes, unless this process has joined one. Without such an
+    environment, this process is the only rank.
 
-    `timeout`: seconds that a collective may take. Raises LaunchError where the group cannot be joined.
+    `timeout`: of a collective, in seconds. Raises LaunchError if the group cannot be joined.
     """
     rank, world_size = _read_int("RANK", 0), _read_int("WORLD_SIZE", 1)
     local_rank = _read_int("LOCAL_RANK", 0)
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    # LOCAL_SIZE is the deepspeed launcher's. Where neither is set (a PyTorchJob's pods), nobody says how many are here.
+    # The deepspeed launcher sets LOCAL_SIZE. The pods of a PyTorchJob set neither, so the number of ranks is unknown.
     chosen = _choose_device(device, local_rank, _read_int("LOCAL_WORLD_SIZE", _read_int("LOCAL_SIZE", 0)))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -136,7 +131,7 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
 
 
 def _allow_connections(world_size: int) -> None:
-    """Raises how many files this process may open, often 1,024: gloo keeps a connection to each other rank."""
+    """Raises the limit on open files, often 1,024: gloo keeps a connection to every other rank."""
     try:
         import resource
     except ImportError:  # Windows
@@ -156,13 +151,13 @@ def leave_world() -> None:
 
 
 def abandon_world() -> None:
-    """Drops the process group of a run that has failed, if there is one: other ranks that wait in it get an error."""
+    """Aborts the process group of a failed run, if there is one, so that ranks waiting in it get an error."""
     _meshes.clear()
     if dist.is_initialized():
         for group in list_process_groups():
             group.abort()
         dist.destroy_process_group()
-        gc.collect()  # an engine, which refers to itself, may hold connections
+        gc.collect()  # engines hold connections, and their reference cycles would keep them open
 
 
 def _read_int(name: str, default: int) -> int:
@@ -176,9 +171,9 @@ def _read_int(name: str, default: int) -> int:
 
 
 def _choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of this rank. `local_world_size`: ranks on this machine; 0 where nobody says.
+    """The device of this rank. `local_world_size`: ranks on this machine; 0 if unknown.
 
-    Each rank decides alone. Where two decide for one GPU, NCCL refuses to start (see `_join_group`).
+    Each rank decides on its own. If two ranks choose the same GPU, NCCL refuses to start (see `_join_group`).
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and not count):
@@ -192,16 +187,17 @@ def _choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch
         raise LaunchError(
             f"found {count} GPU{'s' * (count != 1)} for {ranks} rank{'s' * (ranks > 1)} on this machine; "
             "each rank needs a GPU of its own",
-            hint="lower launch.nproc, or launch.device=cpu",
+            hint="lower launch.nproc, or set launch.device=cpu",
         )
     return torch.device("cuda", local_rank)
 
 
 def _sees_its_own_gpu(local_rank: int) -> bool:
-    """Whether the one GPU that this rank sees is its own, not one that all ranks of the machine see.
+    """Whether the only visible GPU belongs to this rank alone, rather than being visible to all ranks of the machine.
 
-    srun shows each task its GPU alone (--gpus-per-task, --gpu-bind=single:1), without always saying so; it may as well
-    show all tasks the same one. torchrun --virtual-local-rank gives every rank the local rank 0 and one GPU.
+    srun can show each task only its own GPU (--gpus-per-task, --gpu-bind=single:1), without setting a variable that
+    says so, but it can also show the same one to all tasks. torchrun --virtual-local-rank gives every rank the local
+    rank 0 and one GPU.
     """
     by_srun = "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -233,7 +229,7 @@ def _join_group(rank: int, world_size: int, backend: str, timeout: float, device
     except (RuntimeError, ValueError) as error:
         if "Duplicate GPU" in str(error):
             raise LaunchError(
-                f"rank {rank} has no GPU of its own: two ranks of this machine see the same one alone",
-                hint="give each rank one (srun --gpus-per-task=1), or show all ranks all GPUs",
+                f"rank {rank} has no GPU of its own: two ranks of this machine see only the same GPU",
+                hint="give each rank its own GPU (srun --gpus-per-task=1), or make all GPUs visible to all ranks",
             ) from error
         raise LaunchError(f"rank {rank} could not join the {backend} process group: {error}") from error

@@ -1,11 +1,11 @@
-"""Model-parallel units: what a program says of which ranks hold one model together, and which train on other data.
+"""Model-parallel units (mpu): a program's description of which ranks share a model and which are data-parallel.
 
-DeepSpeed's form is an object with get_{model,data}_parallel_{rank,world_size,group}(); Megatron calls the first half
-get_tensor_model_parallel_*. Determined's is an object of four fields, without groups, which are then made here. How the
-parts of a model work together is the program's own matter.
+DeepSpeed's form is an object with get_{model,data}_parallel_{rank,world_size,group}(). Megatron names the model half
+get_tensor_model_parallel_*. Determined's form is an object with four fields and no groups; this module creates the
+groups. The program itself implements the communication between the parts of its model.
 
-Code that shards, reduces or counts samples needs to know no more than `World`'s data_rank, data_size and data_group.
-The parts of a model are never cut anew: a checkpoint names them `mp_rank_00`, ... and loads with as many parts. An
+Code that shards, reduces or counts samples only needs `World`'s data_rank, data_size and data_group. The parts of a
+model are never resharded: a checkpoint names them `mp_rank_00`, ... and loads only with the same number of parts. An
 error in one rank's unit is raised on all ranks. hpZ, MiCS and the 1-bit optimizers are rejected, because they form
 groups of their own.
 """
@@ -32,7 +32,7 @@ _MARKS = ("model_parallel", "tensor_model_parallel")  # DeepSpeed's and Megatron
 
 
 class ModelParallelUnit:
-    """Determined's form: what this rank does. Its last field has two spellings there."""
+    """Determined's form: the role of this rank. Determined spells the last field in two ways."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class ModelParallelUnit:
     ) -> None:
         said = {should_build_dataloader, should_build_data_loader} - {None}
         if len(said) > 1:
-            raise UsageError("should_build_dataloader and should_build_data_loader say different things")
+            raise UsageError("should_build_dataloader and should_build_data_loader have different values")
         self.data_parallel_rank, self.data_parallel_world_size = data_parallel_rank, data_parallel_world_size
         self.should_report_metrics = should_report_metrics
         self.should_build_dataloader = self.should_build_data_loader = said != {False}
 
 
 class _Said(NamedTuple):
-    """What a rank's unit says, for the other ranks to know."""
+    """The content of one rank's unit, exchanged among all ranks."""
 
     rank: int  # data-parallel
     size: int
@@ -62,9 +62,9 @@ class _Said(NamedTuple):
 
 
 def divide(world: World, mpu: Any) -> World:
-    """`world`, all ranks of the job, as `mpu` divides them. All ranks call it, each with its own.
+    """Divides `world`, all ranks of the job, as `mpu` describes. A collective; each rank passes its own unit.
 
-    Raises UsageError, on all ranks alike where they can know, for what does not fit them.
+    Raises UsageError if the units are invalid or do not fit together; wherever possible, on all ranks.
     """
     if mpu is None:
         return world
@@ -90,7 +90,7 @@ def divide(world: World, mpu: Any) -> World:
 
 
 def read_data_ranks(mpu: Any) -> tuple[int, int]:
-    """The data-parallel rank of this process and their number, as an mpu of either form says. Raises UsageError."""
+    """The data-parallel rank and world size, from an mpu of either form. Raises UsageError."""
     unit = _read_fields(mpu)
     return _call_for_ranks(mpu) if unit is None else (unit.data_parallel_rank, unit.data_parallel_world_size)
 
@@ -104,39 +104,42 @@ def _read(mpu: Any) -> _Said:
 
 
 def _find_place(said: _Said, model: Ranks, group: dist.ProcessGroup | None, world: World) -> tuple[int, int]:
-    """The data-parallel rank of this process, and its rank in its model. Raises UsageError where sizes do not fit."""
+    """The data-parallel and the model-parallel rank of this process. Raises UsageError if the sizes do not fit."""
     if said.size * model.size != world.everyone.size:
         raise UsageError(
-            f"the mpu speaks of {said.size} data-parallel x {model.size} model-parallel ranks, and the job has"
+            f"the mpu describes {said.size} data-parallel x {model.size} model-parallel ranks, but the job has"
             f" {world.everyone.size}",
-            hint="these have to multiply out: pipeline and sequence parallelism are not supported through an mpu",
+            hint="the product must be the number of ranks: an mpu cannot add pipeline or sequence parallelism",
         )
     if model.size == 1:
         return said.rank, 0
     found = dist.get_rank(group), dist.get_world_size(group)
     if found != (said.rank, said.size):
         raise UsageError(
-            f"the mpu says that this is data-parallel rank {said.rank} of {said.size}, and its group that it is"
+            f"the mpu returns data-parallel rank {said.rank} of {said.size}, but in its group this is rank"
             f" {found[0]} of {found[1]}"
         )
     return said.rank, model.rank
 
 
 def _order_ranks(places: list[tuple[int, int]], size: int) -> tuple[int, ...]:
-    """The job's ranks by their places: rank m of model d is number d * `size` + m. `places`: (d, m) of each rank."""
+    """The job's ranks in mesh order: model-parallel rank m of data-parallel rank d is at index d * `size` + m.
+
+    `places`: (d, m) of each rank. Raises UsageError if two ranks have the same place.
+    """
     order: dict[int, int] = {}
     for rank, (data, model) in enumerate(places):
         other = order.setdefault(data * size + model, rank)
         if other != rank:
             raise UsageError(
-                f"the mpus of ranks {other} and {rank} both say data-parallel rank {data} and model-parallel rank"
+                f"the mpus of ranks {other} and {rank} both return data-parallel rank {data} and model-parallel rank"
                 f" {model}"
             )
     return tuple(order[place] for place in range(len(order)))
 
 
 def _make_together(make: Callable[[], T], world: World) -> list[T]:
-    """What `make` gives on each rank of the job. Where it raises on one, all raise, and none waits for that one."""
+    """Gathers the results of `make` from all ranks. If it raises on one rank, all ranks raise, so that none hangs."""
     made: Any = None
     own: Exception | None = None
     try:
@@ -158,7 +161,7 @@ def _read_fields(mpu: Any) -> ModelParallelUnit | None:
         try:
             return ModelParallelUnit(**mpu)
         except TypeError as error:
-            raise UsageError(f"the mpu is a dict of other keys: {error}", hint=f"it needs {_FIELDS}") from error
+            raise UsageError(f"the mpu is a dict with other keys: {error}", hint=f"it needs {_FIELDS}") from error
     if hasattr(mpu, "get_data_parallel_rank") or not hasattr(mpu, "data_parallel_rank"):
         return None
     loads = {
@@ -182,21 +185,22 @@ def _call_for_ranks(mpu: Any) -> tuple[int, int]:
 def _require_duties(everyone: list[_Said]) -> None:
     sizes = sorted({said.size for said in everyone})
     if len(sizes) > 1:
-        raise UsageError(f"the ranks' mpus say different data-parallel world sizes: {', '.join(map(str, sizes))}")
+        raise UsageError(f"the ranks' mpus have different data-parallel world sizes: {', '.join(map(str, sizes))}")
     if not any(said.reports for said in everyone):
-        raise UsageError("no rank's mpu reports metrics", hint="should_report_metrics=True on one of them")
+        raise UsageError("no rank's mpu reports metrics", hint="set should_report_metrics=True on at least one rank")
     idle = {said.rank for said in everyone} - {said.rank for said in everyone if said.loads}
     if idle:
         raise UsageError(
-            f"no rank builds the loader of data-parallel rank {min(idle)}: its samples would be read by nobody",
-            hint="should_build_dataloader=True on one of its ranks",
+            f"no rank builds the loader of data-parallel rank {min(idle)}: no rank would read its samples",
+            hint="set should_build_dataloader=True on one of its ranks",
         )
 
 
 def _form_groups(everyone: list[_Said], timeout: float) -> tuple[Ranks, dist.ProcessGroup | None]:
-    """Groups for fields: ranks that share a data-parallel rank hold one model, and those of one place in it share data.
+    """Creates the groups for Determined's form. Ranks with the same data-parallel rank form a model-parallel group; the
+    ranks at the same position in these groups form a data-parallel group.
 
-    A collective: every rank makes all groups.
+    A collective: every rank creates all groups. Raises UsageError if the model-parallel groups differ in size.
     """
     size = everyone[0].size
     models = [[number for number, said in enumerate(everyone) if said.rank == data] for data in range(size)]
@@ -204,11 +208,12 @@ def _form_groups(everyone: list[_Said], timeout: float) -> tuple[Ranks, dist.Pro
     if len(lengths) > 1 or sum(map(len, models)) != len(everyone):
         told = ", ".join(str(said.rank) for said in everyone)
         raise UsageError(
-            f"the ranks' mpus say data-parallel ranks {told} of {size}",
-            hint=f"each of 0 to {size - 1} has to be that of equally many ranks",
+            f"the ranks' mpus have data-parallel ranks {told} of {size}",
+            hint=f"each data-parallel rank from 0 to {size - 1} must occur equally often",
         )
     if lengths == {1}:
         return Ranks(), None
+    # models: [data][model] -> rank; its transpose has one data-parallel group per row.
     columns = [list(members) for members in zip(*models, strict=True)]
     allowed = timedelta(seconds=timeout)
     model, data = (dist.new_subgroups_by_enumeration(groups, timeout=allowed)[0] for groups in (models, columns))  # type: ignore[no-untyped-call]
@@ -216,7 +221,7 @@ def _form_groups(everyone: list[_Said], timeout: float) -> tuple[Ranks, dist.Pro
 
 
 def find_model_ranks(mpu: Any) -> Ranks:
-    """What an mpu says of the ranks that hold one model; this rank alone where it says nothing."""
+    """The model-parallel ranks that an mpu describes; only this rank if it describes none."""
     for start in _MODEL:
         if hasattr(mpu, start + "group"):
             group = getattr(mpu, start + "group")()
@@ -225,12 +230,12 @@ def find_model_ranks(mpu: Any) -> Ranks:
 
 
 def share(value: T, world: World) -> T:
-    """`value` as the first rank has it that holds the same model and builds a loader. A collective of these."""
+    """`value` of the first model-parallel rank that builds a loader. A collective of the model-parallel ranks."""
     return _gather_read(value, world)[0]
 
 
 def share_length(length: T, world: World, unit: str) -> T:
-    """As `share`. Raises DataError on all of these where those that build a loader have other lengths.
+    """Like `share`, but raises DataError on all of these ranks if the loaders differ in length.
 
     `unit`: what is counted, for the message.
     """
@@ -239,34 +244,35 @@ def share_length(length: T, world: World, unit: str) -> T:
     if other != lengths[0]:
         raise DataError(
             f"ranks that hold one model have {lengths[0]} and {other} {unit}",
-            hint="build the same dataset on each of them, or on one alone (should_build_dataloader)",
+            hint="build the same dataset on each of them, or only on one (should_build_dataloader)",
         )
     return lengths[0]
 
 
 def _gather_read(value: T, world: World) -> list[T]:
-    """`value` of the ranks that hold the same model and build a loader, in order."""
+    """`value` of each model-parallel rank that builds a loader, in rank order."""
     if world.model.size == 1:
         return [value]
     return [given for loads, given in all_gather(world.model, (world.loads, value)) if loads]
 
 
 def is_model_parallel(parameter: Tensor) -> bool:
-    """Whether a parameter is said to be another part of the model on each model-parallel rank."""
+    """Whether a parameter is marked as split: each model-parallel rank holds a different part."""
     return any(bool(getattr(parameter, mark, False)) for mark in _MARKS)
 
 
 def copy_marks(source: Tensor, made: Tensor) -> None:
-    """Says of `made`, which takes the place of `source`, what was said of that."""
+    """Copies the model-parallel marks of `source` to `made`, which replaces it."""
     for mark in _MARKS:
         if hasattr(source, mark):
             setattr(made, mark, getattr(source, mark))
 
 
 def find_counted_elsewhere(model: nn.Module, world: World) -> set[str]:
-    """Names of parameters that are the same on all model-parallel ranks, and that another rank counts in norms.
+    """Names of replicated parameters that another model-parallel rank includes in gradient norms.
 
-    As DeepSpeed and Megatron have it: the first rank counts those that are not said to be model-parallel.
+    As in DeepSpeed and Megatron, only model-parallel rank 0 includes parameters without a model-parallel mark.
+    Otherwise the norm would count them once per rank.
     """
     if world.model.rank == 0:
         return set()

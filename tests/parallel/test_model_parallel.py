@@ -276,8 +276,8 @@ def test_a_checkpoint_keeps_the_parts_apart_and_loads_at_any_stage() -> None:
 
 def test_what_does_not_fit_is_refused_with_reasons() -> None:
     told = results()[0]["refused"]
-    assert "4 data-parallel x 2 model-parallel ranks, and the job has 4" in told["size"]
-    assert "data-parallel rank 1 of 2, and its group that it is 0 of 2" in told["rank"]
+    assert "4 data-parallel x 2 model-parallel ranks, but the job has 4" in told["size"]
+    assert "data-parallel rank 1 of 2, but in its group this is rank 0 of 2" in told["rank"]
     assert "get_data_parallel_{rank,world_size,group}()" in told["methods"]
     assert "OneBitAdam averages over all ranks" in told["1-bit"]
     assert "zero_hpz_partition_size is 2" in told["hpz"]

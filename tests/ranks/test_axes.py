@@ -185,7 +185,7 @@ def put_twice(world: World) -> str:
 
 
 def test_an_mpu_that_puts_two_ranks_in_one_place_is_refused_on_all() -> None:
-    told = "the mpus of ranks 0 and 1 both say data-parallel rank 0 and model-parallel rank 0"
+    told = "the mpus of ranks 0 and 1 both return data-parallel rank 0 and model-parallel rank 0"
     assert run_ranks(put_twice, 4) == [told] * 4
 
 

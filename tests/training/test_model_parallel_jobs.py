@@ -185,7 +185,7 @@ def test_what_does_not_go_together_is_refused_on_every_rank() -> None:
         assert told["lengths", "eval"] == "ranks that hold one model have 2 and 4 batches of data.eval"
         assert told["one"].startswith("rank 1: ") == (told is not results()[1])
         assert "other keys" in told["one"]
-        assert told["uneven"] == "the ranks' mpus say data-parallel ranks 1, 0, 0, 0 of 2"
+        assert told["uneven"] == "the ranks' mpus have data-parallel ranks 1, 0, 0, 0 of 2"
 
 
 def test_batches_are_those_of_the_data_parallel_ranks() -> None:
