@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed, whose names it has, with DeepSpeed's way to start it."""
+"""`deepspeed.comm`: all names of torch.distributed, plus DeepSpeed's `init_distributed`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dsjob.engine.build import init_distributed as init_distributed
 
 
 def is_available() -> bool:
-    """Whether torch can communicate."""
+    """Whether torch was built with torch.distributed."""
     return _dist.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a group."""
+    """Whether this process has joined a process group."""
     return _dist.is_initialized()
 
 
@@ -27,14 +27,14 @@ def get_local_rank() -> int:
 
 
 def get_world_group() -> _dist.ProcessGroup | None:
-    """All ranks."""
+    """The process group of all ranks."""
     return _dist.group.WORLD
 
 
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: _dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """As torch's; a scalar counts as a tensor of one element, which gloo asks for."""
+    """Like torch's function, but also gathers scalars, by reshaping them to one element; gloo rejects scalars."""
     given = input_tensor.reshape(1) if input_tensor.dim() == 0 else input_tensor
     return _dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
 

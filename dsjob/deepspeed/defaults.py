@@ -9,6 +9,6 @@ from dsjob.contract import schema as contract
 
 
 def fill_params(section: str, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an optimizer or scheduler type, defaults filled in."""
+    """The arguments of an optimizer or scheduler type, with defaults filled in. section: "optimizer" or "scheduler"."""
     params = contract.params_schema(contract.deepspeed_schema()["properties"][section], kind)
     return contract.fill_defaults(dict(given), params or {})

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: that of dsjob, with an engine that has all of DeepSpeed's names."""
+"""`deepspeed.initialize`: like `dsjob.initialize`, but returns an engine with all of DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def initialize(
     config_params: str | Mapping[str, Any] | None = None,
     trust: Sequence[str] = (),
 ) -> tuple[DeepSpeedEngine, Optimizer | None, Epochs | None, LRScheduler | None]:
-    """As `dsjob.initialize`, whose arguments and errors it has. The engine is a `DeepSpeedEngine`."""
+    """Like `dsjob.initialize`, with the same arguments and errors, but returns a `DeepSpeedEngine`."""
     model = build.require_model(model)
     given = build.read_given(args, config if config is not None else config_params, trust)
     world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)

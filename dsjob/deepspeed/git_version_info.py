@@ -1,4 +1,4 @@
-"""`deepspeed.git_version_info`: what the installed torch was built for."""
+"""`deepspeed.git_version_info`: the versions that the installed torch was built with."""
 
 import torch
 

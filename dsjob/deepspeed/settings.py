@@ -1,4 +1,4 @@
-"""What an engine's config says, as the getters that programs for DeepSpeed call. Read-only."""
+"""DeepSpeed's getters for the config of an engine. Read-only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsjob.ranks.mesh import World
 
 
 def _read(dotted: str) -> Callable[[Settings], Any]:
-    """A method that gives the config's value at `dotted`: the default where it is not given."""
+    """A method that returns the config's value at `dotted`, or its default if unset."""
     path = tuple(dotted.split("."))
 
     def get(self: Settings) -> Any:
@@ -36,16 +36,16 @@ def _is_on(dotted: str) -> Callable[[Settings], bool]:
 
 
 class Monitor:
-    """DeepSpeed's monitors where none is on: the sections that switch them on have no effect here, which is told."""
+    """DeepSpeed's monitor, always disabled. The sections that enable monitors have no effect; a warning says so."""
 
     enabled = False
 
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """Events (name, value, step) go nowhere: `enabled` says so."""
+        """Discards the events (name, value, step), because `enabled` is False."""
 
 
 class Settings:
-    """Getters over a complete DeepSpeed config (`config`), and where this rank stands among the others."""
+    """Getters for a complete DeepSpeed config (`config`) and for the position of this rank."""
 
     spec: EngineSpec
     world: World
@@ -118,7 +118,7 @@ class Settings:
     monitor = Monitor()
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage that was asked for."""
+        """The ZeRO stage of the config."""
         return self.spec.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
@@ -130,7 +130,7 @@ class Settings:
         return self.zero_optimization_stage() >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded between uses."""
+        """Whether parameters are sharded while they are not in use."""
         return self.zero_optimization_stage() >= 3
 
     def zero_cpu_offload(self) -> bool:
@@ -140,7 +140,7 @@ class Settings:
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def optimizer_name(self) -> str | None:
-        """The type that the config gives the optimizer, lower case where it is one of DeepSpeed's own."""
+        """`optimizer.type` of the config; in lower case for DeepSpeed's own optimizers."""
         name = get_at(self.config, ("optimizer", "type"))
         own = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "onebitadam", "onebitlamb", "zerooneadam")
         return name.lower() if isinstance(name, str) and name.lower() in own else name
@@ -158,11 +158,12 @@ class Settings:
         return get_at(self.config, ("scheduler", "params"))
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that operators are lowered to; None without autocast."""
+        """The lower precision that autocast computes in; None without autocast."""
         return self.precision.autocast
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
-        """Dotted names of the classes whose gradients travel low; None: torch's linear and convolution layers."""
+        """Dotted names of the classes whose gradients are reduced in the lower precision; None: torch's linear and
+        convolution layers."""
         safe = self.spec.torch_autocast.lower_precision_safe_modules
         return None if safe is None else list(safe)
 
@@ -171,11 +172,11 @@ class Settings:
         return not get_at(self.config, ("prescale_gradients",))
 
     def initial_dynamic_scale(self) -> float:
-        """The loss scale that a dynamic one begins with."""
+        """The initial value of a dynamic loss scale."""
         return float(2**self.spec.fp16.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """What a dynamic loss scale is made of."""
+        """The arguments of DeepSpeed's dynamic loss scaler."""
         fp16 = self.spec.fp16
         return {
             "init_scale": self.initial_dynamic_scale(),
@@ -186,30 +187,30 @@ class Settings:
         }
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes that the model computes in, and that its gradients travel in."""
+        """The dtype of the forward pass, and the dtype in which gradients are reduced."""
         return self.precision.compute, self.precision.reduce
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype that gradients travel in."""
+        """The dtype in which gradients are reduced."""
         return self.precision.reduce
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its machine."""
+        """The rank of this process on its machine."""
         return self.world.local_rank
 
     @property
     def dp_world_size(self) -> int:
-        """Data-parallel ranks: all, unless an mpu divides them."""
+        """The number of data-parallel ranks: all ranks, unless an mpu divides them."""
         return self.world.data_size
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The data-parallel ranks; None without a process group."""
+        """The process group of the data-parallel ranks; None if no process group exists."""
         return self.world.data_group or (dist.group.WORLD if dist.is_initialized() else None)
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that hold one copy of the model together, as an mpu says."""
+        """The number of ranks that one copy of the model is split over; 1 without an mpu."""
         return self.world.model.size

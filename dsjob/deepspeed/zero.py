@@ -5,4 +5,4 @@ from dsjob.parallel.zero import Init as Init
 from dsjob.parallel.zero import register_external_parameter as register_external_parameter
 from dsjob.parallel.zero import unregister_external_parameter as unregister_external_parameter
 
-MiCS_Init = Init  # the shards of a group come with the strategy, from `mics_shard_size`
+MiCS_Init = Init  # the strategy creates the groups of MiCS later, from `mics_shard_size`

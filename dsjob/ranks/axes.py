@@ -49,8 +49,8 @@ def build_mesh(
     # FSDP2 and code like it communicates along `shard` even if that is a single rank.
     missing = {name: size for name, size in axes._asdict().items() if size > 1 or name == "shard"}
     if not known:
-        # For an axis that spans the whole job, DeviceMesh reuses the group of all ranks. For the others it splits NCCL's
-        # communicator with one call per axis; `new_group` would take one call per group.
+        # For an axis that spans the whole job, DeviceMesh reuses the group of all ranks. For the others, it splits
+        # NCCL's communicator with one call per axis; `new_group` would take one call per group.
         made = init_device_mesh(device_type, tuple(missing.values()), mesh_dim_names=tuple(missing))
         known = {name: made.get_group(name) for name in missing}
     assert known.keys() == missing.keys()

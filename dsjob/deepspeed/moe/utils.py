@@ -1,4 +1,4 @@
-"""`deepspeed.moe.utils`: which parameters are an expert's, and groups of an optimizer without them."""
+"""`deepspeed.moe.utils`: detects the parameters of experts, which dsjob does not support."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from dsjob.errors import UsageError
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether a parameter is marked as an expert's, by `allreduce = False`."""
+    """Whether a parameter belongs to an expert: DeepSpeed marks these with `allreduce = False`."""
     return not getattr(param, "allreduce", True)
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = None
 ) -> list[dict[str, Any]]:
-    """The groups, as a list. Raises UsageError where a parameter is an expert's. `max_group_size` is theirs alone."""
+    """Returns the groups as a list. Raises UsageError if a parameter belongs to an expert.
+
+    `max_group_size` has no effect, because it only applies to groups of experts.
+    """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     for group in groups:
         group["params"] = list(group["params"])
         if any(is_moe_param(param) for param in group["params"]):
             raise UsageError(
-                f"group {group.get('name', '')!r} has parameters of experts, which dsjob does not have",
+                f"group {group.get('name', '')!r} contains parameters of experts, which dsjob does not support",
                 hint="train without experts, or with DeepSpeed",
             )
     return groups

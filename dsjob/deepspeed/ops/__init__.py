@@ -1,4 +1,4 @@
-"""`deepspeed.ops`: optimizers. None of them has to be compiled; torch's foreach and fused steps take their place."""
+"""`deepspeed.ops`: optimizers. They use torch's foreach and fused steps, so nothing needs to be compiled."""
 
 from dsjob.deepspeed.ops import adagrad as adagrad
 from dsjob.deepspeed.ops import adam as adam

@@ -9,7 +9,7 @@ import torch
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad for state that stays on the host."""
+    """Adagrad, under the name that DeepSpeed uses for state on the host."""
 
     def __init__(
         self, model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0

@@ -11,7 +11,7 @@ from dsjob.optim.adam import DeepSpeedAdam
 
 
 class _Adam(type):
-    """What a config of type Adam or AdamW has made, which is torch's, is a FusedAdam too."""
+    """Makes torch's Adam an instance of FusedAdam: a config with type Adam or AdamW creates torch's optimizer."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return (
@@ -22,7 +22,7 @@ class _Adam(type):
 
 
 class FusedAdam(DeepSpeedAdam, metaclass=_Adam):
-    """Adam, by default with decoupled weight decay (`adam_w_mode`), which is 0 unless given."""
+    """Adam, by default with decoupled weight decay (`adam_w_mode`). `weight_decay` is 0 by default."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class FusedAdam(DeepSpeedAdam, metaclass=_Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same for state that stays on the host."""
+    """The same optimizer, under the name that DeepSpeed uses for state on the host."""
 
     def __init__(
         self,

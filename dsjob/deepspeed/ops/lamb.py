@@ -10,7 +10,7 @@ from dsjob.optim.lamb import Lamb
 
 
 class FusedLamb(Lamb):
-    """LAMB; arguments as `optimizer.params` of type Lamb has them."""
+    """LAMB, with the arguments of `optimizer.params` for type Lamb."""
 
     def __init__(self, params: Iterable[Any], **given: Any) -> None:
         filled = fill_params("optimizer", "Lamb", given)

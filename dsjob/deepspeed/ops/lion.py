@@ -10,11 +10,11 @@ from dsjob.optim.lion import Lion
 
 
 class FusedLion(Lion):
-    """Lion; arguments as `optimizer.params` of type Lion has them."""
+    """Lion, with the arguments of `optimizer.params` for type Lion."""
 
     def __init__(self, params: Iterable[Any], **given: Any) -> None:
         super().__init__(params, **fill_params("optimizer", "Lion", given))
 
 
 class DeepSpeedCPULion(FusedLion):
-    """The same for state that stays on the host."""
+    """The same optimizer, under the name that DeepSpeed uses for state on the host."""

@@ -1,4 +1,4 @@
-"""`deepspeed.ops.op_builder`: the names of what DeepSpeed compiles, for programs that ask whether it can be had."""
+"""`deepspeed.ops.op_builder`: DeepSpeed's builders of compiled ops, for programs that check their availability."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import ClassVar
 
 
 class OpBuilder:
-    """Something that DeepSpeed compiles. Here it is torch's, or missing: there is nothing to build."""
+    """An op that DeepSpeed compiles. dsjob uses torch's counterpart or lacks the op, so there is nothing to build."""
 
     NAME: ClassVar[str] = ""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether dsjob has it."""
+        """Whether dsjob supports the op."""
         from dsjob.deepspeed.ops import __compatible_ops__
 
         return __compatible_ops__.get(self.NAME, False)
@@ -54,6 +54,6 @@ class CPULionBuilder(OpBuilder):
 
 
 class AsyncIOBuilder(OpBuilder):
-    """Asynchronous files, for NVMe: not in dsjob."""
+    """Asynchronous file I/O for NVMe; not supported by dsjob."""
 
     NAME = "async_io"

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.config`: a DeepSpeed config as an object to be read."""
+"""`deepspeed.runtime.config`: a DeepSpeed config as a read-only object."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
 
 
 class Section:
-    """A section of a config by itself, its values as attributes: all of them, with defaults, None where there is none.
+    """One section of a config, with its values as attributes. Unset values have their defaults, or None.
 
-    `stage3_` may be left out of a name that begins with it. Raises ConfigError for values that can never be.
+    The prefix `stage3_` of an attribute is optional. Raises ConfigError for invalid values.
     """
 
     path: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Section:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Section:
-        """The section of these values, which are complete."""
+        """A section with these values, which must be complete: nothing is checked or filled in."""
         section = cls.__new__(cls)
         section._take(values)
         return section
@@ -72,10 +72,11 @@ class Section:
 
 
 class DeepSpeedConfig:
-    """A whole config, of a dict or a file: its top-level values, its sections, and what an engine's getters say of it.
+    """A complete config, from a dict or a file. Attributes: its top-level values, its sections, and the results of an
+    engine's getters.
 
-    Batch sizes are completed for the ranks of this job, or those that `mpu` calls data-parallel. Read-only. Raises
-    ConfigError, UsageError.
+    Missing batch sizes are derived for the ranks of this job, or for the data-parallel ranks of `mpu`. Read-only.
+    Raises ConfigError, UsageError.
     """
 
     def __init__(self, config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any = None) -> None:
@@ -97,7 +98,7 @@ class DeepSpeedConfig:
 
 
 def read_whole(config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config as it is given, and complete. Raises ConfigError, UsageError."""
+    """Reads a config. Returns it as given, and with all defaults filled in. Raises ConfigError, UsageError."""
     given, _, locate = read_config(None, cast(str, config))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     spec, _ = resolve_config(given, world_size=ranks if mpu is None else read_data_ranks(mpu)[1], locate=locate)

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.engine`: the engine with all of DeepSpeed's names, for programs that call them."""
+"""`deepspeed.runtime.engine`: the engine with all method and property names of DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class DeepSpeedEngine(Settings, Engine):
     _more_names = ". docs/explanation/deepspeed-tests.md lists what dsjob has of DeepSpeed"
 
     sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
-    client_lr_scheduler: Any = None  # the schedule, or the callable that made it, that a program gave to `initialize`
-    mpu: Any = None  # what a program gave to `initialize` to divide the ranks
-    training_dataloader: Epochs | None = None  # made of the `training_data` that a program gave to `initialize`
+    client_lr_scheduler: Any = None  # the argument `lr_scheduler` of `initialize`: a schedule, or a callable
+    mpu: Any = None  # the argument `mpu` of `initialize`
+    training_dataloader: Epochs | None = None  # built from the argument `training_data` of `initialize`
 
     @property
     def basic_optimizer(self) -> Optimizer | None:
-        """The optimizer: there is no wrapper around it."""
+        """The optimizer. Unlike in DeepSpeed, no wrapper surrounds it."""
         return self.optimizer
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model, or its blocks, are compiled: by the config, or by `compile` of the model."""
+        """Whether the model or its blocks are compiled, by the config or by `model.compile()`."""
         return self.spec.compile.enabled or _is_compiled(self.module)
 
     @property
@@ -46,7 +46,7 @@ class DeepSpeedEngine(Settings, Engine):
         return {}
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
+        """Whether the loss scale adapts to overflows."""
         return self._scaler is not None and self._scaler.dynamic
 
     def train_batch_size(self) -> int:
@@ -66,19 +66,20 @@ class DeepSpeedEngine(Settings, Engine):
         return self.rhythm.train_batch, self.rhythm.micro_batch, self.rhythm.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another train batch, by another number of accumulation steps. Raises UsageError for no multiple of one."""
+        """Changes the train batch by changing the number of accumulation steps. Raises UsageError unless it is a
+        multiple of the micro batch times the data-parallel ranks."""
         self.rhythm.set_train_batch(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another micro batch, and with the same number of accumulation steps another train batch."""
+        """Changes the micro batch. The number of accumulation steps stays, so the train batch changes with it."""
         self.rhythm.micro_batch = micro_batch_size
 
     def get_mom(self) -> list[Any]:
-        """Momentum of each parameter group: `betas`, or `momentum` where the optimizer has none."""
+        """The momentum of each parameter group: `momentum` if the optimizer has it, or else `betas`."""
         return self._read_groups("momentum" if self._read_groups("momentum") else "betas")
 
     def get_type(self) -> list[Any]:
-        """`type` of each parameter group, 0.0 where it has none."""
+        """`type` of each parameter group; 0.0 for a group without one."""
         return [group.get("type", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def deepspeed_io(
@@ -91,12 +92,15 @@ class DeepSpeedEngine(Settings, Engine):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Epochs:
-        """A loader of this rank's micro batches, an epoch each time it is iterated over; shuffled for `route` train.
+        """A loader of this rank's micro batches. Each iteration over it is one epoch; `route` "train" shuffles.
 
-        A `dataset` that is a loader already, such as torch's DataLoader, is used as it is.
+        If `dataset` is already a loader, such as torch's DataLoader, it is used unchanged.
         """
         if data_sampler is not None:
-            raise UsageError("deepspeed_io takes no sampler", hint="make a torch DataLoader with it, on each rank")
+            raise UsageError(
+                "deepspeed_io does not support data_sampler",
+                hint="pass a torch DataLoader with that sampler as dataset",
+            )
         return load_batches(
             self,
             dataset,
@@ -108,24 +112,25 @@ class DeepSpeedEngine(Settings, Engine):
         )
 
     def _backward_epilogue(self) -> None:
-        """Reduces what a backward pass over several engines has left on this rank."""
+        """Reduces gradients that a joint backward pass through several engines left unreduced on this rank."""
         if self.rhythm.boundary and self._syncs:
             self.strategy.reduce_gradients()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Reduces at once what backward passes have not reduced. `bucket_size` has no effect."""
+        """Immediately reduces all gradients that are not yet reduced. `bucket_size` has no effect."""
         self.strategy.reduce_gradients()
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backward passes inside, whose gradients are reduced once, at the end. `step` comes after it."""
+        """Inside this context, backward passes do not communicate. Their gradients are reduced once, on exit; call
+        `step` after that."""
         self.rhythm.require_managed("coalesce_grad_reduction()")
         with self.no_sync():
             yield
         self.strategy.reduce_gradients()
 
     def empty_partition_cache(self) -> None:
-        """Frees what forward passes have gathered."""
+        """Frees the full parameters that forward passes have gathered."""
         self.strategy.free_gathered()
 
     save_fp16_model = Engine.save_16bit_model

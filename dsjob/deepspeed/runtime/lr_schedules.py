@@ -1,6 +1,6 @@
 """`deepspeed.runtime.lr_schedules`: the five schedules with DeepSpeed's defaults, and the names of their arguments.
 
-The schedules that a config names are of these classes too.
+`isinstance` with these classes also recognizes the schedules that a config creates.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 
 
 class _Named(type):
-    """A class of DeepSpeed's name: making one fills in the defaults, and what a config has made is one too."""
+    """Metaclass of DeepSpeed's names. Calling such a class fills in DeepSpeed's defaults and returns dsjob's schedule,
+    whose type is another class; hence `__instancecheck__`."""
 
     def __call__(cls, optimizer: Optimizer, *unnamed: Any, **given: Any) -> Any:
         kind = getattr(schedules, cls.__name__)
         known = _list_arguments(cls.__name__)
         given = {**dict(zip(known, unnamed, strict=False)), **given}
-        # None is the default of what has no other.
+        # Programs may pass None for an argument without a default: treat it as not given.
         given = {key: value for key, value in given.items() if value is not None or "default" in known.get(key, {})}
         problems = check_config({"scheduler": {"type": cls.__name__, "params": given}})
         wrong = [problem for problem in problems if problem.severity == "error" and problem.path[:2] == _PARAMS]
@@ -69,7 +70,7 @@ class WarmupCosineLR(metaclass=_Named):
 
 
 def __getattr__(name: str) -> str:
-    """CYCLE_MIN_LR is "cycle_min_lr", and so on for every argument."""
+    """DeepSpeed has a constant for each argument: CYCLE_MIN_LR is "cycle_min_lr", and so on."""
     if name.isupper() and any(name.lower() in _list_arguments(kind) for kind in VALID_LR_SCHEDULES):
         return name.lower()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.precision_config`: the sections of a config about half precision."""
+"""`deepspeed.runtime.precision_config`: the half-precision sections of a config."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """The bf16 section of a config, by its older name too."""
+    """The bf16 section of a config, also under its older name `bfloat16`."""
     return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.torch_autocast`: autocast that a program switches on after `initialize`."""
+"""`deepspeed.runtime.torch_autocast`: enables autocast after `initialize`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from dsjob.compute.autocast import DEFAULT_SAFE_MODULES, MARK, find_safe_modules
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
 
-PARAM_COMM_DTYPE_ATTR_NAME = MARK  # the attribute of a parameter whose gradient travels low
+PARAM_COMM_DTYPE_ATTR_NAME = MARK  # marks parameters whose gradient is reduced in the lower precision
 
 
 def init_autocast_params(engine: Engine, dtype: torch.dtype, safe_modules: Sequence[str] | None = None) -> None:
-    """Switches autocast to `dtype` on for an engine on one rank; `safe_modules`: classes, by dotted name.
+    """Enables autocast to `dtype` for an engine on a single rank. `safe_modules`: dotted names of classes.
 
-    On several ranks the config has to say it, since it settles how the model is spread: raises UsageError there.
+    Raises UsageError on several ranks: there, autocast must be in the config, because the dtypes of collectives are
+    fixed when the model is distributed.
     """
     if engine.world.data_size > 1 or torch.float16 in (dtype, engine.precision.compute):
         raise UsageError(
-            "autocast on several ranks, or to float16, cannot be switched on afterwards",
-            hint='give it in the config: "torch_autocast": {"enabled": true, "dtype": ...}',
+            "autocast on several ranks, or to float16, cannot be enabled after initialize",
+            hint='set it in the config: "torch_autocast": {"enabled": true, "dtype": ...}',
         )
     engine.precision = dataclasses.replace(engine.precision, autocast=dtype, safe=safe_modules)
     engine.strategy.autocast = dtype
@@ -37,17 +38,17 @@ def is_autocast_initialized(engine: Engine) -> bool:
 
 
 def get_autocast_dtype(engine: Engine) -> torch.dtype | None:
-    """The dtype that operators are lowered to; None without autocast."""
+    """The lower precision that autocast computes in; None without autocast."""
     return engine.precision.autocast
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
-    """The classes that are safe where the config lists none, by dotted name."""
+    """Dotted names of the default classes, used if the config lists none."""
     return [f"{kind.__module__}.{kind.__name__}" for kind in DEFAULT_SAFE_MODULES]
 
 
 def has_autocast_dtype(parameter: torch.Tensor) -> bool:
-    """Whether the parameter's gradient travels in the lower precision."""
+    """Whether the parameter's gradient is reduced in the lower precision."""
     return marked_dtype(parameter) is not None
 
 
@@ -55,5 +56,5 @@ has_comm_dtype = has_autocast_dtype
 
 
 def get_comm_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype that autocast has the parameter's gradient travel in; the parameter's own where it has none."""
+    """The dtype in which the parameter's gradient is reduced: the one that autocast set, or the parameter's own."""
     return marked_dtype(parameter) or parameter.dtype

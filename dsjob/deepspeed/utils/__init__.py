@@ -34,7 +34,7 @@ logger = logging.getLogger("dsjob")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on the ranks that are named; -1, or none: on all."""
+    """Logs a message on the given ranks. Without ranks, or with -1 among them, logs on all ranks."""
     rank = _dist.get_rank() if _dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)

@@ -1,6 +1,6 @@
-"""`deepspeed.utils.groups`: which ranks work on what, as the mpu of the engine that was made last divides them.
+"""`deepspeed.utils.groups`: the data-parallel and model-parallel groups, from the mpu of the most recent engine.
 
-Without one all are data-parallel.
+Without an mpu, all ranks are data-parallel.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Whether torch is of these versions, of which the first two numbers count."""
+    """Whether the version of torch is within these bounds, both included. Only major and minor are compared."""
 
     def parse(version: float | str) -> tuple[int, int]:
         major, _, rest = str(version).partition(".")

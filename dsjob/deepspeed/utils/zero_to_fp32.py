@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: the weights in a checkpoint of dsjob, by the calls of DeepSpeed's script."""
+"""`deepspeed.utils.zero_to_fp32`: the functions of DeepSpeed's script, for the checkpoints of dsjob."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """All weights of a checkpoint as fp32, whole, in memory; tied ones are one tensor."""
+    """All weights of a checkpoint by name: full fp32 tensors in memory. Tied weights share one tensor."""
     return read_weights(os.fspath(checkpoint_dir), tag=tag, trained=exclude_frozen_parameters)
 
 
 @torch.no_grad()
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place, tag: str | None = None) -> nn.Module:
-    """Loads the weights of a checkpoint into a model, on the CPU; into one that is sharded, where it is.
+    """Loads the weights of a checkpoint into a model. Moves the model to the CPU, unless it is sharded.
 
-    Afterwards the model is one without an engine: what its engine keeps beside it stays as it was.
+    Only the weights of the model change. An engine around it keeps its old masters and optimizer state, so do not train
+    the model with that engine afterwards.
     """
     weights = read_weights(os.fspath(checkpoint_dir), tag=tag)
     shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
     for name, shard in shards.items():
         if type(shard) is DTensor:
             local(shard).copy_(own_part(weights[name].to(local(shard)), shard))
-        else:  # zero.GatheredParameters shows it whole for now
+        else:  # inside zero.GatheredParameters, where it is temporarily a full tensor
             shard.copy_(weights[name])
     others = {name: weight for name, weight in weights.items() if name not in shards}
     (model if shards else model.cpu()).load_state_dict(others, strict=False)
@@ -53,7 +54,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Writes the weights of a checkpoint to `pytorch_model.bin`, or to safetensors files, in bounded memory.
 
-    What is there already in the same form is replaced.
+    Existing files of the same form are replaced.
     """
     convert(
         os.fspath(checkpoint_dir),

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.config`: the section of a config about ZeRO."""
+"""`deepspeed.runtime.zero.config`: the ZeRO section of a config."""
 
 from __future__ import annotations
 
@@ -22,4 +22,5 @@ class DeepSpeedZeroConfig(Section):
     }
 
     def _take(self, values: Mapping[str, Any]) -> None:
+        # As in DeepSpeed, the default of overlap_comm depends on the stage.
         super()._take({**values, "overlap_comm": values.get("overlap_comm", values["stage"] == 3)})

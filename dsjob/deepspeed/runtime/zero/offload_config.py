@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.offload_config`: what can be offloaded, where to, and the sections that say so."""
+"""`deepspeed.runtime.zero.offload_config`: the config sections on offloading, and their enums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dsjob.deepspeed.runtime.config import Section
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Where state can be; dsjob has no NVMe."""
+    """Devices to offload to. dsjob does not support NVMe."""
 
     none = "none"
     cpu = "cpu"
@@ -38,5 +38,5 @@ class DeepSpeedZeroOffloadOptimizerConfig(Section):
 
     @property
     def pipeline(self) -> bool:
-        """Whether reading or writing overlaps with the step."""
+        """Whether reads or writes overlap with the step."""
         return bool(self.pipeline_read or self.pipeline_write)
