@@ -171,7 +171,9 @@ def test_a_mask_may_be_flat_and_has_the_size_of_its_parameters() -> None:
         optimizer.step()
     assert optimizer.state[weight]["exp_avg"].flatten()[1] == 0
     assert bool((optimizer.state[weight]["exp_avg"].flatten()[2:] != 0).all())
-    with pytest.raises(UsageError, match=r"exp_avg_mask is \[5\], and a parameter of its group \[2, 3\]"):
+    with pytest.raises(
+        UsageError, match=r"exp_avg_mask has shape \[5\], but a parameter of its group has shape \[2, 3\]"
+    ):
         OneBitAdam([{"params": [weight], "exp_avg_mask": mask[:5]}], freeze_step=1)
     optimizer.param_groups[0]["exp_avg_mask"] = mask[:5]
     with pytest.raises(UsageError, match="exp_avg_mask"):

@@ -1,14 +1,15 @@
-"""What the 1-bit optimizers have in common: when they communicate by themselves, and what they keep for it.
+"""The common base of the 1-bit optimizers, which reduce tensors themselves instead of leaving that to the engine.
 
-How a mean travels as signs is the matter of `optim.onebit.signs`, what the rest of dsjob knows of that of
-`optim.onebit.own_gradients`, what is sent that of each optimizer.
+`optim.onebit.signs` implements the compressed mean. `optim.onebit.own_gradients` is the interface to the rest of dsjob.
+Each optimizer decides what it sends.
 
-While such an optimizer `communicates`, DDP reduces nothing. That needs whole parameters: stage 0, as in DeepSpeed.
-Each rank clips its own gradients by their own norm. What differs by rank (the errors) is saved as [ranks, ...]; on
-another number of ranks it starts at zero, with a note. Deliberate differences from DeepSpeed: the first step is a
-step, `bias_correction` and `eps_inside_sqrt` take effect, padding counts in no scale, ZeroOneAdam keeps weight decay
-out of the momentum and leaves ranks identical to the last bit after each exchange, and OneBitLamb unites its scales
-group by group.
+While such an optimizer `communicates`, DDP reduces nothing. This requires full parameters, so it only works at stage 0,
+as in DeepSpeed. Each rank clips its own gradients by their own norm. State that differs between ranks (the errors) is
+saved as [ranks, ...]; with another number of ranks it starts at zero, and a note says so.
+
+Deliberate differences from DeepSpeed: the first call of `step` updates the parameters, `bias_correction` and
+`eps_inside_sqrt` take effect, scales ignore padding, ZeroOneAdam keeps weight decay out of the momentum and makes ranks
+bitwise identical after each exchange, and OneBitLamb unifies its scales within each parameter group.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ ERRORS = ("worker_error", "server_error")
 
 
 class CompressingOptimizer(PartwiseOptimizer):
-    """An optimizer that is given each rank's own gradients while it `communicates`; the mean over all ranks else.
+    """An optimizer that takes each rank's own gradients while it `communicates`, and otherwise their mean.
 
-    While it communicates, it moves every parameter that has had a gradient before, one that has none now as if by
-    zeros: whether a parameter was used may differ by rank. An element whose average of squares is 0 when this freezes
-    has had no gradient; it stays where it is, since its share of a compressed momentum would be divided by eps alone.
-    So does what a group's `exp_avg_mask`, a tensor of the shape of its parameters or flat, has zeros for.
+    While it communicates, it steps every parameter that has ever had a gradient, and treats a missing gradient as zero,
+    because ranks may differ in which parameters they used. An element whose average of squares is 0 at the freeze has
+    never had a gradient. It does not move, since its share of a compressed momentum would be divided by eps alone. The
+    same holds for elements where a group's `exp_avg_mask` is 0. The mask has the shape of the group's parameters, or is
+    flat.
     """
 
-    _steps = 0  # taken so far
+    _steps = 0  # taken so far; the same on all ranks, so all agree on when to communicate
 
     def __init__(
         self,
@@ -51,8 +53,9 @@ class CompressingOptimizer(PartwiseOptimizer):
         weight_decay: float,
         **more: Any,
     ) -> None:
-        """`freeze`: the steps in which the average of squares moves, and what that argument is called. `more`: what
-        parameter groups have besides. Raises ValueError for no such steps, UsageError for a mask of another size."""
+        """`freeze`: the argument's name, and the number of steps before the average of squares freezes. `more`: further
+        defaults of parameter groups. Raises ValueError if that number is below 1, UsageError for a mask of wrong size.
+        """
         name, steps = freeze
         if steps < 1:
             raise ValueError(f"{name}: the average of squares needs at least one step")
@@ -65,40 +68,46 @@ class CompressingOptimizer(PartwiseOptimizer):
             "weight_decay": weight_decay,
             **more,
         }
-        PartwiseOptimizer.__init__(self, params, defaults)  # a second base class would make defaults of its own
+        # Not super(): in OneBitLamb that would call Lamb.__init__, which sets other defaults.
+        PartwiseOptimizer.__init__(self, params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises UsageError for a mask of another size than a parameter."""
+        """Like torch's method. Raises UsageError if the size of a mask differs from that of a parameter."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             _find_mask(parameter, self.param_groups[-1])
 
     @property
     def communicates(self) -> bool:
-        """Whether the next step is given each rank's own gradients."""
+        """Whether the next step takes each rank's own gradients."""
         raise NotImplementedError
 
     @property
     def own_state(self) -> Sequence[str]:
-        """Keys of state that differs by rank now."""
+        """Keys of the state that currently differs between ranks."""
         return ERRORS
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step; what `closure` returns."""
+        """Takes one step. Returns the result of `closure`."""
         result = super().step(closure)
         self._steps += 1
         return result
 
     def choose(self, group: dict[str, Any]) -> list[Tensor]:
-        """Those with a gradient; while the optimizer communicates, those that ever had one."""
+        """The parameters to step: those with a gradient, or while the optimizer communicates, those that ever had one.
+
+        The latter are the same on all ranks, as collectives require.
+        """
         if any(isinstance(parameter, DTensor) for parameter in group["params"]):
-            raise TargetError(f"{type(self).__name__} steps whole parameters", hint="use zero_optimization.stage=0")
+            raise TargetError(
+                f"{type(self).__name__} does not support sharded parameters", hint="use zero_optimization.stage=0"
+            )
         if not self.communicates:
             return super().choose(group)
         return [parameter for parameter in group["params"] if self.state.get(parameter) and parameter.numel()]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`; masks stay what they are."""
+        """Loads `state_dict`. Masks are not loaded: the current ones stay."""
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
         for group, mask in zip(self.param_groups, masks, strict=True):
@@ -108,8 +117,9 @@ class CompressingOptimizer(PartwiseOptimizer):
         self._steps = max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     def move_average(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The average of the own gradients, moved on by a step in which the average of squares stays."""
+        """Updates the momentum with this rank's gradient while the average of squares is frozen. Returns it."""
         state, average = self.state[parameter], self.state[parameter]["exp_avg"]
+        # Bias correction of the frozen average of squares must use the number of its own updates.
         state.setdefault("variance_step", int(state["step"]))
         state["step"] += 1
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -117,7 +127,7 @@ class CompressingOptimizer(PartwiseOptimizer):
         return moved
 
     def find_live(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Which elements have had a gradient and are not masked: bool, of the parameter's shape."""
+        """The elements that ever had a gradient and are not masked: bool, in the parameter's shape."""
         live: Tensor = self.state[parameter]["exp_avg_sq"] > 0
         mask = _find_mask(parameter, group)
         return live if mask is None else live & mask.to(live.device).bool()
@@ -125,7 +135,7 @@ class CompressingOptimizer(PartwiseOptimizer):
     def average(
         self, values: Sequence[Tensor], parameters: Sequence[Tensor], group: dict[str, Any], *, one_scale: bool = False
     ) -> Sequence[Tensor]:
-        """About the means over all ranks of `values`, a tensor for each parameter: see `average_signs`."""
+        """Approximate means of `values` over all ranks; one tensor per parameter. See `average_signs`."""
         ranks = count_ranks()
         if ranks == 1:
             return values
@@ -141,14 +151,14 @@ class CompressingOptimizer(PartwiseOptimizer):
         return average_signs(values, live, workers, servers, one_scale=one_scale)
 
     def correct(self, parameter: Tensor, group: dict[str, Any]) -> tuple[float, float]:
-        """1 - beta^steps for the average and for that of squares: what they fall short by for having begun at zero."""
+        """Adam's bias corrections, 1 - beta^steps, of the average and of the average of squares."""
         if not group["bias_correction"]:
             return 1.0, 1.0
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         return 1 - beta1 ** float(state["step"]), 1 - beta2 ** float(state.get("variance_step", state["step"]))
 
     def find_root(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The denominator of Adam's update."""
+        """The denominator of Adam's update, in the parameter's shape."""
         square, correction = self.state[parameter]["exp_avg_sq"], self.correct(parameter, group)[1]
         if group["eps_inside_sqrt"]:
             root: Tensor = (square / correction + group["eps"]).sqrt_()
@@ -157,18 +167,21 @@ class CompressingOptimizer(PartwiseOptimizer):
         return root
 
     def move(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Adam's step along the average, with decoupled weight decay; in the order of torch's AdamW."""
+        """Adam's update of the parameter with decoupled weight decay; in the order of operations of torch's AdamW."""
         rate = group["lr"] / self.correct(parameter, group)[0]
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(self.state[parameter]["exp_avg"], self.find_root(parameter, group), value=-rate)
 
 
 def _find_mask(parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
-    """A group's mask in the shape of one of its parameters. Raises UsageError where it has another size."""
+    """A group's mask in the shape of one of its parameters. Raises UsageError if the sizes differ."""
     mask: Tensor | None = group.get("exp_avg_mask")
     if mask is None or mask.shape == parameter.shape:
         return mask
     if mask.numel() != parameter.numel():
         found, wanted = list(mask.shape), list(parameter.shape)
-        raise UsageError(f"exp_avg_mask is {found}, and a parameter of its group {wanted}", hint="give each a group")
+        raise UsageError(
+            f"exp_avg_mask has shape {found}, but a parameter of its group has shape {wanted}",
+            hint="put parameters of different shapes into different groups",
+        )
     return mask.reshape(parameter.shape)

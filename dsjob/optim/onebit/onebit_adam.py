@@ -1,4 +1,4 @@
-"""OneBitAdam: Adam whose momentum travels as signs once its average of squares is frozen."""
+"""OneBitAdam: Adam that communicates its momentum as signs once its average of squares is frozen."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dsjob.optim.partwise import move_averages
 class OneBitAdam(CompressingOptimizer):
     """Tang et al. 2021 (arXiv 2102.02888), with DeepSpeed's arguments (runtime/fp16/onebit/adam.py, version 0.19).
 
-    The first `freeze_step` steps are AdamW's over gradients that were reduced as always. From then on the average of
-    squares stays, each rank moves the momentum by its own gradient, and the mean of the momenta travels as signs.
+    The first `freeze_step` steps are AdamW steps with normally reduced gradients. After that, the average of squares is
+    frozen, each rank updates the momentum with its own gradient, and the momenta are averaged as signs.
 
-    State of a parameter: `exp_avg`, `exp_avg_sq`, `step`, fp32 []; from the freeze step on `variance_step`, and
-    on several ranks the `worker_error` and `server_error` of `optim.onebit.signs`.
+    State per parameter: `exp_avg`, `exp_avg_sq`, `step` (fp32 []); from the freeze step on also `variance_step`, and
+    with several ranks `worker_error` and `server_error` of `optim.onebit.signs`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""OneBitLamb: Lamb whose momentum travels as signs once its average of squares is frozen."""
+"""OneBitLamb: Lamb that communicates its momentum as signs once its average of squares is frozen."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from dsjob.optim.onebit.compressing import CompressingOptimizer
 class OneBitLamb(CompressingOptimizer, Lamb):
     """Li et al. 2021 (arXiv 2104.06069), in the form of DeepSpeed's OnebitLamb (runtime/fp16/onebit/lamb.py, 0.19).
 
-    The first `freeze_step` steps are Lamb's; an average of each parameter's c, with decay `coeff_beta`, is kept. From
-    then on the average of squares v stays, and the mean of the momenta travels as signs, all with one scale: each is
-    multiplied for that by s = (mean of all momenta's root mean squares) / its own, as they were at the freeze.
-    c is then its average times f, the largest element of root(v) / root(v'), where v' is an average of squares that
-    goes on with the gradients that the momentum's change implies; with weight decay the mean of f and 1 that the
-    share of the update without decay says. f is within [factor_min, factor_max], and within `factor_threshold` of
-    what it was a step before, relative to that.
+    The first `freeze_step` steps are Lamb steps. They also keep an average of each parameter's trust ratio c, with
+    decay `coeff_beta`. After that:
 
-    State of a parameter: Lamb's, and `coeff_average`, fp32 []; from the freeze step on `exp_avg_sq_fresh` (v'),
-    `scaling` (s), `last_factor` (f) and `variance_step`, and on several ranks the errors of `optim.onebit.signs`.
+    - The average of squares v is frozen, and the momenta are averaged as signs with a single scale. So that one scale
+      fits all, each momentum is multiplied by s = (mean of the root mean squares of all momenta) / (its own root mean
+      square), both taken at the freeze.
+    - The trust ratio is the average of c times a factor f, the largest element of root(v) / root(v'). v' is an average
+      of squares that is still updated, with the gradients implied by the change of the momentum. With weight decay, f
+      is interpolated between itself and 1, weighted by the norm of the update without decay relative to the whole
+      update.
+    - f is clamped to [factor_min, factor_max], and to a relative change of `factor_threshold` per step.
+
+    State per parameter: that of Lamb, and `coeff_average` (fp32 []); from the freeze step on `exp_avg_sq_fresh` (v'),
+    `scaling` (s), `last_factor` (f) and `variance_step`; with several ranks also the errors of `optim.onebit.signs`.
     """
 
     def __init__(
@@ -69,8 +73,9 @@ class OneBitLamb(CompressingOptimizer, Lamb):
             self._move_frozen(parameter, last, group)
 
     def find_ratios(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """Lamb's, of which the average is kept; a ratio of 1 says that there was nothing to compare."""
+        """Lamb's trust ratios, which also update their average."""
         ratios = super().find_ratios(parameters, updates, group)
+        # Lamb returns exactly 1 if the parameter or its update is zero: such a ratio says nothing, so skip it.
         for parameter, ratio in zip(parameters, ratios, strict=True):
             average = self.state[parameter].setdefault("coeff_average", torch.zeros_like(ratio))
             average.copy_(torch.where(ratio == 1, average, average.lerp(ratio, 1 - self.coeff_beta)))
@@ -86,6 +91,7 @@ class OneBitLamb(CompressingOptimizer, Lamb):
 
     def _move_frozen(self, parameter: Tensor, last: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
+        # Solve m = beta1 * last + (1 - beta1) * g for g: the mean gradient that the exchanged momentum implies.
         implied = state["exp_avg"].sub(last, alpha=beta1).div_(1 - beta1)
         fresh = state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(implied, implied, value=1 - beta2)
         root, live = self.root(state["exp_avg_sq"], group), self.find_live(parameter, group)

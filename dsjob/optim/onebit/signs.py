@@ -1,7 +1,8 @@
-"""A mean over ranks of which signs alone travel: one bit an element in both directions, and a scale a chunk.
+"""An approximate mean over ranks that communicates only signs: one bit per element each way, and a scale per chunk.
 
-What the signs leave out is kept by who left it out and added the next time (error feedback), so that over several
-means nothing is lost. Tang et al. 2021, "1-bit Adam" (arXiv 2102.02888), section 4; on torch.distributed alone.
+Error feedback: the rank that compresses a value keeps the compression error and adds it to the next value, so that
+nothing is lost over several means. Tang et al. 2021, "1-bit Adam" (arXiv 2102.02888), section 4. Needs only
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _BITS = 8  # in a byte; the first element is the lowest bit
 
 
 def chunk_width(elements: int, ranks: int) -> int:
-    """Elements of a tensor that each rank averages: whole bytes of signs, so that the last chunks may be padded."""
+    """The number of elements of a tensor that each rank averages. A multiple of 8, so that their signs fill whole
+    bytes; the last chunks may contain padding."""
     return math.ceil(elements / (_BITS * ranks)) * _BITS
 
 
@@ -32,32 +34,34 @@ def average_signs(
     *,
     one_scale: bool = False,
 ) -> list[Tensor]:
-    """About the mean over all ranks of each of `values` (fp32, the same shapes everywhere); the same on every rank.
+    """The approximate mean over all ranks of each tensor in `values` (fp32, equal shapes on all ranks). All ranks get
+    the same result, bit for bit. A collective.
 
-    Each tensor is cut into a chunk a rank. In the first phase a rank sends sign(x + worker error) of each chunk to the
-    rank that averages it, with one scale, |x + error| / sqrt(elements), for the tensor. In the second that rank sends
-    the mean in the same form, with its own error and a scale for the chunk. Elements that are not `live` (bool, of the
-    shapes of `values`) are zero, and count in no scale. The sign of 0 is +1.
+    Each tensor is split into one chunk per rank. In the first phase, every rank sends sign(x + worker error) of each
+    chunk to the rank that averages this chunk, with one scale per tensor, |x + error| / sqrt(elements). In the second
+    phase, that rank sends the mean to all ranks in the same form, with its server error and one scale per chunk.
+    Elements that are not `live` (bool, in the shapes of `values`) are zero and do not affect scales. The sign of 0 is
+    +1.
 
-    `worker_errors`: [ranks, chunk_width], `server_errors`: [chunk_width], of each tensor; both are replaced in place.
-    `one_scale`: all tensors share their scales, as parts of one.
+    `worker_errors`: [ranks, chunk_width] per tensor; `server_errors`: [chunk_width] per tensor; updated in place.
+    `one_scale`: all tensors share their scales, as if they were one tensor.
     """
     ranks = count_ranks()
     widths = [chunk_width(value.numel(), ranks) for value in values]
     spans = [sum(widths)] if one_scale else widths
-    # [ranks, sum(widths)], row r is what rank r averages; 0 or 1.
+    # fp32 [ranks, sum(widths)] of 0 and 1; row r is the part that rank r averages.
     alive = _cut([mask.float() for mask in live], widths, ranks)
-    # What earlier rounds left out joins this one: without it the signs would be biased.
+    # Error feedback. Without it, the signs would be a biased estimate, and training may diverge.
     sent = (_cut(values, widths, ranks) + torch.cat(list(worker_errors), 1)) * alive
     signs, scales, errors = _reduce_to_signs(sent, alive, spans)
     torch._foreach_copy_(list(worker_errors), list(torch.split_with_sizes(errors, widths, 1)))
 
-    # uint8 [ranks, bytes of signs + 4 x scales]: scales travel in the same message, which saves a collective.
+    # uint8 [ranks, bytes of signs + 4 x scales]: sending scales in the same message saves a collective.
     message = torch.cat([_pack(signs), scales.view(torch.uint8).expand(ranks, -1)], 1)
     received = torch.empty_like(message)
     dist.all_to_all_single(received, message)
     own = alive[dist.get_rank()]
-    # [sum(widths)]: the rows that all ranks have sent about this rank's chunk.
+    # [sum(widths)]: the mean of the rows that all ranks sent for this rank's chunks.
     mean = (_read(received, spans).sum(0) / ranks + torch.cat(list(server_errors))) * own
     signs, scales, errors = _reduce_to_signs(mean[None], own[None], spans)
     torch._foreach_copy_(list(server_errors), list(torch.split_with_sizes(errors[0], widths)))
@@ -65,13 +69,13 @@ def average_signs(
     message = torch.cat([_pack(signs[0]), scales.view(torch.uint8)])
     received = message.new_empty(ranks, message.numel())
     dist.all_gather(list(received), message)
-    # The signs of padding and of elements that are not live stand for values; `alive` makes them 0 again.
+    # A sign cannot encode 0, so reset padding and elements that are not live.
     means = torch.split_with_sizes(_read(received, spans) * alive, widths, 1)
     return [mean.reshape(-1)[: value.numel()].view_as(value) for mean, value in zip(means, values, strict=True)]
 
 
 def _cut(tensors: Sequence[Tensor], widths: Sequence[int], ranks: int) -> Tensor:
-    """Chunk by chunk, those of all tensors side by side: fp32 [ranks, sum(widths)], padded with zeros."""
+    """The chunks of all tensors: fp32 [ranks, sum(widths)], padded with zeros. Row r has the r-th chunk of each."""
     rows = [
         pad(tensor.reshape(-1).float(), (0, ranks * width - tensor.numel())).view(ranks, width)
         for tensor, width in zip(tensors, widths, strict=True)
@@ -80,7 +84,7 @@ def _cut(tensors: Sequence[Tensor], widths: Sequence[int], ranks: int) -> Tensor
 
 
 def _reduce_to_signs(rows: Tensor, alive: Tensor, spans: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether each element is positive, a scale for each span of columns (fp32), and what these two leave out."""
+    """Compresses `rows`. Returns the signs (True for >= 0), one scale per span of columns (fp32), and the errors."""
     norms = torch.stack(torch._foreach_norm(list(torch.split_with_sizes(rows, spans, 1))))
     counts = torch.stack([part.sum() for part in torch.split_with_sizes(alive, spans, 1)])
     scales = norms / counts.clamp(min=1).sqrt()
@@ -90,27 +94,29 @@ def _reduce_to_signs(rows: Tensor, alive: Tensor, spans: Sequence[int]) -> tuple
 
 
 def _read(messages: Tensor, spans: Sequence[int]) -> Tensor:
-    """What the rows of `messages` stand for: fp32 [rows, sum(spans)]."""
+    """Decodes `messages`, uint8 [rows, bytes], into their values: fp32 [rows, sum(spans)]."""
     size = sum(spans) // _BITS
+    # The copy is aligned and contiguous, as a view in another dtype requires.
     scales = messages[:, size:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     wide = _widen(scales, spans)
     return torch.where(_unpack(messages[:, :size]), wide, -wide)
 
 
 def _widen(scales: Tensor, spans: Sequence[int]) -> Tensor:
-    """Scales of spans, [..., len(spans)], as those of their columns."""
+    """Repeats the scale of each span, [..., len(spans)], for its columns: [..., sum(spans)]."""
+    # `output_size` saves a wait for the device, which repeat_interleave would need to sum the counts.
     counts = torch.tensor(spans, device=scales.device)
     return scales.repeat_interleave(counts, -1, output_size=sum(spans))
 
 
 def _pack(signs: Tensor) -> Tensor:
-    """Bools [..., n] as bits, uint8 [..., n / 8]."""
+    """Packs bools [..., n] into bits, uint8 [..., n / 8]."""
     places = torch.arange(_BITS, dtype=torch.uint8, device=signs.device)
     bits = signs.view(*signs.shape[:-1], -1, _BITS).to(torch.uint8) << places
     return bits.sum(-1, dtype=torch.uint8)
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """The bools that `_pack` was given."""
+    """The inverse of `_pack`."""
     places = torch.arange(_BITS, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> places) & 1).flatten(-2).bool()

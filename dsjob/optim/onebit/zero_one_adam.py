@@ -1,4 +1,4 @@
-"""ZeroOneAdam: Adam that updates its average of squares ever more rarely, then skips rounds of communication too."""
+"""ZeroOneAdam: Adam that updates its average of squares less and less often, and later also skips communication."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from dsjob.optim.partwise import move_averages
 class ZeroOneAdam(CompressingOptimizer):
     """Lu et al. 2022 (arXiv 2202.06009), with the policies of DeepSpeed (runtime/fp16/onebit/zoadam.py, version 0.19).
 
-    In the first `var_freeze_step` steps the average of squares moves every `variance_interval` steps, by gradients
-    reduced as always; in the others the gradients travel as signs. Then it stays, and each rank takes steps of its
-    own from where all ranks were: every `local_interval` steps the sum of lr m travels as signs, all go to where its
-    mean leads, and the momentum m becomes that mean over the sum of rates.
+    During the first `var_freeze_step` steps, the average of squares is updated every `variance_interval` steps, with
+    normally reduced gradients; in the other steps, gradients are averaged as signs. After that, the average of squares
+    is frozen, and each rank takes local steps. Every `local_interval` steps, the ranks exchange the sum of lr * m as
+    signs. All ranks then take the mean of these sums as a single step from their last common weights (the anchor), and
+    set the momentum m to that mean divided by the sum of the learning rates.
 
-    Between two exchanges, weights and momenta differ by rank; a checkpoint has rank 0's weights. State of a parameter:
-    `exp_avg`, `exp_avg_sq`, `step`, fp32 [], `variance_step`, on several ranks the errors of `optim.onebit.signs`, and
-    from `var_freeze_step` on `anchor` (where all ranks were), `momentum_accumulator`, `rates` and `decay` (sums since).
+    Between two exchanges, weights and momenta differ between ranks; a checkpoint contains the weights of rank 0. State
+    per parameter: `exp_avg`, `exp_avg_sq`, `step` (fp32 []), `variance_step`; with several ranks the errors of
+    `optim.onebit.signs`; from `var_freeze_step` on `anchor`, and the sums since the last exchange:
+    `momentum_accumulator`, `rates` and `decay`.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class ZeroOneAdam(CompressingOptimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if "anchor" not in state:
-                for key in ERRORS:  # those that there are belong to gradients
+                for key in ERRORS:  # errors of gradients do not fit the sums of momenta that are sent from here on
                     state.pop(key, None)
                 state.update(anchor=parameter.clone(), momentum_accumulator=torch.zeros_like(parameter))
                 state.update(rates=0.0, decay=0.0)
@@ -108,14 +110,17 @@ class ZeroOneAdam(CompressingOptimizer):
                 self._start_interval(parameter, group)
 
     def _go_from_anchor(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Puts the parameter where the sums since the last exchange lead, without the rounding of steps one by one."""
+        """Sets the parameter to the anchor plus all updates since the last exchange, computed from their sums.
+
+        Adding the updates one by one would round differently, so that ranks would not be identical after an exchange.
+        """
         state = self.state[parameter]
         parameter.copy_(state["anchor"] * (1 - state["decay"]))
         parameter.addcdiv_(state["momentum_accumulator"], self.find_root(parameter, group), value=-1)
 
     def _start_interval(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        if state["rates"]:  # a rate of 0 leaves nothing to tell the momentum from
+        if state["rates"]:  # if all rates were 0, so is the sum, and the momentum cannot be derived from it
             scale = self.correct(parameter, group)[0] / state["rates"]
             state["exp_avg"].copy_(state["momentum_accumulator"] * scale)
         state["anchor"].copy_(parameter)
@@ -124,9 +129,10 @@ class ZeroOneAdam(CompressingOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`, with the weights of this rank; without its own state, from the weights there are.
+        """Loads `state_dict`, and restores the weights of this rank from the anchor and the sums since the last
+        exchange. Without these sums (another number of ranks), the loaded weights become the new anchor.
 
-        The weights are to be loaded before.
+        Load the weights first.
         """
         super().load_state_dict(state_dict)
         for group in self.param_groups:
@@ -140,9 +146,9 @@ class ZeroOneAdam(CompressingOptimizer):
 
 
 def variance_interval(step: int, updates: int) -> int:
-    """The distance, in the policy's phase that `step` is in, of two updates of the average of squares.
+    """The number of steps between two updates of the average of squares, around step number `step`.
 
-    It begins at 1 and doubles after each `updates` of them; they are taken at the multiples of it.
+    It starts at 1 and doubles after every `updates` updates. Updates happen at steps that are multiples of it.
     """
     interval, last = 1, updates
     while step > last:
@@ -152,5 +158,5 @@ def variance_interval(step: int, updates: int) -> int:
 
 
 def local_interval(frozen_steps: int, doubling: int, most: int) -> int:
-    """The steps between two exchanges, after `frozen_steps`: from 1 on twice as many every `doubling`, up to `most`."""
+    """The number of steps between two exchanges. It starts at 1 and doubles every `doubling` steps, up to `most`."""
     return int(min(most, 2 ** min(frozen_steps // doubling, 62)))
