@@ -66,8 +66,9 @@ def show_verified(found: Sequence[Verified]) -> str:
     lines = []
     for one in found:
         unchecked = f", {one.unchecked} of them without a digest" if one.unchecked else ""
-        what = f"{one.chunks} chunks{unchecked}, {show_bytes(one.size)} of weights and optimizer"
-        lines.append(f"{one.tag}  {f'DAMAGED in {len(one.damages)} places' if one.damages else 'whole'}  {what}")
+        what = f"{_plural(one.chunks, 'chunk')}{unchecked}, {show_bytes(one.size)} of weights and optimizer"
+        verdict = f"DAMAGED in {_plural(len(one.damages), 'place')}" if one.damages else "intact"
+        lines.append(f"{one.tag}  {verdict}  {what}")
         lines += [f"  {make_printable(str(damage))}" for damage in one.damages]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What autograd keeps of a forward pass: measured on fake tensors, which have shapes but no memory."""
+"""Measures the memory that autograd keeps after a forward pass, with fake tensors: these have shapes but no data."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def measure_activations(
     spec: JobSpec,
     trust: Trust = Trust(),  # noqa: B008 (frozen)
 ) -> Activations:
-    """What autograd would keep of `batch`, the micro batch of a rank: a forward pass on fake tensors, without memory.
+    """Measures the activations of `batch`, one rank's micro batch, in a forward pass on fake tensors.
 
-    The model's outputs are in it; parameters, their compute copies and the batch are not. `checkpointed` is what
-    remains if blocks are computed again, as the document says or else all of them in full; `recomputed` how much
-    more there is when the backward pass computes one of them. `model`: on the meta device, which it stays on. Attention
-    and the like choose the kernels of a CPU.
+    The result includes the model's outputs. It excludes parameters, their compute copies and the batch. `checkpointed`:
+    what remains with activation checkpointing, as the document sets it, or else with all blocks checkpointed in full.
+    `recomputed`: the additional peak while the backward pass recomputes a block. `model`: on the meta device, where it
+    stays. Operators such as attention choose their CPU kernels, which may keep other tensors than those of a GPU.
     """
     section = spec.activation_checkpointing
     if section.mode == "none":
@@ -64,7 +64,7 @@ def measure_activations(
 
 
 def _make_fakes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Fake CPU tensors in place of a model's parameters, in the dtype that it computes in, and of its buffers."""
+    """Fake CPU tensors for a model's parameters, in its compute dtype, and for its buffers."""
     for name, parameter in model.named_parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
         yield name, torch.empty(parameter.shape, dtype=kind).requires_grad_(parameter.requires_grad)
@@ -73,36 +73,37 @@ def _make_fakes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 
 def _leaves(outputs: Any) -> list[Any]:
-    """What is in a model's outputs; those of transformers are mappings that torch does not know."""
+    """The leaves of a model's outputs. Those of transformers are dicts of a type that torch's pytree does not know."""
     return tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
 
 
 @dataclass
 class _Saved:
-    """Storages that autograd keeps: their bytes by address, and in which block they were saved (0: in none).
+    """The storages that autograd keeps, by address. Storages and not tensors, since views share memory.
 
-    Addresses are noted in the order in which a forward pass comes to them; the backward pass lets go in reverse.
+    Checkpointed blocks have numbers from 1; 0 stands for the rest of the model. Addresses are recorded in the order of
+    the forward pass; the backward pass frees them in reverse.
     """
 
     model: nn.Module
-    known: Iterable[Any]
+    known: Iterable[Any]  # tensors that do not count: parameters, buffers and the batch
     section: ActivationCheckpointing
-    sizes: dict[int, int] = field(default_factory=dict)
-    places: dict[int, set[int]] = field(default_factory=dict)
-    inputs: dict[int, set[int]] = field(default_factory=dict)  # of a block, by its number
-    results: set[int] = field(default_factory=set)  # of costly operators, in blocks
-    left: dict[int, int] = field(default_factory=dict)  # addresses that were noted when a block was left
-    _alive: list[Any] = field(default_factory=list)  # an address may be given out again once its storage is gone
-    _block: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes by address, in the order of the forward pass
+    places: dict[int, set[int]] = field(default_factory=dict)  # the blocks in which autograd saved an address
+    inputs: dict[int, set[int]] = field(default_factory=dict)  # the addresses of a block's inputs, by its number
+    results: set[int] = field(default_factory=set)  # results of costly operators inside blocks
+    left: dict[int, int] = field(default_factory=dict)  # len(sizes) at the end of each block
+    _alive: list[Any] = field(default_factory=list)  # keeps all tensors alive, so that no address is reused
+    _block: int = 0  # the block that the forward pass is in
 
     def __post_init__(self) -> None:
         self._skipped = {address_of(t) for t in self.known if isinstance(t, Tensor)}
-        # Only blocks that are computed again are told from the rest.
+        # Only recomputed blocks get a number; the others count as the rest of the model.
         self._blocks = find_blocks(self.model, sharing=True)[:: self.section.interval]
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """While entered, all that autograd saves is noted."""
+        """Inside this context, records everything that autograd saves."""
         handles = []
         for number, block in enumerate(self._blocks, 1):
             handles.append(block.register_forward_pre_hook(self._make_entry(number), with_kwargs=True))
@@ -132,14 +133,14 @@ class _Saved:
         return tensor
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Notes tensors as kept."""
+        """Records tensors as kept."""
         for tensor in tensors:
             address = self._note(tensor)
             if address is not None:
                 self.places.setdefault(address, set()).add(self._block)
 
     def add_results(self, outputs: Any) -> None:
-        """Notes what a costly operator has returned."""
+        """Records the outputs of a costly operator: selective checkpointing keeps them."""
         if self._block:
             leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             self.results |= {address for leaf in leaves if (address := self._note(leaf)) is not None}
@@ -153,24 +154,26 @@ class _Saved:
         return address
 
     def count(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes kept without activation checkpointing."""
         return self._sum(self.places)
 
     def count_checkpointed(self, found: Activations) -> Activations:
-        """`found` with what there is if blocks are computed again."""
+        """`found`, completed with the bytes under activation checkpointing."""
         if not self._blocks:
             return found
         outside = {address for address, places in self.places.items() if 0 in places}
         results = self.results if self.section.mode == "selective" else set()
         inputs = set[int]().union(*self.inputs.values())
+        # A checkpointed block keeps only its inputs, on the host with cpu_checkpointing.
         moved = inputs - outside - results if self.section.cpu_checkpointing else set()
         kept = (inputs | outside | results) - moved
+        # What comes back for the backward pass of each block: inputs from the host, and all that the block recomputes.
         inside = {number: self.inputs[number] & moved for number in self.inputs}
         for address, places in self.places.items():
             for number in places if address not in kept else ():
                 inside[number].add(address)
         order = {address: number for number, address in enumerate(self.sizes)}
-        # When a block is computed again, what came after it has been let go of.
+        # When the backward pass recomputes a block, it has already freed everything after that block.
         peaks = [
             self._sum(address for address in kept if order[address] < self.left[number]) + self._sum(addresses)
             for number, addresses in inside.items()
@@ -183,7 +186,7 @@ class _Saved:
 
 
 class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of what costly operators return."""
+    """Reports the outputs of costly operators."""
 
     def __init__(self, saved: _Saved) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,10 +1,11 @@
-"""From a resolved job to its objects. Each function builds one part and can be called alone.
+"""Builds the objects of a resolved job. Each function builds one part and can be called on its own.
 
 Training builds all of them (`dsjob.training.job`). An evaluation needs the models, the evaluation data, engines without
-an optimizer and a checkpointer to load weights; `dsjob.load_model` needs one model.
+an optimizer, and a checkpointer to load weights. `dsjob.load_model` needs one model.
 
-Whatever draws random numbers is built in a fixed order: models come from `trainer.seed` on every rank, so that they
-begin the same; what is built after the engines comes from a seed of the rank's own.
+Parts that draw random numbers are built in a fixed order. Models are built with `trainer.seed` on every rank, so that
+their initial weights are equal. Everything that is built after the engines uses a different seed on each data-parallel
+rank.
 """
 
 from __future__ import annotations
@@ -54,19 +55,20 @@ T = TypeVar("T")
 
 
 def build_model(target: Target, trust: Trust, where: Path = ("model",)) -> nn.Module:
-    """One model. `where`: its place in the document, for errors.
+    """Builds one model. `where`: its place in the document, for errors.
 
-    Raises ContractError where the target returns something else than a torch.nn.Module, TargetError.
+    Raises ContractError if the target does not return a torch.nn.Module, and TargetError if calling it fails.
     """
     return build_instance(target, nn.Module, "a torch.nn.Module", trust, where)
 
 
 def build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
-    """The models by name on the CPU, one after the other from one seed; those that are not trained have no gradients.
+    """Builds all models on the CPU, by name, one after the other from a single seed. Models that are not trained get
+    requires_grad=False.
 
-    Raises as `build_model` does.
+    Raises the errors of `build_model`.
     """
-    seed_rng(job.spec.trainer.seed)  # the same on every rank: the models have to begin the same
+    seed_rng(job.spec.trainer.seed)  # the same on every rank, so that all ranks have the same initial weights
     models = {}
     for name, resolved in job.models.items():
         assert resolved.spec.model is not None
@@ -78,7 +80,7 @@ def build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
 
 
 def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> World:
-    """The world as `trainer.mpu` divides it. A collective with one.
+    """Divides the ranks with `trainer.mpu`, if there is one; then this is a collective.
 
     Raises UsageError, ContractError.
     """
@@ -86,7 +88,7 @@ def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> World:
     divided, parts = divide(world, mpu), spec.trainer.model_parallel_size
     if divided.model.size != parts:
         raise ContractError(
-            f"trainer.mpu says that {divided.model.size} ranks hold one model, and trainer.model_parallel_size {parts}",
+            f"trainer.mpu splits a model over {divided.model.size} ranks, but trainer.model_parallel_size is {parts}",
             hint=f"trainer.model_parallel_size={divided.model.size}",
         )
     steps = {
@@ -96,8 +98,8 @@ def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> World:
     missing = [name for name, step in steps.items() if step is None]
     if missing and not all(all_gather(world.everyone, divided.loads)):
         raise ContractError(
-            f"trainer.mpu says that some ranks build no loader, and there is no {missing[0]} to do without a batch",
-            hint=f"{missing[0]}: {{_target_: my_module.step}} is called with (engines, None) there",
+            f"some ranks build no loader, according to trainer.mpu, so {missing[0]} is required and is not set",
+            hint=f"set {missing[0]}: {{_target_: my_module.step}}; on these ranks it is called with (engines, None)",
         )
     return divided
 
@@ -110,10 +112,10 @@ def build_engines(
     *,
     steps: int | None = None,
 ) -> Engines:
-    """An engine around each model, which moves to the device and is spread over the ranks. A collective.
+    """Builds an engine around each model, moves the models to the device and shards them. A collective.
 
-    `steps`: optimizer steps of the whole run, for the length of schedules; None for engines that do not train, which
-    have no optimizer and no schedule and are dsjob's own. Raises UsageError, TargetError.
+    `steps`: optimizer steps of the whole run, which set the length of schedules; None builds engines that do not
+    train: dsjob's own engines without optimizer and schedule. Raises UsageError, TargetError.
     """
     engines = {}
     for name, model in models.items():
@@ -123,7 +125,7 @@ def build_engines(
 
 
 def _settle(model: ResolvedModel, steps: int | None) -> ResolvedModel:
-    """The model's job once the length of the run is known; without an optimizer where nothing is trained."""
+    """The model's job with the length of its schedule filled in; without optimizer and schedule if `steps` is None."""
     spec = model.spec
     if steps is None:
         spec = dataclasses.replace(spec, optimizer=None, scheduler=None, engine="dsjob")
@@ -133,7 +135,10 @@ def _settle(model: ResolvedModel, steps: int | None) -> ResolvedModel:
 
 
 def count_steps(trainer: Trainer, samples: int | None) -> int:
-    """Optimizer steps of a run over a dataset of `samples`, None for a stream. Raises DataError where that is open."""
+    """Optimizer steps of the run. `samples`: length of the dataset, None for a stream.
+
+    Raises DataError if only the number of epochs limits the run, and the dataset has no length.
+    """
     limits = []
     if trainer.max_steps is not None:
         limits.append(trainer.max_steps)
@@ -145,19 +150,22 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
 
 
 def build_loss(spec: JobSpec, device: torch.device, trust: Trust) -> LossFunction | None:
-    """`loss`, on `device` if it is a module; None where the model computes its own. Raises TargetError."""
+    """The loss function of the job, on `device` if it is a module; None if the model computes its own loss.
+
+    Raises TargetError.
+    """
     return _to_device(build_callable(spec.loss, "loss", trust), device) if spec.loss else None
 
 
 def _to_device(made: T, device: torch.device) -> T:
-    """A loss or metric on the job's device, if it is a module."""
+    """Moves a loss or metric to the device if it is a module."""
     return made.to(device) if isinstance(made, nn.Module) else made
 
 
 def build_measures(
     phase: Literal["eval", "train"], spec: JobSpec, world: World, trust: Trust
 ) -> tuple[Measures, dict[str, Any]]:
-    """The metrics of a phase, and the objects that they are made of by name. A collective where there are any.
+    """The metrics of a phase, and the user's metric objects by name. A collective if there are any.
 
     Raises TargetError, ContractError.
     """
@@ -180,14 +188,17 @@ def _build_reduce(target: Target | None, name: str, trust: Trust) -> Callable[[l
 
 
 def build_averaging(spec: JobSpec, engines: Engines) -> Averaging:
-    """How much each batch counts in a mean: by its targets, or alike."""
+    """The weights of batches in a mean: proportional to their number of targets, or equal."""
     by_targets = spec.trainer.loss_average == "targets" and spec.trainer.step is None
     by_targets = by_targets and engines.first.divides_gradients
     return Averaging(engines.first.world, by_targets=by_targets, shifts=shifts_labels(engines.first.module))
 
 
 def build_micro_step(spec: JobSpec, loss: LossFunction | None, measures: Measures, trust: Trust) -> MicroStep:
-    """What training does with a batch: `trainer.step`, or the model's forward pass and `loss`. Raises TargetError."""
+    """The training step for one micro batch: `trainer.step`, or the model's forward pass and `loss`.
+
+    Raises TargetError.
+    """
     step = build_callable(spec.trainer.step, "trainer.step", trust) if spec.trainer.step else None
     return make_micro_step(step, loss, measures, _list_taken(spec))
 
@@ -202,7 +213,7 @@ def build_evaluator(
     loss: LossFunction | None = None,
     measures: Measures | None = None,
 ) -> Evaluator:
-    """What evaluates `data` (see `build_evaluation_data`) with `trainer.eval_step`, or with the model and `loss`.
+    """The evaluator of `data` (see `build_evaluation_data`). It uses `trainer.eval_step`, or the model and `loss`.
 
     `measures`: the metrics of phase `eval`. Raises TargetError.
     """
@@ -221,12 +232,12 @@ def build_evaluator(
 
 
 def _list_taken(spec: JobSpec) -> set[str]:
-    """Names that `trainer.step` and `trainer.eval_step` return for metrics alone."""
+    """Names of outputs that `trainer.step` and `trainer.eval_step` return only as inputs of metrics."""
     return {name for metric in spec.metrics.values() for name in list_outputs(metric.inputs)}
 
 
 def build_callbacks(spec: JobSpec, trust: Trust) -> dict[str, Callback]:
-    """The job's own callbacks by name. Raises ContractError for one that is no Callback, or has an unknown hook."""
+    """The callbacks of the document, by name. Raises ContractError if one is not a Callback or has an unknown hook."""
     return {name: _build_callback(name, target, trust) for name, target in spec.callbacks.items()}
 
 
@@ -244,9 +255,9 @@ def _build_callback(name: str, target: Target, trust: Trust) -> Callback:
 
 
 def build_checkpointer(job: ResolvedJob, run_dir: str, world: World, objects: Kept | None = None) -> Checkpointer:
-    """The checkpoints of a run in the folder `run_dir`, or at `checkpoint.dir`. Nothing is read or written yet.
+    """The checkpointer of a run, for `checkpoint.dir` or the folder `checkpoints` in `run_dir`. Does no I/O yet.
 
-    `objects`: callbacks, metrics and data whose state checkpoints hold.
+    `objects`: callbacks, metrics and data whose state is saved in checkpoints.
     """
     section = job.spec.checkpoint
     return Checkpointer(

@@ -1,4 +1,4 @@
-"""A training job on one rank: its parts are built in order, the loop trains, and the result is written."""
+"""Runs a training job on one rank: builds its parts in order, trains, and writes the result."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ from dsjob.trust.grant import Trust
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended: the last step, the passes over the data that it took (None: a stream), the last training and
-    evaluation metrics, the last checkpoint's folder, and whether it is one of a single model of transformers."""
+    """The outcome of a run."""
 
-    step: int
-    epochs: float | None
-    metrics: dict[str, float]
-    checkpoint: str | None
-    pretrained: bool
+    step: int  # the last step
+    epochs: float | None  # passes over the data; None for a stream
+    metrics: dict[str, float]  # of the last log record and the last evaluation
+    checkpoint: str | None  # the folder of the last checkpoint
+    pretrained: bool  # whether it contains a single model of transformers, so that it can be converted to its format
 
 
 def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Result:
-    """Runs a resolved job on this rank. `run_dir`: the run's folder, which exists; `trust`: see `trust`.
+    """Runs a resolved job on this rank. `run_dir`: the run's folder, which must exist.
 
-    Raises DsjobError for whatever the user can mend; what the user's own code raises passes through, but for an end of
-    the process, which is an ExitError.
+    Raises DsjobError for errors that the user can fix. Exceptions of the user's own code pass through, except attempts
+    to end the process, which become an ExitError.
     """
     locations.allow(lambda: trust.protocols)
     spec = job.spec
@@ -93,7 +92,7 @@ def _count_epochs(run: Run) -> float | None:
 
 
 def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust) -> tuple[Run, Loaded | None]:
-    """All that takes part in training, and the checkpoint that it resumes from; None where it starts from scratch."""
+    """Builds the run and loads the checkpoint that it resumes from; None if it starts from scratch."""
     spec = job.spec
     world = build.divide_ranks(spec, world, trust)
     models = build.build_models(job, trust)
@@ -135,14 +134,14 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
 
 
 def _say_complete(run: Run, run_dir: str, display: Display) -> Result:
-    """Nothing is left to train; what the run said of its end before holds on, but for a later evaluation."""
+    """Reports that nothing is left to train. Keeps the existing result file, unless there was a new evaluation."""
     trainer = run.spec.trainer
     longer = train_longer(trainer.max_steps, trainer.max_epochs, step=run.step, epochs=_count_epochs(run))
-    beyond = f"{run.step:,} steps are done, and this run is to have {run.max_steps:,}"
+    beyond = f"{run.step:,} steps are done, more than the {run.max_steps:,} of this job"
     display.say(
         "complete",
         f"already finished: {beyond if run.step > run.max_steps else f'step {run.step:,} of {run.max_steps:,}'}. "
-        f"Train longer with {longer}, or anew in another output.dir.",
+        f"To train longer, set {longer}. To start over, set a new output.dir.",
     )
     before = read_result(run_dir)
     result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation})

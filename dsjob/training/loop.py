@@ -1,7 +1,7 @@
-"""The loop: batches through the engine until the last step, with logs, evaluations and checkpoints on their way.
+"""The training loop: passes batches through the engine, and logs, evaluates and saves checkpoints in between.
 
-It stays out of the way: nothing waits for the device between log records, where losses are collected for all steps
-since the last one.
+The loop never waits for the device between log records. A record collects the losses of all steps since the previous
+one.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from dsjob.training.saves import describe_end, ends_period, is_among_best, lacks
 
 
 def train(run: Run) -> None:
-    """Trains from the engine's step to `run.max_steps`.
+    """Trains from the engine's current step to `run.max_steps`.
 
-    Raises NonFiniteLossError, ContractError, DataError, CheckpointError, StorageError; Preempted where
-    SIGTERM came, Interrupted where Ctrl-C did.
+    Raises NonFiniteLossError, ContractError, DataError, CheckpointError, StorageError; Preempted after SIGTERM,
+    Interrupted after Ctrl-C.
     """
     occasions = run.occasions or Occasions(run.spec.checkpoint, run.engine.world, None)
     position.settle = run.checkpointer.give_up
     with occasions.watch(run.step):
         try:
             _train(run, occasions)
-        except KeyboardInterrupt:  # the user has asked twice
+        except KeyboardInterrupt:  # a second Ctrl-C: stop at once, without waiting for a save
             raise
         except BaseException:
             position.doing = "ending"
             run.checkpointer.give_up(patience.TO_SETTLE)
             raise
-    position.doing = "finishing"  # with nothing more that other ranks take part in
+    position.doing = "finishing"  # from here on, no collectives
     run.tell("on_end")
 
 
 def finish(run: Run) -> None:
-    """Makes up for the last evaluation, where an earlier run had saved its last step and then failed in it."""
+    """Runs the final evaluation if an earlier run saved its last step but failed before or during that evaluation."""
     run.tell("on_start")
     _make_up(run)
     position.doing = "finishing"
@@ -60,7 +60,10 @@ def _make_up(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """One evaluation: the run's progress, schedules that follow the loss, and the callbacks. A collective."""
+    """Evaluates, steps schedules that depend on the evaluation loss, updates the progress and calls the callbacks.
+
+    A collective.
+    """
     assert run.evaluator is not None
     found = run.evaluator.evaluate()
     for each in run.engines.values():
@@ -77,17 +80,18 @@ def _evaluates_after(run: Run) -> bool:
 
 
 def _begin(run: Run) -> None:
-    """What comes before the first step: callbacks, and the evaluation at the start, or else a rehearsal of one."""
+    """Prepares for the first step: calls callbacks, and evaluates, or rehearses an evaluation to find errors early."""
     engine = run.engine
     random = capture_rng(engine.device)
     run.tell("on_start")
-    if run.step:  # the run without interruption was told once, before its first step
+    if run.step:
+        # A resumed run must draw the same random numbers as an uninterrupted one, which calls on_start only once.
         restore_rng(random, engine.device)
-    capture_objects(engine.world.everyone, run.kept)  # state that cannot be saved is told of before it costs anything
+    capture_objects(engine.world.everyone, run.kept)  # fails early if some state cannot be saved
     if run.evaluator is not None and run.spec.trainer.eval_at_start and run.step == 0:
         evaluate(run)
-    elif run.step and _evaluates_after(run) and lacks_metrics(run):  # the run ended between the two
-        _make_up(run)
+    elif run.step and _evaluates_after(run) and lacks_metrics(run):
+        _make_up(run)  # the previous run ended after the save and before the evaluation of this step
     elif run.evaluator is not None:
         run.evaluator.rehearse(run.say)
     run.engines.train()
@@ -110,7 +114,7 @@ def _train(run: Run, occasions: Occasions) -> None:
         if agreed.news:
             occasions.note_settled(settle(run))
         logs = last or run.step % trainer.log_every == 0
-        # Whoever has asked the run to end waits for no evaluation: the next run makes up for it.
+        # A run that is asked to stop does not evaluate first. The next run does so when it resumes.
         evaluates = _evaluates_after(run) and (last or not agreed.stops)
         saves = (last and checkpoint.at_end) or (checkpoint.every and run.step % checkpoint.every == 0)
         saves = bool(saves or agreed.saves or agreed.stops or ends_period(run, seen))
@@ -118,7 +122,9 @@ def _train(run: Run, occasions: Occasions) -> None:
             continue
         record(run, meter)
         wait = last or agreed.stops > 0
-        early = evaluates and saves  # an evaluation that fails, or lasts, must not lose the step
+        # Save before the evaluation, so that a failing or long evaluation cannot lose the step. A second save
+        # afterwards adds the metrics, unless `rate` can add them to the first.
+        early = evaluates and saves
         position.doing = "saving"
         saved = early and save(run, wait=wait)
         if evaluates:
@@ -138,7 +144,7 @@ def _train(run: Run, occasions: Occasions) -> None:
 
 
 def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
-    """One optimizer step; the meter gets its scalars, the means over this rank's micro batches."""
+    """Takes one optimizer step and adds its scalars, means over this rank's micro batches, to the meter."""
     engine, before = run.engine, run.step
     micro_steps = engine.rhythm.accumulation
     sums: dict[str, Tensor] = {}
@@ -160,7 +166,8 @@ def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
 
 
 def _require_step(run: Run, before: int, micro_steps: int) -> None:
-    """Raises ContractError where trainer.step has not made one step of the first engine, and whole ones of the rest."""
+    """Raises ContractError unless trainer.step took exactly one step of the first engine, and left no other engine in
+    the middle of gradient accumulation."""
     advice = "call engine.backward(loss) and engine.step() of each engine in every call"
     if run.step != before + 1:
         first, steps = next(iter(run.engines)), run.step - before
@@ -171,7 +178,7 @@ def _require_step(run: Run, before: int, micro_steps: int) -> None:
     for name, engine in run.engines.items():
         if engine.rhythm.done:
             raise ContractError(
-                f"{name} is in the midst of accumulating gradients as a step of the first model ends, where checkpoints"
-                " are made, which hold none",
+                f"{name} is in the middle of accumulating gradients when a step of the first model ends;"
+                " checkpoints are saved at that point, and cannot contain gradients",
                 hint=advice,
             )

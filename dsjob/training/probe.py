@@ -1,6 +1,6 @@
-"""What has to be looked at to plan a job: its model's shapes, what its optimizer keeps, its learning rates, its data.
+"""Measures what a plan needs to know about a job: model shapes, optimizer state, learning rates and data.
 
-Nothing is trained, and no model is materialised. `dsjob.training.activations` looks at a forward pass, and
+Nothing is trained, and no model is materialized. `dsjob.training.activations` measures a forward pass, and
 `dsjob.planning` does the arithmetic.
 """
 
@@ -30,11 +30,11 @@ from dsjob.trust.grant import Trust
 from dsjob.trust.targets import call_target, find_target
 
 _CONFIG = "transformers.AutoConfig.from_pretrained"
-MOST_STEPS = 200_000  # of a schedule that has to be walked through step by step
+MOST_STEPS = 200_000  # the limit for schedules that can only be traced step by step
 
 
 def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa: B008 (frozen)
-    """The model with shapes but without memory. Raises UsageError where its factory needs real tensors."""
+    """Builds the model on the meta device: shapes without memory. Raises UsageError if it needs real tensors."""
     if target.path.endswith(".from_pretrained"):
         return _build_from_config(target, trust)
     try:
@@ -45,12 +45,13 @@ def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa:
     except Exception as error:
         raise UsageError(
             f"{target.path} cannot be built on torch's meta device, without memory: {type(error).__name__}: {error}",
-            hint="give the number of parameters in its place: --params 7B",
+            hint="pass the number of parameters instead of the model: --params 7B",
         ) from error
 
 
 def _build_from_config(target: Target, trust: Trust) -> nn.Module:
-    """The model of a `from_pretrained` by its configuration alone, of a local folder or the hub's cache."""
+    """Builds the model of a `from_pretrained` call from its configuration only, read from a local folder or the hub's
+    cache."""
     call_target(Target(target.path, {"_partial_": True, **target.arguments}), trust=trust, where=("model",))
     owner: Any = getattr(find_target(target.path, trust), "__self__", None)
     given = {**{k: v for k, v in target.arguments.items() if k != "config"}, "local_files_only": True}
@@ -67,14 +68,14 @@ def _build_from_config(target: Target, trust: Trust) -> nn.Module:
         if isinstance(error, OSError) and not os.path.isdir(str(name)):
             raise UsageError(
                 f"model: {name} is neither a folder nor in this machine's cache, and a plan downloads nothing",
-                hint=f"hf download {name} config.json{_name_revision(given)}, or --params 7B in place of the model",
+                hint=f"run hf download {name} config.json{_name_revision(given)}, or pass --params 7B instead",
             ) from error
         raise UsageError(
             f"model: {target.path} cannot be built from the configuration of {name}: {reason[:300]}",
-            hint="give the number of parameters in its place: --params 7B",
+            hint="pass the number of parameters instead of the model: --params 7B",
         ) from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model: {target.path} is of {type(model).__name__}, not a torch.nn.Module")
+        raise UsageError(f"model: {target.path} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
@@ -83,7 +84,8 @@ def _name_revision(arguments: Mapping[str, Any]) -> str:
 
 
 def size_model(model: nn.Module) -> Model:
-    """The parameters of a model, each with the block that it is sharded in, and the bytes of its buffers."""
+    """The parameters of a model, each with the number of the block that it is sharded in (0: the rest of the model),
+    and the bytes of its buffers."""
     blocks = {id(p): number for number, block in enumerate(find_blocks(model), 1) for p in block.parameters()}
     weights = tuple(
         Weight(tuple(p.shape), p.itemsize, p.requires_grad, blocks.get(id(p), 0)) for p in model.parameters()
@@ -92,14 +94,17 @@ def size_model(model: nn.Module) -> Model:
 
 
 def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> TrainingLoader | GivenLoader | NoLoader:  # noqa: B008 (frozen)
-    """The training data as rank 0 of the job reads it. Raises DataError where it is missing or empty."""
+    """The training data of rank 0. Raises DataError if it is missing or empty."""
     world = World(data_rank=0, local_rank=0, data_size=world_size, device=torch.device("cpu"))
     return build_training_data(spec, world, build_collate(spec, trust), trust)
 
 
 def probe_optimizer(method: Method, trust: Trust = Trust()) -> OptimizerState:  # noqa: B008 (frozen)
-    """What an optimizer keeps of a parameter: seen after one step over a tiny one. Raises TargetError if it fails."""
-    if (method.type or "").lower() in COMPRESSING:  # a step shows nothing of what comes with the freeze
+    """Measures the optimizer state per parameter by taking one step on a tiny parameter.
+
+    Raises TargetError if the step fails.
+    """
+    if (method.type or "").lower() in COMPRESSING:  # these allocate more state after the freeze, so one step misses it
         return COMPRESSING[(method.type or "").lower()]
     parameter = nn.Parameter(torch.ones(7, 5))
     optimizer = build_optimizer(method, [parameter], trust)
@@ -111,6 +116,7 @@ def probe_optimizer(method: Method, trust: Trust = Trust()) -> OptimizerState:  
             f"optimizer {method.label}: its first step failed: {type(error).__name__}: {error}"
         ) from error
     kept = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+    # [7, 5] occurs as no other shape, so a tensor of that shape is a copy that grows with the parameter.
     alike = [tensor for tensor in kept if tensor.shape == parameter.shape]
     return OptimizerState(
         copies=sum(tensor.itemsize for tensor in alike) / parameter.itemsize,
@@ -126,7 +132,7 @@ def trace_rates(
 ) -> list[tuple[int, float]]:
     """The learning rate of the first group at about `points` steps from the first to the last, from the real schedule.
 
-    Empty where the rates depend on losses, or where a schedule would have to be walked through for too many steps.
+    Empty if the rates depend on losses, or if the schedule can only be traced step by step and the run is too long.
     """
     if spec.optimizer is None or steps < 1:
         return []
@@ -138,7 +144,7 @@ def trace_rates(
     jumps = isinstance(scheduler, ClosedForm)
     if isinstance(scheduler, ReduceLROnPlateau) or (steps > MOST_STEPS and not jumps):
         return []
-    optimizer.step()  # without gradients it does nothing but tell the schedule that it may step
+    optimizer.step()  # without gradients; only prevents torch's warning about scheduler.step() before optimizer.step()
     rates, now = [], 0
     for step in wanted:
         if jumps:

@@ -1,6 +1,6 @@
-"""The log record: what the steps since the last one gave, collected from the device and from all ranks.
+"""The log record: a summary of the steps since the previous record, collected from the device and from all ranks.
 
-Losses stay on the device until a record is due, so that no step waits for it.
+Losses stay on the device until a record is due, so that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dsjob.training.steps import Names
 
 
 class Meter:
-    """Scalars, tokens and seconds of training since the last record; and what else has taken time in the run: records,
-    evaluations, saves, callbacks. Scalars stay on the device until they are asked for."""
+    """Collects scalars, tokens and training time since the last record. For the whole run, it also measures the time
+    outside of training: records, evaluations, saves and callbacks. Scalars stay on the device until they are read."""
 
     def __init__(self) -> None:
-        self.scalars: dict[str, list[Tensor]] = {}  # by name, one of each step; `loss` first
-        self.skipped: dict[str, set[int]] = {}  # by engine, steps that were left out
-        self.skips: dict[str, int] = {}  # by engine, how many steps it is known to have left out
+        self.scalars: dict[str, list[Tensor]] = {}  # by name, one per step; `loss` comes first
+        self.skipped: dict[str, set[int]] = {}  # by engine, the skipped steps since the last record
+        self.skips: dict[str, int] = {}  # by engine, the number of skipped steps in the whole run, as far as known
         self.tokens = 0
         self.seconds = 0.0
         self.names = Names("trainer.step")
-        self._steps, self._beside = 0, 0.0  # of the whole run
+        self._steps, self._beside = 0, 0.0  # steps, and seconds outside of training, of the whole run
         self._turned = time.perf_counter()
 
     def start(self) -> None:
-        """Training goes on."""
+        """Called when training continues."""
         self._beside += self._turn()
 
     def pause(self) -> None:
-        """Something else begins."""
+        """Called when something other than training begins."""
         self.seconds += self._turn()
 
     def _turn(self) -> float:
@@ -44,8 +44,8 @@ class Meter:
         return self._turned - before
 
     def estimate(self, steps: int, left: int) -> float:
-        """Seconds of the clock for `left` more steps: as fast as the `steps` since the last record, and with the
-        share of all else that each step has had so far."""
+        """Estimates the wall-clock seconds of `left` more steps: the training time per step since the last record
+        (`steps` ago), plus the average time outside of training per step of the run."""
         self._steps += steps
         return (self.seconds / steps + self._beside / self._steps) * left
 
@@ -54,7 +54,7 @@ class Meter:
 
 
 def note_skipped(run: Run, meter: Meter) -> None:
-    """Notes steps that engines have left out; of the last one they may not know yet."""
+    """Notes the steps that engines have skipped. They may not know about the last step yet."""
     for name, each in run.engines.items():
         rhythm = each.rhythm
         if rhythm.skipped_steps > meter.skips.get(name, 0):
@@ -63,26 +63,28 @@ def note_skipped(run: Run, meter: Meter) -> None:
 
 
 def record(run: Run, meter: Meter) -> None:
-    """Makes the log record of this step and tells the callbacks. A collective.
+    """Builds the log record of this step and passes it to the callbacks. A collective.
 
-    Raises NonFiniteLossError where a loss or a gradient norm is not finite.
+    Raises NonFiniteLossError if a loss or a gradient norm is not finite.
     """
     engine, world = run.engine, run.engine.world
     if run.loader.samples_per_epoch is None:
         run.loader.passes.require_same(world, loads=world.loads)
+    # fp32 [names * steps]: all scalars side by side, so that one all-reduce is enough.
     scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
     tokens = float(meter.tokens)
     if world.everyone.size > 1:
-        reported = torch.cat([scalars, scalars.new_ones(1)])  # and the number of ranks that report
+        # Means over the ranks that report, and over those that read data: both are summed together with their number.
+        reported = torch.cat([scalars, scalars.new_ones(1)])
         reported = reported if world.reports else torch.zeros_like(reported)
-        read = scalars.new_tensor([tokens, 1.0] if world.loads else [0.0, 0.0])  # and of those that read data
+        read = scalars.new_tensor([tokens, 1.0] if world.loads else [0.0, 0.0])
         summed = torch.cat([reported, read])
         dist.all_reduce(summed)
         scalars, tokens = summed[:-3] / summed[-3], float(summed[-2] / summed[-1])
     losses, *others = torch.split(scalars.cpu(), [len(values) for values in meter.scalars.values()])
-    meter.pause()  # here: until now a device may not have done what it was given
+    meter.pause()  # not earlier: `cpu()` above waits until the device has finished the steps
     for each in run.engines.values():
-        each.skipped_steps  # noqa: B018 (asks the device about the last step)
+        each.skipped_steps  # noqa: B018 (reads from the device whether the last step was skipped)
     note_skipped(run, meter)
     means = {name: float(values.mean()) for name, values in zip(list(meter.scalars)[1:], others, strict=True)}
     steps = len(losses)
@@ -110,23 +112,24 @@ def record(run: Run, meter: Meter) -> None:
 
 
 def _require_finite_losses(run: Run, meter: Meter, losses: list[float]) -> list[float]:
-    """The losses of the steps that were taken. Raises NonFiniteLossError.
+    """The losses of all steps, without non-finite losses of skipped steps. Raises NonFiniteLossError.
 
-    An overflow of fp16 may show in the loss already: the step is left out then, and has done no harm. bf16 has the
-    range of fp32: there, as in fp32, weights or data are to blame, and no later step will mend them.
+    In fp16, an overflow can already make the loss non-finite. Such a step is skipped and does no harm. bf16 has the
+    range of fp32, so in both a non-finite loss means that weights or data are bad, and later steps cannot repair it.
     """
     steps = dict(enumerate(losses, start=run.step - len(losses) + 1))
     skipped = meter.skipped.get(next(iter(run.engines)), set()) if run.engine.precision.needs_scale else set()
     kept = {step: value for step, value in steps.items() if step not in skipped or math.isfinite(value)}
     for step, value in kept.items():
         _require_finite(run, "the loss", value, step)
-    # Losses show what earlier steps have done to the weights; of the last step only its gradients tell, before a save.
+    # Losses show the effect of all earlier steps on the weights. For the last step, only the norm of its gradients can
+    # show that the weights are bad, and a save may follow.
     for name, engine in run.engines.items():
         if engine.was_step_applied():
             of = f" of {name}" if len(run.engines) > 1 else ""
             _require_finite(run, f"the gradients' norm{of}", engine.get_global_grad_norm(), run.step)
         elif engine.precision.needs_scale:
-            continue  # a loss scale answers to overflows, or is what the document asks for
+            continue  # a dynamic loss scale adapts to overflows; a static one is the user's choice
         elif run.step == run.max_steps and engine.skipped_steps == engine.global_steps > 0:
             what = f"no step{f' of {name}' if len(run.engines) > 1 else ''} was taken: the gradients' norm"
             _require_finite(run, what, engine.get_global_grad_norm(), run.step)
@@ -134,13 +137,16 @@ def _require_finite_losses(run: Run, meter: Meter, losses: list[float]) -> list[
 
 
 def _read_others(run: Run) -> dict[str, float]:
-    """Rate, norm and loss scale of the engines after the first, by `<name>/...`; tells of one that does not train."""
+    """Learning rate, gradient norm and loss scale of all engines but the first, under `<name>/...`.
+
+    Reports an engine that has an optimizer and has not taken a step.
+    """
     values: dict[str, float] = {}
     for name, engine in list(run.engines.items())[1:]:
         if engine.optimizer is None:
             continue
         if engine.global_steps == 0:
-            run.say("idle", f"{name} has an optimizer, and has taken no step yet")
+            run.say("idle", f"{name} has an optimizer but has not taken a step yet")
             continue
         values |= {f"{name}/lr": engine.last_lr[0], f"{name}/grad_norm": engine.get_global_grad_norm()}
         if engine.precision.needs_scale:
@@ -162,5 +168,5 @@ def _require_finite(run: Run, what: str, value: float, step: int) -> None:
         good = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint yet"
         raise NonFiniteLossError(
             f"{what} became {value} in step {step}; {good}",
-            hint="lower optimizer.params.lr, lengthen the warm-up, lower gradient_clipping, or look at that batch",
+            hint="lower optimizer.params.lr, lengthen the warm-up, lower gradient_clipping, or inspect that batch",
         )

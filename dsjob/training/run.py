@@ -1,4 +1,4 @@
-"""A training run: what takes part in it, and how far it is."""
+"""A training run: its parts, and its progress."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from dsjob.training.steps import MicroStep
 
 @dataclass
 class Progress:
-    """How far a run is: what it has measured and saved so far. The engines count its steps and samples."""
+    """The mutable state of a run: what it has measured and saved so far. The engines count steps and samples."""
 
     last_record: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1  # the step of the last evaluation
-    rated: list[dict[str, Any]] = field(default_factory=list)  # checkpoints by their metrics, where the best stay
-    behind: str = ""  # the tag of the save in the background
+    rated: list[dict[str, Any]] = field(default_factory=list)  # checkpoints and their metrics, for `checkpoint.best`
+    behind: str = ""  # the tag of the save that is running in the background
     last_saved: str | None = None  # the last committed checkpoint's folder
     unsaved: str = ""  # why the last save failed, until one succeeds
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: what takes part. Only `progress` says how far it is."""
+    """All parts of a training run. Only `progress`, the engines and stateful parts change while it trains."""
 
     spec: JobSpec
     engines: Engines
@@ -50,7 +50,7 @@ class Run:
     averaging: Averaging = field(default_factory=Averaging)
     measures: Measures = field(default_factory=Measures)  # metrics of training
     evaluator: Evaluator | None = None  # None without data.eval
-    kept: Kept = field(default_factory=Kept)  # callbacks and metrics: checkpoints hold the state of those that have one
+    kept: Kept = field(default_factory=Kept)  # callbacks, metrics and data whose state checkpoints contain
     occasions: Occasions | None = None
     progress: Progress = field(default_factory=Progress)
 
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def savable(self) -> Savable:
-        """What checkpoints hold: the one engine by itself, or all by name."""
+        """The content of checkpoints: the only engine, or all engines by name if the document has `models`."""
         return self.engines if self.spec.models else self.engine
 
     @property

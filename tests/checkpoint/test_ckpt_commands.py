@@ -186,7 +186,7 @@ def test_verify_whole(place: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("step-00000120", [], 0),
     ]
     ckpt("verify", place)
-    assert capsys.readouterr().out.startswith("step-00000120  whole  ")
+    assert capsys.readouterr().out.startswith("step-00000120  intact  ")
 
 
 def test_verify_names_every_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_converts(tmp_path: Path, world_si
     [
         ("pairs.forgetful", "was called 6 times, and the first model, student, took 0 steps, not 1"),
         ("pairs.twice", "the first model, student, took 2 steps, not 1"),
-        ("pairs.uneven", "teacher is in the midst of accumulating"),
+        ("pairs.uneven", "teacher is in the middle of accumulating"),
         ("pairs.named_as_lr", "'lr', a reserved log name"),
         ("pairs.now_and_then", "returned loss, extra, teacher, but|but loss, extra, teacher in an earlier call"),
         ("pairs.wordy", "trainer.step returned loss: str"),
@@ -178,7 +178,7 @@ def test_what_the_others_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixtur
         make_document(str(tmp_path / "b"), trainer={"step": {"_target_": "pairs.student_alone"}}),
         join_world(device="cpu"),
     )
-    assert "teacher has an optimizer, and has taken no step yet" in capsys.readouterr().out
+    assert "teacher has an optimizer but has not taken a step yet" in capsys.readouterr().out
 
 
 def test_a_plateau_needs_a_loss_to_follow(tmp_path: Path) -> None:

@@ -177,8 +177,8 @@ def test_groups_that_are_made_for_a_unit_have_the_jobs_timeout() -> None:
 def test_what_does_not_go_together_is_refused_on_every_rank() -> None:
     for told in results():
         assert told["size"].endswith("trainer.model_parallel_size=2")
-        assert "there is no trainer.step to do without a batch" in told["no step"]
-        assert "there is no trainer.eval_step" in told["no eval step"]
+        assert "so trainer.step is required and is not set" in told["no step"]
+        assert "so trainer.eval_step is required" in told["no eval step"]
         assert told["nobody"] == "no rank's mpu reports metrics"
         assert "no rank builds the loader of data-parallel rank 1" in told["unread"]
         assert told["lengths", "train"] == "data.train differs between ranks: 8 samples on rank 0, 16 samples on rank 1"
@@ -213,7 +213,7 @@ def test_both_spellings_are_one_field() -> None:
     unit = ModelParallelUnit(0, 1, True, should_build_data_loader=False)
     assert (unit.should_build_dataloader, unit.should_build_data_loader) == (False, False)
     assert ModelParallelUnit(0, 1, True, True).should_build_data_loader
-    with pytest.raises(UsageError, match="different things"):
+    with pytest.raises(UsageError, match="different values"):
         ModelParallelUnit(0, 1, should_build_dataloader=True, should_build_data_loader=False)
     alone = World(data_rank=0, local_rank=0, data_size=1, device=tensor_parallel.torch.device("cpu"))
     with pytest.raises(UsageError, match="other keys"):
