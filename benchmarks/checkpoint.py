@@ -1,16 +1,16 @@
-"""What checkpoints cost: saving and loading against torch's DCP and DeepSpeed, converting against DeepSpeed's script.
+"""The cost of checkpoints: saving and loading compared to torch's DCP and DeepSpeed, converting to DeepSpeed's script.
 
     python -m benchmarks.checkpoint --gigabytes 1 4 --convert 335 [--json benchmarks/results/checkpoint.json]
 
-The same state on all sides: fp32 weights and AdamW's moments of a transformer, at stage 0 on one rank and stage 3 on
-several. dsjob and DCP save the same tensors in the same processes by turns, both fsynced; DeepSpeed, which syncs
-nothing, has processes of its own, and its files are fsynced after it. Nothing waits for the disk when a save begins;
-what is loaded or converted lies in the page cache, for all sides. dsjob hashes what it saves, and verifies what it
-loads. Medians over rounds, of the slowest rank; `MB`: the most memory that a rank had above what it had before.
+All sides have the same state: fp32 weights and AdamW's moments of a transformer, at stage 0 on one rank and at stage 3
+on several. dsjob and DCP save the same tensors in the same processes, in turns, both with fsync. DeepSpeed runs in its
+own processes. It never syncs, so the benchmark fsyncs its files afterwards. The disk is idle when a save begins, and
+everything that is loaded or converted is in the page cache. dsjob also hashes what it saves and verifies what it loads.
+Times are medians over rounds, of the slowest rank. `MB`: the peak memory of a rank minus its memory before.
 
-Converting: commands from start to end, of a ZeRO-2 checkpoint in bf16 of two ranks; what theirs writes is not fsynced.
-`MB` is above an interpreter with the same imports. Figures are merged into those that the file has already. It wants a
-machine with nothing else on it.
+Converting measures commands from start to end, on a ZeRO-2 checkpoint in bf16 of two ranks. DeepSpeed's script does not
+fsync its output. `MB` excludes an interpreter with the same imports. Results are merged into the file. Run this on an
+otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def spawn(function: Any, world_size: int, *arguments: Any) -> None:
 
 
 def measure_state(folder: Path, gigabytes: float, world_size: int, rounds: int) -> list[Row]:
-    """The rows of one size and number of ranks."""
+    """The rows of the table for one size and number of ranks."""
     found: dict[str, list[Row]] = {}
     for kind in (Ours, Theirs):
         spawn(run_sides, world_size, str(folder), kind, gigabytes * 1e9 / STATE, rounds)
@@ -84,7 +84,7 @@ def measure_state(folder: Path, gigabytes: float, world_size: int, rounds: int) 
 def compare(
     part: str, against: str, ours: list[Row], others: list[Row], key: str, goal: float, goal_mb: float = 0
 ) -> Row:
-    """A row. The first round of each warmed up, and counts for the memory alone; `goal_mb`: 0 where there is none."""
+    """One row. The first round of each side is a warm-up, and only counts for the memory. `goal_mb`: 0 for no goal."""
     ratios = [a["s"] / b[key] for a, b in zip(ours[1:], others[1:], strict=True)]
     return {
         "part": part,
@@ -101,7 +101,7 @@ def compare(
 
 
 def measure_conversion(folder: Path, parameters: float, rounds: int) -> list[Row]:
-    """`dsjob convert` of DeepSpeed's folder and our script on dsjob's, against DeepSpeed's script on its own."""
+    """Compares `dsjob convert` on DeepSpeed's folder, and dsjob's script on dsjob's, to DeepSpeed's script."""
     for program in ("DeepSpeed", "dsjob"):
         spawn(run_maker, 2, str(folder), program, parameters)
         (folder / "store").unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def measure_conversion(folder: Path, parameters: float, rounds: int) -> list[Row
 
 
 def run_command(command: list[str]) -> Row:
-    """Seconds, and the peak of its memory."""
+    """The seconds that a command takes, and its peak memory."""
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.monotonic() - started
@@ -143,7 +143,7 @@ def run_command(command: list[str]) -> Row:
 
 
 def require_same(theirs: Path, ours: Path) -> int:
-    """Bytes of the tensors, if both folders hold the same ones bit for bit; the first of tied names counts."""
+    """Bytes of the tensors, if both folders contain bitwise equal ones. Tied weights count once."""
     sides = [
         {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
         for folder in (theirs, ours)
@@ -154,7 +154,7 @@ def require_same(theirs: Path, ours: Path) -> int:
 
 
 def describe_machine(folder: Path, smoke: bool) -> Row:
-    """What the figures depend on; `disk`: a file of 1 GB (8 MB in a smoke run), written and synced, in MB/s."""
+    """Describes the machine. `disk`: MB/s of writing and syncing a file of 1 GB (8 MB in a smoke run)."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     block, target, count = bytes(8 << 20), folder / "disk", 1 if smoke else 120
@@ -173,7 +173,7 @@ def describe_machine(folder: Path, smoke: bool) -> Row:
 
 
 def describe(row: Row) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     low, high = row["ratio_range"]
     names = f"{row['part']:<16}{row['gigabytes']:>5.2f} {row['ranks']:>5}  {row['against']:<18}"
     times = f"{row['dsjob_s']:>8.3f} {row['other_s']:>8.3f} {row['ratio']:>6.2f}  ({low:.2f} to {high:.2f})"
@@ -184,7 +184,7 @@ def describe(row: Row) -> str:
 
 
 def merge(path: str, machine: Row, rows: list[Row]) -> None:
-    """Puts rows in place of those of the same cells in the file."""
+    """Merges rows into the file; replaces rows of the same cells."""
     before = json.loads(Path(path).read_text())["cells"] if os.path.exists(path) else []
     by_key = {tuple(row[key] for key in KEY): row for row in [*before, *rows]}
     cells = [by_key[key] for key in sorted(by_key)]
@@ -193,13 +193,15 @@ def merge(path: str, machine: Row, rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, nargs="*", default=[0.25], help="of state; none: converting alone")
+    parser.add_argument(
+        "--gigabytes", type=float, nargs="*", default=[0.25], help="size of the state; none: only converting"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--convert", type=float, metavar="M", help="measure converting so many million parameters, too")
-    parser.add_argument("--folder", default=".", help="where to write, on the disk that is meant")
-    parser.add_argument("--smoke", action="store_true", help="hardly measure the disk: whether it runs, not how fast")
-    parser.add_argument("--json", metavar="FILE", help="merge the figures into it")
+    parser.add_argument("--convert", type=float, metavar="M", help="also convert M million parameters")
+    parser.add_argument("--folder", default=".", help="folder to write to, on the disk to measure")
+    parser.add_argument("--smoke", action="store_true", help="check only that it runs; barely measures the disk")
+    parser.add_argument("--json", metavar="FILE", help="merge the results into FILE")
     args = parser.parse_args()
     started, rows = time.monotonic(), []
     folder = Path(tempfile.mkdtemp(dir=args.folder))

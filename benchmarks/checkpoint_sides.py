@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def make_model(parameters: float) -> GPT:
-    """A transformer of about as many parameters."""
+    """A transformer with about this many parameters."""
     width = 1024 if parameters > 2e8 else 768 if parameters > 6e7 else 256
     layers = max(1, round((parameters - VOCAB * width) / (12 * width**2)))
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def make_config(stage: int, bf16: bool) -> dict[str, Any]:
 
 
 def take_step(engine: Any) -> None:
-    """One step, so that the optimizer has its state."""
+    """Takes one step, so that the optimizer has state."""
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
     engine.backward(engine(inputs=tokens, targets=tokens)["loss"])
     engine.step()
@@ -68,13 +68,13 @@ def make_theirs(model: nn.Module, stage: int, world: World, bf16: bool = False) 
 
 
 class Clock:
-    """Seconds that all ranks took together, and the most memory that this one had above what it had before."""
+    """Measures seconds, from a barrier to a barrier, and this rank's peak memory minus its memory before."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
     def measure(self, action: Callable[[], object]) -> Row:
-        """`own`: seconds of this rank alone. What was written before has been synced by those who wrote it."""
+        """`own`: measure the seconds of this rank only. Earlier writes are already synced by their writers."""
         self.meet()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before, started = read_memory("VmRSS"), time.monotonic()
@@ -90,13 +90,13 @@ class Clock:
 
 
 def read_memory(key: str) -> int:
-    """Bytes, as the kernel has them of this process."""
+    """A memory figure of this process, as the kernel reports it, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def warm(folder: Path) -> None:
-    """Reads every file once, so that what is read next comes out of the page cache."""
+    """Reads every file once, so that later reads come from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb", buffering=0) as file:
@@ -105,13 +105,13 @@ def warm(folder: Path) -> None:
 
 
 def list_tensors(engine: Any) -> dict[str, Tensor]:
-    """What dsjob saves of an engine, for DCP to do the same."""
+    """The tensors that dsjob saves of an engine, for DCP to save the same."""
     state = engine.state()
     return {**state.model_tensors(), **state.optimizer_tensors()}
 
 
 class Ours:
-    """dsjob and DCP, over one engine."""
+    """dsjob and DCP, which save and load the state of one engine."""
 
     def __init__(self, world: World, folder: Path, parameters: float) -> None:
         self.world, self.clock, self.folder = world, Clock(world), folder
@@ -120,7 +120,7 @@ class Ours:
         self.number = 0
 
     def save(self, side: str) -> Row:
-        """Saves by one side, and deletes what it saved before."""
+        """Saves with one side, and deletes its previous save."""
         self.number += 1
         tag = f"save{self.number}"
         if self.world.data_rank == 0:
@@ -141,7 +141,7 @@ class Ours:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def load(self, side: str) -> Row:
-        """Loads what a side has saved last, out of the page cache."""
+        """Loads the last save of a side from the page cache."""
         if self.world.data_rank == 0:
             warm(self.folder / side)
         if side == "dsjob":
@@ -151,7 +151,7 @@ class Ours:
         return self.clock.measure(lambda: dcp.load(tensors, storage_reader=reader))
 
     def run(self, rounds: int) -> dict[str, list[Row]]:
-        """What each side took, round by round; they take turns, and the first round warms up."""
+        """The measurements of each side by round. The sides take turns; the first round is a warm-up."""
         found: dict[str, list[Row]] = {}
         for part, sides in (("save", ("dsjob", "dcp", "async")), ("load", ("dsjob", "dcp"))):
             for number in range(rounds + 1):
@@ -168,7 +168,7 @@ class Theirs:
         self.engine = make_theirs(make_model(parameters), 3 if world.data_size > 1 else 0, world)
 
     def run(self, rounds: int) -> dict[str, list[Row]]:
-        """`save deepspeed` as it is; `synced_s`: with an fsync of each of its files, which it leaves out."""
+        """Measures DeepSpeed's save unchanged. `synced_s` adds an fsync of each file, which DeepSpeed omits."""
         rows = []
         for number in range(rounds + 1):
             folder = self.folder / "deepspeed" / str(number)
@@ -201,7 +201,7 @@ def enter(rank: int, world_size: int, folder: str) -> World:
 
 
 def run_sides(rank: int, world_size: int, folder: str, kind: type[Ours] | type[Theirs], *arguments: Any) -> None:
-    """A rank of a world that measures; rank 0 leaves in `rows` the slower time and the greater memory of all."""
+    """Runs one measuring rank. Rank 0 writes the slowest time and the largest memory of all ranks to `rows`."""
     world = enter(rank, world_size, folder)
     parameters, rounds = arguments
     found = kind(world, Path(folder), parameters).run(rounds)
@@ -220,7 +220,7 @@ def run_sides(rank: int, world_size: int, folder: str, kind: type[Ours] | type[T
 
 
 def run_maker(rank: int, world_size: int, folder: str, program: str, parameters: float) -> None:
-    """A rank of a world that saves what is converted: bf16 at stage 2, after one step."""
+    """Runs one rank that saves the checkpoint to convert: bf16 at stage 2, after one step."""
     world = enter(rank, world_size, folder)
     model = make_model(parameters)
     engine = make_ours(model, 2, bf16=True) if program == "dsjob" else make_theirs(model, 2, world, bf16=True)

@@ -1,10 +1,10 @@
-"""Converting a checkpoint against copying its bytes on the same disk: seconds (medians, side by side) and peak memory.
+"""Compares converting a checkpoint to copying its bytes on the same disk: seconds (medians) and peak memory.
 
     python -m benchmarks.convert [--gigabytes 1] [--repeats 5] [--folder .] [--json benchmarks/results/convert.json]
 
-Copying: as many bytes as the output has are read from the same shard, out of the page cache, written, and fsynced; for
-bf16 and fp16 that is half of what converting has to read. `memory`: the most that the process that converts had
-resident, above an interpreter that has imported the same modules.
+The copy reads as many bytes as the output has from the same shard (in the page cache), writes them, and fsyncs. For
+bf16 and fp16, that is half of what converting must read. `memory`: the peak resident memory of the converting process, minus
+that of an interpreter with the same imports.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ raise SystemExit(code)
 
 
 def save(folder: Path, gigabytes: float) -> Path:
-    """A checkpoint of fp32 weights in tensors of 64 MiB; its shard."""
+    """Saves a checkpoint of fp32 weights in tensors of 64 MiB. Returns the path of its shard."""
     count = max(1, round(gigabytes * 1e9 / (64 << 20)))
     model = nn.ParameterDict({f"w{i}": torch.randn(4096, 4096) for i in range(count)})
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -52,20 +52,20 @@ def save(folder: Path, gigabytes: float) -> Path:
 
 
 def find_peak(*arguments: str) -> int:
-    """The most memory that a process running the command had resident, in KiB; without arguments, one that starts."""
+    """The peak resident memory of a process that runs the command, in KiB; without arguments, one that only starts."""
     done = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, check=True)
     return int(done.stdout.rsplit("peak ", 1)[1])
 
 
 def measure(action: Callable[[], object]) -> tuple[float, float]:
-    """Seconds, and seconds of processor time."""
+    """Seconds of wall-clock time, and of processor time."""
     started, used = time.monotonic(), time.process_time()
     action()
     return time.monotonic() - started, time.process_time() - used
 
 
 def copy(shard: Path, target: Path, size: int) -> None:
-    """Copies `size` bytes by blocks, durably."""
+    """Copies `size` bytes in blocks, with fsync."""
     with open(shard, "rb", buffering=0) as source, open(target, "wb", buffering=0) as out:
         while size > 0 and (block := source.read(min(8 << 20, size))):
             size -= out.write(block)
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Converting a checkpoint against copying its bytes.")
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", default=".", help="where to write, on the disk that is meant")
+    parser.add_argument("--folder", default=".", help="folder to write to, on the disk to measure")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     from dsjob.checkpoint.offline.convert import convert

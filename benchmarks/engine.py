@@ -1,12 +1,12 @@
-"""What a step costs by dsjob's engine and in other hands: the same model, batches, optimizer and clipping.
+"""Compares the time of a step in dsjob's engine to other tools, with the same model, batches, optimizer and clipping.
 
     python -m benchmarks.engine --sizes 10m --worlds 1 2 --stages 0 3 --against hand deepspeed [--json FILE]
 
-hand: DDP, FSDP2 or the bare module, and the shortest loop around it. deepspeed: the installed one, by `engine:
-deepspeed`. accelerate, trainer: Hugging Face's, see engine_sides.py. All sides of a cell are in the same processes and
-take turns, round by round, in an order that turns around; the ratio is the median over rounds of dsjob's time by the
-other's. Figures are merged into those that the file has already. It wants a machine with nothing else on it;
---processor-time counts what the processes themselves computed, which other work disturbs less, and no waiting.
+hand: the shortest loop around DDP, FSDP2 or the bare module. deepspeed: the installed package, with `engine:
+deepspeed`. accelerate, trainer: those of Hugging Face, see engine_sides.py. All sides of a cell run in the same
+processes and take turns, in an order that reverses every round. The ratio is the median over rounds of dsjob's time
+divided by the other's. Results are merged into the file. Run this on an otherwise idle machine. --processor-time
+measures CPU time instead, which other processes disturb less, but which excludes waiting.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEY = ("size", "world", "stage", "precision", "accumulation", "against", "device
 
 
 def measure(cell: Cell, world: World, against: list[str], rounds: int) -> list[dict[str, Any]]:
-    """A row for each side that dsjob is held against, as this rank sees it."""
+    """One row for each side that dsjob is compared to, as measured on this rank."""
     sides: dict[str, Side] = {}
     failed: dict[str, str] = {}
     for name in ("dsjob", *against):
@@ -82,7 +82,7 @@ def measure(cell: Cell, world: World, against: list[str], rounds: int) -> list[d
 
 
 def choose_steps(side: Side, world: World) -> int:
-    """Steps of a round: the same on all ranks."""
+    """The number of steps in a round; the same on all ranks."""
     steps = torch.tensor(max(1, round(ROUND_SECONDS / side.run(1))), device=world.device)
     if world.data_size > 1:
         torch.distributed.broadcast(steps, src=0)
@@ -112,7 +112,7 @@ def run_rank(rank: int, world_size: int, folder: str, cells: list[Cell], args: a
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     place = f"{row['size']:>4} {row['world']:>5} {row['stage']:>5} {row['precision']:>9} {row['accumulation']:>5}  "
     if "failed" in row:
         return f"{place}{row['against']:<28} failed: {row['failed'][:90]}"
@@ -124,7 +124,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def merge(path: str, rows: list[dict[str, Any]]) -> None:
-    """Puts rows in place of those of the same cells in the file."""
+    """Merges rows into the file; replaces rows of the same cells."""
     before: list[dict[str, Any]] = []
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
@@ -137,7 +137,7 @@ def merge(path: str, rows: list[dict[str, Any]]) -> None:
 
 
 def show(path: str) -> None:
-    """Prints the file's cells as a table in Markdown: dsjob's time by the other's."""
+    """Prints the cells of the file as a Markdown table of ratios: dsjob's time divided by the other's."""
     with open(path, encoding="utf-8") as file:
         rows = json.load(file)["cells"]
     names = [name for name in SIDES if name != "dsjob"]
@@ -159,11 +159,11 @@ def main() -> None:
     parser.add_argument("--against", nargs="+", choices=others, default=others)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence")
-    parser.add_argument("--threads", type=int, default=0, help="of each rank; cores by ranks where absent")
-    parser.add_argument("--processor-time", action="store_true", help="of rank 0, in place of time on the clock")
-    parser.add_argument("--json", metavar="FILE", help="merge the figures into it")
-    parser.add_argument("--show", metavar="FILE", help="only print what is in it, as a table")
+    parser.add_argument("--sequence", type=int, default=0, help="tokens per sequence")
+    parser.add_argument("--threads", type=int, default=0, help="threads per rank; default: cores / ranks")
+    parser.add_argument("--processor-time", action="store_true", help="measure CPU time of rank 0, not wall-clock time")
+    parser.add_argument("--json", metavar="FILE", help="merge the results into FILE")
+    parser.add_argument("--show", metavar="FILE", help="only print FILE as a table")
     args = parser.parse_args()
     if args.show:
         show(args.show)

@@ -1,4 +1,4 @@
-"""The sides of benchmarks/engine.py: one optimizer step of the same model, batches and optimizer in different hands."""
+"""The sides of benchmarks/engine.py: one optimizer step of the same model, batches and optimizer in different tools."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of the grid."""
+    """One cell of the grid."""
 
     size: str
     stage: int
@@ -51,24 +51,24 @@ class Cell:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sequence."""
+        """Tokens per sequence."""
         return self.sequence or SHAPES[self.size][2]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The compute dtype of the model."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
 
 class Side:
-    """A way to train: `run` takes steps and gives the seconds they took. `what`: what it is, in words."""
+    """A way to train: `run` takes steps and returns their seconds. `what`: its description in the table."""
 
     what = ""
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     @classmethod
     def exists(cls, cell: Cell, world: World) -> bool:
-        """Whether there is such a thing: where nothing is sharded, any."""
+        """Whether this side supports the cell; at stage 0, every side does."""
         return cell.stage == 0 or world.data_size == 1
 
     def __init__(self, cell: Cell, world: World) -> None:
@@ -77,11 +77,11 @@ class Side:
         self.last_loss: float | None = None
 
     def step(self) -> Tensor:
-        """One optimizer step; the last loss."""
+        """Takes one optimizer step. Returns the last loss."""
         raise NotImplementedError
 
     def run(self, steps: int) -> float:
-        """Seconds of `steps` steps; ranks begin together."""
+        """The seconds of `steps` steps. All ranks start together."""
         if self.world.data_size > 1:
             dist.barrier()
         synchronize(self.world)
@@ -93,7 +93,7 @@ class Side:
         return self.clock() - started
 
     def close(self) -> None:
-        """Frees what it has."""
+        """Frees model and optimizer."""
 
 
 def synchronize(world: World) -> None:
@@ -103,14 +103,14 @@ def synchronize(world: World) -> None:
 
 
 def make_model(cell: Cell) -> GPT:
-    """The model, with the same values for all."""
+    """The model, with the same initial weights for all sides."""
     torch.manual_seed(0)
     width, layers, _ = SHAPES[cell.size]
     return GPT(VOCAB, cell.tokens, layers, width, width // 64, 0.0)
 
 
 def make_batches(cell: Cell, world: World) -> list[Batch]:
-    """This rank's micro batches, eight of them."""
+    """This rank's eight micro batches."""
     generator = torch.Generator().manual_seed(world.data_rank)
     shape = (8, cell.micro_batch, cell.tokens + 1)
     tokens = torch.randint(0, VOCAB, shape, generator=generator).to(world.device)
@@ -161,13 +161,13 @@ class Ours(Side):
 
 
 class DeepSpeed(Ours):
-    """The installed DeepSpeed, through `engine: deepspeed`."""
+    """The installed DeepSpeed, used through `engine: deepspeed`."""
 
     what, engine_name = "DeepSpeed's engine", "deepspeed"
 
 
 class ByHand(Side):
-    """The shortest loop that does the same arithmetic: DDP or the bare module, FSDP2 at stages 1 to 3."""
+    """The shortest loop with the same arithmetic: DDP or the bare module at stage 0, FSDP2 at stages 1 to 3."""
 
     @classmethod
     def exists(cls, cell: Cell, world: World) -> bool:
@@ -244,7 +244,7 @@ class ByHand(Side):
 
 
 class Accelerate(Side):
-    """accelerate's loop: DDP at stage 0; at 1 to 3 its FSDP2 on GPUs. On CPU it shards nothing."""
+    """accelerate's loop: DDP at stage 0, and its FSDP2 at stages 1 to 3 on GPUs. On the CPU, it does not shard."""
 
     @classmethod
     def exists(cls, cell: Cell, world: World) -> bool:
@@ -296,7 +296,7 @@ class Accelerate(Side):
 
 
 class Samples(torch.utils.data.Dataset[Batch]):
-    """A rank's micro batches one by one, over and over."""
+    """Cycles endlessly through a rank's micro batches."""
 
     def __init__(self, batches: list[Batch], length: int) -> None:
         self._batches, self._length = batches, length
@@ -367,5 +367,5 @@ SIDES: dict[str, type[Side]] = {
 
 
 def use_quiet_libraries() -> None:
-    """Keeps transformers and tokenizers from talking."""
+    """Silences transformers and tokenizers."""
     os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")

@@ -1,11 +1,11 @@
-"""All that wants a GPU, in one run of at most ten minutes: tests, then speed, memory and races on one device.
+"""Everything that needs a GPU, in one run of at most ten minutes: tests, then speed, memory and races on one device.
 
     python -m benchmarks.gpu --json benchmarks/results/gpu.json            # every section
     python -m benchmarks.gpu --sections syncs races --smoke                # tiny sizes, on a CPU too
 
-Sections run in order, each in the time that is left; what fails is told, and the others go on. The file is written
-after each. A rate is given beside the ceiling that the same run measured: of matrix products in bf16, and of copies
-within the device's memory.
+Sections run in order, each in the remaining time. A section that fails is reported, and the next one runs. The file is
+written after each section. Rates are reported as shares of the ceilings measured in the same run: matrix products in
+bf16, and copies within the device's memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OPTIMIZERS = {"AdamW": 28, "Lion": 20, "Lamb": 28, "SGD": 12}
 
 @dataclass(frozen=True)
 class Bench:
-    """What the sections share. `ceilings`: FLOP/s of matrix products, bytes/s of copies; `left`: seconds."""
+    """State shared by the sections. `ceilings`: FLOP/s of matrix products, bytes/s of copies; `left`: seconds."""
 
     world: World
     smoke: bool
@@ -65,17 +65,17 @@ class Bench:
         return self.ends - time.monotonic()
 
     def pick(self, full: Any, tiny: Any) -> Any:
-        """The size of a real run, or that of a trial."""
+        """The size for a real run, or for a smoke run."""
         return tiny if self.smoke else full
 
     def cell(self, size: str, micro_batch: int, **more: Any) -> Cell:
-        """One rank in bf16."""
+        """A cell with one rank in bf16."""
         return Cell(self.pick(size, "tiny"), 0, "bf16", 1, self.pick(micro_batch, 1), **more)
 
 
 @contextmanager
 def job_sections(sections: Mapping[str, Any]) -> Iterator[None]:
-    """Lets dsjob's side have these sections in its job."""
+    """Adds these sections to the job of dsjob's side."""
     before, Ours.sections = Ours.sections, sections
     try:
         yield
@@ -84,7 +84,7 @@ def job_sections(sections: Mapping[str, Any]) -> Iterator[None]:
 
 
 def clock(world: World, call: Callable[[], object], rounds: int = 5) -> float:
-    """Seconds of a call, the median of several, the device's work included."""
+    """The median seconds of several calls, including the work on the device."""
     times = []
     for _ in range(rounds + 1):
         synchronize(world)
@@ -117,7 +117,7 @@ def run_tests(bench: Bench) -> list[Row]:
 
 
 def train(bench: Bench) -> list[Row]:
-    """Steps of a GPT of 1.2B parameters, eager and compiled, beside a loop by hand and DeepSpeed."""
+    """Steps of a GPT with 1.2B parameters, eager and compiled, compared to a hand-written loop and DeepSpeed."""
     rows = []
     for compiled in (False, True) if not bench.smoke else (False,):
         cell = bench.cell("1b", 4, compiled=compiled)
@@ -132,7 +132,7 @@ def train(bench: Bench) -> list[Row]:
 
 
 def find_syncs(bench: Bench) -> list[Row]:
-    """Whether a step waits for the device anywhere: torch raises where it does."""
+    """Checks that no step waits for the device: torch raises an error at each wait."""
     rows = []
     jobs: dict[str, Mapping[str, Any]] = {
         "fp32": {"bf16": {"enabled": False}},
@@ -161,7 +161,7 @@ def find_syncs(bench: Bench) -> list[Row]:
 
 
 def find_races(bench: Bench) -> list[Row]:
-    """Weights after steps in which every stream but the main one begins late, beside those of undisturbed steps."""
+    """Compares weights after steps with delays on all side streams to those after undisturbed steps."""
     rows = []
     for name, sections in OFFLOADS.items():
         found = []
@@ -182,7 +182,7 @@ def find_races(bench: Bench) -> list[Row]:
 
 @contextmanager
 def _late_streams(enabled: bool) -> Iterator[None]:
-    """Each stream that is entered has some milliseconds of idle work put before what follows."""
+    """Delays each stream that is entered by some milliseconds, to expose races."""
     cuda: Any = torch.cuda
     enter = cuda.StreamContext.__enter__
 
@@ -200,7 +200,7 @@ def _late_streams(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def _parts_of(size: int) -> Iterator[None]:
-    """Has an offloaded optimizer step so many bytes of masters before it sends their new weights."""
+    """Sets how many bytes of masters an offloaded optimizer steps before it sends their new weights."""
     before, masters.PART = masters.PART, size
     try:
         yield
@@ -209,7 +209,7 @@ def _parts_of(size: int) -> Iterator[None]:
 
 
 def offload(bench: Bench) -> list[Row]:
-    """A step and peak memory with masters, or parameters, on the host; also with all new weights sent at the end."""
+    """Time and peak memory of a step with offloaded masters or parameters; also without overlapping the copies."""
     rows = []
     for name, size in (*((name, masters.PART) for name in OFFLOADS), ("optimizer", sys.maxsize)):
         with job_sections(OFFLOADS[name]), _parts_of(size):
@@ -219,7 +219,7 @@ def offload(bench: Bench) -> list[Row]:
 
 
 def recompute(bench: Bench) -> list[Row]:
-    """A step and the device's peak memory with blocks computed again."""
+    """Time and peak memory of a step with activation checkpointing."""
     rows = []
     for mode in ("none", "full", "selective"):
         with job_sections({"activation_checkpointing": {"mode": mode}}):
@@ -240,7 +240,7 @@ def _step(bench: Bench, cell: Cell) -> Row:
 
 
 def step_optimizers(bench: Bench) -> list[Row]:
-    """A step of each optimizer over 200M parameters, and the share that it reaches of what copies reach."""
+    """A step of each optimizer on 200M parameters, as a share of the memory bandwidth that copies reach."""
     shape = bench.pick([(4096, 4096)] * 12, [(64, 64)] * 2)
     rows = []
     for name, moved in OPTIMIZERS.items():
@@ -260,7 +260,7 @@ def step_optimizers(bench: Bench) -> list[Row]:
 
 
 def save(bench: Bench) -> list[Row]:
-    """A checkpoint, into memory and onto the disk, and back."""
+    """Saves a checkpoint to memory and to disk, and loads it."""
     rows = []
     side = Ours(bench.cell("300m", 1), bench.world)
     side.run(1)
@@ -277,7 +277,7 @@ def save(bench: Bench) -> list[Row]:
 
 
 def compare_with_plan(bench: Bench) -> list[Row]:
-    """The peak that `dsjob plan` predicts for a step, beside the one that the device had."""
+    """Compares the peak memory that `dsjob plan` predicts for a step to the measured one."""
     rows = []
     for mode in ("none", "full"):
         cell = bench.cell("300m", 4)
@@ -307,7 +307,7 @@ def _on_meta(cell: Cell) -> nn.Module:
 
 
 def _resolve(optimizer: str, **sections: Any) -> JobSpec:
-    """A job with an optimizer of that type."""
+    """A job with this type of optimizer."""
     job = {
         "model": {"_target_": "dsjob.recipes.gpt.build"},
         "data": {"train": {"_target_": "dsjob.recipes.text.ByteText"}},
@@ -332,7 +332,7 @@ SECTIONS: dict[str, Callable[[Bench], list[Row]]] = {
 
 
 def find_ceilings(world: World, smoke: bool) -> dict[str, float]:
-    """FLOP/s of matrix products of random bf16 numbers, and bytes/s of copies within the device, both ways counted."""
+    """FLOP/s of matrix products of random bf16 numbers, and bytes/s (read and written) of copies within the device."""
     size = 128 if smoke else 8192
     left, right = (torch.randn(size, size, device=world.device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.empty(1 << (20 if smoke else 31), dtype=torch.uint8, device=world.device)
@@ -345,9 +345,9 @@ def find_ceilings(world: World, smoke: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--seconds", type=float, default=570.0, help="no section begins after so long")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    parser.add_argument("--json", metavar="FILE", help="where to write the figures")
+    parser.add_argument("--seconds", type=float, default=570.0, help="start no section after this time")
+    parser.add_argument("--smoke", action="store_true", help="use tiny sizes, to check only that it runs")
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     args = parser.parse_args()
     use_quiet_libraries()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -1,9 +1,9 @@
-"""What dsjob's loop costs over one written by hand: the same model, data and optimizer, both sides in one run.
+"""Compares dsjob's loop to a hand-written one, with the same model, data and optimizer, both sides in one run.
 
     python -m benchmarks.loop [--rounds 7] [--steps 40] [--json benchmarks/results/loop.json]
 
-Two cells: one process, and FSDP2 (ZeRO-3) on two ranks. The sides take turns, round by round; a round's figure is the
-time of its steps, logs included. The ratio is the median over rounds of dsjob's time by the hand-written loop's.
+There are two cells: one process, and FSDP2 (ZeRO-3) on two ranks. The sides take turns. Each round measures the time of
+its steps, including logs. The ratio is the median over rounds of dsjob's time divided by the hand-written loop's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dsjob.trust.targets import call_target
 
 
 def make_spec(world_size: int, warm_up: int, steps: int) -> JobSpec:
-    """The quickstart recipe, cut to the steps of one round."""
+    """The quickstart recipe, shortened to the steps of one round."""
     overrides = [
         "+recipe=quickstart",
         f"trainer.max_steps={warm_up + steps}",
@@ -70,7 +70,7 @@ class Clock(Callback):
 
 
 def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
-    """Seconds that dsjob takes for the steps after the warm-up."""
+    """The seconds of dsjob's steps after the warm-up."""
     torch.manual_seed(0)
     assert spec.model is not None
     engine = build_engine(call_target(spec.model), spec, world, kind=Engine)
@@ -90,7 +90,7 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
 
 
 def run_by_hand(spec: JobSpec, world: World, dataset: Any, warm_up: int) -> float:
-    """Seconds that plain PyTorch takes for the same steps, printing as often as dsjob logs."""
+    """The seconds of the same steps in plain PyTorch, which prints as often as dsjob logs."""
     torch.manual_seed(0)
     assert spec.model is not None
     model: nn.Module = call_target(spec.model)
@@ -122,7 +122,7 @@ def iterate(dataset: Any, batch_size: int) -> Iterator[Any]:
 
 
 def measure(rounds: int, warm_up: int, steps: int) -> list[tuple[float, float]]:
-    """Seconds (by hand, dsjob) of each round, as this rank sees them."""
+    """The seconds (by hand, dsjob) of each round, as measured on this rank."""
     world = join_world(device="auto")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.data_size))
     spec = make_spec(world.data_size, warm_up, steps)
@@ -154,8 +154,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40, help="a multiple of --warm-up")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the clock starts, and between logs")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="one: no FSDP2")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure; 1 runs without FSDP2"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     args = parser.parse_args()
     cells = []
     for world_size in args.ranks:

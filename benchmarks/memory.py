@@ -1,11 +1,12 @@
-"""Bytes of model states on a rank, by ZeRO stage, number of ranks and offloading, as tensors of real runs have them.
+"""Bytes of model states per rank, by ZeRO stage, number of ranks and offloading, measured on tensors of real runs.
 
     python -m benchmarks.memory [--ranks 1 2 4] [--json benchmarks/results/memory.json]
 
-A transformer of 10 million parameters in bf16 with AdamW and two micro batches a step, on gloo. `parameters`: what
-the model computes with and is no master, between two micro batches. `gradients`: the most of what there is between
-them, and as the optimizer steps; DDP's buckets, 2 bytes a parameter at stage 0, are not seen. `optimizer`: fp32 masters
-and Adam's moments. `host`: what offloading keeps there of all three.
+The model is a transformer with 10 million parameters in bf16, with AdamW and two micro batches per step, on gloo.
+`parameters`: tensors that the model computes with, except masters, between two micro batches. `gradients`: the larger
+of the gradients between micro batches and during the optimizer step, without DDP's buckets (2 bytes per parameter at
+stage 0), which cannot be observed. `optimizer`: fp32 masters and Adam's moments. `host`: the part of all three that is
+offloaded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 
 class Transformer(nn.Module):
-    """Tokens to a loss."""
+    """Maps tokens to a loss."""
 
     def __init__(self, vocab: int = VOCAB, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
@@ -54,12 +55,12 @@ class Transformer(nn.Module):
 
 
 def is_meaningful(stage: int, offload: str) -> bool:
-    """Whether a stage can be offloaded in this way."""
+    """Whether a stage supports this kind of offloading."""
     return {"none": True, "optimizer": stage > 0, "param": stage == 3}[offload]
 
 
 def measure(stage: int, offload: str, model: nn.Module) -> dict[str, dict[str, int]]:
-    """Bytes of this rank in its second step, by kind, on `device` and `host`."""
+    """Bytes on this rank in its second step, by kind, on `device` and `host`."""
     engine, optimizer, _, _ = dsjob.initialize(
         model=model,
         config={
@@ -92,7 +93,7 @@ def measure(stage: int, offload: str, model: nn.Module) -> dict[str, dict[str, i
 
 
 def count(engine: Engine, shards: list[nn.Parameter], offload: str) -> dict[str, dict[str, int]]:
-    """Bytes of all model states that there are now. On machines without a GPU the host is told by whose they are."""
+    """Bytes of all current model states. Without a GPU, what counts as `host` follows from the owner of a tensor."""
     masters = list(engine.strategy.masters.values())
     known = {id(master) for master in masters}
     held = [p for p in [*shards, *engine.module.parameters()] if id(p) not in known]
@@ -110,7 +111,7 @@ def count(engine: Engine, shards: list[nn.Parameter], offload: str) -> dict[str,
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages under tensors, each once."""
+    """Bytes of the storages of tensors; each storage counts once."""
     storages = [local(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -127,7 +128,7 @@ def run_rank(rank: int, world_size: int, folder: str, shape: tuple[int, ...]) ->
 
 
 def measure_all(shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """A row for each stage and way to offload, of a transformer of this shape."""
+    """One row for each stage and kind of offloading, for a transformer of this shape."""
     return [
         {"stage": stage, "offload": offload, **measure(stage, offload, Transformer(*shape))}
         for stage, offload in itertools.product(range(4), WAYS)
@@ -138,12 +139,12 @@ def measure_all(shape: tuple[int, ...]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--smoke", action="store_true", help="a tiny model: whether it runs")
-    parser.add_argument("--json", metavar="FILE", help="write the bytes there")
+    parser.add_argument("--smoke", action="store_true", help="use a tiny model, to check only that it runs")
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     args = parser.parse_args()
     shape = (VOCAB, 64, 2) if args.smoke else (VOCAB, WIDTH, LAYERS)
     parameters = sum(p.numel() for p in Transformer(*shape).parameters())
-    print(f"{parameters:,} parameters; bytes a parameter on rank 0")
+    print(f"{parameters:,} parameters; bytes per parameter on rank 0")
     print(
         f"{'ranks':>5} {'stage':>5} {'offload':<9} {'parameters':>10} {'gradients':>10} {'optimizer':>10} "
         f"{'device':>7} {'host':>7}"

@@ -1,12 +1,12 @@
-"""DeepSpeed's own unit tests, run against dsjob: how many pass, file by file, and why the others do not.
+"""Runs DeepSpeed's own unit tests against dsjob: how many pass, by file, and why the others do not.
 
     python -m benchmarks.deepspeed_tests CHECKOUT [FILE ...] [--results DIR] [--again] [--fresh] [--jobs 2]
     python -m benchmarks.deepspeed_tests --table [--results DIR]
 
-CHECKOUT is a DeepSpeed repository (version 0.19.6); FILEs are below its `tests/unit`, all of `reasons.FILES` where none
-is given. The tests run as they are, on CPU and gloo; `rehost` says what stands in for DeepSpeed. Each test's result is
-a line of JSON in `--results`, written as it comes; what has a result is not run again, with `--again` what has failed.
-Ranks run one test after the other until one fails; with `--fresh` each test has its own.
+CHECKOUT is a DeepSpeed repository (version 0.19.6). FILEs are relative to its `tests/unit`; by default, all of
+`reasons.FILES`. The tests run unchanged, on the CPU with gloo; `rehost` replaces DeepSpeed by dsjob. Each result is
+written at once, as a line of JSON, to `--results`. Tests with a result are not run again, except failed ones with
+`--again`. The rank processes are reused until a test fails; with `--fresh`, each test has new ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 
 
 def result_file(results: Path, name: str) -> Path:
-    """Where the results of one file of tests are."""
+    """The path of the results of one test file."""
     return results / (name.removesuffix(".py").replace("/", ".") + ".jsonl")
 
 
@@ -40,7 +40,7 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_file(tests: Path, name: str, site: str, out: Path, seconds: float, keep: bool) -> None:
-    """Runs one file; a test that hangs ends pytest, which is then started again without it.
+    """Runs one file. A test that hangs ends pytest, which is then restarted without that test.
 
     `keep`: the ranks of a test that passes run the next one.
     """
@@ -77,22 +77,22 @@ def run_file(tests: Path, name: str, site: str, out: Path, seconds: float, keep:
 
 
 def append(out: Path, test: str, error: str) -> None:
-    """Notes a test that could not tell itself that it failed."""
+    """Records the failure of a test that could not report it itself."""
     with out.open("a") as file:
         file.write(json.dumps({"test": test, "outcome": "failed", "error": error, "trace": ""}) + "\n")
 
 
 def forget_failures(out: Path) -> None:
-    """Leaves the results of what did not fail, so that the rest runs again."""
+    """Removes the results of failed tests, so that they run again."""
     kept = [entry for entry in read_results(out).values() if entry["outcome"] != "failed"]
     out.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 def show(results: Path) -> None:
-    """A table: a line a file, with the reasons why tests of it fail; then those that have no reason in the list."""
+    """Prints a table with one row per file and the reasons of failures, then failures without a known reason."""
     total: collections.Counter[str] = collections.Counter()
     others: list[str] = []
-    print("| file | tests | passed | failed | skipped | no result | why the rest does not pass |")
+    print("| file | tests | passed | failed | skipped | no result | why the others do not pass |")
     print("|---|---|---|---|---|---|---|")
     for name in FILES:
         out = result_file(results, name)
@@ -115,7 +115,8 @@ def show(results: Path) -> None:
         why = "; ".join(f"{reason[:60]} ({number})" for reason, number in reasons.most_common())
         cells = [name, counts["tests"], counts["passed"], counts["failed"], counts["skipped"], missing, why]
         print("| " + " | ".join(map(str, cells)) + " |")
-    print(f"\nIn all {total['tests']}: {total['passed']} pass, {total['failed']} fail, {total['skipped']} are skipped.")
+    counts = f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped"
+    print(f"\n{total['tests']} tests: {counts}.")
     if others:
         print("\nOthers:\n")
         print("\n".join(f"- `{other}`" for other in others))
@@ -126,10 +127,10 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, nargs="?")
     parser.add_argument("files", nargs="*")
     parser.add_argument("--results", type=Path, default=Path("deepspeed-tests"))
-    parser.add_argument("--again", action="store_true", help="run again what has failed")
+    parser.add_argument("--again", action="store_true", help="rerun failed tests")
     parser.add_argument("--fresh", action="store_true", help="new processes for each test")
-    parser.add_argument("--jobs", type=int, default=2, help="files at the same time")
-    parser.add_argument("--seconds", type=float, default=900, help="for one file at most")
+    parser.add_argument("--jobs", type=int, default=2, help="test files to run at the same time")
+    parser.add_argument("--seconds", type=float, default=900, help="time limit per file")
     parser.add_argument("--table", action="store_true", help="show the results as a table")
     given = parser.parse_intermixed_args()
     results: Path = given.results.absolute()

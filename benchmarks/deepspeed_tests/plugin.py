@@ -1,4 +1,4 @@
-"""A pytest plugin for the tests' process: writes each result as a line of JSON, and leaves out what has one."""
+"""A pytest plugin for the test process: writes each result as a line of JSON, and skips tests that have a result."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def _out(ending: str = "") -> Path:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Notes what there is to run, without what DeepSpeed's own settings leave out, and keeps what has no result yet."""
+    """Records the tests that DeepSpeed's own settings select, and keeps those without a result."""
     _out(".tests").write_text("".join(f"{item.nodeid}\n" for item in items))
     done = {json.loads(line)["test"] for line in _out().read_text().splitlines()} if _out().exists() else set()
     items[:] = [item for item in items if item.nodeid not in done]
 
 
 def pytest_runtest_logstart(nodeid: str, location: object) -> None:
-    """Notes which test runs, for whoever finds that it hangs."""
+    """Records the running test, so that a hanging test can be identified."""
     _out(".now").write_text(nodeid)
     _out(".ranks").unlink(missing_ok=True)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Writes a result: of the call, or of what went wrong before or after it."""
+    """Writes a result: that of the call, or of a failed setup or teardown."""
     if report.when != "call" and report.outcome == "passed":
         return
     error = trace = ""

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's tests are asked, and why those fail that do."""
+"""The test files of DeepSpeed to run, and the known reasons of failures."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
 
 
 def find_reason(entry: dict[str, Any]) -> str:
-    """Why a test did not pass."""
+    """The reason why a test did not pass."""
     if entry["outcome"] == "skipped":
         said = str(entry["error"]).removeprefix("Skipped: ")
         return "skipped: " + (said.splitlines() or ["no reason given"])[0]

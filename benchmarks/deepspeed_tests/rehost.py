@@ -1,6 +1,6 @@
-"""Becomes sitecustomize of every process of the tests: `import deepspeed` gives `dsjob.deepspeed` there.
+"""Installed as sitecustomize in every test process: there, `import deepspeed` imports `dsjob.deepspeed`.
 
-What that lacks is a stub: importing it works, using it fails the test that does.
+Names that it lacks become stubs: importing a stub works, and using it fails the test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 
 class Stub(type):
-    """What dsjob lacks."""
+    """Stands for a name that dsjob lacks. Using it raises an error."""
 
     _path: str
 
@@ -40,7 +40,7 @@ class Stub(type):
 
 
 def make_stub(path: str) -> Stub:
-    """A class of that dotted name."""
+    """Makes a stub class with this dotted name."""
     return Stub(path.rpartition(".")[2], (), {"_path": path})
 
 
@@ -49,7 +49,7 @@ UNUSED: dict[str, Any] = {"MIN_SWAPPABLE_BYTES": 1 << 20}
 
 
 class Mirror(types.ModuleType):
-    """A module of deepspeed: what dsjob's module of that name has, and stubs."""
+    """A module of deepspeed: the names of dsjob's module, and stubs for the others."""
 
     def __init__(self, name: str, real: types.ModuleType | None) -> None:
         super().__init__(name)
@@ -95,7 +95,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class HarnessFinder(importlib.abc.MetaPathFinder):
-    """Finds the tests' own harness once, to fit it to a machine without GPUs."""
+    """Finds the harness of the tests once, to adapt it to a machine without GPUs."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -120,7 +120,8 @@ class HarnessFinder(importlib.abc.MetaPathFinder):
 
 
 def fit_torch() -> None:
-    """The tests give device numbers that a CPU has not, and their helpers compare parameters that are shards here."""
+    """Adapts test helpers: they use device numbers, which a CPU does not have, and compare parameters that are shards
+    here."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
@@ -159,7 +160,7 @@ def fit_torch() -> None:
 
 
 class Scaler:
-    """An engine's loss scale by the names that DeepSpeed's has."""
+    """An engine's loss scale under DeepSpeed's names."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
@@ -172,7 +173,7 @@ class Scaler:
 
 
 def read_scaler(optimizer: Any) -> Scaler:
-    """The loss scale of the engine that has this optimizer."""
+    """The loss scale of the engine that owns this optimizer."""
     from dsjob.parallel.parameters import _known
 
     scalers = [getattr(engine, "_scaler", None) for engine in _known if engine.optimizer is optimizer]
@@ -182,7 +183,7 @@ def read_scaler(optimizer: Any) -> Scaler:
 
 
 def fit_harness(harness: Any) -> None:
-    """A rank that fails says why and leaves, so that the others need not be waited for.
+    """A failing rank reports its error and exits, so that nothing waits for the other ranks.
 
     Ranks are kept for the next test, as the harness itself does for some tests, until one of them fails: in a second
     group of one process, torch may still use meshes of the first.
@@ -227,7 +228,7 @@ def fit_harness(harness: Any) -> None:
 
 
 def fit_skips() -> None:
-    """What DeepSpeed's own CPU accelerator does not support is tested here, and bf16 without CUDA."""
+    """Enables tests that DeepSpeed skips on the CPU, such as those of bf16."""
     import pytest
     import unit.util  # type: ignore[import-not-found]
 

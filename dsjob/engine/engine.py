@@ -160,15 +160,15 @@ class Engine(Saving):
         return part
 
     def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
-        """One optimizer step: all its micro batches through the model and back, then `step`.
+        """Takes one optimizer step: the forward and backward passes of all its micro batches, then `step`.
 
-        In place of `forward`, `backward` and `step` for each, with the same result; a strategy may order the passes in
-        another way. micro_batches: `rhythm.accumulation` batches on the device, each passed to the model as
-        keywords if it is a mapping, by position if it is a tuple or list, else as one argument. loss(outputs, batch):
-        a scalar, the mean over the micro batch.
+        The result is the same as with `forward`, `backward` and `step` for each micro batch, but a strategy may
+        reorder the passes. micro_batches: `rhythm.accumulation` batches on the device. Each is passed to the model as
+        keyword arguments if it is a mapping, as positional arguments if it is a tuple or list, or else as one argument.
+        loss(outputs, batch): returns a scalar, the mean over the micro batch.
 
-        Returns the mean loss over this rank's micro batches, a detached scalar. Raises UsageError in the midst of a
-        step, and for another number of micro batches.
+        Returns the mean loss over this rank's micro batches, a detached scalar. Raises UsageError in the middle of a
+        step, and if the number of micro batches is wrong.
         """
         self._require_whole_step(micro_batches)
         count = len(micro_batches)
@@ -178,26 +178,28 @@ class Engine(Saving):
             with drive():
                 losses = self.strategy.run_step(together, lambda outputs, b: self.scale(loss(outputs, b) / count))
         except BaseException:
-            self.strategy.drop_gradients()  # else a second try would add to those of the passes that succeeded
+            self.strategy.drop_gradients()  # else a retry would add to them
             raise
-        for _ in range(count - 1):  # `step` counts the last one
+        # Count all micro steps but the last, so that the rhythm is at the boundary; `step` counts the last.
+        for _ in range(count - 1):
             self.rhythm.end_micro_step(stepped=False)
         self.step()
+        # Each loss was divided by `count` and multiplied by the loss scale, so this sum is their unscaled mean.
         return torch.stack([each.float() for each in losses]).sum() / scale
 
     def _require_whole_step(self, micro_batches: Sequence[Any]) -> None:
-        """Raises UsageError unless these are all micro batches of a step that has not begun."""
+        """Raises UsageError if a step is already in progress, or the number of micro batches is wrong."""
         self.rhythm.require_managed("run_step()")
         if self.rhythm.done or self.rhythm.passes or self.rhythm.forced is not None or not self._syncs:
             raise UsageError(
-                "run_step() runs a whole optimizer step, and this one has begun",
+                "run_step() runs a whole optimizer step, but a step is already in progress",
                 hint="call it after step() at a boundary or zero_grad(), outside no_sync, and let the engine set the "
                 "boundary",
             )
         if len(micro_batches) != self.rhythm.accumulation:
             raise UsageError(
-                f"run_step() got {len(micro_batches)} micro batches, and a step has {self.rhythm.accumulation}",
-                hint="give one for each micro step: engine.rhythm.accumulation",
+                f"run_step() got {len(micro_batches)} micro batches, but a step has {self.rhythm.accumulation}",
+                hint="pass one for each micro step: engine.rhythm.accumulation",
             )
 
     def scale(self, loss: Tensor) -> Tensor:

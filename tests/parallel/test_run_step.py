@@ -114,15 +114,15 @@ def test_a_step_takes_all_its_micro_batches() -> None:
         assert given is batch
         return outputs
 
-    with pytest.raises(UsageError, match="got 1 micro batches, and a step has 2"):
+    with pytest.raises(UsageError, match="got 1 micro batches, but a step has 2"):
         engine.run_step([batch], loss)
     engine.backward(engine(inputs, targets))
     engine.step()
-    with pytest.raises(UsageError, match="this one has begun"):
+    with pytest.raises(UsageError, match="already in progress"):
         engine.run_step([batch, batch], loss)
     engine.backward(engine(inputs, targets))
     engine.step()
-    with engine.no_sync(), pytest.raises(UsageError, match="this one has begun"):
+    with engine.no_sync(), pytest.raises(UsageError, match="already in progress"):
         engine.run_step([batch, batch], loss)
 
 
@@ -141,7 +141,7 @@ def test_a_step_does_not_add_to_gradients_that_are_there() -> None:
         engine.run_step(batches, fail_once)
     assert all(parameter.grad is None for parameter in engine.module.parameters())
     engine.backward(engine(inputs, targets))
-    with pytest.raises(UsageError, match="this one has begun"):
+    with pytest.raises(UsageError, match="already in progress"):
         engine.run_step(batches, lambda outputs, _: outputs)
     engine.zero_grad()
     engine.run_step(batches, fail_once)
