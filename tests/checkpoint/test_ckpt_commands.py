@@ -234,7 +234,7 @@ def test_verify_files_of_another_size(root: Path, change: str, capsys: pytest.Ca
 
 def test_diff_of_one_with_itself(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     ckpt("diff", place, place)
-    assert "6 tensors the same, 0 not" in capsys.readouterr().out  # the tied name is one of them
+    assert "6 tensors equal, 0 different" in capsys.readouterr().out  # the tied name is one of them
     found = answer(capsys, "diff", place, place)
     assert len(found) == 6
     assert {one["kind"] for one in found} == {"same"}

@@ -261,4 +261,4 @@ def test_a_pretrained_model_that_is_not_there_is_not_fetched(
     code, _, err = plan(write_pretrained_job(tmp_path, "nobody/nothing", revision="0" * 40))
     assert code == 2
     assert "nobody/nothing is neither a folder nor in this machine's cache" in err
-    assert f"hf download nobody/nothing config.json --revision {'0' * 40}, or --params 7B" in err
+    assert f"hf download nobody/nothing config.json --revision {'0' * 40}, or pass --params 7B" in err
