@@ -3,8 +3,8 @@
     python -m benchmarks.convert [--gigabytes 1] [--repeats 5] [--folder .] [--json benchmarks/results/convert.json]
 
 The copy reads as many bytes as the output has from the same shard (in the page cache), writes them, and fsyncs. For
-bf16 and fp16, that is half of what converting must read. `memory`: the peak resident memory of the converting process, minus
-that of an interpreter with the same imports.
+bf16 and fp16, that is half of what converting must read. `memory`: the peak resident memory of the converting process,
+minus that of an interpreter with the same imports.
 """
 
 from __future__ import annotations
