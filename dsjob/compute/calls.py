@@ -42,6 +42,8 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
     try:
         return model(*args, **keywords)
     except TypeError as error:
+        # Either the batch does not match the signature, which gets a clearer message, or the TypeError comes from the
+        # model's own code.
         _require_taken(model, batch, error)
         raise
 

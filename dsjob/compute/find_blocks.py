@@ -104,10 +104,12 @@ def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:
 
 
 def _search(module: nn.Module) -> Iterator[nn.Module]:
+    """All candidates below `module`, outermost first: does not look for blocks inside a block."""
     if is_leaf(module):
         return
     children = list(module.children())
     if isinstance(module, _CONTAINERS):
+        # A single layer, or one without children such as nn.Linear, is too small to be gathered on its own.
         counts = Counter(type(child) for child in children)
         blocks = [c for c in children if counts[type(c)] > 1 and any(True for _ in c.children())]
     else:

@@ -60,6 +60,8 @@ class LossScaler:
                 self._borne -= 1
             self._last_overflow = self._step
             return
+        # The number of good steps since the last overflow, without this one. `_last_overflow` starts at -1, so this is
+        # 0 in the first step of a run, which therefore never doubles the scale.
         good = self._step - self._last_overflow - 1
         grows = good > 0 and good % self._spec.loss_scale_window == 0
         if grows:
@@ -84,6 +86,7 @@ class LossScaler:
         if self.dynamic and state["dynamic"]:
             self.scale, self._step = state["scale"], state["step"]
             self._last_overflow = state["last_overflow"]
+            # The document may have lowered `hysteresis` since the save.
             self._borne = min(state["borne"], self._spec.hysteresis)
 
 

@@ -61,6 +61,7 @@ class Verdict:
             del flags.grad_scale, flags.found_inf
         self._optimizer = optimizer
         self._undo: tuple[LRScheduler, Mapping[str, Any], list[dict[str, Any]], list[dict[str, Any]]] | None = None
+        # Copy the decision to pinned host memory in the background. `_event` marks when it has arrived.
         self._finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
         self._event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(finite.device))
@@ -83,6 +84,7 @@ class Verdict:
             scheduler.load_state_dict(dict(state))
             for group, old, new in zip(self._optimizer.param_groups, before, after, strict=True):
                 for key, value in old.items():
+                    # Unequal: the program has set this value after the schedule did, so keep it.
                     if _is_same(group.get(key), new.get(key)):
                         _put_back(group, key, value)
         return taken

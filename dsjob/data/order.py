@@ -14,7 +14,8 @@ from torch.utils.data import Sampler
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """Derives the seed of an epoch or sample from the run's seed and its number."""
+    """Derives the seed of an epoch or sample from the run's seed and its number. Multiplying by a large prime keeps
+    neighbouring seeds from sharing epochs: seed 1, epoch 2 is not seed 2, epoch 1."""
     return (seed * 1_000_003 + number) % 2**63
 
 
@@ -52,6 +53,8 @@ class RankBatches(Sampler[list[int]]):
         self._micro_batch, self._rank, self._world_size = micro_batch, rank, world_size
 
     def __iter__(self) -> Iterator[list[int]]:
+        # Every rank walks the same stream and takes its own slice, so no communication is needed, and the union over
+        # the ranks is the same for any world size.
         stream = self._order.stream(self._start)
         first = self._rank * self._micro_batch
         while True:

@@ -275,10 +275,12 @@ class Engine(Saving):
         overflow = self._skips and not bool(self._grad_norm.isfinite())
         if not overflow:
             self.strategy.step(self.optimizer)
+        # Only after the step: `update` may change the scale, but these gradients were scaled by the old one.
         if self._scaler is not None:
             self._scaler.update(overflow, self._find_culprits() if overflow and self._scaler.exhausted else ())
         # Needed after an overflow too: it drops gradients and frees gathered weights.
         self.strategy.finish_step()
+        # A plateau schedule steps with the metric of an evaluation instead (dsjob/training/loop.py).
         if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         self._step_applied = not overflow

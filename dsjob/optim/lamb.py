@@ -54,8 +54,9 @@ class Lamb(PartwiseOptimizer):
         weights = [local(parameter) for parameter in parameters]
         averages, squares, _ = move_averages([self.state[p] for p in parameters], parameters, group["betas"])
         updates = list(torch._foreach_div(averages, self._roots(squares, group)))
+        # Weight decay belongs to the update, so add it before measuring the update's norm.
         torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-        ratios = self.find_ratios(parameters, updates, group)
+        ratios = self.find_ratios(parameters, updates, group)  # a collective if parameters are sharded
         rates = [group["lr"] * self._correction(parameter, group) for parameter in parameters]
         torch._foreach_mul_(updates, [ratio.to(u.device) for ratio, u in zip(ratios, updates, strict=True)])
         torch._foreach_mul_(updates, rates)
@@ -68,6 +69,7 @@ class Lamb(PartwiseOptimizer):
             _square(tensor).to(first) for pair in zip(map(local, parameters), updates, strict=True) for tensor in pair
         ]
         sums = torch.stack(squares).view(-1, 2)  # [parameters, 2]: of weights and of updates, over the own parts
+        # Add squares, not norms: the norm of a whole parameter is the root of the sum over its parts.
         add_parts(sums, parameters)
         weights, lengths = sums.sqrt().unbind(1)
         ratios = (weights / lengths).clamp(group["min_coeff"], group["max_coeff"])

@@ -136,7 +136,7 @@ def orthogonalize(matrix: Tensor, method: str = "gram", dtype: torch.dtype | Non
         x = _iterate_on_gram(_iterate_on_gram(x, _RESTART), _STEPS - _RESTART)
     else:
         for _ in range(_STEPS):
-            gram = x @ x.mT
+            gram = x @ x.mT  # [..., n, n]; then x <- a x + b (x x^T) x + c (x x^T)^2 x
             x = _A * x + (_B * gram + _C * gram @ gram) @ x
     return x.mT if tall else x
 
@@ -148,6 +148,7 @@ def _iterate_on_gram(x: Tensor, steps: int) -> Tensor:
         factor = _B * gram + _C * gram @ gram
         factor.diagonal(dim1=-2, dim2=-1).add_(_A)
         product = factor if product is None else factor @ product
+        # The new x is factor @ x, and factor is symmetric, so the new x x^T is factor @ gram @ factor.
         if step < steps - 1:
             gram = factor @ gram @ factor
     return x if product is None else product @ x

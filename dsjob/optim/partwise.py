@@ -52,6 +52,7 @@ def move_averages(
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
+    # Grouped operations over all parameters: on a GPU, a kernel per parameter would cost more than its arithmetic.
     gradients = own_gradients(parameters)
     averages = [local(state["exp_avg"]) for state in states]
     squares = [local(state["exp_avg_sq"]) for state in states]

@@ -37,6 +37,7 @@ class Masters(Pairs):
         side = torch.cuda.Stream(far[0]) if far and pin else None  # type: ignore[no-untyped-call]
         pairs = {}
         for name, parameter in parameters.items():
+            # Before the caller casts the parameters: the masters keep bits that a lower precision loses.
             on_host = name in host
             device, pins = HOST if on_host else parameter.device, on_host and side is not None
             master = torch.empty_like(parameter.data, dtype=torch.float32, device=device, pin_memory=pins)

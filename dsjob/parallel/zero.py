@@ -204,6 +204,7 @@ class GatheredParameters:
             ):
                 announce(parameter, ShardStatus.AVAILABLE)
                 self._announced.append(parameter)
+            # An outer context may have gathered it already; then only that one puts it back.
             if isinstance(parameter, DTensor) and not isinstance(parameter, _Gathered):
                 whole = nn.Parameter(gather(parameter.detach()), requires_grad=parameter.requires_grad)
                 parameter._whole = whole  # type: ignore[attr-defined]
@@ -217,6 +218,7 @@ class GatheredParameters:
     ) -> None:
         while self._announced:
             announce(self._announced.pop())
+        # After an error, do not broadcast: other ranks may not get here, and this rank would wait for them.
         keeps = self._modifier_rank is not None and kind is None
         values = [self._agree(parameter) for parameter in self._params] if keeps else []
         wholes = {id(parameter): parameter for parameter in self._gathered}
@@ -278,6 +280,8 @@ def _write(parameter: Tensor, value: Tensor, *, inside: bool) -> None:
         parameter._whole = whole  # type: ignore[attr-defined]
     else:
         local(parameter).copy_(own_part(value.to(parameter.dtype), parameter))
+    # Without offloading, a shard is the master itself. Otherwise, write the fp32 master too; from `value`,
+    # which may be more precise than the parameter.
     owned = find_owned(parameter)
     if owned is not None and local(owned.weight).data_ptr() != local(parameter).data_ptr():
         master = owned.weight
