@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 
 from benchmarks.checkpoint_sides import STATE, Ours, Row, Theirs, run_maker, run_sides, sync, warm
 
-# A command as a process of its own, which tells its peak: what rusage says of a child includes its parent's.
+# A command in its own process, which reports its peak memory: rusage of a child would include its parent's memory.
 RUN = """
 import os, runpy, sys
 try:

@@ -76,7 +76,7 @@ class Clock:
     def measure(self, action: Callable[[], object]) -> Row:
         """`own`: measure the seconds of this rank only. Earlier writes are already synced by their writers."""
         self.meet()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before, started = read_memory("VmRSS"), time.monotonic()
         action()
         own = time.monotonic() - started

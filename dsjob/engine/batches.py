@@ -22,7 +22,7 @@ def load_batches(
 ) -> Epochs:
     """A loader of this rank's micro batches. Each iteration over it is one epoch.
 
-    dataset: a dataset, or a loader such as torch's DataLoader, which is used as it is. batch_size: samples per micro
+    dataset: a dataset, or a loader such as torch's DataLoader, which is used unchanged. batch_size: samples per micro
     batch; by default the engine's.
     """
     size, world, seed = batch_size or engine.rhythm.micro_batch, engine.world, engine.spec.trainer.seed

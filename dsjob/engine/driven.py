@@ -214,7 +214,7 @@ class DrivenEngine(Engine):
     def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
         self._require_whole_step(micro_batches)
         parts = []
-        for batch in micro_batches:  # DeepSpeed divides, scales and counts by itself
+        for batch in micro_batches:  # DeepSpeed divides, scales and counts itself
             parts.append(self.backward(loss(call_model(self, batch), batch)).detach())
             self.step()
         return torch.stack(parts).float().sum()
