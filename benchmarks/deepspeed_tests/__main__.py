@@ -115,8 +115,8 @@ def show(results: Path) -> None:
         why = "; ".join(f"{reason[:60]} ({number})" for reason, number in reasons.most_common())
         cells = [name, counts["tests"], counts["passed"], counts["failed"], counts["skipped"], missing, why]
         print("| " + " | ".join(map(str, cells)) + " |")
-    counts = f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped"
-    print(f"\n{total['tests']} tests: {counts}.")
+    summary = f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped"
+    print(f"\n{total['tests']} tests: {summary}.")
     if others:
         print("\nOthers:\n")
         print("\n".join(f"- `{other}`" for other in others))
