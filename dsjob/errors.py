@@ -125,8 +125,9 @@ class DsjobError(Exception):
         """Sets the path of the part of the document that is at fault, unless it is known already."""
         if path and not self.path:
             self.path = path
-            if not self.message.startswith(f"{name_target(path)}: "):
-                self.message = f"{_dot(path)}: {self.message}"
+            name = name_target(path)
+            if not self.message.startswith((f"{name}: ", f"{name} ")):  # such as "data.train is empty"
+                self.message = f"{name}: {self.message}"
 
     def to_problem(self) -> Problem:
         """This error as a problem of the document; the caller fills in file, line and column."""

@@ -129,9 +129,18 @@ def complete_job(document: Mapping[str, Any]) -> ResolvedJob:
     """
     sections, configs = {}, {}
     for name in list_models(document):
-        sections[name] = _complete(take_model(document, name))
+        sections[name] = _complete_model(document, name)
         configs[name] = complete_config(sections[name], view(JobSpec, sections[name]))
     return ResolvedJob.of(_complete(dict(document)), sections, configs)
+
+
+def view_model(document: Mapping[str, Any], name: str) -> JobSpec:
+    """One of the models of a resolved document, as if the job had no other, without its DeepSpeed config."""
+    return view(JobSpec, _complete_model(document, name))
+
+
+def _complete_model(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return _complete(take_model(document, name))
 
 
 def _complete(job: dict[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsjob.errors import DataError, UsageError
+from dsjob.errors import DataError, DsjobError, UsageError
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import Ranks, World
+from dsjob.trust.frames import describe_failure
 
 T = TypeVar("T")
 _METHODS = "get_data_parallel_{rank,world_size,group}() and get_model_parallel_{rank,world_size,group}()"
@@ -68,14 +69,15 @@ def divide(world: World, mpu: Any) -> World:
     """
     if mpu is None:
         return world
-    everyone = _make_together(lambda: _read(mpu), world)
+    everyone = all_gather(world.everyone, _make_together(lambda: _read(mpu), world))
     said = everyone[world.everyone.rank]
     _require_duties(everyone)
     if said.has_groups:
-        model, group = find_model_ranks(mpu), mpu.get_data_parallel_group()
+        model, group = _make_together(lambda: (find_model_ranks(mpu), mpu.get_data_parallel_group()), world)
     else:
         model, group = _form_groups(everyone, world.timeout)
-    places = _make_together(lambda: _find_place(said, model, group, world), world)
+    place = _make_together(lambda: _find_place(said, model, group, world), world)
+    places = all_gather(world.everyone, place)
     world = dataclasses.replace(world, reports=said.reports, loads=said.loads)
     if model.size == 1:
         return world
@@ -138,21 +140,24 @@ def _order_ranks(places: list[tuple[int, int]], size: int) -> tuple[int, ...]:
     return tuple(order[place] for place in range(len(order)))
 
 
-def _make_together(make: Callable[[], T], world: World) -> list[T]:
-    """Gathers the results of `make` from all ranks. If it raises on one rank, all ranks raise, so that none hangs."""
-    made: Any = None
+def _make_together(make: Callable[[], T], world: World) -> T:
+    """Returns the result of `make` on this rank. If it raises on one rank, all ranks raise, so that none hangs."""
     own: Exception | None = None
     try:
         made = make()
     except Exception as error:
         own = error
-    everyone = all_gather(world.everyone, (made, own and str(own)))
+    faults = all_gather(world.everyone, None if own is None else _describe(own))
     if own is not None:
         raise own
-    for rank, (_, fault) in enumerate(everyone):
+    for rank, fault in enumerate(faults):
         if fault is not None:
             raise UsageError(f"rank {rank}: {fault}")
-    return [each for each, _ in everyone]
+    return made
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, DsjobError) else describe_failure(error)
 
 
 def _read_fields(mpu: Any) -> ModelParallelUnit | None:

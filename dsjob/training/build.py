@@ -32,6 +32,7 @@ from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, DataError
 from dsjob.optim.schedules import settle_length
 from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.seeding import seed_rng
@@ -41,6 +42,7 @@ from dsjob.training.evaluation import Evaluator
 from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measure, Measures, make_measure
 from dsjob.training.steps import MicroStep, make_micro_step
+from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
 from dsjob.trust.targets import (
     build_callable,
@@ -82,10 +84,15 @@ def build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
 def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> World:
     """Divides the ranks with `trainer.mpu`, if there is one; then this is a collective.
 
-    Raises UsageError, ContractError.
+    Raises UsageError, ContractError; errors of the mpu's own code pass through.
     """
     mpu = call_target(spec.trainer.mpu, trust=trust, where=("trainer", "mpu")) if spec.trainer.mpu else None
-    divided, parts = divide(world, mpu), spec.trainer.model_parallel_size
+    try:
+        divided, parts = divide(world, mpu), spec.trainer.model_parallel_size
+    except Exception as error:
+        if not follows_from_another(error):
+            put_at(error, ("trainer", "mpu", "_target_"))
+        raise
     if divided.model.size != parts:
         raise ContractError(
             f"trainer.mpu splits a model over {divided.model.size} ranks, but trainer.model_parallel_size is {parts}",

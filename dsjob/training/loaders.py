@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -29,6 +30,17 @@ def build_collate(spec: JobSpec, trust: Trust) -> Collate:
     return build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
 
 
+@contextmanager
+def _placing_data(key: str) -> Iterator[None]:
+    """Says of a DataError that it is about the target `data.key`, unless it says more itself."""
+    try:
+        yield
+    except DataError as error:
+        error.put_at(("data", key, "_target_"))
+        raise
+
+
+@_placing_data("train")
 def build_training_data(
     spec: JobSpec, world: World, collate: Collate, trust: Trust
 ) -> TrainingLoader | GivenLoader | NoLoader:
@@ -45,7 +57,8 @@ def build_training_data(
     common: dict[str, Any] = {"micro_batch": spec.trainer.micro_batch, "world": world, "seed": spec.trainer.seed}
     if spec.data.loader:
         loader, divided = _call_loader(spec, data, world, collate, trust, train=True)
-        return take_loader(loader, divided=divided, name="data.loader", **common)
+        with _placing_data("loader"):
+            return take_loader(loader, divided=divided, name="data.loader", **common)
     if is_loader(data):
         return take_loader(data, **common)
     return TrainingLoader(
@@ -57,6 +70,7 @@ def build_training_data(
     )
 
 
+@_placing_data("eval")
 def build_evaluation_data(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> Any:
     """The evaluation data: a dataset, or a LoaderEvaluation; None without data.eval, or if this rank reads no data.
 
@@ -70,8 +84,9 @@ def build_evaluation_data(spec: JobSpec, world: World, collate: Collate, trust: 
     if spec.data.loader:
         loader, divided = _call_loader(spec, data, world, collate, trust, train=False)
         return LoaderEvaluation(loader, world=world, seed=seed, divided=divided)
+    length = count_dataset(data, "data.eval")
     if world.model.size == 1:
-        require_same_length(count_dataset(data, "data.eval"), world, "data.eval")
+        require_same_length(length, world, "data.eval")
     return data
 
 
@@ -89,6 +104,7 @@ def _call_data(target: Target, role: str, trust: Trust) -> Any:
         raise failed from error
 
 
+@_placing_data("train")
 def share_samples(loader: TrainingLoader | GivenLoader | NoLoader, world: World) -> None:
     """Checks that all ranks read equally many samples, and tells the number to ranks that read none. Raises
     DataError."""

@@ -26,6 +26,7 @@ from dsjob.planning.model import COMPRESSING, Model, OptimizerState, Weight
 from dsjob.ranks.mesh import World
 from dsjob.training.build import build_model
 from dsjob.training.loaders import build_collate, build_training_data
+from dsjob.trust.frames import find_path
 from dsjob.trust.grant import Trust
 from dsjob.trust.targets import call_target, find_target
 
@@ -43,22 +44,28 @@ def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa:
     except DsjobError:
         raise
     except Exception as error:
-        raise UsageError(
+        failed = UsageError(
             f"{target.path} cannot be built on torch's meta device, without memory: {type(error).__name__}: {error}",
             hint="pass the number of parameters instead of the model: --params 7B",
-        ) from error
+        )
+        failed.put_at(find_path(error))
+        raise failed from error
 
 
 def _build_from_config(target: Target, trust: Trust) -> nn.Module:
     """Builds the model of a `from_pretrained` call from its configuration only, read from a local folder or the hub's
     cache."""
-    call_target(Target(target.path, {"_partial_": True, **target.arguments}), trust=trust, where=("model",))
+    where = ("model",)
+    call_target(Target(target.path, {"_partial_": True, **target.arguments}), trust=trust, where=where)
     owner: Any = getattr(find_target(target.path, trust), "__self__", None)
     given = {**{k: v for k, v in target.arguments.items() if k != "config"}, "local_files_only": True}
     name = given.get("pretrained_model_name_or_path") or next(iter(given.get("_args_") or []), "")
     try:
         config = target.arguments.get("config") or {"_target_": _CONFIG, **given}
-        built = call_target(make_target(config), trust=trust) if isinstance(config, Mapping) else config
+        of_config = (*where, "config") if target.arguments.get("config") else where
+        built = (
+            call_target(make_target(config), trust=trust, where=of_config) if isinstance(config, Mapping) else config
+        )
         with torch.device("meta"):
             model = owner.from_config(built) if hasattr(owner, "from_config") else owner(built)
     except DsjobError:
@@ -66,16 +73,21 @@ def _build_from_config(target: Target, trust: Trust) -> nn.Module:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if isinstance(error, OSError) and not os.path.isdir(str(name)):
-            raise UsageError(
+            failed = UsageError(
                 f"model: {name} is neither a folder nor in this machine's cache, and a plan downloads nothing",
                 hint=f"run hf download {name} config.json{_name_revision(given)}, or pass --params 7B instead",
-            ) from error
-        raise UsageError(
-            f"model: {target.path} cannot be built from the configuration of {name}: {reason[:300]}",
-            hint="pass the number of parameters instead of the model: --params 7B",
-        ) from error
+            )
+        else:
+            failed = UsageError(
+                f"model: {target.path} cannot be built from the configuration of {name}: {reason[:300]}",
+                hint="pass the number of parameters instead of the model: --params 7B",
+            )
+        failed.put_at((*where, "_target_"))
+        raise failed from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model: {target.path} returned a {type(model).__name__}, not a torch.nn.Module")
+        failed = UsageError(f"model: {target.path} returned a {type(model).__name__}, not a torch.nn.Module")
+        failed.put_at((*where, "_target_"))
+        raise failed
     return model
 
 
@@ -112,9 +124,9 @@ def probe_optimizer(method: Method, trust: Trust = Trust()) -> OptimizerState:  
     try:
         optimizer.step()
     except Exception as error:
-        raise TargetError(
-            f"optimizer {method.label}: its first step failed: {type(error).__name__}: {error}"
-        ) from error
+        failed = TargetError(f"optimizer {method.label}: its first step failed: {type(error).__name__}: {error}")
+        failed.put_at(("optimizer", "_target_" if method.target else "type"))
+        raise failed from error
     kept = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
     # [7, 5] occurs as no other shape, so a tensor of that shape is a copy that grows with the parameter.
     alike = [tensor for tensor in kept if tensor.shape == parameter.shape]

@@ -11,8 +11,9 @@ from dsjob import storage
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.committed import Loaded, Matched
 from dsjob.checkpoint.other.elsewhere import is_own
+from dsjob.contract.models import list_models
 from dsjob.contract.resolved import ResolvedJob
-from dsjob.document.resolve import complete_job
+from dsjob.document.resolve import view_model
 from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
 from dsjob.optim.changes import apply_changes
 from dsjob.ranks.agreement import on_rank_0
@@ -100,13 +101,15 @@ def _load_newest(run: Run, tags: list[str]) -> Loaded:
 
 def _follow_changes(run: Run, loaded: Loaded, job: ResolvedJob) -> None:
     """Applies hyperparameters that have changed in the document since the checkpoint, and tells the user."""
-    if loaded.job is not None and "loss_average" not in loaded.job.get("trainer", {}) and run.averaging.by_targets:
+    if loaded.job is None:
+        return
+    if "loss_average" not in loaded.job.get("trainer", {}) and run.averaging.by_targets:
         run.say("changed", _AVERAGED)
-    known = complete_job(loaded.job).models if loaded.job is not None else {}
+    known = list_models(loaded.job)
     for name, engine in run.engines.items():
         if engine.optimizer is None or name not in known:
             continue
-        before, now = known[name].spec, job.models[name].spec
+        before, now = view_model(loaded.job, name), job.models[name].spec
         changed = apply_changes(engine.optimizer, engine.lr_scheduler, before, now)
         types = [spec.scheduler.label if spec.scheduler else "none" for spec in (before, now)]
         if types[0].lower() != types[1].lower():

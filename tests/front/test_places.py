@@ -61,6 +61,13 @@ def loss(outputs, batch, scale=1): return outputs
 def collate(samples, pad=0): return torch.utils.data.default_collate(samples)
 def step(engines, batch, weight=1): return {}
 def three(*_): return 3
+def loader(*_): return torch.utils.data.DataLoader(Data(), batch_size=3)
+
+class Unsized:
+    def __getitem__(self, index): return {}
+
+class Stuck(torch.optim.SGD):
+    def step(self): raise RuntimeError("stuck")
 """
 SOUND = """\
 model: {_target_: places_module.Net, hidden: 2}
@@ -76,6 +83,7 @@ scheduler: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 3}
 trainer: {micro_batch: 4, max_steps: 1, step: {_target_: places_module.step, weight: 1}}
 output: {dir: run}
 """
+TRAIN, EVAL = (f"{role}: {{_target_: places_module.Data, length: 8" for role in ("train", "eval"))
 TWO = SOUND.replace("model: {", "models: {net: {model: {").replace("hidden: 2}", "hidden: 2}}}")
 TWO = TWO.replace("loss: {_target_: places_module.loss, scale: 1}\n", "")
 
@@ -192,6 +200,36 @@ def test_an_error_of_another_kind_has_a_place_too(right: str, wrong: str, kind: 
     assert str(caught.value).startswith(f"{place}{told}")
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        (
+            "train: {_target_: places_module.Data, length: 8",
+            "train: {_target_: places_module.three",
+            "is of type int, ",
+        ),
+        (
+            "train: {_target_: places_module.Data, length: 8",
+            "train: {_target_: places_module.Unsized",
+            "(Unsized) has ",
+        ),
+        (
+            "train: {_target_: places_module.Data, length: 8",
+            "train: {_target_: places_module.loader",
+            "(DataLoader) is ",
+        ),
+        (EVAL, "eval: {_target_: places_module.three", "is of type int, "),
+        (EVAL, "eval: {_target_: places_module.Unsized", "(Unsized) has "),
+        ("  collate:", "  loader: {_target_: places_module.loader}\n  collate:", "is a loader with batch_size 3, but "),
+    ],
+)
+def test_data_that_cannot_be_read_has_its_place(right: str, wrong: str, told: str) -> None:
+    place = write(right, wrong, wrong.strip().split("{")[1].split("}")[0])
+    with pytest.raises(errors.DataError) as caught:
+        dsjob.run("cfg.yaml")
+    assert str(caught.value).startswith(f"{place}data.{wrong.strip().split(':')[0]} {told}")
+
+
 def test_an_error_of_a_constructor_keeps_its_type() -> None:
     place = write("hidden: 2", "hidden: 10", "_target_")
     with pytest.raises(ValueError, match="hidden is at most 9") as caught:
@@ -286,6 +324,23 @@ def test_a_plan_tells_the_place() -> None:
     with pytest.raises(errors.DocumentError) as caught:
         dsjob.plan("cfg.yaml")
     assert str(caught.value).startswith(f"{place}error[target]: model.hiden: ")
+
+
+def test_a_plan_tells_the_place_of_what_cannot_be_built() -> None:
+    place = write("hidden: 2", "hidden: 10", "_target_")
+    done = command("plan", "cfg.yaml", cwd=Path())
+    assert done.stderr.startswith(f"dsjob: error: {place}model: places_module.Net cannot be built on torch's meta")
+    Path("weights").mkdir()
+    Path("weights/config.json").write_text("{}")
+    loaded = "transformers.AutoModel.from_pretrained, _args_: [./weights]"
+    place = write("places_module.Net, hidden: 2", loaded, "_target_")
+    with pytest.raises(errors.UsageError) as caught:
+        dsjob.plan("cfg.yaml")
+    assert str(caught.value).startswith(f"{place}model: transformers.AutoModel.from_pretrained cannot be built from")
+    place = write("places_module.Optimizer, rate:", "places_module.Stuck, lr:", "_target_: places_module.Stuck")
+    with pytest.raises(errors.DocumentError) as caught_too:
+        dsjob.plan("cfg.yaml")
+    assert str(caught_too.value).startswith(f"{place}error[target]: optimizer._target_: optimizer places_module.Stuck")
 
 
 def test_a_place_is_looked_up_once() -> None:

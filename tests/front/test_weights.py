@@ -92,6 +92,7 @@ def test_a_checkpoint_is_written_for_deepspeed(folder: Path, tmp_path: Path) -> 
         ({"to": "deepspeed", "out": "ds", "zero_stage": 2, "world_size": 2, "model": "a"}, "model has no effect"),
         ({"to": "bf16", "world_size": 2}, "world_size has no effect"),
         ({"to": "bf16", "dtype": "fp16"}, "dtype has no effect"),
+        ({"to": "bf16", "dtype": "fp32"}, 'leave it out; it is for to="hf" or to="deepspeed"'),
         ({"to": "fp32", "pretrained": Pretrained()}, "pretrained has no effect"),
         ({"to": "hf", "out": "model", "names": Names(prefix="a.")}, "keeps the names"),
     ],
