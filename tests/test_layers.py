@@ -294,3 +294,14 @@ def test_every_module_opens_with_what_it_owns() -> None:
         if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert silent == []
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {STANDALONE}))
+def test_files_and_functions_are_short_enough_to_read(name: str) -> None:
+    text = MODULES[name].read_text()
+    assert len(text.splitlines()) <= 400
+    functions = (
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    assert {function: lines for function, lines in lengths.items() if lines > 60} == {}

@@ -39,9 +39,7 @@ from dsjob.trust.literals import LOADERS, check_literals, check_options, is_read
 class Trust:
     """What the user has granted. Without arguments: only `LISTED`."""
 
-    prefixes: tuple[
-        str, ...
-    ] = ()  # --trust: dotted names of modules, packages or single callables; protocol:NAME, folder:PATH
+    prefixes: tuple[str, ...] = ()  # --trust: dotted names, protocol:NAME, folder:PATH
     folders: tuple[str, ...] = ()  # searched for modules after all installed packages
     rejected: tuple[tuple[str, str], ...] = ()  # folders that are not searched, each with the reason, for messages
     local: bool = True  # whether modules in `folders` are trusted; False for documents from elsewhere

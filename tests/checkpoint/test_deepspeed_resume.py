@@ -145,7 +145,7 @@ def test_plain_weights_begin_a_training_and_other_optimizers_are_refused(tmp_pat
     assert torch.equal(engine.module_state_dict()["emb.weight"], SmallNet("plain").emb.weight)
     other = {**config, "optimizer": {"type": "Muon"}}
     engine = dsjob.initialize(model=SmallNet("plain"), config=other)[0]
-    with pytest.raises(CheckpointError, match="MuonWithAuxAdam keeps"):
+    with pytest.raises(CheckpointError, match="MuonWithAuxAdam needs momentum_buffer"):
         engine.load_checkpoint(RUNS["z2_fp32_ws4_plain"])
     engine.load_checkpoint(RUNS["z2_fp32_ws4_plain"], load_optimizer_states=False)
     engine = dsjob.initialize(model=SmallNet("frozen"), config=config)[0]

@@ -85,13 +85,10 @@ class Loader:
     ) -> Loaded:
         """See Checkpointer.load."""
         state = view_state(engine, self._model)
-        foreign = on_rank_0(self._everyone, lambda: self._find_foreign(state, tag))
-        if foreign is None:
-            opened = self._open(tag)
-        else:
-            optimizer, scheduler = optimizer and foreign.run is not None, scheduler and foreign.run is not None
-            values = foreign.values(state.optimizer_values() if optimizer else {})
-            opened = Opened(foreign.open(), foreign.checkpoint, foreign.place, values, foreign)
+        opened = self._open_any(state, tag, optimizer)
+        foreign = opened.foreign
+        if foreign is not None and foreign.run is None:  # weights alone
+            optimizer = scheduler = False
         checkpoint, url, values = opened.checkpoint, opened.url, opened.values
         ours = state.model_tensors()
         if take is None:
@@ -133,9 +130,16 @@ class Loader:
         with restoring(url):
             engine.restore_counters(values.get("counters", engine.counters()))  # a collective: ranks gather weights
         exact = same_world and optimizer and scheduler
-        notes += describe_left_out(saved, tensors) if optimizer else ()
-        notes += foreign.notes if foreign is not None else ()
+        notes += (describe_left_out(saved, tensors) if optimizer else ()) + (foreign.notes if foreign else ())
         return Loaded(checkpoint.tag, url, checkpoint.step, client_state, exact, job, notes)
+
+    def _open_any(self, state: TrainingState | JointState, tag: str | None, optimizer: bool) -> Opened:
+        """Opens one of dsjob's checkpoints, or what another program saved there."""
+        foreign = on_rank_0(self._everyone, lambda: self._find_foreign(state, tag))
+        if foreign is None:
+            return self._open(tag)
+        values = foreign.values(state.optimizer_values() if optimizer and foreign.run is not None else {})
+        return Opened(foreign.open(), foreign.checkpoint, foreign.place, values, foreign)
 
     def load_weights(self, engine: Savable, source: str, *, strict: bool) -> Matched:
         """See Checkpointer.load_weights."""

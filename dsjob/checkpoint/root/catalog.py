@@ -93,12 +93,7 @@ class Catalog:
         storage.write_bytes(place, text)
         tag = manifest["tag"]
         record = {
-            "format": layout.FORMAT,
-            "version": layout.VERSION,
-            "tag": tag,
-            "step": manifest["step"],
-            "attempt": attempt.number,
-            "dir": folder,
+            **_describe(manifest, folder, attempt),
             "manifest_sha256": hashlib.sha256(text).hexdigest(),
             **({"metrics": dict(metrics)} if metrics else {}),
             **({"saved": saved} if saved is not None else {}),
@@ -274,6 +269,18 @@ def _is_refused(error: BaseException | None) -> bool:
                 return status < 500 and status not in (408, 409, 412, 425, 429)
         error = error.__cause__
     return False
+
+
+def _describe(manifest: Mapping[str, Any], folder: str, attempt: Attempt) -> dict[str, Any]:
+    """What a commit record says of every checkpoint."""
+    return {
+        "format": layout.FORMAT,
+        "version": layout.VERSION,
+        "tag": manifest["tag"],
+        "step": manifest["step"],
+        "attempt": attempt.number,
+        "dir": folder,
+    }
 
 
 def _is_consistent(record: Mapping[str, Any]) -> bool:
