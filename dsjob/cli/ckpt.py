@@ -76,7 +76,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     gc = add("gc", _collect, "delete leftovers of killed or rewound runs")
     gc.add_argument("--dry-run", "-n", action="store_true", help="only print what would be deleted")
     gc.add_argument(
-        "--older-than", default="1h", metavar="AGE", help="only what was last written this long ago: 90m, 2h, 7d (1h)"
+        "--older-than",
+        default="1h",
+        metavar="AGE",
+        help="only what was last written this long ago: 90m, 2h, 7d (default: 1h)",
     )
     copy = add("copy", _copy, "copy checkpoints to another path or URL, and verify them", ("SRC", "DST"))
     for one in (info, verify, copy):
