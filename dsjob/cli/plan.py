@@ -24,6 +24,11 @@ def main(arguments: list[str], debug: bool) -> int:
     args = _parse(arguments)
     if args.require_fit and args.device_memory is None:
         raise UsageError("--require-fit needs --device-memory", hint="for example --device-memory 80GiB")
+    if not args.source and args.params is None:
+        raise UsageError(
+            "dsjob plan needs a file, a run's folder or a recipe",
+            hint="dsjob plan cfg.yaml, dsjob plan +recipe=quickstart, or dsjob plan --params 7B",
+        )
     allow_protocols(args.trust)
     file, overrides = split_source(args.source, bare=args.params is not None)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())

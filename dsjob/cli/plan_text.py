@@ -48,11 +48,14 @@ def _describe_job(plan: Plan) -> list[tuple[str, str]]:
     model, layout = plan.job.model, plan.job.layout
     total, trained = count(model.weights), count(model.trainable)
     frozen = f", {trained:,} trained" if trained != total else ""
-    blocks = f", {model.blocks} blocks" if model.blocks_known else ""
+    if model.blocks_known:
+        described = f"{plan.source}, {total:,} parameters{frozen}, {model.blocks} blocks"
+    else:
+        described = f"{total:,} parameters (--params)"
     samples = layout.micro_batch * layout.grad_accum * layout.world_size
     ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
     return [
-        ("model", f"{plan.source}, {total:,} parameters{frozen}{blocks}"),
+        ("model", described),
         ("layout", f"ZeRO stage {layout.stage}, {ranks}, {plan.precision}, offload {layout.offload}"),
         ("batch", f"{samples} = {layout.micro_batch} micro x {layout.grad_accum} accumulated x {ranks}"),
     ]

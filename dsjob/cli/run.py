@@ -34,6 +34,10 @@ def main(arguments: list[str], debug: bool) -> int:
         sys.stdout.write(make_help().format_help())
         return 0
     allow_protocols(args.trust)
+    if not (args.overrides or args.cfg or args.info or args.shell_completion or args.hydra_help):
+        raise UsageError(
+            "dsjob run needs a file, a run's folder or a recipe", hint="dsjob run cfg.yaml, or dsjob +recipe=quickstart"
+        )
     file, overrides = split_source(args.overrides)
     trust = grant(file, read_flags(args))
     if args.multirun:

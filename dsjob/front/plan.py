@@ -97,6 +97,7 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
         limit=asked.device_memory,
         notes=tuple(notes),
         host_limit=asked.host_memory or _read_host_memory(),
+        measured_here=asked.host_memory is None,
         ranks_here=min(spec.launch.nproc, world_size * spec.trainer.model_parallel_size),
     )
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dsjob.contract.environment import watch_output
@@ -38,7 +38,7 @@ class Result:
     metrics: Mapping[str, float]
     checkpoint: str | None
     run_dir: str
-    history: Sequence[Mapping[str, Any]]
+    history: Sequence[Mapping[str, Any]] = field(repr=False)
     error: str = ""
 
 

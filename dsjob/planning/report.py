@@ -56,7 +56,8 @@ class Course:
 class Plan:
     """What a job needs. `limit`, `host_limit`: bytes of memory of a device and of a machine; None if unknown.
 
-    `ranks_here`: ranks on one machine, as far as the document says.
+    `measured_here`: whether `host_limit` is that of this machine. `ranks_here`: ranks on one machine, as far as the
+    document says.
     """
 
     name: str
@@ -71,7 +72,13 @@ class Plan:
     limit: int | None = None
     notes: tuple[str, ...] = ()
     host_limit: int | None = None
+    measured_here: bool = False
     ranks_here: int = 1
+
+    def __repr__(self) -> str:
+        ranks = self.job.layout.world_size
+        fits = "" if self.limit is None else f", {'fits' if self.fits else 'does not fit'} in {show_bytes(self.limit)}"
+        return f"Plan({self.name}, {ranks} rank{'s' * (ranks > 1)}, {show_bytes(self.memory.peak)} per rank{fits})"
 
     @property
     def memory(self) -> Memory:
@@ -96,8 +103,11 @@ class Plan:
         if self.host_limit is None or needed <= self.host_limit:
             return ()
         ranks = f"{self.ranks_here} ranks on a machine need" if self.ranks_here > 1 else "a rank needs"
+        machine = "this machine" if self.measured_here else "the machine"
         why = "each builds the whole model at its start" if self.building >= kept else "for what is offloaded"
-        return (f"{ranks} {show_bytes(needed)} of host memory ({why}), and there are {show_bytes(self.host_limit)}",)
+        return (
+            f"{ranks} {show_bytes(needed)} of host memory ({why}), but {machine} has {show_bytes(self.host_limit)}",
+        )
 
 
 def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:

@@ -143,6 +143,16 @@ def test_a_word_that_is_nothing_is_named(
     assert said in printed.err
 
 
+@pytest.mark.parametrize("words", [["run"], ["plan"], ["-m"], ["run", "--config-dir", "."]])
+def test_a_command_without_a_document_says_what_it_needs(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    command = "plan" if words == ["plan"] else "run"
+    needed = f"dsjob: error: dsjob {command} needs a file, a run's folder or a recipe\n  dsjob {command} cfg.yaml, "
+    assert printed.err.startswith(needed)
+
+
 def test_an_empty_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([""]) == 2
     assert "Traceback" not in capsys.readouterr().err

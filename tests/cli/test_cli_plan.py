@@ -101,11 +101,19 @@ def test_too_little_memory_of_a_machine_is_a_warning(plan: Any, data: Any, monke
     code, out, _ = plan(*arguments, "6MiB")
     assert code == 0
     told = "2 ranks on a machine need 6.43 MiB of host memory (each builds the whole model at its start)"
-    assert f"warning  {told}, and there are 6 MiB\n" in out
+    assert f"warning  {told}, but the machine has 6 MiB\n" in out
     (offloaded,) = data(*arguments, "12MiB", "--offload", "optimizer")["warnings"]
-    assert "of host memory (for what is offloaded), and there are 12 MiB" in offloaded
+    assert "of host memory (for what is offloaded), but the machine has 12 MiB" in offloaded
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}.__getitem__)
-    assert "a rank needs 3.64 TiB of host memory" in data("--params", "1e12")["warnings"][0]
+    (here,) = data("--params", "1e12")["warnings"]
+    assert here.startswith("a rank needs 3.64 TiB of host memory")
+    assert here.endswith(", but this machine has 4 GiB")
+
+
+def test_a_number_of_parameters_is_shown_once(plan: Any) -> None:
+    code, out, _ = plan("--params", "7B")
+    assert code == 0
+    assert " model    7,000,000,000 parameters (--params) " in out
 
 
 def test_requiring_a_fit_needs_a_memory_to_fit_into(plan: Any) -> None:

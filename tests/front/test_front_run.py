@@ -55,6 +55,7 @@ def test_a_dict_is_run_and_its_result_tells_what_came_of_it(folder: Path, capsys
     assert [record["step"] for record in result.history] == [1, 2, 3, 3]
     assert result.metrics["loss"] == result.history[2]["loss"]
     assert result.metrics["eval/loss"] == result.history[3]["eval/loss"]
+    assert "history" not in repr(result)
     printed = capsys.readouterr().out
     assert "starting job (a dict) on 1 rank" in printed
     assert "step 3/3 100%" in printed

@@ -128,6 +128,8 @@ def test_a_plan_says_whether_the_job_fits() -> None:
     assert sum(math.prod(weight.shape) for weight in small.job.model.weights) == 569
     large = dsjob.plan({"zero_optimization": {"stage": 3}}, params=70_000_000_000, world_size=2, device_memory=80 << 30)
     assert not large.fits
+    assert repr(large).startswith("Plan(job, 2 ranks, ")
+    assert repr(large).endswith(" GiB per rank, does not fit in 80 GiB)")
     with pytest.raises(errors.UsageError, match="not an amount of memory"):
         dsjob.plan(DOCUMENT, device_memory=80)
 
