@@ -18,7 +18,7 @@ from typing import Any
 
 from dsjob import storage
 from dsjob.contract.resolved import ResolvedJob
-from dsjob.errors import DocumentError, DsjobError, Interrupted, LaunchError, TargetError
+from dsjob.errors import CorruptCheckpointError, DocumentError, DsjobError, Interrupted, LaunchError, TargetError
 from dsjob.files import open_append
 from dsjob.home import find_again
 from dsjob.launch import rank
@@ -88,18 +88,20 @@ def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[
         yield
     except (DocumentError, TargetError):
         raise
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
+        resumable = not isinstance(error, CorruptCheckpointError)  # otherwise resuming would fail in the same way
         with suppress(DsjobError):  # the storage itself may have failed
-            print(f"dsjob: {_describe_kept(run_dir, list_commits(run_dir, document), before)}", file=sys.stderr)  # noqa: T201
+            told = _describe_kept(run_dir, list_commits(run_dir, document), before, resumable=resumable)
+            print(f"dsjob: {told}", file=sys.stderr)  # noqa: T201
         raise
 
 
-def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) -> str:
+def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str], *, resumable: bool) -> str:
     if not commits:  # a failed start may have removed the folder
         return f"nothing was saved{f' in {run_dir}' if os.path.isdir(run_dir) else ''}"
     newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
     news = "nothing newer was saved; " if commits == before else ""
-    return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"
+    return f"{news}the newest checkpoint is {newest}{f'; to resume: dsjob run {run_dir}' if resumable else ''}"
 
 
 def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:

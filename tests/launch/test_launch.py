@@ -306,3 +306,15 @@ def test_a_mistake_in_the_document_stops_every_joined_rank(tmp_path: Path) -> No
         "is not micro_batch 3 (derived) x grad_accum 1 (the default) x world size 2 (ranks that were started)"
         in done.stderr
     )
+
+
+def test_a_run_whose_checkpoint_is_damaged_is_not_said_to_resume(tmp_path: Path) -> None:
+    make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 2})
+    assert dsjob("cfg.json", cwd=tmp_path).returncode == 0
+    for shard in (tmp_path / "run/checkpoints").rglob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    done = dsjob("run", "run", "trainer.max_steps=4", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "the newest checkpoint is step-00000002\n" in done.stderr
+    assert "to resume:" not in done.stderr
+    assert "checkpoint.on_corrupt=previous" in done.stderr
