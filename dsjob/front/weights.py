@@ -121,7 +121,9 @@ def _write_deepspeed(
 
 
 def _require_fitting(to: str, **given: Any) -> None:
-    """Raises UsageError for an argument that has no effect with this `to`."""
+    """Raises UsageError for an unknown `to`, or an argument that has no effect with it."""
+    if to not in (*_WEIGHTS, "deepspeed"):
+        raise UsageError(f'to="{to}" is not supported; use {", ".join(_WEIGHTS)} or deepspeed')
     for name, value in given.items():
         if value and to not in _FORMS[name]:
             forms = " or ".join(f'to="{form}"' for form in _FORMS[name])

@@ -90,6 +90,7 @@ def test_a_checkpoint_is_written_for_deepspeed(folder: Path, tmp_path: Path) -> 
         ({"to": "deepspeed", "zero_stage": 2, "world_size": 2}, "needs out"),
         ({"to": "deepspeed", "out": "ds", "zero_stage": 4, "world_size": 2}, "zero_stage"),
         ({"to": "deepspeed", "out": "ds", "zero_stage": 2, "world_size": 2, "model": "a"}, "model has no effect"),
+        ({"to": "fp33", "out": "w9"}, 'to="fp33" is not supported; use fp32, bf16, fp16, hf or deepspeed'),
         ({"to": "bf16", "world_size": 2}, "world_size has no effect"),
         ({"to": "bf16", "dtype": "fp16"}, "dtype has no effect"),
         ({"to": "bf16", "dtype": "fp32"}, 'leave it out; it is for to="hf" or to="deepspeed"'),
