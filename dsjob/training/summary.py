@@ -18,7 +18,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
     """(title, text) rows with what a user may want to check before waiting for the run."""
     spec, world, trainer = run.spec, run.engine.world, run.spec.trainer
     size = run.loader.samples_per_epoch
-    epochs = f", {run.max_steps * trainer.train_batch / size:.3g} epochs" if size else ""
+    epochs = f", {_count_epochs(run.max_steps * trainer.train_batch / size)}" if size else ""
     ranks = _count_ranks(world.data_size)
     batch = f"{trainer.train_batch} = {trainer.micro_batch} micro x {trainer.grad_accum} accumulated x {ranks}"
     models: Rows = []
@@ -38,6 +38,11 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         exact = "" if loaded.exact else "; random generators were reseeded"
         rows.append(("resumed", "; ".join([f"{loaded.url} at step {loaded.step:,}{exact}", *loaded.notes])))
     return rows
+
+
+def _count_epochs(number: float) -> str:
+    text = f"{number:.3g}"
+    return f"{text} epoch" if text == "1" else f"{text} epochs"
 
 
 def _count_ranks(ranks: int) -> str:
