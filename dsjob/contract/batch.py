@@ -86,7 +86,11 @@ class BatchSizes:
             raise _problem("needs train_batch or micro_batch", "for example trainer.micro_batch=8")
         if not full.is_valid(world_size):
             train, *factors = (f"{key} {getattr(full, key)}{name(key) or self._describe_origin(key)}" for key in _KEYS)
-            message = f"{train} is not {' x '.join(factors)} x world size {world_size}{f' ({ranks})' if ranks else ''}"
+            origin = f" ({ranks})" if ranks else ""
+            if 0 < (full.train_batch or 0) < world_size:
+                message = f"{train} is smaller than the number of data-parallel ranks, {world_size}{origin}"
+            else:
+                message = f"{train} is not {' x '.join(factors)} x world size {world_size}{origin}"
             raise _problem(message, full._remedy(world_size, parts))
         return full
 

@@ -90,7 +90,7 @@ def test_deepspeeds_own_cases_on_two_ranks(train: int, micro: int, accum: int, i
         (
             (2, None, None),
             4,
-            "train_batch 2 is not micro_batch 0 (derived) x grad_accum 1 (the default) x world size 4",
+            "train_batch 2 is smaller than the number of data-parallel ranks, 4",
             "use launch.nproc=2 (world size 2), or trainer.train_batch=4",
         ),
     ],
