@@ -2,7 +2,9 @@
 
 import os
 import socket
+import sys
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -54,6 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_process_groups() -> Iterator[None]:
+    """Ends the process group that an engine of this test process has made: `dsjob.run` expects none."""
+    yield
+    distributed = sys.modules.get("torch.distributed")  # not imported by tests that do without torch
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
 def test_nothing_is_appended_through_a_link(tmp_path: Path) -> None:
     os.symlink(tmp_path / "elsewhere", tmp_path / "log")
     for refuse in (open_append, require_own):
-        with pytest.raises(StorageError, match="is a link"):
+        with pytest.raises(StorageError, match="is a symbolic link"):
             refuse(str(tmp_path / "log"))
     assert not (tmp_path / "elsewhere").exists()
 

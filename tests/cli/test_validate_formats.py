@@ -120,7 +120,7 @@ def test_a_rule_is_explained(validate: Any, rule: str) -> None:
 def test_an_unknown_rule_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--explain", "fp16-with-bf6"]) == 2
     err = capsys.readouterr().err
-    assert "no rule 'fp16-with-bf6'" in err
+    assert "unknown rule 'fp16-with-bf6'" in err
     assert 'did you mean "fp16-with-bf16"?' in err
 
 

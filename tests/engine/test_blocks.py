@@ -183,7 +183,7 @@ def test_a_model_without_blocks_is_compiled_whole() -> None:
 
 
 def test_a_compiler_that_torch_does_not_know_is_named_with_those_it_knows() -> None:
-    with pytest.raises(ContractError, match="no inducktor") as caught:
+    with pytest.raises(ContractError, match="no backend inducktor") as caught:
         prepare(Net(), compile={"enabled": True, "backend": "inducktor"})
     assert "inductor" in caught.value.hint
 

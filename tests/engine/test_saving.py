@@ -192,7 +192,7 @@ def test_states_are_moved_to_the_host_and_back() -> None:
     after = whole_state(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
     train_engine(engine, 1, 1)
-    with pytest.raises(UsageError, match="no state 'everything'"):
+    with pytest.raises(UsageError, match="unknown state to offload: 'everything'"):
         engine.offload_states(include=["everything"])
     with pytest.raises(UsageError, match="to the host"):
         engine.offload_states(device="nvme")

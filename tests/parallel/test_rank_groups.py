@@ -130,4 +130,4 @@ def test_groups_that_do_not_divide_the_ranks_are_refused() -> None:
             "zero_optimization.mics_shard_size",
             "zero_optimization.zero_hpz_partition_size",
         ]
-        assert all("3 ranks do not divide into groups of 2; 1, 3 divide 3" in text for text in said)
+        assert all("3 ranks do not divide into groups of 2; use one of 1, 3, or another" in text for text in said)

@@ -259,7 +259,7 @@ def test_an_argument_is_named_by_its_place_in_the_document() -> None:
             targets.call_target(Target("targets_pkg.parts.build", arguments), trust=grant(), where=("model",))
         assert caught.value.path == path
         problem = caught.value.to_problem()
-        assert caught.value.message == f"{problem.dotted}: {problem.message}"
+        assert caught.value.message == f"{problem.dotted.removesuffix('._target_')}: {problem.message}"
 
 
 class Open:
