@@ -123,7 +123,7 @@ def _write_deepspeed(
 def _require_fitting(to: str, **given: Any) -> None:
     """Raises UsageError for an unknown `to`, or an argument that has no effect with it."""
     if to not in (*_WEIGHTS, "deepspeed"):
-        raise UsageError(f'to="{to}" is not supported; use {", ".join(_WEIGHTS)} or deepspeed')
+        raise UsageError(f'to="{to}" is not supported', hint=f"use {', '.join(_WEIGHTS)} or deepspeed")
     for name, value in given.items():
         if value and to not in _FORMS[name]:
             forms = " or ".join(f'to="{form}"' for form in _FORMS[name])
@@ -158,13 +158,13 @@ def load_model(
 
 
 def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str, Any]) -> nn.Module:
-    from dsjob.document.resolve import complete_job
+    from dsjob.document.resolve import view_model
     from dsjob.errors import ContractError
     from dsjob.launch.rank import add_import_folders
     from dsjob.training.build import build_model
 
     add_import_folders(trust.importable)
-    target = complete_job(document).models[name].spec.model
+    target = view_model(document, name).model
     assert target is not None
     where = ("models", name, "model") if document.get("models") else ("model",)
     made = build_model(target, trust, where)

@@ -151,23 +151,21 @@ def explain_distrust(path: str, trust: Trust) -> str:
     top = path.split(".")[0]
     if trust.names(path):
         return ""
-    spec = find_top(top, trust.folders)
-    if spec is None:
+    if (spec := find_top(top, trust.folders)) is None:
         return explain_rejected(path, trust)
-    place = locate_local(spec, trust.folders)
-    if place:
+    if place := locate_local(spec, trust.folders):
         elsewhere = "the document comes from elsewhere (a URL, a checkpoint, another user's run)"
         return "" if trust.local else f"{elsewhere}, and {top} is in {place}"
     if is_listed(path):
         return ""
     if top in sys.stdlib_module_names:
         return f"{top} belongs to Python's standard library"
-    known = {row.module.split(".")[0] for row in LISTED}
-    if top in known:
+    if top == "__main__":
+        return "ranks and checkpoints cannot import what a script or notebook defines"
+    if top in {row.module.split(".")[0] for row in LISTED}:
         return f"it is not on dsjob's list of harmless constructors of {top}"
     found = _real_file(spec)
-    linked = _is_link(spec, trust.folders)
-    if linked:
+    if linked := _is_link(spec, trust.folders):
         return f"{linked} is a link to {found}"
     return f"{top} is an installed package{f' ({found})' if found else ''}, not a module in this job's folder"
 
@@ -393,6 +391,8 @@ def _check(value: Any, path: Path, trust: Trust, found: Any = None) -> Iterator[
 
 def hint(target: str, trust: Trust) -> str:
     """A hint with the exact flag that grants a target."""
+    if target.startswith("__main__."):
+        return "put it in a module beside the job, such as my_model.py"
     if trust.rejected and find_top(target.split(".")[0], trust.folders) is None:
         if any(why.startswith(SHARED) for _, why in trust.rejected):
             return "move the job to a folder that only you can write to"

@@ -259,8 +259,10 @@ def test_errors_have_the_projects_names(place: str, run: Path, tmp_path: Path) -
     with pytest.raises(NoCheckpointError, match="no committed checkpoint 'step-7'") as caught:
         convert(place, out, to="fp32", tag="step-7")
     assert caught.value.hint == "available: step-00000100, step-00000120"
-    with pytest.raises(NoCheckpointError, match="no committed checkpoint in"):
+    there = "no such folder: " if storage.is_local(place) else "no committed checkpoint in "
+    with pytest.raises(NoCheckpointError, match=f"^{there}.*/nothing/here") as caught:
         convert(place + "/nothing/here", out, to="fp32")
+    assert "name the folder of a run" in caught.value.hint
     assert not Path(out).exists()
     convert(place, out, to="fp32")
     with pytest.raises(UsageError, match="already contains converted weights"):

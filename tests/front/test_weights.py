@@ -57,6 +57,12 @@ def test_a_checkpoint_from_elsewhere_imports_only_what_is_trusted(folder: Path, 
     assert dsjob.load_model(tmp_path / "copied", trust=["my_model"]).state_dict()
 
 
+def test_a_folder_that_does_not_exist_is_named(folder: Path) -> None:
+    for call in (dsjob.convert, dsjob.load_model):
+        with pytest.raises(errors.NoCheckpointError, match=r"^no such folder: .*nowhere"):
+            call("nowhere")
+
+
 def test_weights_that_no_longer_fit_the_code_are_told(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "run", tmp_path / "run")
     resolved = tmp_path / "run" / "resolved.json"
@@ -90,7 +96,7 @@ def test_a_checkpoint_is_written_for_deepspeed(folder: Path, tmp_path: Path) -> 
         ({"to": "deepspeed", "zero_stage": 2, "world_size": 2}, "needs out"),
         ({"to": "deepspeed", "out": "ds", "zero_stage": 4, "world_size": 2}, "zero_stage"),
         ({"to": "deepspeed", "out": "ds", "zero_stage": 2, "world_size": 2, "model": "a"}, "model has no effect"),
-        ({"to": "fp33", "out": "w9"}, 'to="fp33" is not supported; use fp32, bf16, fp16, hf or deepspeed'),
+        ({"to": "fp33", "out": "w9"}, 'to="fp33" is not supported\n  use fp32, bf16, fp16, hf or deepspeed'),
         ({"to": "bf16", "world_size": 2}, "world_size has no effect"),
         ({"to": "bf16", "dtype": "fp16"}, "dtype has no effect"),
         ({"to": "bf16", "dtype": "fp32"}, 'leave it out; it is for to="hf" or to="deepspeed"'),

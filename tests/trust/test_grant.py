@@ -127,6 +127,12 @@ def test_what_is_not_listed_is_refused_with_the_flag_to_add(path: str) -> None:
     assert caught.value.hint == f"if you know what it does, run with --trust {path}"
 
 
+def test_what_the_program_itself_defines_belongs_in_a_module() -> None:
+    (problem,) = check_document({"model": {"_target_": "__main__.Net"}}, here())
+    assert "ranks and checkpoints cannot import what a script or notebook defines" in problem.message
+    assert problem.hint == "put it in a module beside the job, such as my_model.py"
+
+
 def test_every_target_of_the_recipes_is_listed() -> None:
     conf = Path(__file__).parents[2] / "conf"
     lines = [line for file in conf.rglob("*.yaml") for line in file.read_text().splitlines() if "_target_:" in line]

@@ -249,7 +249,9 @@ def find_commit(source: Folder, wanted: str | None = None) -> dict[str, Any]:
     """The commit record of a tag or of a step's folder, by default of the greatest step. Raises NothingThere."""
     tags = set(list_tags(source))
     if not tags:
-        raise NothingThere(f"no committed checkpoint in {source.root}", "name the folder that holds `commits`")
+        raise NothingThere(
+            f"no committed checkpoint in {source.root}", "name the folder of a run, or the folder `checkpoints` in it"
+        )
     if wanted is None:
         # Tags such as step-00000120 contain their step, so their records need not be read: on an object store, each
         # would be a request.

@@ -31,6 +31,7 @@ def find_root(url: str) -> tuple[layout.Folder, str]:
     """The checkpoint root that a path or URL refers to; and if it refers to one step, its tag or folder, else "".
 
     `url`: a run's folder (with `checkpoints/` in it), a checkpoint root, or one step's tag or folder in a root.
+    Raises NothingThere if it is a local path that does not exist.
     """
     if (own := find_own_root(url)) is not None:
         return own, ""
@@ -40,6 +41,8 @@ def find_root(url: str) -> tuple[layout.Folder, str]:
         above = open_root(head or "/")
         if above.names("commits"):
             return above, name
+    if storage.is_local(url) and not storage.exists(url):
+        raise layout.NothingThere(f"no such folder: {place.root}", "name the folder of a run, or a checkpoint")
     return (below if below.names("") else place), ""
 
 
