@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("deepspeed", "training"),
     ("launch",),
-    ("front",),
+    ("front", "programs"),
     ("cli",),
     ("__main__",),
 )

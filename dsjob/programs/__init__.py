@@ -1,0 +1,1 @@
+"""Existing DeepSpeed programs, run unmodified on dsjob's engine: `dsjob exec`."""
