@@ -5,7 +5,7 @@ Gradients of "safe" modules are computed in it anyway, so communicating them in 
 
 At stage 0, DDP's hook splits each bucket by dtype. At stages 1 to 3, each safe module is an FSDP2 unit of its own,
 because a unit has only one dtype; at stage 3, linear and convolution layers are also gathered in the lower precision.
-Safe classes are looked up among loaded modules, so a config imports nothing. While gradients accumulate at stage 1,
+While gradients accumulate at stage 1,
 FSDP2 keeps those of safe modules in the lower precision.
 """
 
@@ -53,6 +53,7 @@ def find_safe_modules(model: nn.Module, names: Sequence[str] | None) -> list[nn.
 
 def _find_class(name: str) -> type:
     package, _, attribute = name.rpartition(".")
+    # Only among loaded modules: a document must not import code by naming a class here.
     found = getattr(sys.modules.get(package), attribute, None)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise TargetError(

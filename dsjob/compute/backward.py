@@ -2,9 +2,6 @@
 
 `engine.backward(loss)` divides and scales the loss. With `loss.backward()` (of a loss over several engines, perhaps),
 the gradients of a model's outputs are divided and scaled instead, where they enter the model.
-
-Outputs are returned as views, with the hook on the view. Otherwise, a loss that the model itself computes from another
-output would be divided twice.
 """
 
 from __future__ import annotations
@@ -44,6 +41,8 @@ def watch_outputs(outputs: Any, enter: Callable[[Tensor], Tensor]) -> Any:
 
     def watch(value: Any) -> Any:
         if isinstance(value, Tensor) and value.requires_grad and not is_functorch_wrapped_tensor(value):
+            # The hook is on a view. On `value` itself, it would also see the gradient of a loss that the model computed
+            # from this output, and divide it twice.
             view = value.view_as(value)
             view.register_hook(hook)  # type: ignore[no-untyped-call]
             return view

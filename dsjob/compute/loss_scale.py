@@ -28,6 +28,7 @@ class LossScaler:
         self._spec = spec
         self.dynamic = spec.loss_scale == 0
         self.scale = float(2**spec.initial_scale_power if self.dynamic else spec.loss_scale)
+        # _borne counts down from `hysteresis`: at 1, the next overflow lowers the scale.
         self._step, self._last_overflow, self._borne = 0, -1, spec.hysteresis
         self._skipped = 0
 
@@ -83,6 +84,7 @@ class LossScaler:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restores a state. A static scale always comes from the document."""
         self._skipped = state.get("skipped", self._skipped)
+        # A state saved by the other kind of scale has nothing to continue from.
         if self.dynamic and state["dynamic"]:
             self.scale, self._step = state["scale"], state["step"]
             self._last_overflow = state["last_overflow"]

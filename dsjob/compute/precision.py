@@ -42,6 +42,7 @@ class Precision:
     @classmethod
     def of(cls, spec: EngineSpec, device: torch.device) -> Precision:
         """The job's precision. Gradients are communicated in communication_data_type, or else in the compute dtype."""
+        # With autocast, neither section is enabled: the model stays fp32, and operators choose.
         compute = torch.bfloat16 if spec.bf16.enabled else torch.float16 if spec.fp16.enabled else torch.float32
         named = spec.communication_data_type
         asked, summed, factor = spec.torch_autocast, spec.data_types.grad_accum_dtype, spec.gradient_predivide_factor

@@ -38,6 +38,7 @@ def can_decide(optimizer: Optimizer) -> bool:
     found = [(len(group["params"]), bool(group.get("momentum"))) for group in groups], len(state)
     if _decided.get(optimizer) == found:
         return True
+    # A loop over all parameters, so its result is kept until groups or state change.
     able = all(
         p.is_cuda and not (group.get("momentum") and state.get(p, {}).get("momentum_buffer") is None)
         for group in groups
@@ -54,6 +55,7 @@ class Verdict:
     def __init__(self, optimizer: Optimizer, finite: Tensor) -> None:
         """Makes `optimizer` step only if `finite` (bool, shape [], on a GPU) is true."""
         flags: Any = optimizer
+        # fp32 [], 1 if the step must be skipped. grad_scale None: the optimizer has nothing to unscale.
         flags.grad_scale, flags.found_inf = None, (~finite).float()
         try:
             optimizer.step()
@@ -68,6 +70,7 @@ class Verdict:
 
     def step_schedule(self, scheduler: LRScheduler, arguments: Mapping[str, Any]) -> None:
         """Steps the schedule as if the optimizer had stepped. `read` can undo it."""
+        # Schedules cannot step back, so keep everything that a step may change.
         state, before = _keep(scheduler.state_dict()), self._settings()
         scheduler.step(**arguments)
         self._undo = scheduler, state, before, self._settings()

@@ -92,6 +92,7 @@ class GivenLoader:
         """This rank's items in pass after pass of `read`, starting from its current position."""
         share, skipped, restored = self._share, 0, self._restored
         if not restored:
+            # Batches of all ranks together that were seen before.
             place = self._start // self._micro_batch
             self._number = place = place // self._world.data_size if share.divided else place
             self._epoch, skipped = divmod(place, share.length) if share.length else (0, place)
@@ -183,6 +184,7 @@ class LoaderEvaluation:
         rounds = math.ceil(total / every)
         if share.divided and ranks > 1 and self._world.model.size == 1:
             lengths = all_gather(self._world.data, (rounds, total))
+            # All ranks must make the same number of forward passes: those of the longest loader.
             rounds, total = max(found for found, _ in lengths), min(found for _, found in lengths)
         if not total:
             raise DataError(f"data.eval ({type(share.loader).__name__}) yields no batch on at least one rank")

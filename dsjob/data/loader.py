@@ -87,6 +87,8 @@ class TrainingLoader:
         if self._options["num_workers"]:
             stride = self._micro_batch * self._world.data_size
             chosen = _Numbered(batches, self._start + self._world.data_rank * self._micro_batch, stride)
+        # Without workers, transforms draw from the rank's own generators, which checkpoints save. So no number is
+        # needed.
         made = Batches(self._samples, numbered=self._options["num_workers"] > 0)
         yield from raise_failures(DataLoader(made, batch_sampler=chosen, collate_fn=keep, **self._options), self._name)
 
@@ -100,6 +102,7 @@ class TrainingLoader:
     def _iterate_stream(self, *, once: bool = False) -> Iterator[Any]:
         """The batches of an iterable dataset, endlessly unless `once`."""
         rank, world_size = self._world.data_rank, self._world.data_size
+        # Micro batches of this rank that the run has seen before.
         skipped = self._start // (self._micro_batch * world_size)
         turns = _Turns(self.dataset, rank, world_size, self._micro_batch, self._name)
         collate = StreamCollate(self._samples)
@@ -168,6 +171,7 @@ class _Turns(IterableDataset[Any]):
             if isinstance(item, FailedBatch):
                 yield item
                 continue
+            # stride * batch_size: the samples of one batch of every worker of every rank.
             place = index % (stride * self._batch_size)
             if place % stride == own:
                 batch.append(item)
@@ -255,6 +259,7 @@ class EvaluationBatches:
         return math.ceil(self._taken / self._world.data_size)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
+        # Batch n belongs to rank n % ranks. Beyond the last batch, `_choose` returns the first one.
         indices = range(self._world.data_rank, len(self) * self._world.data_size, self._world.data_size)
         # A starting DataLoader draws a random number. Without a generator of its own, it would change the numbers that
         # training draws.

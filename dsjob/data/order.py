@@ -37,6 +37,7 @@ class SampleOrder:
 
     def stream(self, start: int) -> Iterator[int]:
         """Yields the sample indices of the run, endlessly, beginning with sample number `start`."""
+        # The epoch, and the place in it.
         number, position = divmod(start, self.length)
         while True:
             order = self.epoch(number)

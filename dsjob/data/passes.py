@@ -28,6 +28,7 @@ class Passes:
         """Raises DataError on all ranks if a pass ended at different batches on two of them. A collective."""
         everyone = all_gather(world.everyone, (self._count, self._ends) if loads else None)
         found = {rank: each for rank, each in enumerate(everyone) if each is not None}
+        # Passes that have ended on all ranks, and need not be compared again.
         least = min((count for count, _ in found.values()), default=0)
         for number in sorted({number for _, ends in found.values() for number in ends}):
             places = {rank: ends.get(number) for rank, (_, ends) in found.items()}

@@ -65,6 +65,7 @@ class Samples:
             return self.read_all([index for index, _ in numbered])
         samples = []
         for index, number in numbered:
+            # In a worker process, so the generators of training are not touched.
             seed_rng(mix_seed(self._seed, number))
             samples.append(self.read(index))
         return samples

@@ -102,6 +102,7 @@ class Share:
                 " rank, so ranks would repeat samples instead of dividing them",
                 hint="give the sampler a `generator` or `set_epoch(epoch)`, or use a DistributedSampler",
             )
+        # Different first batches on some ranks: the loader divides the data itself.
         self.divided = not same
 
     def _peek(self) -> Any:

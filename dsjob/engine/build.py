@@ -208,6 +208,7 @@ def build_engine(
     elif optimizer is not None:
         built = optimizer(over)
     elif spec.optimizer is not None:
+        # The masters are new objects under FSDP2 and with offloading, so `names` does not know their ids.
         called = {id(master): name for name, master in masters.items()}
         built = build_optimizer(spec.optimizer, over, trust, called)
     require_data_parallel(built, world)
@@ -258,6 +259,7 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
     for group in optimizer.param_groups:
         if any(id(p) not in names for p in group["params"]):
             raise UsageError("the optimizer contains a tensor that is not a parameter of the model")
+        # In place: the program, and schedules that it has built, hold this very optimizer.
         group["params"] = [masters[names[id(p)]] for p in group["params"] if names[id(p)] in masters]
     return optimizer
 

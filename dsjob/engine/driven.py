@@ -193,6 +193,7 @@ class DrivenEngine(Engine):
         """The model's output."""
         if self.precision.compute != torch.float32:
             args, kwargs = cast_floats(args, self.precision.compute), cast_floats(kwargs, self.precision.compute)
+        # Only at the beginning of a step: DeepSpeed counts its micro steps against these sizes.
         if not self.rhythm.done:
             self._share_batch_sizes()
         return self.driven(*args, **kwargs)

@@ -106,6 +106,7 @@ class DeepSpeedState:
 
         parameter = self._parameters[name]
         value: Tensor
+        # Stage 0: each parameter, or its own master, has the whole value.
         if not self._flat:
             master = self._masters.get(name, parameter)
             value = master if key is None else self._optimizer.state[master][key]
@@ -192,6 +193,7 @@ def _set(
     if not hasattr(parameter, "ds_id"):
         set_whole(parameter, placed, *key)
         return
+    # DeepSpeed flattens the parameter and cuts it into equal parts, the last one padded.
     size, rank = parameter.ds_tensor.numel(), dist.get_rank(parameter.ds_process_group)
     part = placed.flatten()[rank * size : (rank + 1) * size]
     set_part(parameter, nn.functional.pad(part, (0, size - part.numel())), *key)

@@ -150,6 +150,7 @@ class Engine(Saving):
         steps, not scaled. With `scale_wrt_gas=False`, the caller does that division.
         """
         accumulation = self.rhythm.accumulation if scale_wrt_gas else 1
+        # Gradients are summed over micro steps, so dividing each loss gives the gradient of their mean.
         part = loss / accumulation if accumulation > 1 else loss
         self.rhythm.passes += 1
         # Disable the hooks on outputs: this loss is divided and scaled already.
@@ -209,6 +210,7 @@ class Engine(Saving):
                 f"the loss must be a scalar tensor, but has shape {list(loss.shape)}", hint="use loss.mean()"
             )
         self._scaled = True
+        # In fp16, whose largest value is 65,504, a loss of 1 times the initial scale of 2^16 would overflow.
         return loss.float() * self._scaler.scale if self._scaler is not None else loss
 
     def divide_gradients(self, by: Tensor) -> None:
@@ -265,6 +267,7 @@ class Engine(Saving):
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
         # Gradients stay scaled until here. `clip` computes the norm, and unscales and clips the gradients.
+        # Dividing by a factor of 1 / ranks multiplies the mean over ranks by their number.
         scale = self.loss_scale() / self.strategy.gradient_factor
         self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, scale, self._divisor)
         self._divisor = None

@@ -130,6 +130,7 @@ class Rhythm:
     def restore(self, counts: Mapping[str, int]) -> None:
         """Restores the counters, at the beginning of a step."""
         self.global_steps, self.global_samples = counts["global_steps"], counts["global_samples"]
+        # Derived rather than read: the accumulation of this run may differ from that of the run that saved.
         self.micro_steps = self.global_steps * (self.accumulation if self.managed else 1)
         self.skipped_steps = counts.get("skipped_steps", 0)
         self.done = self.passes = self.skipped_in_a_row = 0

@@ -79,6 +79,7 @@ class Saving(Readings):
         tuples, dicts, sets, bytes, dates, paths, namespaces, and arrays and tensors of any size, such as states of
         random generators.
         """
+        # A checkpointer per call: programs may save to a different folder each time.
         checkpointer = Checkpointer(_require_folder(save_dir), world=self.world)
         saved = checkpointer.save(
             self,
@@ -220,6 +221,8 @@ class Saving(Readings):
                 raise CheckpointError(
                     f"{name} has shape {list(place.shape)} in the model, {list(given[name].shape)} in the state dict"
                 )
+            # `value` is whole on every rank. `place` is this rank's shard, if the model is sharded: it takes its own
+            # rows.
             value = given[name].to(device=self.world.device, dtype=place.dtype)
             (place.to_local() if hasattr(place, "to_local") else place).copy_(own_part(value, place))
         self.strategy.drop_gradients()

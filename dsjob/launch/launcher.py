@@ -135,6 +135,7 @@ def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> N
     options = job.spec.launch
     private = tempfile.mkdtemp(prefix="dsjob-")
     handed = os.path.join(private, "job.json")
+    # In a private folder, not among the arguments: other users could read those.
     storage.write_bytes(handed, job.to_text().encode())
     logs = os.path.join(run_dir, "logs")
     os.makedirs(logs, exist_ok=True)
@@ -164,8 +165,10 @@ def _list_variables(private: str, nproc: int, trust: Trust, debug: bool) -> dict
         rank.DEBUG_VARIABLE: "1" if debug else "",
         rank.TRUST_VARIABLE: trust.to_text(),
         rank.LAUNCHER_VARIABLE: str(os.getpid()),
+        # Otherwise each rank would start a thread per core, and they would slow each other down.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
     }
+    # Ranks on one machine need no interface beyond loopback, and the host's name may not resolve.
     if "lo" in (name for _, name in socket.if_nameindex()):
         found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return found

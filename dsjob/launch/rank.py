@@ -41,7 +41,9 @@ def run_rank(handed: str, run_dir: str) -> int:
         job = ResolvedJob.from_text(storage.read_text(handed))
         hide_values(job.document)
         options = job.spec.launch
+        # Before joining the others, so that a rank whose partners never arrive is ended too.
         Watchdog(FolderBoard(folder, number), rank=number, timeout=options.timeout)
+        # NCCL reads its variables when the group is created, in `join_world`.
         record_collectives()
         place_records(run_dir)
         world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)

@@ -133,6 +133,7 @@ class Supervisor:
             if self._at_once:
                 raise Interrupted(self._asked)
             failed = any(process.end and _has_failed(process.end) for process in self._all)
+            # `_end` waits for the other ranks to report too: the first to end is often not the first to fail.
             if failed or self._is_late() or self._is_stuck():
                 error = self._end()
                 raise self._describe_stop(error) if self._asked else error
@@ -158,6 +159,7 @@ class Supervisor:
         for process in self._running():
             code = process.popen.poll()
             if code is not None:
+                # Asked after `poll`, since a rank records its success just before it ends.
                 finished = has_succeeded(self.private, process.rank)
                 timed_out = os.path.exists(os.path.join(self.logs, f"{RECORD_PREFIX}{process.rank}"))
                 words = ("", "") if finished else (process.read_output(), self._read_stacks(process))
@@ -182,6 +184,7 @@ class Supervisor:
         began, beats, left = time.monotonic(), self._read_beats(), self._running()
         stopped = frozenset(process.rank for process in left if process.is_stopped())
         self._ask_for_stacks(left)
+        # The watchdogs of the remaining ranks see this file, and end their ranks.
         with open(os.path.join(self.private, FAILED_NAME), "w", encoding="utf-8"):
             pass
         while (running := self._running()) and not self._at_once:
@@ -192,6 +195,7 @@ class Supervisor:
                     # A process in state D (uninterruptible) ends only when its device responds.
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.popen.wait(patience.TO_ANSWER)
+                    # Marked as lost, so that this kill is not taken for the cause.
                     process.end = End(process.rank, LostRankError.exit_code, time.time_ns(), finished=False)
             self._poll()
             time.sleep(_PERIOD)

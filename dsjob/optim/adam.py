@@ -44,6 +44,7 @@ class DeepSpeedAdam(torch.optim.Adam):
         if group.get("bias_correction", True):  # old checkpoints do not have this key
             return init_group(self, group, *lists)
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        # torch's step updates what this method adds to `lists`. Adding nothing leaves the group to `_move_uncorrected`.
         if parameters:
             self._move_uncorrected(parameters, group)
         return False

@@ -70,5 +70,6 @@ def _scale_rate(group: dict[str, Any], scheduler: LRScheduler, value: float, old
     if isinstance(scheduler, ClosedForm) or not old:
         return
     group["initial_lr"] = value
+    # Such a schedule may compute the next rate from the current one, so scale that too.
     group["lr"] *= value / old
     scheduler.base_lrs = [entry["initial_lr"] for entry in scheduler.optimizer.param_groups]

@@ -39,6 +39,7 @@ class ClosedForm(LRScheduler):
         Learning rates follow the document, except for groups whose rate other code has set since this schedule's last
         step.
         """
+        # A rate that equals neither the one before this load nor the saved one was set by other code.
         before, saved = self._last_lr, state_dict.get("last_lr")
         self.count_from(state_dict)
         self._last_lr = self.get_lr()

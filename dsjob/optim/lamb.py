@@ -65,6 +65,7 @@ class Lamb(PartwiseOptimizer):
     def find_ratios(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> Tensor:
         """The ratio c of each parameter: fp32 [len(parameters)]."""
         first = updates[0].device  # with offloading, some are on the host and some on the GPU
+        # [weights of p0, update of p0, weights of p1, ...], each fp32 [].
         squares = [
             _square(tensor).to(first) for pair in zip(map(local, parameters), updates, strict=True) for tensor in pair
         ]

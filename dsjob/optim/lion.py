@@ -38,6 +38,8 @@ class Lion(PartwiseOptimizer):
         weights, gradients = [local(parameter) for parameter in parameters], own_gradients(parameters)
         averages = [local(self.state[parameter]["exp_avg"]) for parameter in parameters]
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        # The direction gives the current gradient the weight 1 - fast; the average that is kept, below, gives it 1 -
+        # slow.
         directions = torch._foreach_lerp(averages, gradients, 1 - fast)
         torch._foreach_sign_(directions)
         torch._foreach_sub_(weights, directions, alpha=group["lr"])

@@ -47,6 +47,7 @@ def step_in_parts(optimizer: Optimizer, parts: Sequence[Sequence[Tensor]], done:
     """
     # An optimizer skips parameters without a gradient, so hide those of the parts that are not due yet.
     gradients = [[parameter.grad for parameter in part] for part in parts]
+    # After this, only parameters that are in no part still have a gradient; the first step below includes them.
     for part in parts:
         for parameter in part:
             parameter.grad = None

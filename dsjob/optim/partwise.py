@@ -47,6 +47,7 @@ def move_averages(
     (fp32, shape []).
     """
     for state, parameter in zip(states, parameters, strict=True):
+        # zeros_like of a DTensor has the same placements, so each rank only has state for its own part.
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter)

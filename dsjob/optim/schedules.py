@@ -131,6 +131,7 @@ class WarmupCosineLR(Schedule):
             return 0.0
         if i < self.warmup_num_steps:
             return self.low + (1 - self.low) * _warm_up(i, self.warmup_num_steps, self.warmup_type)
+        # The + 1 is DeepSpeed's: the first step after the warm-up is already on the way down.
         progress = min(1.0, (i - self.warmup_num_steps + 1) / max(1, self.total - self.warmup_num_steps))
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * progress)) / 2
 
@@ -202,6 +203,7 @@ class OneCycle(Schedule):
             # At step 0, DeepSpeed sets the lowest momentum, although its cycle begins with the highest.
             moms = self.min_moms if self.last_epoch == 0 else [first for first, _ in self.get_mom() or ()]
             self._last_betas = [(first, 0.99) for first in moms]
+            # Betas are written to the groups directly: LRScheduler only sets learning rates.
             for group, betas in zip(self.optimizer.param_groups, self._last_betas, strict=True):
                 group["betas"] = betas
         return super().get_lr()

@@ -38,6 +38,7 @@ def add_parts(sums: Tensor, parameters: Sequence[Tensor]) -> None:
         if len(rows) == len(parameters) and sums.device.type == device:
             dist.all_reduce(sums, group=group)
             continue
+        # Only some rows are spread over this group, or `sums` is on the host while the group communicates on GPUs.
         index = torch.tensor(rows, device=sums.device)
         part = sums[index].to(device)
         dist.all_reduce(part, group=group)
@@ -64,5 +65,6 @@ def own_part(value: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole tensor `value`, sharded like `like`, on the device of `like`."""
     if not isinstance(like, DTensor):
         return value
+    # src_data_rank=None: every rank has the whole value, so DTensor only slices it, without communication.
     placed = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
     return placed.to_local().to(like.device)

@@ -40,6 +40,8 @@ class Masters(Pairs):
             # Before the caller casts the parameters: the masters keep bits that a lower precision loses.
             on_host = name in host
             device, pins = HOST if on_host else parameter.device, on_host and side is not None
+            # fp32, in the parameter's shape. For a shard, that is the whole shape, but it only has memory for this
+            # rank's part.
             master = torch.empty_like(parameter.data, dtype=torch.float32, device=device, pin_memory=pins)
             # empty_like keeps the placements of a DTensor; only this rank's part, local(...), has bytes to copy.
             local(master).copy_(local(parameter.data))
@@ -104,6 +106,7 @@ class Masters(Pairs):
     def step(self, optimizer: Optimizer) -> None:
         """Steps `optimizer`. New weights from the host are sent part by part, while it steps the next part."""
         parts = list(_split([p for p in self._pairs.values() if p.on_host and p.master.grad is not None]))
+        # With a single part, there is no step for its copies to overlap with.
         if len(parts) < 2 or not can_step_in_parts(optimizer):
             optimizer.step()
             return

@@ -20,6 +20,7 @@ def total_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     places: dict[tuple[torch.device, bool], list[Tensor]] = {}
     for gradient in gradients:
         whole = not isinstance(gradient, DTensor) or all(p.is_replicate() for p in gradient.placements)
+        # Apart, because the squares of shards must be added over ranks, and those of whole gradients must not.
         places.setdefault((gradient.device, whole), []).append(gradient)
     norms = [_norm_in_one_place(group) for group in places.values()]
     if len(norms) > 1:
@@ -34,6 +35,7 @@ def _norm_in_one_place(gradients: Sequence[Tensor]) -> Tensor:
         norm = get_total_norm(gradients, norm_type=2.0)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     # Shards on the host, of a mesh of GPUs. DTensor would reduce them on the host, where NCCL cannot communicate.
+    # fp32 [gradients]: of this rank's parts.
     squares = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).float().square()
     sums = squares[:, None].to(devices.pop())
     add_parts(sums, gradients)

@@ -58,6 +58,8 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | N
             if id(parameter) not in made:
                 value = parameter.detach().to(mesh.device_type)
                 value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                # A collective: rank 0 sends each rank its rows of the value, at most ceil(rows / ranks). The last ranks
+                # may get fewer rows, or none.
                 made[id(parameter)] = _replace(parameter, distribute_tensor(value, mesh, [Shard(0)]))
                 announce(made[id(parameter)])
             own_parameters(owner)[name] = made[id(parameter)]

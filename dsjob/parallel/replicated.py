@@ -68,6 +68,7 @@ class Replicated(Strategy):
             self.copies.stream(lambda: self._boundary or self._sums_in_masters)
         mark_safe(model, precision)
         copies = self.copies.masters if self.copies is not None else {}
+        # In fp32 without offloading, a parameter is its own master.
         self.masters = {n: copies.get(n, p) for n, p in trainable.items() if n in copies or not low}
         self._ddp: DistributedDataParallel | None = None
         before = precision.predivide or world.data_size
@@ -130,6 +131,7 @@ class Replicated(Strategy):
         # Includes parameters that the program has frozen since: they may have gradients of earlier backward passes.
         trainable = [p for name, p in self.module.named_parameters() if name in self.masters]
         # Ranks may have used different parameters. All must reduce the same list, or their collectives would not match.
+        # uint8 [parameters]: 1 where this rank has a gradient.
         used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
         dist.all_reduce(
             used, op=dist.ReduceOp.MAX, group=self.world.data_group
@@ -211,6 +213,7 @@ def _give_out(outputs: Any) -> Any:
 
 def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:
     """Averages a bucket of gradients in another dtype."""
+    # [elements of the bucket]. The model's gradients are views of it (gradient_as_bucket_view).
     own = bucket.buffer()
     # Dividing before the sum keeps fp16 from overflowing. `before` is that part of the division.
     sent = own.to(how.dtype, copy=True)

@@ -61,6 +61,7 @@ def reload(
     def to_device(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=non_blocking)
 
+    # Weights first: optimizer state goes to the device of its parameter.
     strategy.move_weights(to_device)
     if optimizer is not None:
         _move_optimizer(optimizer, lambda tensor, of: tensor.to(local(of).device, non_blocking=non_blocking))

@@ -51,11 +51,13 @@ class Sharded(Strategy):
         _refuse_sharded(model)
         _refuse_groups(zero, world)
         if zero.mics_shard_size > 0:
+            # Each group of `mics_shard_size` ranks holds one whole copy of the state.
             world = dataclasses.replace(world, copies=world.data_size // zero.mics_shard_size)
         super().__init__(model, world, precision)
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
+        # [shard], or with MiCS [replicate, shard]: FSDP2 shards over the last axis.
         mesh = self._mesh = world.data_mesh
         require_shards(model, world)
         if mesh.ndim > 1:
@@ -73,6 +75,8 @@ class Sharded(Strategy):
             "mesh": mesh,
             "ignored_params": set(left.values()),
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if keep_off else OffloadPolicy(),
+            # False (stages 1 and 2): keep gathered parameters for the backward pass. True: free them after the forward
+            # pass, and gather them again. A number: in between, keep them sharded over that many ranks.
             "reshard_after_forward": zero.stage == 3 and (group if group > 1 else True),
         }
         if precision.compute != torch.float32:
@@ -183,6 +187,7 @@ class Sharded(Strategy):
         self._unsharded.reduce()
 
     def end_backward(self) -> None:
+        # FSDP2 ignores these parameters, so nothing else reduces their gradients.
         self._unsharded.reduce()
 
     def own_gradient(self, name: str) -> Tensor | None:
@@ -201,6 +206,8 @@ class Sharded(Strategy):
 
     def drop_gradients(self) -> None:
         self._follow_freezing()
+        # Once for the tensors that the module shows at the moment, perhaps gathered ones; below, once more for the
+        # shards, which it shows after `reshard`.
         super().drop_gradients()
         for unit in self._units():
             # Micro steps before the boundary may have left parameters gathered, and sums in a wider dtype beside them.
@@ -238,6 +245,8 @@ class Sharded(Strategy):
 
 def _shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str, Any]) -> None:
     """Shards `model` in place: its fp32 modules and its blocks as units of their own, then the rest as one unit."""
+    # param_dtype: of the gathered copies. reduce_dtype: of gradients between ranks. Shards keep their own dtype,
+    # usually fp32, and the gradients that they receive have it too.
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     # Inner units first, the root last: fully_shard takes the parameters that no unit inside has taken.
     for safe in mark_safe(model, precision):

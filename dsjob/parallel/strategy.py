@@ -98,6 +98,7 @@ class Strategy:
         """
         losses = []
         for number, (args, kwargs, target) in enumerate(micro_batches, 1):
+            # Before the forward pass, since DDP decides there whether the following backward pass reduces.
             self.start_micro_step(number == len(micro_batches))
             value = loss(self.forward(*args, **kwargs), target)
             value.backward()  # type: ignore[no-untyped-call]
@@ -132,6 +133,7 @@ class Strategy:
         named = {name: p for name, p in self.masters.items() if p.grad is not None}
         parameters = list(named.values())
         gradients = [p.grad for p in parameters if p.grad is not None]
+        # Without offloading, nothing here waits for the device: the norm and the factor for clipping stay tensors.
         norm = self._measure(named)
         norm = norm / scale if scale != 1.0 else norm
         if gradients and scale != 1.0:
@@ -149,11 +151,13 @@ class Strategy:
         device = self.world.device
         norm = total_norm([g for name, g in gradients.items() if name not in self._counted_elsewhere], device)
         if self.world.model.size > 1:
+            # In fp32, the square of a norm above 1.8e19 would be infinite, and the step would be skipped.
             square = norm.to(device, torch.float64).square()
             others = total_norm([g for name, g in gradients.items() if name in self._counted_elsewhere], device)
             # Parameters counted on another rank add nothing, but if their gradients are not finite, all ranks must know
             # it: 0 * inf is nan.
             square += 0 * others.to(square)
+            # Each rank adds the squares of its own parts of the model.
             dist.all_reduce(square, group=self.world.model.group)
             norm = square.sqrt().float().to(norm.device)
         return norm
@@ -238,6 +242,7 @@ def broadcast(tensors: list[Tensor], world: World) -> None:
         else:
             together.setdefault(tensor.dtype, []).append(tensor)
     for same in together.values():
+        # [all elements], one dtype: a collective per bias or norm would cost more than these two copies.
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         dist.broadcast(flat, group=world.data_group, group_src=0)
         parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in same])

@@ -57,6 +57,8 @@ class Unsharded(Pairs):
             pair.taken if pair.taken is not None else torch.zeros(pair.master.shape, device=device) for pair in pairs
         ]
         used = [torch.full((1,), float(pair.taken is not None), device=device) for pair in pairs]
+        # fp32 [elements of all + one flag per parameter]: a single collective for both. A flag above 0 afterwards means
+        # that some rank has a gradient.
         sent = torch.cat([*(gradient.reshape(-1) for gradient in own), *used]).div_(self._world.data_size)
         dist.all_reduce(sent, group=self._world.data_group)
         *means, use = torch.split_with_sizes(sent, [*(gradient.numel() for gradient in own), len(pairs)])

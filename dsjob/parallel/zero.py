@@ -206,8 +206,11 @@ class GatheredParameters:
                 self._announced.append(parameter)
             # An outer context may have gathered it already; then only that one puts it back.
             if isinstance(parameter, DTensor) and not isinstance(parameter, _Gathered):
+                # A collective, so all ranks must list the same parameters in the same order. The result has the whole
+                # shape.
                 whole = nn.Parameter(gather(parameter.detach()), requires_grad=parameter.requires_grad)
                 parameter._whole = whole  # type: ignore[attr-defined]
+                # Changing the class keeps the object, so every reference to the parameter sees the whole value.
                 parameter.__class__ = _Gathered
                 announce(parameter, ShardStatus.AVAILABLE)
                 self._gathered.append(parameter)
@@ -244,6 +247,7 @@ class GatheredParameters:
         """The modifying rank's value of `parameter`."""
         value, group = _whole_of(parameter).data, _find_group(parameter) or self.group or _find_everyone()
         if group is not None and dist.get_world_size(group) > 1:
+            # The broadcast overwrites it on all other ranks.
             value = value.contiguous()
             dist.broadcast(value, group=group, group_src=self._modifier_rank)
         return value

@@ -24,6 +24,7 @@ def on_rank_0(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs `action` on rank 0. Returns its result, or raises its error, on every rank."""
     if ranks.size == 1:
         return action()
+    # [result, error]. The other ranks wait in the broadcast below for as long as `action` takes on rank 0.
     answer: list[Any] = list(_try(0, action)) if ranks.rank == 0 else [None, None]
     dist.broadcast_object_list(answer, group=_find_group(ranks), group_src=0)
     if answer[1] is not None:
@@ -67,6 +68,7 @@ def scatter(ranks: Ranks, action: Callable[[], list[T]]) -> T:
     if ranks.size == 1:
         return action()[0]
     answer = _try(0, action) if ranks.rank == 0 else ([], None)
+    # (item, error) for each rank: an error goes to all of them.
     pairs = [(item, None) for item in answer[0] or []] if answer[1] is None else [(None, answer[1])] * ranks.size
     received: list[Any] = [None]
     dist.scatter_object_list(received, pairs if ranks.rank == 0 else None, group=_find_group(ranks), group_src=0)
@@ -86,6 +88,7 @@ def _find_group(ranks: Ranks) -> dist.ProcessGroup:
     """The group for exchanging objects among these ranks. The first call creates it, on all of them together."""
     group = ranks.group or dist.group.WORLD
     assert group is not None
+    # This group has gloo for tensors on the host, so it can send objects itself.
     if "cpu:" in dist.get_backend_config(group):
         return group
     if group not in _of_hosts:

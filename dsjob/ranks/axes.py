@@ -54,6 +54,7 @@ def build_mesh(
         made = init_device_mesh(device_type, tuple(missing.values()), mesh_dim_names=tuple(missing))
         known = {name: made.get_group(name) for name in missing}
     assert known.keys() == missing.keys()
+    # int [pipe, replicate, shard, context, tensor]: the rank at each place of the mesh.
     places = torch.tensor(ranks or range(math.prod(axes)), dtype=torch.int).view(axes)
     # Nothing should communicate along an axis of size 1: see `make_group_of_one`.
     alone = dist.group.WORLD if dist.get_world_size() == 1 else make_group_of_one()

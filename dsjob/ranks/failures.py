@@ -221,6 +221,8 @@ def blame(scene: Scene) -> DsjobError:
     """The first failure: a rank's own error or sudden end; if there is none, the rank that the others waited for."""
     if (saved := find_saved_end(scene.failures)) is not None:
         return saved
+    # After a requested stop: first the earliest failure with a cause of its own, else the rank that the others waited
+    # for.
     recorded = {failure.rank for failure in scene.failures}
     sudden = [end for end in scene.ends if end.rank not in recorded and not (end.finished and end.code == 0)]
     own: list[tuple[int, DsjobError]] = [
@@ -229,6 +231,7 @@ def blame(scene: Scene) -> DsjobError:
     own += [(end.time, _describe_end(end, scene.logs)) for end in sudden if not _end_follows(end)]
     if own:
         return min(own, key=lambda item: item[0])[1]
+    # Every failure follows from another one, so the cause is on a rank that has not failed.
     alive = set(range(scene.world_size)) - recorded - {end.rank for end in scene.ends}
     waited = scene.stuck or any(failure.waited for failure in scene.failures) or any(end.waited for end in sudden)
     return _describe_waiting(scene, alive, waited)

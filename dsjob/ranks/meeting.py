@@ -40,6 +40,7 @@ def open_store(rank: int, world_size: int, timeout: float) -> Store:
         beneath = _lasting = PrefixStore(_KEYS, found)
     beneath.set_timeout(timedelta(seconds=seconds))
     name = _name_start(beneath, world_size, seconds) if rank == 0 else _ask_for_name(beneath, rank, seconds)
+    # From here on, the store waits only as long as a collective may take.
     beneath.set_timeout(timedelta(seconds=timeout))
     return PrefixStore(f"{_KEYS}/{name}", found)
 
@@ -92,6 +93,7 @@ def _ask_for_name(store: Store, rank: int, timeout: float) -> str:
         raise LaunchError(
             f"rank {rank}: rank 0 did not join within {timeout:g} s", hint="check the output of rank 0"
         ) from error
+    # Rank 0 leaves its loop once all ranks have written here.
     _append(store, f"taken/{name}", str(rank))
     return name
 

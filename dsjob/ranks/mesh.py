@@ -118,12 +118,14 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
     rank, world_size = _read_int("RANK", 0), _read_int("WORLD_SIZE", 1)
     local_rank = _read_int("LOCAL_RANK", 0)
     if dist.is_initialized():
+        # The program has formed its own process group, which may differ from the environment.
         rank, world_size = dist.get_rank(), dist.get_world_size()
     # The deepspeed launcher sets LOCAL_SIZE. The pods of a PyTorchJob set neither, so the number of ranks is unknown.
     chosen = _choose_device(device, local_rank, _read_int("LOCAL_WORLD_SIZE", _read_int("LOCAL_SIZE", 0)))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world_size > 1:
+        # Before joining, since gloo connects all ranks with each other then.
         _allow_connections(world_size)
     if world_size > 1 and not dist.is_initialized():
         _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen)

@@ -148,6 +148,7 @@ def _make_together(make: Callable[[], T], world: World) -> T:
     except Exception as error:
         own = error
     faults = all_gather(world.everyone, None if own is None else _describe(own))
+    # This rank raises the original error, with its traceback; the others raise its text.
     if own is not None:
         raise own
     for rank, fault in enumerate(faults):
@@ -208,6 +209,7 @@ def _form_groups(everyone: list[_Said], timeout: float) -> tuple[Ranks, dist.Pro
     A collective: every rank creates all groups. Raises UsageError if the model-parallel groups differ in size.
     """
     size = everyone[0].size
+    # models[d]: the ranks that hold the model of data-parallel rank d together.
     models = [[number for number, said in enumerate(everyone) if said.rank == data] for data in range(size)]
     lengths = {len(members) for members in models}
     if len(lengths) > 1 or sum(map(len, models)) != len(everyone):

@@ -24,6 +24,7 @@ def check_shared(folder: str, world: World) -> None:
 
     Skipped for URLs of stores, which are shared anyway, and for a single node.
     """
+    # All ranks are on this machine.
     if world.everyone.size == int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0):
         return
     if folder.startswith("memory:"):

@@ -11,5 +11,6 @@ import torch
 def seed_rng(seed: int) -> None:
     """Seeds the generators of Python, NumPy and torch, on all devices."""
     random.seed(seed)
+    # NumPy only takes 32 bits.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

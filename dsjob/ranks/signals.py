@@ -19,6 +19,7 @@ def handling(handlers: Mapping[int, Callable[[int, Any], object]]) -> Iterator[N
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Handlers are global to the process, and dsjob may be running inside a larger program.
     before = {number: signal.signal(number, handlers[number]) for number in list_heeded(list(handlers))}
     try:
         yield

@@ -79,6 +79,7 @@ def find_stalled(
     """
     if held := sorted(set(stopped) & set(alive)):
         return held
+    # A rank that waits in a collective has entered it. The rank that it waits for has not, so its count is lower.
     most = max((beat.collectives for beat in beats.values()), default=0)
     behind = sorted(rank for rank in alive if rank in beats and beats[rank].collectives < most)
     if behind:

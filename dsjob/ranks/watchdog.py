@@ -127,6 +127,7 @@ class StoreBoard:
 
         If this rank hosts the store, it gives the others time to read it.
         """
+        # Atomic: it only writes if nothing is there.
         self._store.compare_set("watch/failed", "", cause)
         if self._rank == self.keeper:
             time.sleep(self.period)

@@ -111,6 +111,7 @@ class Step:
         self._total: Tensor | int | None = targets
         if world is not None and self._ranks > 1 and targets is not None:
             if isinstance(targets, Tensor):
+                # A copy, since the all-reduce below overwrites it.
                 self._total = targets.to(world.device, copy=True)
             else:
                 self._total = torch.full((), targets, dtype=torch.int64, device=world.device)
@@ -134,6 +135,7 @@ class Step:
         """Call it before the step. Corrects the gradients if a loss function returned counts; a collective then."""
         if self._counted is None:
             return
+        # float64 []: the sum over all ranks. Every rank reaches this, since all ranks use the same loss function.
         if self._ranks > 1:
             dist.all_reduce(self._counted, group=self._group)
         engine.divide_gradients(self._counted / self._expect())
@@ -148,6 +150,7 @@ class Step:
             self._reduction.wait()
             self._reduction = None
         if isinstance(self._total, Tensor):
+            # fp32 would round counts above 2^24.
             self._total = self._total.double()
         if self._total is None:
             return self._batches

@@ -77,6 +77,7 @@ def build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
         where = ("models", name, "model") if job.spec.models else ("model",)
         models[name] = build_model(resolved.spec.model, trust, where)
         if not is_trainable(job.document, name):
+            # Before its engine is built, which gives only trained parameters a master and optimizer state.
             models[name].requires_grad_(False)
     return models
 
@@ -152,6 +153,7 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
     if trainer.max_epochs is not None:
         if samples is None:
             raise DataError("trainer.max_epochs needs a dataset with a length", hint="give trainer.max_steps instead")
+        # Rounded up: every sample is seen at least `max_epochs` times, and the last batch is full.
         limits.append(math.ceil(trainer.max_epochs * samples / trainer.train_batch))
     return min(limits)
 
@@ -197,6 +199,7 @@ def _build_reduce(target: Target | None, name: str, trust: Trust) -> Callable[[l
 def build_averaging(spec: JobSpec, engines: Engines) -> Averaging:
     """The weights of batches in a mean: proportional to their number of targets, or equal."""
     by_targets = spec.trainer.loss_average == "targets" and spec.trainer.step is None
+    # DeepSpeed's engine cannot correct gradients by counts that are known only after the last forward pass.
     by_targets = by_targets and engines.first.divides_gradients
     return Averaging(engines.first.world, by_targets=by_targets, shifts=shifts_labels(engines.first.module))
 

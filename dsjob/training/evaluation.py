@@ -63,6 +63,7 @@ class Evaluator:
         engine = self.engines.first
         if share(int(isinstance(self.data, Iterator)), engine.world):
             return
+        # Without restoring them, `rehearse` would change the random numbers that training draws.
         random = capture_rng(engine.device)
         buffers = [buffer for each in self.engines.values() for buffer in each.module.buffers()]
         before = [buffer.clone() for buffer in buffers]
@@ -103,11 +104,13 @@ class Evaluator:
             if self.step is not None:
                 scalars = same.require({name: value for name, (value, _) in values.items()}, engine.world)
                 values = {name: (value, samples) for name, value in scalars.items()}
+            # A batch with weight 0 only keeps the ranks of a sharded model together.
             counts = samples and engine.world.reports
             for name, (value, weight) in values.items():
                 added = _pair(value, weight, engine.device) if counts else _pair(0, 0, engine.device)
                 sums[name] = sums[name] + added if name in sums else added
         self.engines.train()
+        # float64 [names, 2]: one all-reduce for all names.
         names, together = list(sums), torch.stack(list(sums.values()))
         if engine.world.everyone.size > 1:
             dist.all_reduce(together)

@@ -94,9 +94,11 @@ def _count_epochs(run: Run) -> float | None:
 def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust) -> tuple[Run, Loaded | None]:
     """Builds the run and loads the checkpoint that it resumes from; None if it starts from scratch."""
     spec = job.spec
+    # The order below is fixed: all ranks call the same collectives in it, and random numbers are drawn in it.
     world = build.divide_ranks(spec, world, trust)
     models = build.build_models(job, trust)
     collate = build_collate(spec, trust)
+    # Data before engines: the length of an epoch sets the length of schedules.
     loader = build_training_data(spec, world, collate, trust)
     share_samples(loader, world)
     evaluated = build_evaluation_data(spec, world, collate, trust)
@@ -130,6 +132,7 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
         evaluator=evaluator,
         kept=kept,
     )
+    # Last, since it loads into everything that was built.
     return run, resume(run, job)
 
 

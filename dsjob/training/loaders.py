@@ -45,6 +45,7 @@ def build_training_data(
     spec: JobSpec, world: World, collate: Collate, trust: Trust
 ) -> TrainingLoader | GivenLoader | NoLoader:
     """The training loader of this rank. Raises DataError, also for errors in the user's code."""
+    # With an mpu, ranks in the middle of a model may read nothing. They still take part in every collective.
     if not world.loads:
         return NoLoader()
     data = _call_data(spec.data.train, "train", trust)

@@ -100,6 +100,7 @@ def _begin(run: Run) -> None:
 
 def _train(run: Run, occasions: Occasions) -> None:
     engine, trainer, checkpoint = run.engine, run.spec.trainer, run.spec.checkpoint
+    # The position in the data follows from the number of samples seen, so that checkpoints need not store it.
     run.loader.seek(engine.global_samples)
     batches = iter(run.loader)
     _begin(run)
@@ -113,6 +114,7 @@ def _train(run: Run, occasions: Occasions) -> None:
         agreed = occasions.agree(run.step, news=run.checkpointer.has_news)
         if agreed.news:
             occasions.note_settled(settle(run))
+        # From here to `continue`, all ranks decide alike: the step is the same on all, and `agreed` was agreed on.
         logs = last or run.step % trainer.log_every == 0
         # A run that is asked to stop does not evaluate first. The next run does so when it resumes.
         evaluates = _evaluates_after(run) and (last or not agreed.stops)
@@ -120,6 +122,7 @@ def _train(run: Run, occasions: Occasions) -> None:
         saves = bool(saves or agreed.saves or agreed.stops or ends_period(run, seen))
         if not (logs or evaluates or saves):
             continue
+        # First, because it raises if a loss is not finite: weights behind such a loss must not be saved.
         record(run, meter)
         wait = last or agreed.stops > 0
         # Save before the evaluation, so that a failing or long evaluation cannot lose the step. A second save
@@ -140,6 +143,7 @@ def _train(run: Run, occasions: Occasions) -> None:
                 raise describe_end(run, agreed.stops, saved=saved)
         position.doing = "training"
         meter.start()
+    # A background save of the last steps may still be running.
     settle(run)
 
 
@@ -149,6 +153,7 @@ def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
     micro_steps = engine.rhythm.accumulation
     sums: dict[str, Tensor] = {}
     for given, part in run.averaging.read(batches, micro_steps):
+        # Labels were counted on the host before this copy.
         batch = to_device(given, engine.device)
         position.micro_steps += 1
         scalars = run.micro_step(run.engines, batch, part)

@@ -69,6 +69,7 @@ class Measures:
     @torch.no_grad()
     def feed(self, outputs: Any, batch: Any, loss: Tensor | None, samples: int) -> None:
         """Feeds a batch to all metrics, unless another rank feeds the data of this rank's model."""
+        # Padding batches do not get here: the evaluator feeds only batches with samples.
         if self._counts:
             seen = Seen(outputs, batch, loss, samples)
             for name, measure in self._measures.items():
@@ -85,6 +86,7 @@ class Measures:
         everyone = self._everyone
         if not self._measures or everyone is None:
             return {}
+        # A rank that does not feed metrics sends None, but must take part.
         parts = gather_on_rank_0(everyone, self._collect)
         results: dict[str, float] = on_rank_0(everyone, lambda: self._conclude(parts))
         self.start()  # frees what was kept per batch, and keeps partial state out of checkpoints
@@ -182,6 +184,7 @@ class BatchMean:
                 f"metrics.{self._name} returned {describe(value)}, not a number", hint="return the mean over the batch"
             )
         scalar = scalar.double()
+        # float64 [2], left on its device: reading it here would wait for every batch.
         added = torch.stack([scalar * seen.samples, torch.full_like(scalar, seen.samples)])
         self._sums = added if self._sums is None else self._sums + added
 

@@ -98,6 +98,7 @@ class Occasions:
         if number == signal.SIGTERM and not self._stopped and self._world.everyone.size == 1 and self._grace < math.inf:
             threading.Thread(target=self._end_stuck, name="dsjob-grace", daemon=True).start()
         self._asked, self._try_at = True, -math.inf
+        # SIGUSR1 asks for a checkpoint, and training continues.
         self._stopped = self._stopped or (number if number != signal.SIGUSR1 else 0)
         if number != signal.SIGINT:
             return
@@ -159,6 +160,7 @@ class Occasions:
             return Agreed()
         now = self._clock()
         pace = (now - self._agreed_at) / max(step - self._agreed_step, 1)
+        # fp32 [4]. With MAX, a request on one rank is enough. Of two signals, the one with the greater number wins.
         flags = [float(self._is_due()), float(self._stopped), float(news), pace]
         combined = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
         dist.all_reduce(combined, dist.ReduceOp.MAX)

@@ -76,8 +76,10 @@ def record(run: Run, meter: Meter) -> None:
     if world.everyone.size > 1:
         # Means over the ranks that report, and over those that read data: both are summed together with their number.
         reported = torch.cat([scalars, scalars.new_ones(1)])
+        # fp32 [names * steps + 1]: a rank without losses adds zeros, and zero to the number of ranks.
         reported = reported if world.reports else torch.zeros_like(reported)
         read = scalars.new_tensor([tokens, 1.0] if world.loads else [0.0, 0.0])
+        # [scalars, reporting ranks, tokens, reading ranks].
         summed = torch.cat([reported, read])
         dist.all_reduce(summed)
         scalars, tokens = summed[:-3] / summed[-3], float(summed[-2] / summed[-1])
@@ -89,9 +91,11 @@ def record(run: Run, meter: Meter) -> None:
     means = {name: float(values.mean()) for name, values in zip(list(meter.scalars)[1:], others, strict=True)}
     steps = len(losses)
     finite = _require_finite_losses(run, meter, losses.tolist())
+    # No further wait: the steps have finished on the device.
     norm = engine.get_global_grad_norm()
     for name, skipped in meter.skipped.items():
         _tell_skipped(run, name, skipped)
+    # Training alone: evaluations, saves and callbacks are not in it.
     seconds = max(meter.seconds, 1e-9)
     per_epoch = run.loader.samples_per_epoch
     own = {

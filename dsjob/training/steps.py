@@ -40,6 +40,8 @@ def _train_one(
     engine = engines.first
     outputs = call_model(engine, batch)
     found = find_loss(outputs, batch, loss)
+    # []: the mean over the micro batch times its share of the step's targets, so that `backward` can divide by the
+    # number of micro batches as usual.
     weighed = part.weigh(found)
     engine.backward(weighed)
     if measures:
@@ -54,6 +56,7 @@ def _call_own(
     step: UserStep, engines: Engines, batch: Any, measures: Measures | None, taken: Collection[str]
 ) -> dict[str, Tensor]:
     given = step(engines, batch)
+    # With an mpu, some ranks have no loss to report.
     if not engines.first.world.reports:
         return {}
     scalars = read_scalars(given, "trainer.step", taken)
@@ -97,6 +100,7 @@ class Names:
 
         Raises ContractError if the names differ from the first call. The first call is a collective.
         """
+        # Only the first call communicates. Later ones compare with its result.
         if self._known is None:
             self._known = self._agree(all_gather(world.everyone, list(scalars) if world.reports else None))
         if not world.reports:

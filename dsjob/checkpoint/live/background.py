@@ -102,6 +102,7 @@ class Background:
             if save.rank == 0:
                 self.result = self._commit([own, *self._await_records()])
         except BaseException as error:  # any error at all: otherwise a failed save would look like a successful one
+            # As an error that can be pickled: `settle` sends it to all ranks.
             self.error = as_told(save.rank, error)
             self._report_failure()
 
@@ -121,6 +122,7 @@ class Background:
             return
 
     def _read_record(self, rank: int) -> dict[str, Any]:
+        # Seconds before the second and the third try.
         for pause in (0.1, 1.0):
             try:
                 return read_record(self.save.url, rank)

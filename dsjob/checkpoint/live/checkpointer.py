@@ -271,6 +271,7 @@ class Checkpointer:
         own = on_all_ranks(self._everyone, lambda: describe_state(state, tensors))
         plain = self._join_parts(own)
         objects = capture_objects(self._everyone, self._objects)
+        # Each rank draws its own random numbers, so state.json has an entry per rank.
         random = gather_on_rank_0(self._everyone, lambda: capture_rng(state.device))
         values = {
             "counters": engine.counters(),
@@ -285,6 +286,7 @@ class Checkpointer:
         """Merges the results of `describe_state` of all model-parallel ranks. A collective, if there are several."""
         if self._model.size == 1:
             return own
+        # One rank per part of the model is enough: its data-parallel copies hold the same state.
         found = all_gather(self._everyone, own if self._data_rank == 0 else None)
         parts = [part for part in found if part is not None]
         models = sorted(name for part in parts for name in part.pop("models"))

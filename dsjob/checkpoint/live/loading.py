@@ -197,6 +197,7 @@ class Loader:
         """Fills `tensors`. Each rank reads only the boxes that it holds."""
         reader = ShardReader(opened.root, opened.checkpoint)
         with renamed(f"read {opened.url}"):
+            # In place. For a DTensor, DCP asks only for the box of this rank; for a plain tensor, for all of it.
             run_dcp(lambda **how: dcp.load(tensors, storage_reader=reader, **how))
 
     def _restore(self, url: str, action: Callable[[], T]) -> T:

@@ -69,6 +69,7 @@ def capture_objects(everyone: Ranks, objects: Kept) -> dict[str, list[Any]]:
             rank, why = refused[0]
             objects.warn(name, why if len(refused) == len(own) else f"on rank {rank}, {why}")
         else:
+            # States are JSON values here, so comparing them is comparing what would be stored.
             states[name] = own if any(state != own[0] for state in own) else own[:1]
     return states
 
@@ -114,6 +115,7 @@ def _capture(name: str, value: Stateful) -> dict[str, Any]:
     _require_small(size, "tensors")
     values = encode({key: item for key, item in state.items() if key not in tensors}, name)
     _require_small(size + len(encode_json(values)), "state")
+    # clone: safetensors refuses tensors that share memory.
     copies = {key: item.detach().cpu().contiguous().clone() for key, item in tensors.items()}
     packed = {"tensors": base64.b64encode(safetensors.torch.save(copies)).decode("ascii")} if copies else {}
     return {"values": values, **packed}

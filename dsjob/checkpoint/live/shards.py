@@ -75,6 +75,7 @@ class Planner:
         Rank 0 writes replicated tensors. If ranks differ (as the buffers of batch norm may), rank 0's values are saved.
         """
         # Everything a plan depends on. Planning is a collective, so a new key on any rank makes all ranks plan.
+        # tensor.shape is the whole shape, also of a shard.
         key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
         if not all(all_gather(self._everyone, key == self._key)):
             self._key = None  # if planning fails on one rank only, all ranks must plan again next time
@@ -122,6 +123,7 @@ def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict
     name = shard_name(rank, world_size)
     chunks, size = _write_file(storage.join(url, name), parts) if parts else ([], 0)
     record = {"rank": rank, "file": name if parts else None, "size": size, "chunks": chunks}
+    # Last: in a background save, rank 0 takes the record as proof that the file is complete.
     write_record(url, rank, record)
     return record
 
@@ -154,6 +156,8 @@ def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
         # The offsets in the key say which box of the tensor this is, for someone who has only this file.
         key = f"{part.name}@{','.join(map(str, part.offsets))}"
         span = [position, end]
+        # data_offsets are relative to the end of the header, as the format requires; `start` in the manifest is
+        # absolute.
         header[key] = {"dtype": NAMES[part.tensor.dtype], "shape": list(part.tensor.shape), "data_offsets": span}
         spans.append(span)
         position = end
@@ -216,6 +220,8 @@ class ShardReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries: dict[str, Any] = {}
         for name, tensor in self._checkpoint.tensors.items():
+            # DCP intersects these boxes with those that a rank holds. So the layout of the save need not match that of
+            # the load.
             boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
             entries[name] = TensorStorageMetadata(
                 TensorProperties(DTYPES[tensor.dtype]), torch.Size(tensor.shape), boxes

@@ -53,6 +53,7 @@ class TrainingState:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's tensors under their checkpoint names."""
+        # Asked in each save: the momenta of ZeroOneAdam differ between ranks only after its freeze step.
         own = list_own_state(self.optimizer)
         tensors: dict[str, Tensor] = {}
         for name, entry in self._optimizer_entries().items():
@@ -167,6 +168,7 @@ class TrainingState:
             group = by_names[tuple(sorted(ours_in_group))]
             kept = {key: decode(value, self.device) for key, value in group.items() if key != "names"}
             ordered.append({**kept, "params": [numbers[name] for name in ours_in_group]})
+        # load_state_dict replaces tensors in groups, such as a learning rate on the device.
         own = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({"state": state, "param_groups": ordered})
         for loaded, held in zip(self.optimizer.param_groups, own, strict=True):
@@ -184,6 +186,7 @@ class TrainingState:
         """
         if self.scheduler is not None and values is not None:
             state = decode(values, self.device)
+            # Only the state of ReduceLROnPlateau has `num_bad_epochs`.
             if ("num_bad_epochs" in state) != isinstance(self.scheduler, ReduceLROnPlateau):
                 raise CheckpointError(
                     f"the checkpoint's schedule cannot be loaded into {type(self.scheduler).__name__}: one of them"
@@ -227,6 +230,7 @@ def _fill_held(group: dict[str, Any], held: Mapping[str, Tensor]) -> None:
 def _stack_ranks(own: Tensor) -> DTensor:
     """One DTensor of shape [ranks, ...] whose rows are the tensors of the ranks. They must have the same shape."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, own.device.type)  # type: ignore[arg-type]
+    # own[None]: [1, ...] on each rank, one row of the whole.
     return DTensor.from_local(own[None], mesh, [Shard(0)], run_check=False)
 
 

@@ -24,6 +24,7 @@ def read_weights(url: str, *, tag: str | None = None, trained: bool = False) -> 
         names = layout.weights(checkpoint)
         read: dict[str, Tensor] = {}
         try:
+            # Tied names have the same place, so each tensor is read once.
             for place in dict.fromkeys(names.values()):
                 entry = checkpoint.tensors[place]
                 data = b"".join(bytes(block) for block in shards.stream(place))

@@ -112,6 +112,7 @@ def _compare_tensor(name: str, readers: list[layout.Shards], places: tuple[str, 
         return Difference(name, "shape", _describe(a), _describe(b), _count(a))
     elements, max_abs, max_rel, same = 0, 0.0, 0.0, a.dtype == b.dtype
     streams = [reader.stream(place) for reader, place in zip(readers, places, strict=True)]
+    # Blocks of both sides have equally many elements, also if their dtypes differ.
     for block, other in zip(*streams, strict=True):
         if a.dtype == b.dtype and block == other:  # the common case: no arithmetic
             continue
@@ -126,6 +127,7 @@ def _measure(a: Array, b: Array) -> tuple[int, float, float]:
     """The number of unequal elements (nan equals nan), the greatest absolute and the greatest relative difference."""
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
+        # x != x holds only for nan.
         other = (a != b) & ~((a != a) & (b != b))
         count = int(np.count_nonzero(other))
         if not count:

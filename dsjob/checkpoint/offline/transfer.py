@@ -55,6 +55,7 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
                 f"no committed checkpoint in {root.root}", hint="name the folder that contains `commits`"
             )
         records = [layout.find_commit(root, wanted)] if wanted else [layout.read_commit(root, tag) for tag in tags]
+        # Oldest first, so that an interrupted copy leaves a prefix of the run's history.
         records.sort(key=lambda record: int(record["step"]))
         checkpoints = [layout.read_checkpoint(root, record) for record in records]
         total, done = sum(sum(c.files.values()) for c in checkpoints), 0
@@ -113,6 +114,7 @@ def _copy_one(
 
 def _copy_files(root: layout.Folder, checkpoint: layout.Checkpoint, place: str, count: Callable[[int], None]) -> int:
     """Copies everything except the manifest. Returns the bytes of the shards."""
+    # Shards first. Without a commit record, readers ignore all of this.
     storage.make_folder(storage.join(place, "done"))
     for name, spans in find_spans(checkpoint).items():
         with storage.open_write(storage.join(place, name)) as file:
@@ -127,6 +129,7 @@ def _copy_files(root: layout.Folder, checkpoint: layout.Checkpoint, place: str, 
             raise CheckpointError(
                 f"{place}/{name} has {written} bytes after copying, but its source has {checkpoint.files[name]}"
             )
+    # Everything but the manifest, which `Catalog.commit` writes just before the commit record.
     for folder in ("", "done/"):
         for name in root.names(f"{checkpoint.folder}/{folder}".rstrip("/")):
             if layout.NAME.fullmatch(name) and name.endswith(".json") and name != "manifest.json":

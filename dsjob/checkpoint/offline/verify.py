@@ -57,6 +57,7 @@ def verify(
     with renamed(f"read {url}"):
         root, _ = find_root(url)
         tags = layout.list_tags(root)
+        # `locate` raises if there is no checkpoint, and finds the newest one or that of a step's folder.
         if not every or not tags:
             root, record = locate(url, tag)
             tags = [record["tag"]]
@@ -154,6 +155,7 @@ def read_file(
                 if not layout.read_exactly(file, view):
                     damages.append(Damage(place, f"it is truncated at byte {position}"))
                     return
+                # The bytes before the first chunk are the header, which `_check_header` compares with the manifest.
                 header += view[: max(0, first - position)]
                 # Hash the part of each chunk that lies in this block. `waiting` has the next chunk at its end; a chunk
                 # that continues into the next block stays there, with its digest so far.
@@ -174,6 +176,7 @@ def read_file(
     except layout.Damaged as error:
         damages.append(Damage(place, error.message))
         return
+    # What is still waiting lies behind the end of the file.
     damages += [_damage(place, "they are truncated", span) for span in reversed(waiting)]
     if not waiting and (wrong := _check_header(header, spans)):
         damages.append(Damage(place, wrong))

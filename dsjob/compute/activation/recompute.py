@@ -101,6 +101,7 @@ def _run(
         again, named = tree_unflatten(leaves, tree)
         return function(*again, **named)
 
+    # Only what `checkpoint` itself saves, the leaves, passes through these hooks: inside, it sets its own.
     with saved_tensors_hooks(store.pack, store.unpack):
         return checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts)
 
@@ -110,6 +111,7 @@ def _make_contexts(selective: bool) -> tuple[AbstractContextManager[Any], Abstra
     first, second = nullcontext(), nullcontext()
     if selective:
         first, second = create_selective_checkpoint_contexts(choose_policy)  # type: ignore[no-untyped-call]
+    # torch restores the global generators by itself, but does not know the named ones.
     return (first, _nest(second, go_back_to(TRACKER.get_states()))) if TRACKER.states_ else (first, second)
 
 

@@ -55,6 +55,7 @@ class Store:
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return tensor
         flat = tensor.detach().reshape(-1)
+        # [elements / ranks, rounded up] on each rank, or all elements: one dim.
         part = self._cut(flat) if self._size > 1 else flat
         target = torch.device("cpu") if self.section.cpu_checkpointing else tensor.device
         kept = Kept(part, tensor.shape, tensor.device, self._size > 1)
@@ -73,6 +74,7 @@ class Store:
             return kept
         part = kept.part.to(kept.device, non_blocking=True)
         if kept.sliced:
+            # [ranks * length], one dim: the slices in rank order. The padding of the last ones is cut off below.
             whole = part.new_empty(self._size * part.numel())
             dist.all_gather(list(whole.chunk(self._size)), part, group=self._group)
             part = whole[: math.prod(kept.shape)]
@@ -115,6 +117,7 @@ class _Buffer:
                 hint="increase activation_checkpointing.number_checkpoints; "
                 "call reset() after forward passes without a backward pass",
             )
+        # Any free row will do: backward passes need not free them in order.
         row = self._free.pop()
         kept.part = self._rows[row].copy_(kept.part)
         weakref.finalize(kept, self._free.append, row)

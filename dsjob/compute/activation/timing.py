@@ -47,6 +47,7 @@ def run_timed(
     begins = [leaf for leaf in tree_leaves(outputs) if _has_gradient(leaf)]
     ends = [leaf for leaf in leaves if _has_gradient(leaf)]
     if begins and ends:
+        # any: the first gradient to arrive starts the clock. The default mode below waits for all of them.
         register_multi_grad_hook(begins, lambda _: clock.start(), mode="any")
         register_multi_grad_hook(ends, lambda _: clock.stop("backward"))
     return outputs

@@ -114,6 +114,7 @@ class CompressingOptimizer(PartwiseOptimizer):
             group.pop("exp_avg_mask", None)
             if mask is not None:
                 group["exp_avg_mask"] = mask
+        # The count is not part of the state, but each parameter has its own.
         self._steps = max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     def move_average(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
@@ -142,6 +143,8 @@ class CompressingOptimizer(PartwiseOptimizer):
         errors = []
         for parameter in parameters:
             state, width = self.state[parameter], chunk_width(parameter.numel(), ranks)
+            # fp32. worker_error [ranks, width]: what this rank's signs have left out so far, for every rank's chunk.
+            # server_error [width]: what the signs of the mean of this rank's own chunk have left out.
             if "worker_error" not in state:
                 state["worker_error"] = torch.zeros(ranks, width, device=parameter.device)
                 state["server_error"] = torch.zeros(width, device=parameter.device)

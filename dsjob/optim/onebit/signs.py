@@ -85,6 +85,7 @@ def _cut(tensors: Sequence[Tensor], widths: Sequence[int], ranks: int) -> Tensor
 
 def _reduce_to_signs(rows: Tensor, alive: Tensor, spans: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Compresses `rows`. Returns the signs (True for >= 0), one scale per span of columns (fp32), and the errors."""
+    # fp32 [spans]. A scale is a root mean square, so sign x scale has the norm of the original.
     norms = torch.stack(torch._foreach_norm(list(torch.split_with_sizes(rows, spans, 1))))
     counts = torch.stack([part.sum() for part in torch.split_with_sizes(alive, spans, 1)])
     scales = norms / counts.clamp(min=1).sqrt()

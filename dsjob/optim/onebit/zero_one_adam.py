@@ -80,6 +80,7 @@ class ZeroOneAdam(CompressingOptimizer):
             self.move(parameter, group)
 
     def _average_gradients(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        # All ranks must send the same list of tensors, so a missing gradient counts as zero.
         own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         for parameter, mean in zip(parameters, self.average(own, parameters, group), strict=True):
             self.state[parameter]["step"] += 1
@@ -115,6 +116,8 @@ class ZeroOneAdam(CompressingOptimizer):
         Adding the updates one by one would round differently, so that ranks would not be identical after an exchange.
         """
         state = self.state[parameter]
+        # anchor and momentum_accumulator: fp32, in the parameter's shape. The accumulator is the sum of rate x
+        # momentum.
         parameter.copy_(state["anchor"] * (1 - state["decay"]))
         parameter.addcdiv_(state["momentum_accumulator"], self.find_root(parameter, group), value=-1)
 
