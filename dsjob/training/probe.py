@@ -56,9 +56,11 @@ def _build_from_config(target: Target, trust: Trust) -> nn.Module:
     """Builds the model of a `from_pretrained` call from its configuration only, read from a local folder or the hub's
     cache."""
     where = ("model",)
-    call_target(Target(target.path, {"_partial_": True, **target.arguments}), trust=trust, where=where)
+    # Checking the arguments reads the model's files too, and would otherwise fetch them.
+    offline = {**target.arguments, "local_files_only": True}
+    call_target(Target(target.path, {"_partial_": True, **offline}), trust=trust, where=where)
     owner: Any = getattr(find_target(target.path, trust), "__self__", None)
-    given = {**{k: v for k, v in target.arguments.items() if k != "config"}, "local_files_only": True}
+    given = {key: value for key, value in offline.items() if key != "config"}
     name = given.get("pretrained_model_name_or_path") or next(iter(given.get("_args_") or []), "")
     try:
         config = target.arguments.get("config") or {"_target_": _CONFIG, **given}

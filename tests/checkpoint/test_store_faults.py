@@ -14,7 +14,7 @@ import fsspec
 import pytest
 import torch
 from forks import begin_anew, get_forks
-from s3 import HURRIED, forget_connections
+from s3 import shorten_waits
 from s3_faults import KINDS, FaultyStore, faulty_store
 from storage_points import go_on, load_newest, make_marked_engine, open_root, require_clean, save_step
 
@@ -237,8 +237,7 @@ def save_and_end(url: str, step: int, environment: dict[str, str], opened: Any, 
     """Saves a step as a run of its own, and ends with 0, or with 3 where it is fenced."""
     begin_anew(environment)
     torch.set_num_threads(1)
-    fsspec.config.conf["s3"] = HURRIED
-    forget_connections()
+    shorten_waits(pytest.MonkeyPatch())
     engine, checkpointer = make_marked_engine(), None
     if opened is not None:
         checkpointer = open_root(url)

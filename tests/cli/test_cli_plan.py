@@ -265,7 +265,10 @@ def test_a_pretrained_model_that_is_not_there_is_not_fetched(
     tmp_path: Path, plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection was opened"))
+    # Else the hub's own client asks the hub, once for each process, for the names of coding agents.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+    for call in ("socket.socket.connect", "socket.getaddrinfo"):
+        monkeypatch.setattr(call, lambda *_, **__: pytest.fail("a connection was opened"))
     code, _, err = plan(write_pretrained_job(tmp_path, "nobody/nothing", revision="0" * 40))
     assert code == 2
     assert "nobody/nothing is neither a folder nor in this machine's cache" in err

@@ -62,6 +62,13 @@ def s3(s3_server: str) -> str:
     return f"s3://{bucket}/root"
 
 
+def shorten_waits(patch: pytest.MonkeyPatch) -> None:
+    """For connections made from now on: time-outs as in HURRIED, and next to no pause before botocore tries again."""
+    patch.setitem(fsspec.config.conf, "s3", HURRIED)
+    patch.setattr("botocore.retryhandler.delay_exponential", lambda **_: 0.01)
+    forget_connections()
+
+
 def forget_connections() -> None:
     """Makes the next use of S3 read the environment anew."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-import fsspec
 import pytest
-from s3 import HURRIED, forget_connections
+from s3 import forget_connections, shorten_waits
 
 ERRORS = {
     "403": ("AccessDenied", "access denied"),
@@ -63,7 +62,7 @@ class FaultyStore:
         self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), self._make_handler())
         self._proxy.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._proxy.server_port}"
-        threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
+        threading.Thread(target=self._proxy.serve_forever, args=(0.01,), daemon=True).start()  # looks for its end
 
     def fail(self, kind: str, *methods: str, part: str = "", times: int = 1, skip: int = 0) -> Fault:
         """Adds a fault to be done; of all methods where none is named."""
@@ -110,6 +109,7 @@ class FaultyStore:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # else the body of an answer waits 40 ms for the client to confirm its head
 
             def log_message(self, *arguments: object) -> None:
                 pass
@@ -184,8 +184,7 @@ def faulty_store(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
     """The proxy before `server`, in its place for everything in this process that asks for S3."""
     store = FaultyStore(server)
     monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
-    monkeypatch.setitem(fsspec.config.conf, "s3", HURRIED)
-    forget_connections()
+    shorten_waits(monkeypatch)
     try:
         yield store
     finally:
