@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NoReturn as _NoReturn
 
 from dsjob import __version__ as _version
+from dsjob.deepspeed import checkpoint as checkpoint
 from dsjob.deepspeed import checkpointing as checkpointing
 from dsjob.deepspeed import comm as comm
 from dsjob.deepspeed import moe as moe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import warnings
@@ -310,7 +311,10 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
 def _make_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the config as a dict, in which structs of `dsjob.config` are dicts too."""
     plain = config.as_config() if isinstance(config, Config) else config
-    return {key: value.to_dict() if isinstance(value, Config) else value for key, value in plain.items()}
+    made = {key: value.to_dict() if isinstance(value, Config) else value for key, value in plain.items()}
+    if made.get("steps_per_print") == math.inf:  # accelerate's way to say never, which is the default
+        del made["steps_per_print"]
+    return made
 
 
 def _refuse_job(config: Mapping[Any, Any], source: str) -> None:

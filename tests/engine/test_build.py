@@ -203,3 +203,9 @@ def test_a_training_config_is_a_config() -> None:
     mixed = TrainingConfig(batch={"train_batch_size": 4}, fp16={"enabled": True}, bf16={"enabled": True})
     with pytest.raises(ConfigError, match=r"fp16"):
         dsjob.initialize(model=build_net(), config=mixed)
+
+
+def test_never_printing_may_be_an_infinite_number_of_steps() -> None:
+    """accelerate writes that into every config."""
+    engine = dsjob.initialize(model=build_net(), config={**CONFIG, "steps_per_print": float("inf")})[0]
+    assert engine.config.get("steps_per_print") is None

@@ -1,0 +1,3 @@
+"""`deepspeed.checkpoint`."""
+
+from dsjob.deepspeed.checkpoint import utils as utils
