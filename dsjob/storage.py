@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
@@ -24,6 +25,8 @@ from dsjob.files import FOLDER_MODE, is_plain, open_new, sync_names, walk_files,
 
 _BEHIND = 32 << 20  # write to disk whenever this many bytes are waiting
 _PATIENCE, _BLOCK = 15, 1 << 16  # for a document from the web: seconds in total, bytes per read
+_FREE = "free some space, or point checkpoint.dir at another disk"
+_ADVICE = {EFBIG: _FREE, ENOSPC: _FREE, EDQUOT: _FREE, EROFS: "choose a folder that you can write to"}
 _CONFLICTS = 5  # tries to create a file while another creation of the same file is in progress
 
 
@@ -44,10 +47,10 @@ def _renamed(action: str, url: str, passing: tuple[type[OSError], ...] = ()) -> 
         detail = "the bucket does not exist" if bucket else "no such file or folder"
         hint = "dsjob does not create buckets: create it, or correct its name" if bucket else ""
         raise _make_error(action, url, detail, hint) from error
+    except NotADirectoryError as error:
+        raise _make_error(action, url, "part of this path is a file, not a folder", "choose another path") from error
     except OSError as error:
-        # EFBIG, ENOSPC, EDQUOT: too large a file, a full disk, an exhausted quota.
-        full = "free some space, or point checkpoint.dir at another disk" if error.errno in (27, 28, 122) else ""
-        raise _make_error(action, url, error.strerror or str(error), full) from error
+        raise _make_error(action, url, error.strerror or str(error), _ADVICE.get(error.errno or 0, "")) from error
     except Exception as error:  # stores' libraries have many types for missing credentials, no connection, no answer
         if is_local(url):
             raise

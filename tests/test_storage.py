@@ -333,7 +333,9 @@ def test_an_upload_that_fails_is_discarded_and_not_committed(monkeypatch: pytest
 )
 def test_a_file_in_place_of_a_folder_is_a_storage_error(local: str, action: str, call: Any) -> None:
     Path(local, "file").write_text("1")
-    with pytest.raises(StorageError, match=f"cannot {action} {local}/file/x: Not a directory"):
+    with pytest.raises(
+        StorageError, match=f"cannot {action} {local}/file/x: part of this path is a file, not a folder"
+    ):
         call(f"{local}/file/x")
     assert os.listdir(local) == ["file"]
 

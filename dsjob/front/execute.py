@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dsjob.contract.environment import hide_values, parse_reference
@@ -50,7 +51,8 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         from dsjob.launch.joined import join
 
         with placing_errors(composed):
-            return join(complete_job(document), trust=trust, run_dir=run_dir)
+            check_folder = partial(_refuse_other_job, composed, document)
+            return join(complete_job(document), trust=trust, check_folder=check_folder, run_dir=run_dir)
     job = complete_job(document)
     if run_dir is not None:
         with launcher.telling_what_is_kept(run_dir, document):
@@ -70,10 +72,14 @@ def _find_origin(composed: Composed) -> str | None:
 
 
 def _start(composed: Composed, job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
-    if problems := find_other_job(composed, job.document, run_dir):
-        raise DocumentError(problems)
+    _refuse_other_job(composed, job.document, run_dir)
     with placing_errors(composed):
         return launcher.start(job, run_dir, trust=trust, debug=debug)
+
+
+def _refuse_other_job(composed: Composed, document: Mapping[str, Any], run_dir: str) -> None:
+    if problems := find_other_job(composed, document, run_dir):
+        raise DocumentError(problems)
 
 
 def _say_first(composed: Composed, world_size: int) -> None:

@@ -8,7 +8,7 @@ no count of pod restarts, so jobs there need an `output.dir` without `%time`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
@@ -40,12 +40,14 @@ from dsjob.trust.grant import Trust
 _runs = count()  # numbers the runs of this process: a sweep under torchrun has several
 
 
-def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[str, Any]:
+def join(
+    job: ResolvedJob, *, trust: Trust, check_folder: Callable[[str], None], run_dir: str | None = None
+) -> dict[str, Any]:
     """Runs a resolved job as one of the ranks of another launcher. All ranks use rank 0's job and `run_dir`.
 
-    `run_dir`: the run's folder, if it exists already. Returns the contents of `result.json` on every rank. Raises
-    LostRankError if another rank caused the failure. Otherwise raises, with this rank's number, TargetError for a
-    target of the document and LaunchError for any other failure.
+    `run_dir`: the run's folder, if it exists already. `check_folder`: called with it on rank 0; raises a DocumentError
+    if the job must not run there. Returns the contents of `result.json` on every rank. Raises LostRankError if another
+    rank caused the failure. Otherwise the message names this rank; an exception of user code becomes a LaunchError.
     """
     add_import_folders(trust.importable)
     show_crashes()
@@ -54,12 +56,12 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
     abandon_world()  # a failed earlier run of a sweep leaves its process group behind
     world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)
     if world.everyone.size == 1:
-        return _run(job, world, trust, run_dir)
+        return _run(job, world, trust, check_folder, run_dir)
     position.begin()
     board = StoreBoard(get_store(), world.everyone.rank, world.everyone.size)
     watchdog = Watchdog(board, rank=world.everyone.rank, timeout=options.timeout)
     try:
-        return _run(job, world, trust, run_dir)
+        return _run(job, world, trust, check_folder, run_dir)
     except (DocumentError, Preempted, Interrupted):  # all ranks raise these alike
         position.doing = "ending"
         raise
@@ -73,8 +75,11 @@ def join(job: ResolvedJob, *, trust: Trust, run_dir: str | None = None) -> dict[
         watchdog.stop()
 
 
-def _run(job: ResolvedJob, world: World, trust: Trust, run_dir: str | None) -> dict[str, Any]:
+def _run(
+    job: ResolvedJob, world: World, trust: Trust, check_folder: Callable[[str], None], run_dir: str | None
+) -> dict[str, Any]:
     settled, run_dir = on_rank_0(world.everyone, lambda: _settle_folder(job, run_dir))
+    on_rank_0(world.everyone, lambda: check_folder(run_dir))
     check_shared(settled.spec.checkpoint.dir or os.path.join(run_dir, "checkpoints"), world)
     if os.path.isdir(run_dir):  # may be missing on other nodes if checkpoints go to an object store
         place_records(run_dir)

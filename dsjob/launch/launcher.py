@@ -18,13 +18,13 @@ from typing import Any
 
 from dsjob import storage
 from dsjob.contract.resolved import ResolvedJob
-from dsjob.errors import CorruptCheckpointError, DocumentError, DsjobError, Interrupted, LaunchError, TargetError
+from dsjob.errors import DsjobError, Interrupted, LaunchError
 from dsjob.files import open_append
 from dsjob.home import find_again
 from dsjob.launch import rank
 from dsjob.launch.supervisor import Supervisor
 from dsjob.ranks.signals import handling
-from dsjob.run_folder import RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
+from dsjob.run_folder import METRICS_NAME, RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
 from dsjob.trust.grant import Trust
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # DDP and gloo print warnings that users cannot act on
@@ -79,29 +79,35 @@ def _adopt_slurm() -> None:
 
 @contextmanager
 def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[None]:
-    """If the run in the block fails, prints how to resume it, or that nothing was saved.
+    """If the run in the block fails after it has trained, prints how to resume it, or that nothing was saved.
 
-    Prints nothing for an error of the document, because the run has not begun.
+    Prints nothing for a run that fails before its first log record: it has nothing to lose, and its error is enough.
     """
-    before = list_commits(run_dir, document)
+    before, commits = _read_progress(run_dir), list_commits(run_dir, document)
     try:
         yield
-    except (DocumentError, TargetError):
-        raise
-    except (Exception, KeyboardInterrupt) as error:
-        resumable = not isinstance(error, CorruptCheckpointError)  # otherwise resuming would fail in the same way
+    except (Exception, KeyboardInterrupt):
         with suppress(DsjobError):  # the storage itself may have failed
-            told = _describe_kept(run_dir, list_commits(run_dir, document), before, resumable=resumable)
-            print(f"dsjob: {told}", file=sys.stderr)  # noqa: T201
+            kept = list_commits(run_dir, document)
+            if kept != commits or _read_progress(run_dir) != before:
+                print(f"dsjob: {_describe_kept(run_dir, kept, commits)}", file=sys.stderr)  # noqa: T201
         raise
 
 
-def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str], *, resumable: bool) -> str:
-    if not commits:  # a failed start may have removed the folder
-        return f"nothing was saved{f' in {run_dir}' if os.path.isdir(run_dir) else ''}"
+def _read_progress(run_dir: str) -> tuple[int, int] | None:
+    """Differs once a run in the folder has written its first log record."""
+    with suppress(OSError):
+        found = os.stat(os.path.join(run_dir, METRICS_NAME))
+        return found.st_mtime_ns, found.st_size
+    return None
+
+
+def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) -> str:
+    if not commits:
+        return f"nothing was saved in {run_dir}"
     newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
     news = "nothing newer was saved; " if commits == before else ""
-    return f"{news}the newest checkpoint is {newest}{f'; to resume: dsjob run {run_dir}' if resumable else ''}"
+    return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"
 
 
 def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:

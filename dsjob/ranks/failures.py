@@ -15,16 +15,19 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+from dsjob import errors
 from dsjob.contract.environment import mask
 from dsjob.errors import (
     DataError,
+    DocumentError,
     DsjobError,
-    Interrupted,
     LaunchError,
     MetricError,
     Preempted,
+    Problem,
     StorageError,
     TargetError,
 )
@@ -64,8 +67,9 @@ class Failure:
     """How one rank failed.
 
     time: nanoseconds since the epoch. follows: it is a consequence of another rank's failure. waited: it timed out
-    waiting for another rank. frames: of the main thread, innermost first. path: the place in the document that caused
-    it, if any. of_target: the document itself is wrong there.
+    waiting for another rank. kind: the class of `dsjob.errors`; for an error of user code, LaunchError. frames: of the
+    main thread, innermost first. path: the place in the document that caused it, if any. problems: those of a
+    DocumentError.
     """
 
     rank: int
@@ -75,35 +79,45 @@ class Failure:
     exit_code: int
     follows: bool
     waited: bool = False
+    kind: str = LaunchError.__name__
     frames: list[str] = field(default_factory=list)
     path: list[str | int] = field(default_factory=list)
-    of_target: bool = False
+    problems: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """The record of a rank that `error` ended."""
-        known = error if isinstance(error, DsjobError) else None
+        known = error if isinstance(error, DsjobError) else LaunchError(describe_failure(error), hint=TRACEBACK_HINT)
+        problems = known.problems if isinstance(known, DocumentError) else ()
         return cls(
             rank=rank,
             time=time.time_ns(),
-            message=mask(known.message) if known else describe_failure(error),
-            hint=mask(known.hint) if known else TRACEBACK_HINT,
-            exit_code=known.exit_code if known else 1,
+            message=mask(known.message),
+            hint=mask(known.hint),
+            exit_code=known.exit_code,
             follows=follows_from_another(error),
             waited=has_waited(error),
+            kind=next(each.__name__ for each in type(known).__mro__ if each.__module__ == errors.__name__),
             frames=list_frames(error)[:40],
             path=list(find_path(error)),
-            of_target=isinstance(error, TargetError),
+            problems=[asdict(replace(each, message=mask(each.message), hint=mask(each.hint))) for each in problems],
         )
 
-    def to_error(self) -> DsjobError:
-        """The error to raise in the launcher."""
-        error: DsjobError
-        if self.of_target and self.path:
-            error = TargetError(f"{self.message} (rank {self.rank})", hint=self.hint)
-        else:
-            error = LaunchError(f"rank {self.rank}: {self.message}", hint=self.hint, exit_code=self.exit_code)
-        error.path = tuple(self.path)
+    def to_error(self, *, names_rank: bool = True) -> DsjobError:
+        """The error as the rank raised it, with the rank's number if `names_rank`. An error of user code, whose class
+        only the rank can import, becomes a LaunchError."""
+        kind: type[DsjobError] = getattr(errors, self.kind)
+        error = kind.__new__(kind)  # subclasses have constructors of their own
+        if isinstance(error, DocumentError):
+            problems = [Problem(**{**each, "path": tuple(each["path"])}) for each in self.problems]
+            DocumentError.__init__(error, problems)
+            return error
+        message = self.message
+        if names_rank:  # a TargetError's message begins with its path, which `to_problem` removes
+            at_end = isinstance(error, TargetError) and self.path
+            message = f"{message} (rank {self.rank})" if at_end else f"rank {self.rank}: {message}"
+        DsjobError.__init__(error, message, hint=self.hint)
+        error.exit_code, error.path = self.exit_code, tuple(self.path)
         return error
 
 
@@ -189,14 +203,10 @@ def read_failures(folder: str) -> list[Failure]:
     return failures
 
 
-def find_saved_end(failures: Sequence[Failure]) -> Preempted | Interrupted | None:
-    """The end that a signal requested, if a rank reached it."""
-    for failure in failures:
-        if failure.exit_code == Preempted.exit_code:
-            return Preempted(failure.message, hint=failure.hint)
-        if failure.exit_code == 128 + signal.SIGINT:
-            return Interrupted(signal.SIGINT, failure.message, hint=failure.hint)
-    return None
+def find_saved_end(failures: Sequence[Failure]) -> DsjobError | None:
+    """The end that a signal requested (Preempted, or Interrupted by Ctrl-C), if a rank reached it."""
+    found = (failure for failure in failures if failure.exit_code in SAVED_CODES)
+    return next((failure.to_error(names_rank=False) for failure in found), None)
 
 
 @dataclass(frozen=True)
@@ -218,15 +228,19 @@ class Scene:
 
 
 def blame(scene: Scene) -> DsjobError:
-    """The first failure: a rank's own error or sudden end; if there is none, the rank that the others waited for."""
+    """The first failure: a rank's own error or sudden end; if there is none, the rank that the others waited for.
+
+    The message does not name the rank if all ranks have failed alike, so that it is the one of a run on one rank.
+    """
     if (saved := find_saved_end(scene.failures)) is not None:
         return saved
     # After a requested stop: first the earliest failure with a cause of its own, else the rank that the others waited
     # for.
     recorded = {failure.rank for failure in scene.failures}
     sudden = [end for end in scene.ends if end.rank not in recorded and not (end.finished and end.code == 0)]
+    alike = len(recorded) == scene.world_size and len({failure.message for failure in scene.failures}) == 1
     own: list[tuple[int, DsjobError]] = [
-        (failure.time, failure.to_error()) for failure in scene.failures if not failure.follows
+        (failure.time, failure.to_error(names_rank=not alike)) for failure in scene.failures if not failure.follows
     ]
     own += [(end.time, _describe_end(end, scene.logs)) for end in sudden if not _end_follows(end)]
     if own:
@@ -237,7 +251,7 @@ def blame(scene: Scene) -> DsjobError:
     return _describe_waiting(scene, alive, waited)
 
 
-def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> LaunchError:
+def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> DsjobError:
     """The error of a run in which every failed rank waited for another one."""
     stalled = find_stalled(scene.beats, alive, scene.stopped, scene.stacks) if waited else sorted(alive & scene.stopped)
     if stalled:
@@ -251,8 +265,7 @@ def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> LaunchErro
             hint="every rank must call the same collectives in the same order",
         )
     if scene.failures:
-        first = min(scene.failures, key=lambda failure: failure.time)
-        return LaunchError(f"rank {first.rank}: {first.message}", hint=first.hint)
+        return min(scene.failures, key=lambda failure: failure.time).to_error()
     if scene.ends:
         return _describe_end(min(scene.ends, key=lambda end: end.time), scene.logs)
     return LaunchError("the ranks ended without a result", hint=f"their output is in {scene.logs}")

@@ -7,7 +7,6 @@ resumes from its own checkpoints.
 
 from __future__ import annotations
 
-from dsjob import storage
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.committed import Loaded, Matched
 from dsjob.checkpoint.other.elsewhere import is_own
@@ -70,9 +69,6 @@ def _is_own(url: str, tag: str | None) -> bool:
     try:
         return is_own(url, tag)
     except NoCheckpointError as error:
-        if tag is None and not storage.exists(url):
-            hint = f"{error.message}: {error.hint}"
-            raise UsageError(f"checkpoint.resume: no such file or folder: {url}", hint=hint) from error
         raise UsageError(f"checkpoint.resume: {error.message}", hint=error.hint) from error
 
 
@@ -85,7 +81,8 @@ def _load_newest(run: Run, tags: list[str]) -> Loaded:
             loaded = run.checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed)
         except CorruptCheckpointError as error:
             if run.spec.checkpoint.on_corrupt == "stop":
-                hint = "restore it from a copy, or resume from the previous one with checkpoint.on_corrupt=previous"
+                previous = "resume from the previous one with checkpoint.on_corrupt=previous"
+                hint = f"restore it from a copy, or {previous if tags[1:] else 'start over in another output.dir'}"
                 raise CorruptCheckpointError(error.message, hint=hint) from error
             run.say("damaged", f"{error.message}; trying the previous checkpoint")
             damaged.append(tag)

@@ -173,7 +173,8 @@ def test_ctrl_c_before_training_stops_at_once(tmp_path: Path) -> None:
     os.killpg(started.process.pid, signal.SIGINT)
     _, errors = started.process.communicate(timeout=60)
     assert started.process.returncode == 130, errors
-    assert "dsjob: nothing was saved\n" in errors
+    assert "dsjob: interrupted\n" in errors
+    assert "saved" not in errors
     assert not (tmp_path / "run").exists()
     started.wait_until_gone()
 
@@ -214,10 +215,9 @@ def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path) -> Non
     crash = ("trainer.train_batch=6", "model._target_=my_model.CrashOnRank1")
     done = dsjob("cfg.json", "launch.nproc=3", *crash, cwd=tmp_path, fresh=True)
     assert done.returncode == 1
-    assert "rank 1: ValueError: rank 1 has had enough" in done.stderr
+    assert done.stderr.startswith("dsjob: error: rank 1: ValueError: rank 1 has had enough (")
     assert "my_model.py:" in done.stderr
-    assert "dsjob: nothing was saved\n" in done.stderr
-    assert len(done.stderr.splitlines()) == 3
+    assert len(done.stderr.splitlines()) == 2
 
 
 def test_a_rank_whose_launcher_was_gone_before_it_could_ask_to_be_told_ends(tmp_path: Path) -> None:
@@ -308,13 +308,24 @@ def test_a_mistake_in_the_document_stops_every_joined_rank(tmp_path: Path) -> No
     )
 
 
-def test_a_run_whose_checkpoint_is_damaged_is_not_said_to_resume(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_do_not_resume_another_job(tmp_path: Path) -> None:
+    make_job(tmp_path)
+    assert dsjob("cfg.json", cwd=tmp_path).returncode == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
+    done = run_program([*torchrun, "model._target_=my_model.NoLoss"], cwd=tmp_path)
+    assert "error[another-job]: output.dir: run holds the run of another job" in done.stderr
+    assert "does not match the model" not in done.stderr
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_damaged_checkpoint_reads_the_same_on_any_number_of_ranks(tmp_path: Path, nproc: int) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 2})
     assert dsjob("cfg.json", cwd=tmp_path).returncode == 0
-    for shard in (tmp_path / "run/checkpoints").rglob("*.safetensors"):
-        shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
-    done = dsjob("run", "run", "trainer.max_steps=4", cwd=tmp_path)
+    (shard,) = (tmp_path / "run/checkpoints").rglob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:200])
+    done = dsjob("run", "run", "trainer.max_steps=4", f"launch.nproc={nproc}", cwd=tmp_path)
     assert done.returncode == 1
-    assert "the newest checkpoint is step-00000002\n" in done.stderr
-    assert "to resume:" not in done.stderr
-    assert "checkpoint.on_corrupt=previous" in done.stderr
+    assert re.sub(r"manifest says \d+", "manifest says N", done.stderr) == (
+        f"dsjob: error: {shard.relative_to(tmp_path)} has 200 bytes; the manifest says N\n"
+        "  restore it from a copy, or start over in another output.dir\n"
+    )

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsjob.errors import CheckpointError, DataError, DsjobError, MetricError, Preempted, StorageError, TargetError
-from dsjob.ranks.failures import End, Failure, Scene, blame, follows_from_another, has_waited
+from dsjob.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    DataError,
+    DsjobError,
+    Interrupted,
+    LaunchError,
+    MetricError,
+    Preempted,
+    Problem,
+    StorageError,
+    TargetError,
+    UsageError,
+)
+from dsjob.ranks.failures import (
+    End,
+    Failure,
+    Scene,
+    blame,
+    follows_from_another,
+    has_waited,
+    read_failures,
+    record_failure,
+)
 from dsjob.ranks.stalls import Beat, parse_stack
 
 LOST = [
@@ -115,8 +139,47 @@ def test_of_ranks_that_are_late_the_one_behind_all_others_is_named() -> None:
     assert "rank 1 was stopped by a signal" in str(blame(held))
 
 
+class RefusedError(DataError):
+    """An error of a program's own, whose module the launcher does not import."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (CorruptCheckpointError("weights.safetensors has 200 bytes", hint="restore it from a copy"), None),
+        (UsageError("checkpoint.resume: no such folder", hint="correct it"), None),
+        (Interrupted(15, "stopped by SIGTERM"), None),
+        (LaunchError("no such device", exit_code=9), None),
+        (RefusedError("no such split", hint="use train"), DataError),
+        (ConfigError([Problem("must be positive", ("zero_optimization", "stage"), hint="use 1")]), None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_error_reads_the_same_from_all_ranks_as_from_one(
+    tmp_path: Path, error: DsjobError, kind: type[DsjobError] | None
+) -> None:
+    error.path = ("data", "train")
+    for rank in range(2):
+        record_failure(str(tmp_path), rank, error)
+    failures = read_failures(str(tmp_path))
+    found = blame(set_scene(size=2, failures=failures))
+    assert type(found) is (kind or type(error))
+    assert (str(found), found.exit_code) == (str(error), error.exit_code)
+    assert getattr(found, "problems", ()) == getattr(error, "problems", ())
+    alone = blame(set_scene(size=2, failures=failures[1:]))
+    assert type(alone) is type(found)
+    if not isinstance(error, ConfigError):
+        assert (alone.message, alone.path) == (f"rank 1: {error.message}", ("data", "train"))
+
+
+def test_an_error_of_user_code_is_a_launch_error() -> None:
+    found = Failure.of(3, KeyError("hidden")).to_error()
+    assert type(found) is LaunchError
+    assert str(found) == "rank 3: KeyError: 'hidden'\n  run again with --debug for the traceback"
+
+
 def test_a_save_for_a_signal_is_what_the_run_ended_with() -> None:
-    saved = fail(0, 9, "stopped by SIGTERM after step 3", exit_code=Preempted.exit_code)
+    saved = fail(0, 9, "stopped by SIGTERM after step 3", exit_code=Preempted.exit_code, kind="Preempted")
     assert isinstance(blame(set_scene(failures=[follow(1, 2), saved])), Preempted)
 
 
