@@ -52,7 +52,7 @@ class Config(MutableMapping[str, Any]):
         closed = allowed or self.parts
         wrong = [key for key in values if closed and key not in known]
         if wrong:
-            hints = {key: suggest(key, known) or f"allowed here: {', '.join(known[:12])}" for key in wrong}
+            hints = {key: suggest(key, known) or f"available: {', '.join(known[:12])}" for key in wrong}
             raise ConfigError(
                 [Problem(f"{kind} has no key {key}", (key,), "unknown-key", hint) for key, hint in hints.items()]
             )
@@ -237,10 +237,10 @@ class TrainingConfig(Config):
 
 def _require_mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        message = f"must be an object, not {type(value).__name__} {shorten(value)}"
+        message = f"must be an object, but is {shorten(value)}"
         hint = f'write {{"enabled": {str(value).lower()}}}' if isinstance(value, bool) else 'write {"key": value, ...}'
         raise ConfigError([Problem(message, (name,), "type", hint)])
     wrong = [key for key in value if not isinstance(key, str)]
     if wrong:
-        raise ConfigError([Problem(f"keys must be strings, not {shorten(wrong[0])}", (name,), "type")])
+        raise ConfigError([Problem(f"keys must be strings, but one is {shorten(wrong[0])}", (name,), "type")])
     return dict(value)

@@ -81,7 +81,7 @@ def _take(row: Mapping[str, object], columns: Pair, place: str) -> Pair:
     texts = []
     for column in columns:
         if column not in row:
-            raise DataError(f"{place}: there is no column {column!r}", hint=f"there are: {', '.join(map(str, row))}")
+            raise DataError(f"{place}: there is no column {column!r}", hint=f"available: {', '.join(map(str, row))}")
         text = row[column]
         if not isinstance(text, str):
             raise DataError(f"{place}: {column!r} is {text!r}, not a text")

@@ -142,7 +142,7 @@ def _read_protocols() -> frozenset[str]:
 def parse_count(text: str) -> int:
     """A number of ranks or steps among a command's arguments: at least 1."""
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text[:20]}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, but is {text[:20]!r}")
     return int(text)
 
 

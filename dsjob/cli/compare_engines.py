@@ -82,7 +82,7 @@ def _parse_tolerance(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0 and less than 1, not {text[:20]}")
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0 and less than 1, but is {text[:20]!r}")
     return value
 
 

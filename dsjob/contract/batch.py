@@ -20,7 +20,7 @@ _KEYS = {  # dsjob's name -> DeepSpeed's name
     "micro_batch": "train_micro_batch_size_per_gpu",
     "grad_accum": "gradient_accumulation_steps",
 }
-_ALLOWED = f"allowed are {', '.join(_KEYS)}, or {', '.join(_KEYS.values())}"
+_ALLOWED = f"available: {', '.join(_KEYS)}, {', '.join(_KEYS.values())}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class BatchSizes:
             if isinstance(value, float) and value.is_integer():
                 object.__setattr__(self, name, int(value))
             elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                wrong.append(Problem(f"must be an integer, not {shorten(value)}", (name,), "type", "for example 8"))
+                wrong.append(Problem(f"must be an integer, but is {shorten(value)}", (name,), "type", "for example 8"))
         if wrong:
             raise ConfigError(wrong)
 
@@ -54,7 +54,9 @@ class BatchSizes:
         Raises ConfigError for any other key.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError([Problem(f"batch sizes must be a mapping, not {type(values).__name__}", rule="type")])
+            raise ConfigError(
+                [Problem(f"batch sizes must be a mapping, but are of type {type(values).__name__}", rule="type")]
+            )
         ours = {theirs: name for name, theirs in _KEYS.items()} | {name: name for name in _KEYS}
         unknown = [key for key in values if key not in ours]
         if unknown:
@@ -83,7 +85,9 @@ class BatchSizes:
         """
         full = self._complete(world_size)
         if full is None:
-            raise _problem("needs train_batch or micro_batch", "for example trainer.micro_batch=8")
+            raise _problem(
+                "the batch size is missing", "set train_batch or micro_batch, for example trainer.micro_batch=8"
+            )
         if not full.is_valid(world_size):
             train, *factors = (f"{key} {getattr(full, key)}{name(key) or self._describe_origin(key)}" for key in _KEYS)
             origin = f" ({ranks})" if ranks else ""

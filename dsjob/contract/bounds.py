@@ -28,14 +28,14 @@ def check_values(value: Any, source: str) -> list[Problem]:
         items: Any = ()
         if isinstance(found, Mapping):
             if wrong := [key for key in found if not isinstance(key, str)]:
-                return [Problem(f"keys must be strings, not {shorten(wrong[0])}", path, "type", "", source)]
+                return [Problem(f"keys must be strings, but one is {shorten(wrong[0])}", path, "type", "", source)]
             items = found.items()
         elif isinstance(found, (list, tuple)):
             items = enumerate(found)
         elif isinstance(found, int) and found.bit_length() > 1024:
             return [Problem("does not fit into a 64-bit float", path, "number", "", source)]
         elif getattr(found, "ndim", 0):
-            return [Problem(f"must be a JSON value, not {shorten(found)}", path, "type", "", source)]
+            return [Problem(f"must be a JSON value, but is {shorten(found)}", path, "type", "", source)]
         if items and len(path) >= MAX_DEPTH:
             return [Problem(f"is nested more than {MAX_DEPTH} levels deep", path[:3], "too-deep", "", source)]
         seen += len(found) if items else 0

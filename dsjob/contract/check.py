@@ -28,20 +28,8 @@ from dsjob.contract.rules import RULES
 from dsjob.contract.rules.methods import find_meant
 from dsjob.contract.rules.table import is_driven
 from dsjob.contract.schema import Schema
-from dsjob.contract.shown import shorten
+from dsjob.contract.wording import DOTTED, describe, describe_missing, hint_at_missing, show
 from dsjob.errors import Problem
-
-_PYTHON_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
-_KINDS = {
-    "object": "an object",
-    "array": "a list",
-    "string": "a string",
-    "boolean": "true or false",
-    "integer": "an integer",
-    "number": "a number",
-    "null": "null",
-}
-
 
 _RULE_OF = {
     "minimum": "range",
@@ -56,7 +44,6 @@ _RULE_OF = {
     "const": "enum",
     "not": "type-and-target",
 }
-_DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+")
 MAX_UNKNOWN = 50  # unknown keys of one object that are reported one by one
 
 
@@ -122,11 +109,12 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
 
 def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:
     """`problems` without those about a missing key that is only misspelt or misplaced, which is reported already."""
-    # Names in the hint of an unknown key (`did you mean "max_steps"?`), except a list of all allowed keys.
+    # Keys in the hint of an unknown key (`did you mean "max_steps"?`), except a list of all allowed keys.
     meant: set[str] = set()
     for problem in problems:
         if problem.rule == "unknown-key":
-            meant |= {*map(str, problem.path[-1:]), *re.findall(r"\w+", problem.hint.partition("allowed here")[0])}
+            meant |= {*map(str, problem.path[-1:]), *re.findall(r"\w+", problem.hint.partition("available")[0])}
+    meant &= {*contract.list_homes(contract.job_schema()), "_target_"}  # the other words of hints are English
     missing = ("required", "no-end", "no-optimizer", "no-total-steps")
     return [p for p in problems if p.rule not in missing or not meant & {*re.findall(r"\w+", p.message), *p.path[-1:]}]
 
@@ -250,15 +238,16 @@ def _explain(error: ValidationError, document: Any, schema: Schema) -> Iterator[
     if keyword == "required":
         missing = re.findall(r"'([^']+)' is a required property", error.message)
         for name in missing:
-            yield Problem(f"needs {name}", path, "required", _required_hint(path, name))
+            yield Problem(describe_missing(path, name), path, "required", hint_at_missing(path, name))
         return
-    message, hint = _describe_error(keyword, error.validator_value, value)
+    message, hint = describe(keyword, error.validator_value, value, form=_read_form(error))
     if keyword == "type" and "object" in str(error.validator_value):
         hint = hint or _wrap_hint(value, contract.find_at(schema, path, document))
-    rule = _RULE_OF.get(keyword, keyword)
-    if not hint and rule in ("enum", "range"):  # the key's meaning shows why only these values are accepted
-        hint = str(contract.find_at(schema, path, document).get("description", "")).partition(". ")[0].rstrip(".")
-    yield Problem(message or error.message, path, rule, hint)
+    yield Problem(message or error.message, path, _RULE_OF.get(keyword, keyword), hint)
+
+
+def _read_form(error: ValidationError) -> str:
+    return str(error.schema.get("x-form", "")) if isinstance(error.schema, dict) else ""
 
 
 def explain_unknown(path: Path, key: str, known: list[str]) -> Problem:
@@ -282,7 +271,7 @@ def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Prob
     hint = hint or hints.explain_key(path, key, known, bare=bare) or suggest(key, known)
     hint = hint or _suggest_elsewhere(key, elsewhere)
     if not hint and known:
-        hint = "allowed here: " + ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+        hint = "available: " + ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return Problem("unknown key", (*path, key), "unknown-key", hint)
 
 
@@ -293,50 +282,6 @@ def _suggest_elsewhere(key: str, homes: dict[str, list[tuple[str, ...]]]) -> str
     return f'did you mean "{".".join((*homes[near[0]][0], near[0]))}"?' if near else ""
 
 
-def _required_hint(path: Path, name: str) -> str:
-    if not path and name in ("model", "data"):
-        return "add it to the document, or start from a recipe: +recipe=quickstart"
-    if name == "_target_":
-        return "set it to the dotted path of a callable, for example my_module.build"
-    return ""
-
-
-def _describe_error(keyword: str, rule: Any, value: Any) -> tuple[str, str]:
-    """Message and hint for a `value` that breaks a JSON Schema keyword, whose own value is `rule`."""
-    shown = _show(value)
-    if keyword == "type":
-        names = [rule] if isinstance(rule, str) else rule
-        wanted = " or ".join(_KINDS[name] for name in names if name in _KINDS)
-        found = shown if isinstance(value, bool) else f"{_kind(value)} {shown}".rstrip()
-        return f"must be {wanted}, not {found}", hints.suggest_literal(value, names)
-    if keyword == "enum":
-        options = ", ".join(_show(option) for option in rule)
-        words = [option for option in rule if isinstance(option, str)]
-        if str(value).lower() == "gpu":  # by spelling it is nearer to "cpu" than to "cuda", which is meant
-            words = [word for word in words if word in ("cuda", "none")]
-            return f"must be one of {options}, not {shown}", f'did you mean "{words[0]}"?' if words else ""
-        return f"must be one of {options}, not {shown}", suggest(str(value), words)
-    texts = {
-        "minimum": f"must be at least {rule}, not {shown}",
-        "maximum": f"must be at most {rule}, not {shown}",
-        "exclusiveMinimum": f"must be greater than {rule}, not {shown}",
-        "exclusiveMaximum": f"must be less than {rule}, not {shown}",
-        "minLength": "must not be empty",
-        "minItems": f"must have at least {rule} items",
-        "maxItems": f"must have at most {rule} items",
-        "pattern": f"{shown} is not a dotted path" if _is_dotted(rule) else f"{shown} does not match {rule}",
-        "not": "has both `type` and `_target_`, which exclude each other",
-    }
-    hint = "write package.module.name" if keyword == "pattern" and _is_dotted(rule) else ""
-    if hint and _DOTTED.fullmatch(value.replace(":", ".")):
-        hint = f"write {value.replace(':', '.')}"
-    return texts.get(keyword, ""), hint
-
-
-def _is_dotted(rule: Any) -> bool:
-    return isinstance(rule, str) and rule.strip("^$") == _DOTTED.pattern
-
-
 def _wrap_hint(value: Any, node: Schema) -> str:
     """A hint for a value that was given instead of the section that it belongs in, such as `fp16: true`."""
     properties = node.get("properties", {})
@@ -344,17 +289,9 @@ def _wrap_hint(value: Any, node: Schema) -> str:
     for key in keys:
         if key in properties and Draft202012Validator(properties[key]).is_valid(value):
             return f"write {json.dumps({key: value})}"
-    if "train" in properties and isinstance(value, str) and _DOTTED.fullmatch(value):
+    if "train" in properties and isinstance(value, str) and DOTTED.fullmatch(value):
         return f"write {json.dumps({'train': {'_target_': value}})}"
     return ""
-
-
-def _kind(value: Any) -> str:
-    return _KINDS[_PYTHON_KINDS.get(type(value), "null")]
-
-
-def _show(value: Any) -> str:
-    return "" if value is None else shorten(value, as_json=True)
 
 
 def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
@@ -370,11 +307,11 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
         off = item == below.get("default") or (item == "auto" and below.get("x-auto"))
         off = off or (isinstance(item, dict) and item.get("enabled") in (False, "auto"))
         if status == "unsupported" and not off:
-            shown = "" if isinstance(item, dict) else f"{_show(item)} "
+            shown = "" if isinstance(item, dict) else f"{show(item)} "
             problems.append(Problem(f"{shown}is not supported by dsjob", here, "unsupported", note))
         elif isinstance(item, str) and item in below.get("x-unsupported", {}):
             note = below["x-unsupported"][item]
-            problems.append(Problem(f"{_show(item)} is not supported by dsjob", here, "unsupported", note))
+            problems.append(Problem(f"{show(item)} is not supported by dsjob", here, "unsupported", note))
         elif status == "no-effect":
             problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
         if isinstance(item, bool) and "stage" in below.get("properties", {}):

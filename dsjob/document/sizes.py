@@ -102,6 +102,10 @@ def settle_sizes(
         return asked.resolve(ranks.data, name=tell, ranks=ranks.describe(), parts=ranks.parts)
     except DocumentError as error:
         named = [key for key in _TRIAD if key in trainer]
+        if [trainer[key] for key in named if key != "grad_accum"] in (["auto"], ["auto", "auto"]):
+            told = '"auto" is derived from train_batch or micro_batch, but neither is a number'
+            hint = "for example trainer.micro_batch=8"
+            error = DocumentError([replace(found, message=told, hint=hint) for found in error.problems])
         raise DocumentError([replace(found, path=("trainer", *named[:1])) for found in error.problems]) from error
 
 

@@ -72,7 +72,7 @@ class Compiled:
         mode = spec.mode if spec.mode != "default" else None
         if spec.backend not in torch.compiler.list_backends(()):  # also those for debugging
             known = ", ".join(torch.compiler.list_backends())
-            raise ContractError(f"compile.backend: torch has no backend {spec.backend}", hint=f"use one of {known}")
+            raise ContractError(f"compile.backend: torch has no backend {spec.backend}", hint=f"available: {known}")
         self._compiled = torch.compile(
             forward, backend=spec.backend, mode=mode, fullgraph=spec.fullgraph, dynamic=spec.dynamic
         )

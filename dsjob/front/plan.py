@@ -138,7 +138,7 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
     )
     if layout.offload_problem:
         raise UsageError(
-            f"{layout.offload_problem}, not {layout.stage}",
+            f"{layout.offload_problem}, but the stage is {layout.stage}",
             hint=f"zero_optimization.stage={3 if layout.offload == 'param' else '1, 2 or 3'}",
         )
     return layout

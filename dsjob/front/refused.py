@@ -36,7 +36,7 @@ def _suggest(source: str) -> str:
         }
         if hint := suggest(name, [known for known in there if os.path.exists(meant[known])]):
             return next(f'did you mean "{path}"?' for known, path in meant.items() if f'"{known}"' in hint)
-    return f"there are: {', '.join(there[:8])}{', ...' if there[8:] else ''}" if above and there else ""
+    return f"available: {', '.join(there[:8])}{', ...' if there[8:] else ''}" if above and there else ""
 
 
 def require_own(document: Document) -> None:

@@ -141,7 +141,9 @@ def _find(name: str) -> Callable[[list[Any], Mapping[str, Any]], Optimizer]:
     if not (inspect.isclass(found) and issubclass(found, Optimizer) and found is not Optimizer):
         known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, Optimizer)]
         known.remove("Optimizer")
-        error = TargetError(f"unknown optimizer {name!r}", hint=f"use one of {', '.join(sorted(known))}, or a _target_")
+        error = TargetError(
+            f"unknown optimizer {name!r}", hint=f"available: {', '.join(sorted(known))}; or use a _target_"
+        )
         error.put_at(("optimizer", "type"))
         raise error
     kind: type[Optimizer] = found

@@ -291,7 +291,7 @@ def _find(name: str) -> Callable[..., LRScheduler]:
     }
     if name not in known:
         names = ", ".join([*_NAMED, *sorted(known)])
-        error = TargetError(f"unknown scheduler {name!r}", hint=f"use one of {names}, or a _target_")
+        error = TargetError(f"unknown scheduler {name!r}", hint=f"available: {names}; or use a _target_")
         error.put_at(("scheduler", "type"))
         raise error
     return known[name]

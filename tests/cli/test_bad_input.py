@@ -12,7 +12,7 @@ CASES = [
     (["trainer.micro_bath=4"], 2, ["trainer.micro_bath: unknown key", 'did you mean "micro_batch"?']),
     (["model.hidden=4"], 2, ["model.hidden: is not in the document", "+model.hidden="]),
     (["+model.dropuot=0.1"], 2, ["my_model.build", "dropuot", 'did you mean "dropout"?']),
-    (["trainer.max_steps=many"], 2, ['trainer.max_steps: must be an integer, not a string "many"']),
+    (["trainer.max_steps=many"], 2, ['trainer.max_steps: must be an integer, but is "many"']),
     (
         ["trainer.train_batch=9", "trainer.micro_batch=2"],
         2,

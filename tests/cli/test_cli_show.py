@@ -149,8 +149,8 @@ def test_a_runs_folder_stands_for_its_document(show: Any) -> None:
             ["job.json", "trainer.max_steps=0"],
             "command line: trainer.max_steps=0: error[range]: trainer.max_steps: must be at least 1",
         ),
-        (["job.json", "launch=2"], "command line: launch=2: error[type]: launch: must be an object, not an integer 2"),
-        (["job.json", "optimizer.params.lr=inf"], "optimizer.params.lr: must be a finite number, not inf"),
+        (["job.json", "launch=2"], "command line: launch=2: error[type]: launch: must be an object, but is 2"),
+        (["job.json", "optimizer.params.lr=inf"], "optimizer.params.lr: must be a finite number, but is inf"),
         (["job.json", "launch.nproc=inf"], "launch.nproc: must be an integer"),
         (
             ["job.json", "trainer.train_batch=7"],

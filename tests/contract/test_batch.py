@@ -44,7 +44,7 @@ def test_what_is_not_given_is_derived(
 @pytest.mark.parametrize("given_part", [BatchSizes(), BatchSizes(grad_accum=4)])
 def test_accumulation_alone_tells_nothing(given_part: BatchSizes, world_size: int) -> None:
     found = refuse(given_part, world_size)
-    assert found.message == "needs train_batch or micro_batch"
+    assert found.message == "the batch size is missing"
     assert "trainer.micro_batch=8" in found.hint
 
 
@@ -162,11 +162,11 @@ def test_from_dict_reads_both_spellings_and_leaves_auto_to_be_derived(values: di
     ("values", "message"),
     [
         ({"train_batch_siez": 32}, 'train_batch_siez: unknown key; did you mean "train_batch_size"'),
-        ({"micro_batch": 8, "seed": 1}, "seed: unknown key; allowed are train_batch, micro_batch, grad_accum"),
-        ({"train_batch": "32"}, "train_batch: must be an integer, not '32'"),
-        ({"train_batch": True}, "must be an integer, not True"),
-        ({"train_batch": 8.5}, "must be an integer, not 8.5"),
-        ([32], "must be a mapping, not list"),
+        ({"micro_batch": 8, "seed": 1}, "seed: unknown key; available: train_batch, micro_batch, grad_accum"),
+        ({"train_batch": "32"}, "train_batch: must be an integer, but is '32'"),
+        ({"train_batch": True}, "must be an integer, but is True"),
+        ({"train_batch": 8.5}, "must be an integer, but is 8.5"),
+        ([32], "must be a mapping, but are of type list"),
     ],
 )
 def test_from_dict_refuses_what_it_cannot_read(values: Any, message: str) -> None:

@@ -73,7 +73,7 @@ def test_a_model_that_is_not_trained_has_no_optimizer() -> None:
             "first",
         ),
         (make_two(model={"width": 3}), "models.b.model", "_target_"),
-        (make_job(model=None), "", "needs model"),
+        (make_job(model=None), "", "the job has no model section, which is required"),
     ],
 )
 def test_what_is_wrong_is_told_where_it_is(document: dict[str, Any], path: str, said: str) -> None:

@@ -33,6 +33,7 @@ OWN_KEYWORDS = {
     "x-status",
     "x-note",
     "x-unsupported",
+    "x-form",
     "x-instead",
     "x-aliases",
     "x-auto",

@@ -97,7 +97,7 @@ def test_an_array_is_no_value_of_a_config() -> None:
     import torch
 
     (found,) = check_values({"optimizer": {"params": {"lr": torch.zeros(2)}}}, "config")
-    assert (found.dotted, found.message) == ("optimizer.params.lr", "must be a JSON value, not <Tensor>")
+    assert (found.dotted, found.message) == ("optimizer.params.lr", "must be a JSON value, but is <Tensor>")
     assert check_values({"optimizer": {"params": {"lr": torch.tensor(0.1), "betas": (0.9, 0.99)}}}, "config") == []
 
 

@@ -272,7 +272,7 @@ def test_two_compositions_do_not_touch_one_another(job_file: Path, tmp_path: Pat
     [
         ("trainer.mirco_batch=4", "trainer.mirco_batch", 'did you mean "micro_batch"?'),
         ("trainr.micro_batch=4", "trainr", 'did you mean "trainer"?'),
-        ("output.zzz=4", "output.zzz", "allowed here: dir"),
+        ("output.zzz=4", "output.zzz", "available: dir"),
         ("max_steps=4", "max_steps", "it belongs under trainer"),
         ("lr=4", "lr", "it belongs under optimizer.params"),
         ("optimizer.lr=4", "optimizer.lr", "it belongs under optimizer.params"),
@@ -311,7 +311,7 @@ def test_an_appended_unknown_key_is_found_by_the_check(job_file: Path) -> None:
         (
             ["+recipe=zzzz"],
             "no recipe is called zzzz",
-            "there are: distill_digits, gan_digits, quickstart, vision_digits, zero2_gpt, zero3_t5",
+            "available: distill_digits, gan_digits, quickstart, vision_digits, zero2_gpt, zero3_t5",
         ),
         (["optimizer=sdg"], "no optimizer is called sdg", 'did you mean "sgd"?'),
         (["hydra/launcher=nope"], "no hydra/launcher is called nope", None),

@@ -53,6 +53,13 @@ def test_a_triad_that_does_not_fit_is_placed_at_its_first_number() -> None:
     assert (found.place, found.rule) == ("trainer/train_batch:3:5", "batch")
 
 
+@pytest.mark.parametrize("given", [{"train_batch": "auto"}, {"micro_batch": "auto", "grad_accum": 2}])
+def test_auto_without_a_batch_size_says_what_it_would_be_derived_from(given: dict[str, Any]) -> None:
+    with pytest.raises(DocumentError) as caught:
+        resolve(make_job(trainer={**given, "max_steps": 3}))
+    assert '"auto" is derived from train_batch or micro_batch, but neither is a number' in str(caught.value)
+
+
 def test_auto_is_resolved_and_never_left() -> None:
     document = make_job(
         trainer={"train_batch": "auto", "micro_batch": 4, "grad_accum": "auto", "max_steps": 30},

@@ -139,7 +139,7 @@ def test_configs_come_from_files_dicts_and_arguments(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"config": {**CONFIG, "train_batch_siez": 4}}, 'train_batch_siez: unknown key.*"train_batch_size"'),
-        ({"config": {"optimizer": ADAMW}}, "needs train_batch_size or train_micro_batch_size_per_gpu"),
+        ({"config": {"optimizer": ADAMW}}, "set train_batch_size or train_micro_batch_size_per_gpu"),
         ({"config": None}, "needs a config"),
         ({"config": CONFIG, "model": None}, "needs a model"),
         ({"config": CONFIG, "model": nn.Linear}, "a torch.nn.Module, not the class Linear"),

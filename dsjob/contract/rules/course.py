@@ -21,7 +21,7 @@ def _finite(document: Document) -> Iterator[Finding]:
     while places:
         path, value = places.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            yield path, f"must be a finite number, not {value}", "leave it out, or write null"
+            yield path, f"must be a finite number, but is {value}", "leave it out, or write null"
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         places += [((*path, key), item) for key, item in items]
 
@@ -31,7 +31,11 @@ def _end(document: Document) -> Iterator[Finding]:
     """A job that sets neither a number of steps nor of epochs would never end."""
     trainer = read(document, "trainer", {})
     if "max_steps" not in trainer and "max_epochs" not in trainer:
-        yield "trainer", "needs max_steps or max_epochs", "for example trainer.max_steps=1000"
+        yield (
+            "trainer",
+            "sets neither max_steps nor max_epochs, so the job would never end",
+            "for example max_steps: 1000",
+        )
 
 
 @enter("no-optimizer", whole=True)
@@ -101,7 +105,7 @@ def _metric(document: Document) -> Iterator[Finding]:
     evaluated = "eval" in read(document, "data", {"eval": True})
     names = [name for name, phases in _list_phases(document).items() if "eval" in phases]
     known = {"eval/loss", *(f"eval/{name}" for name in names)} if evaluated else set()
-    there = f"known: {', '.join(sorted(known))}" if known else "add data.eval"
+    there = f"available: {', '.join(sorted(known))}" if known else "add data.eval"
     for name, callback in read(document, "callbacks", {}).items():
         monitored = callback.get("monitor") if isinstance(callback, dict) else None
         if isinstance(monitored, str) and monitored.startswith("eval/") and _leads_nowhere(monitored, known):
@@ -219,4 +223,4 @@ def _local_output(document: Document) -> Iterator[Finding]:
     directory = read(document, "output.dir", "")
     if isinstance(directory, str) and "://" in directory:
         shown = redact(directory)
-        yield "output.dir", f"must be a local folder, not {shown}", f"for checkpoints, set checkpoint.dir: {shown}"
+        yield "output.dir", f"must be a local folder, but is {shown}", f"for checkpoints, set checkpoint.dir: {shown}"

@@ -38,7 +38,9 @@ def _known_names(document: Document) -> Iterator[Finding]:
         kind = read(document, f"{section}.type")
         if isinstance(kind, str) and not _is_known(section, kind):
             meant = find_meant(section, kind)
-            hint = f'did you mean "{meant}"?' if meant else f"known: {', '.join(_KNOWN[section])}; or use a _target_"
+            hint = (
+                f'did you mean "{meant}"?' if meant else f"available: {', '.join(_KNOWN[section])}; or use a _target_"
+            )
             yield f"{section}.type", f'unknown {what} "{kind}"', hint
 
 

@@ -108,7 +108,7 @@ def _compressing(document: Document) -> Iterator[Finding]:
     """
     kind, stage = str(read(document, "optimizer.type", "")), read_stage(document)
     if kind.lower() in ("onebitadam", "onebitlamb", "zerooneadam") and stage > 0:
-        yield "zero_optimization.stage", f"must be 0 with {kind}, not {stage}", "set stage to 0, or use AdamW"
+        yield "zero_optimization.stage", f"must be 0 with {kind}, but is {stage}", "set stage to 0, or use AdamW"
 
 
 # ZeRO and offloading
@@ -119,7 +119,11 @@ def _offload_param(document: Document) -> Iterator[Finding]:
     """Only stage 3 shards parameters, so only stage 3 can offload them. DeepSpeed silently ignores the key
     elsewhere."""
     if read_offload(document, "param") != "none" and read_stage(document) != 3:
-        yield "zero_optimization.offload_param.device", f"needs stage 3, not {read_stage(document)}", "set stage to 3"
+        yield (
+            "zero_optimization.offload_param.device",
+            f"needs stage 3, but the stage is {read_stage(document)}",
+            "set stage to 3",
+        )
 
 
 @enter("offload-optimizer-stage")
@@ -128,7 +132,7 @@ def _offload_optimizer(document: Document) -> Iterator[Finding]:
     if read_offload(document, "optimizer") != "none" and read_stage(document) == 0:
         yield (
             "zero_optimization.offload_optimizer.device",
-            "needs stage 1, 2 or 3, not 0",
+            "needs stage 1, 2 or 3, but the stage is 0",
             "for example, set stage to 2",
         )
 
@@ -138,7 +142,11 @@ def _nvme_stage(document: Document) -> Iterator[Finding]:
     """DeepSpeed can swap optimizer state to NVMe disks only at stage 3, which is also the only stage that offloads
     parameters."""
     if read_offload(document, "optimizer") == "nvme" and read_stage(document) in (1, 2):
-        yield "zero_optimization.offload_optimizer.device", f"nvme needs stage 3, not {read_stage(document)}", "use cpu"
+        yield (
+            "zero_optimization.offload_optimizer.device",
+            f"nvme needs stage 3, but the stage is {read_stage(document)}",
+            "use cpu",
+        )
 
 
 @enter("nvme-path")
@@ -156,7 +164,7 @@ def _offload_ratio(document: Document) -> Iterator[Finding]:
     if read(document, "zero_optimization.offload_optimizer.ratio", 1) < 1 and read_stage(document) != 3:
         yield (
             "zero_optimization.offload_optimizer.ratio",
-            f"below 1 needs stage 3, not {read_stage(document)}",
+            f"below 1 needs stage 3, but the stage is {read_stage(document)}",
             "leave it out",
         )
 
@@ -168,7 +176,7 @@ def _mics(document: Document) -> Iterator[Finding]:
         if read(document, f"zero_optimization.{key}", off) not in (off, 0) and read_stage(document) != 3:
             yield (
                 f"zero_optimization.{key}",
-                f"needs stage 3, not {read_stage(document)}",
+                f"needs stage 3, but the stage is {read_stage(document)}",
                 "set stage to 3, or leave it out",
             )
 
