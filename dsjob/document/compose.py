@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from hydra._internal.hydra import Hydra
@@ -31,14 +30,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from dsjob.contract import schema as contract
-from dsjob.contract.check import explain_unknown
 from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
 from dsjob.contract.secrets import describe_secret, find_secrets, hide_value, is_reference, list_texts
 from dsjob.document import Document, interpolation
 from dsjob.document.job_file import require_job_file
 from dsjob.document.origins import Composed, settle
-from dsjob.document.overrides import require_small
+from dsjob.document.overrides import explain_no_key, explain_unreadable, require_keys, require_small
 from dsjob.document.places import place_problems
 from dsjob.errors import DocumentError, Problem, UsageError
 
@@ -63,6 +61,7 @@ def open_hydra(
     Hydra is restored afterwards.
     """
     require_small(overrides)
+    require_keys(overrides)
     search_path = create_config_search_path("pkg://dsjob.conf")
     if config_dir is not None:
         if not os.path.isdir(config_dir):
@@ -74,7 +73,7 @@ def open_hydra(
         _store_base(overrides, file)
         GlobalHydra.instance().clear()
         try:
-            with _renamed():
+            with _renamed(overrides):
                 yield Hydra.create_main_hydra2(task_name="dsjob", config_search_path=search_path)
         finally:
             GlobalHydra.instance().hydra = of_program
@@ -298,23 +297,21 @@ def _split(key: str) -> Path:
 
 
 @contextmanager
-def _renamed() -> Iterator[None]:
-    """Translates errors of Hydra and OmegaConf into the project's own."""
+def _renamed(overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Translates errors of Hydra and OmegaConf into the project's own. `overrides`: those that may have caused them."""
     try:
         yield
     except MissingConfigException as error:
         missing = str(error.missing_cfg_file or "")
         group, _, name = missing.rpartition("/")
         options = sorted(error.options or [])
-        hint = suggest(name, options) or ("there are: " + ", ".join(options) if options else "")
-        raise UsageError(f"no {group or 'config'} is called {name or missing}", hint=hint) from error
+        meant, known = suggest(name, options), f"available: {', '.join(options)}" if options else ""
+        hint = f"{meant} ({known})" if meant and known else meant or known
+        raise UsageError(f"unknown {group or 'config'} {name or missing!r}", hint=hint) from error
     except OverrideParseException as error:
-        raise UsageError(
-            f"cannot read {hide_value(error.override or '')!r}",
-            hint="an override is key=value: trainer.max_steps=10, 'optimizer.params.betas=[0.9,0.99]'",
-        ) from error
+        raise explain_unreadable(error.override or "") from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise _explain(error) from error
+        raise _explain(error, overrides) from error
     except MarkedYAMLError as error:
         mark = error.problem_mark
         place = (mark.name, mark.line + 1, mark.column + 1) if mark else ("", 0, 0)
@@ -324,53 +321,66 @@ def _renamed() -> Iterator[None]:
             "the configs are nested too deeply to be composed", hint="write interpolations flat"
         ) from error
     except ValueError as error:  # Hydra raises it for a defaults list that it cannot read
-        hint = "choose a group by name: optimizer=sgd; remove it with ~optimizer"
-        group = "Config group override must be a string"
-        text = "a group takes the name of a config, not a value" if str(error).startswith(group) else str(error)
-        raise UsageError(f"the configs cannot be composed: {text}", hint=hint) from error
+        if not str(error).startswith("Config group override must be a string"):
+            raise UsageError(f"the configs cannot be composed: {error}") from error
+        raise _explain_group(overrides) from error
 
 
-def _explain(error: Exception) -> UsageError | DocumentError:
+def _explain_group(overrides: Sequence[str]) -> UsageError:
+    """The error for a group that is given a number, a list or null instead of the name of a config."""
+    given = [override.partition("=")[::2] for override in overrides]
+    group, value = next(((key, value) for key, value in given if key in _GROUPS), ("a group", ""))
+    advice = (
+        f"to remove it: ~{group}" if value in ("null", "") else f"to set a value: {_dot(_GROUPS.get(group, ()))}=..."
+    )
+    return UsageError(f"{group} takes the name of a config, not {value or 'a value'}", hint=advice)
+
+
+def _dot(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> UsageError | DocumentError:
     text = _say(error)
     if text.startswith("Ambiguous value for argument"):
         hint = "to run once per value, add -m; a list is 'key=[1,2]'; text with commas needs quotes: 'key=\"1,2\"'"
         return UsageError(f"{text.replace('Ambiguous value for argument', 'several values are given by')}", hint=hint)
-    found = re.search(r"Could not (?:override|append to config|delete from config)\W+'?([\w.\[\]@/$-]+)", text)
+    found = re.match(r"Could not (override|append|delete)[^']*'([^']+)'", text)
+    act, key = (found[1], found[2]) if found else ("", "")
     cause = error.__cause__
-    key = found.group(1).rstrip(".'") if found else ""
-    if text.startswith("Could not override") and key and not key.startswith("hydra."):
+    if act == "override" and not key.startswith("hydra."):
         parent = getattr(cause, "parent_node", None)
         siblings = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
-        return DocumentError([_unknown_override(key, suggest(str(getattr(cause, "key", "")), siblings))])
+        return DocumentError([explain_no_key(key, suggest(str(getattr(cause, "key", "")), siblings))])
+    words = [hide_value(word) for word in overrides if word.partition("=")[0].lstrip("+~") == key]
+    if act == "append" and "already at" in text:
+        hint = f"to change it, leave out the +: {words[-1].lstrip('+') if words else f'{key}=...'}"
+        return UsageError(f"{words[-1] if words else f'+{key}'} adds a key, but {key} is already set", hint=hint)
+    if act == "delete":
+        return _explain_removal(key, words[-1] if words else f"~{key}", text)
+    if text.startswith("Multiple values for "):
+        group = text.split()[3].rstrip(".")
+        return UsageError(f"{group} is chosen twice", hint=f"choose it once, without a +: {group}=NAME")
     if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
         return DocumentError([Problem(text, _split(str(error.full_key)), "interpolation")])
     detail = str(cause).splitlines()[0] if isinstance(cause, OmegaConfBaseException) else ""
     return UsageError(f"{text}: {detail}" if detail and detail not in text else text)
 
 
+def _explain_removal(key: str, word: str, text: str) -> UsageError:
+    """The error for an override `~key` or `~key=value` (`word`) that removes nothing. `text`: Hydra's message."""
+    if " and not " in text:
+        message = f"{word} removes {key} only if it has this value, but it has another one"
+        return UsageError(message, hint=f"to remove it in any case: ~{key}")
+    unknown = explain_no_key(key, "")
+    hint = unknown.hint if unknown.rule == "unknown-key" else "leave out this override"
+    return UsageError(f"{word} removes a key, but the document does not set {key}", hint=hint)
+
+
 def _say(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if found := re.fullmatch(r"Interpolation key '(.*)' not found", text):
+        return f"${{{found[1]}}} names a key that the document does not set"
+    if text == "Recursive interpolation detected":
+        return "the interpolation refers to itself"
     return re.sub(r"\S+=\S+", lambda found: hide_value(found[0]), text)
-
-
-def _unknown_override(key: str, meant: str) -> Problem:
-    """The problem of an override `key=...` if the document has no such key. Its hint is `meant`, or how to add it."""
-    schema: contract.Schema = contract.job_schema()
-    parts = key.split(".")
-    for index, part in enumerate(parts):
-        below = contract.child(schema, part)
-        if below is None or not below.get("properties"):
-            known = list(schema.get("properties", {}))
-            if below is None and not contract.is_target(schema):
-                if not index and part == "recipe":
-                    hint = "a recipe is chosen with a plus: +recipe=NAME"
-                    return Problem("is not a key of a job", (part,), "unknown-key", hint, "command line")
-                return replace(explain_unknown(tuple(parts[:index]), part, known), source="command line")
-            break
-        schema = below
-    known = list(schema.get("properties", {}))
-    elsewhere = "" if meant else explain_unknown(tuple(parts[:-1]), parts[-1], known).hint
-    if elsewhere.startswith(("it belongs ", 'did you mean "type"')):
-        return Problem("unknown key", tuple(parts), "unknown-key", elsewhere, "command line")
-    hint = "; ".join(part for part in (meant, f"to add it: +{key}=...") if part)
-    return Problem("is not in the document", tuple(parts), "not-there", hint, "command line")

@@ -18,7 +18,7 @@ CASES = [
         2,
         ["train_batch 9 (command line: trainer.train_batch=9) is not micro_batch 2"],
     ),
-    (["+recipe=quikstart"], 2, ["no recipe is called quikstart", "quickstart"]),
+    (["+recipe=quikstart"], 2, ["unknown recipe 'quikstart'", "quickstart"]),
     (["deepspeed=nowhere.json"], 2, ["cannot read nowhere.json"]),
     (["model._target_=nowhere.build"], 2, ["there is no module 'nowhere'"]),
     (["model._target_=my_model.biuld"], 2, ["my_model has no 'biuld'", 'did you mean "build"?']),

@@ -266,6 +266,8 @@ def test_two_compositions_do_not_touch_one_another(job_file: Path, tmp_path: Pat
 
 # ---- what is said when it does not fit
 
+RECIPES = "available: distill_digits, gan_digits, quickstart, vision_digits, zero2_gpt, zero3_t5"
+
 
 @pytest.mark.parametrize(
     ("override", "dotted", "hint"),
@@ -279,6 +281,7 @@ def test_two_compositions_do_not_touch_one_another(job_file: Path, tmp_path: Pat
         ("optimizer.name=Adam", "optimizer.name", 'did you mean "type"?'),
         ("model.widht=4", "model.widht", 'did you mean "width"?; to add it: +model.widht=...'),
         ("model.inner.widht=4", "model.inner.widht", "to add it: +model.inner.widht=..."),
+        ("trainer.max_steps.x=4", "trainer.max_steps.x", ""),
         ("callbacks.mine._target_=a.b", "callbacks.mine._target_", "to add it: +callbacks.mine._target_=..."),
     ],
 )
@@ -307,22 +310,39 @@ def test_an_appended_unknown_key_is_found_by_the_check(job_file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message", "hint"),
     [
-        (["+recipe=quickstrat"], "no recipe is called quickstrat", 'did you mean "quickstart"?'),
+        (["+recipe=quickstrat"], "unknown recipe 'quickstrat'", f'did you mean "quickstart"? ({RECIPES})'),
+        (["+recipe=zzzz"], "unknown recipe 'zzzz'", RECIPES),
         (
-            ["+recipe=zzzz"],
-            "no recipe is called zzzz",
-            "available: distill_digits, gan_digits, quickstart, vision_digits, zero2_gpt, zero3_t5",
+            ["optimizer=sdg"],
+            "unknown optimizer 'sdg'",
+            "available: adam, adamw, adamw_fast, adamw_gpt, onebit_adam, sgd)",
         ),
-        (["optimizer=sdg"], "no optimizer is called sdg", 'did you mean "sgd"?'),
-        (["hydra/launcher=nope"], "no hydra/launcher is called nope", None),
-        (["trainer.max_steps"], "cannot read 'trainer.max_steps'", "'optimizer.params.betas=[0.9,0.99]'"),
-        (["trainer.max_steps=[1,"], "cannot read 'trainer.max_steps=[1,'", None),
-        (["trainer..x=3"], "cannot read 'trainer..x=3'", None),
-        (["+trainer.max_steps=3", "+recipe=quickstart"], "Could not append to config.", None),
-        (["~model.nope"], "Could not delete from config. 'model.nope' does not exist.", None),
+        (["hydra/launcher=nope"], "unknown hydra/launcher 'nope'", None),
+        (["trainer.max_steps"], "cannot read the override 'trainer.max_steps': there is no = in it", None),
+        (["trainer.max_steps=[1,"], "cannot read the override 'trainer.max_steps=[1,': the bracket [ at", None),
+        (["trainer..x=3"], "cannot read the override 'trainer..x=3': a part of the key is empty", None),
+        (["=3"], "cannot read the override '=3': it names no key", None),
+        (
+            ["+trainer.max_steps=3", "+recipe=quickstart"],
+            "+trainer.max_steps=3 adds a key, but trainer.max_steps is already set",
+            "leave out the +: trainer.max_steps=3",
+        ),
+        (
+            ["~model.nope"],
+            "~model.nope removes a key, but the document does not set model.nope",
+            "leave out this override",
+        ),
+        (["~seed"], "~seed removes a key, but the document does not set seed", "it belongs under trainer"),
+        (["~model.nope=1"], "~model.nope=1 removes a key, but the document", "leave out this override"),
+        (
+            ["+recipe=quickstart", "~trainer.max_steps=9"],
+            "~trainer.max_steps=9 removes trainer.max_steps only if it has this value",
+            "in any case: ~trainer.max_steps",
+        ),
         (["trainer.max_steps=1,2"], "several values are given by 'trainer.max_steps=1,2'", None),
-        (["zero=9"], "the configs cannot be composed: a group takes the name of a config", "remove it with ~optimizer"),
-        (["scheduler=null"], "the configs cannot be composed:", "remove it with ~optimizer"),
+        (["+recipe=quickstart", "+optimizer=sgd"], "optimizer is chosen twice", "without a +: optimizer=NAME"),
+        (["zero=9"], "zero takes the name of a config, not 9", "to set a value: zero_optimization.stage=..."),
+        (["scheduler=null"], "scheduler takes the name of a config, not null", "to remove it: ~scheduler"),
         (["hydra.job.nope=1"], "Could not override 'hydra.job.nope'", None),
     ],
 )
@@ -330,13 +350,14 @@ def test_what_hydra_refuses_is_a_usage_error(overrides: list[str], message: str,
     error = refuse(UsageError, overrides)
     assert error.message.startswith(message)
     assert "\n" not in error.message
-    assert hint is None or error.hint.endswith(hint)
+    assert hint is None or hint in error.hint
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.seed=${trainer.nope}", "Interpolation key 'trainer.nope' not found"),
+        ("trainer.seed=${trainer.nope}", "${trainer.nope} names a key that the document does not set"),
+        ("trainer.seed=${trainer.seed}", "the interpolation refers to itself"),
         ("trainer.seed=${oc.env:SGE_TASK_ID}", "Environment variable 'SGE_TASK_ID' not found"),
         ("trainer.seed=${oc.env:DSJOB_NO_SUCH_VARIABLE}", "environment variable DSJOB_NO_SUCH_VARIABLE"),
         ("trainer.seed=${no_resolver:1}", "Unsupported interpolation type no_resolver"),
@@ -356,7 +377,8 @@ def test_an_interpolation_that_leads_nowhere_is_placed_in_the_file(tmp_path: Pat
     with pytest.raises(DocumentError) as caught:
         compose_file(job)
     (found,) = caught.value.problems
-    assert str(found) == f"{job}:7:7: error[interpolation]: model.sizes[1]: Interpolation key 'nope.x' not found"
+    told = "${nope.x} names a key that the document does not set"
+    assert str(found) == f"{job}:7:7: error[interpolation]: model.sizes[1]: {told}"
 
 
 def test_a_folder_of_configs_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Overrides that Hydra would take minutes for are refused within a moment, with the limit."""
+"""Overrides that Hydra would take minutes for are refused within a moment, and what is wrong with unreadable ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import pytest
 
 from dsjob.cli import main
 from dsjob.document.compose import compose, count_runs, take_first
-from dsjob.document.overrides import MAX_ITEMS, MAX_KEY, MAX_RUNS, require_few_runs, require_small
+from dsjob.document.overrides import (
+    MAX_ITEMS,
+    MAX_KEY,
+    MAX_RUNS,
+    explain_unreadable,
+    require_few_runs,
+    require_small,
+)
 from dsjob.errors import UsageError
 
 
@@ -61,3 +68,39 @@ def test_a_sweep_has_as_many_runs_as_the_limit_at_most(capsys: pytest.CaptureFix
 
 def test_the_first_run_of_a_long_range_is_its_start() -> None:
     assert take_first(["a=range(1,1e10)", "b=4,5", "c=x"]) == ["a=1", "b=4", "c=x"]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("a=[1,2", "the bracket [ at character 3 is not closed"),
+        ("a={b:[1,2]", "the bracket { at character 3 is not closed"),
+        ("a=${b", "the bracket { at character 4 is not closed"),
+        ("a=1]", "the bracket ] at character 4 closes nothing"),
+        ("a=[1}", "the bracket } at character 5 closes nothing"),
+        ("a=it's", "the quote at character 5 is not closed"),
+        ("a=[1,,2]", "nothing comes before the comma at character 6"),
+        ("a=1,", "nothing comes after the last comma"),
+        ("a=x#y", "'#' (character 4) is special"),
+        ("a='#'b#", "'#' (character 7) is special"),
+        ("a=f(x)", "its value is neither a number, a text nor a list"),
+        ("a b=3", "a space (character 2) cannot be part of a key"),
+        ("+a;b=3", "';' (character 3) cannot be part of a key"),
+        ("a[0=3", "a bracket in the key is not closed"),
+        ("a:3", "there is no = in it"),
+        ("+=3", "it names no key"),
+        ("@b=3", "it names no key"),
+        ("a.=3", "a part of the key is empty"),
+    ],
+)
+def test_an_unreadable_override_is_quoted_with_its_fault_and_what_to_do(override: str, why: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compose([override])
+    assert caught.value.message == f"cannot read the override {override!r}: {why}"
+    assert caught.value.hint
+
+
+def test_an_unreadable_override_keeps_its_secret() -> None:
+    error = explain_unreadable("model.token=[hunter2")
+    assert "hunter2" not in str(error)
+    assert "the bracket [ at character 13 is not closed" in str(error)
