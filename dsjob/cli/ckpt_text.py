@@ -12,7 +12,7 @@ from dsjob.planning.report import show_bytes
 if TYPE_CHECKING:
     from dsjob.checkpoint.offline.compare import Difference
     from dsjob.checkpoint.offline.transfer import Copied
-    from dsjob.checkpoint.offline.verify import Verified
+    from dsjob.checkpoint.offline.verify import Damage, Verified
     from dsjob.checkpoint.root.garbage import Garbage
     from dsjob.checkpoint.root.inventory import Inventory
 
@@ -62,15 +62,28 @@ def show_checkpoint(found: dict[str, Any], *, tensors: bool) -> str:
 
 
 def show_verified(found: Sequence[Verified]) -> str:
-    """One line per checkpoint, followed by one line per damaged place."""
+    """One line per checkpoint, followed by one line per damaged file. (JSON lists every damaged tensor.)"""
     lines = []
     for one in found:
         unchecked = f", {one.unchecked} of them without a digest" if one.unchecked else ""
         what = f"{_plural(one.chunks, 'chunk')}{unchecked}, {show_bytes(one.size)} of weights and optimizer"
-        verdict = f"DAMAGED in {_plural(len(one.damages), 'place')}" if one.damages else "intact"
+        files: dict[str, list[Damage]] = {}
+        for damage in one.damages:
+            files.setdefault(damage.file, []).append(damage)
+        verdict = f"DAMAGED in {_plural(len(files), 'file')}" if files else "intact"
         lines.append(f"{one.tag}  {verdict}  {what}")
-        lines += [f"  {make_printable(str(damage))}" for damage in one.damages]
+        lines += [f"  {make_printable(_show_damages(file, found))}" for file, found in files.items()]
     return "\n".join(lines)
+
+
+def _show_damages(file: str, damages: Sequence[Damage]) -> str:
+    """The damages of one file on one line."""
+    tensors = sorted({damage.tensor for damage in damages if damage.tensor})
+    if len(damages) == 1 or not tensors:
+        return "; ".join([str(damages[0]), *(damage.what for damage in damages[1:])])
+    whats = [damage.what for damage in damages if not damage.tensor]
+    count = f"{_plural(len(tensors), 'tensor')} damaged, such as {tensors[0][:200]!r} (--json lists all)"
+    return f"{file}: {'; '.join([*whats, count])}"
 
 
 def show_differences(found: Sequence[Difference]) -> str:

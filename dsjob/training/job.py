@@ -55,11 +55,14 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
     try:
         with refuse_exits(), matmul_precision(spec.trainer.matmul_precision):
             run, loaded = _prepare(job, run_dir, world, display, trust)
-            display.table(f"dsjob {spec.name}", describe_run(run, run_dir, loaded))
-            if run.step >= run.max_steps:
-                if run.evaluator is not None and lacks_metrics(run):
-                    loop.finish(run)
-                return _say_complete(run, run_dir, display)
+            finished = run.step >= run.max_steps
+            evaluates = finished and run.evaluator is not None and lacks_metrics(run)
+            if not finished or evaluates:
+                display.table(f"dsjob {spec.name}", describe_run(run, run_dir, loaded))
+            if evaluates:
+                loop.finish(run)
+            if finished:
+                return _say_finished(run, run_dir, display)
             loop.train(run)
     finally:
         display.close()
@@ -136,16 +139,13 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
     return run, resume(run, job)
 
 
-def _say_complete(run: Run, run_dir: str, display: Display) -> Result:
+def _say_finished(run: Run, run_dir: str, display: Display) -> Result:
     """Reports that nothing is left to train. Keeps the existing result file, unless there was a new evaluation."""
     trainer = run.spec.trainer
     longer = train_longer(trainer.max_steps, trainer.max_epochs, step=run.step, epochs=_count_epochs(run))
     beyond = f"{run.step:,} steps are done, more than the {run.max_steps:,} of this job"
-    display.say(
-        "complete",
-        f"already finished: {beyond if run.step > run.max_steps else f'step {run.step:,} of {run.max_steps:,}'}. "
-        f"To train longer, set {longer}. To start over, set a new output.dir.",
-    )
+    done = beyond if run.step > run.max_steps else f"step {run.step:,} of {run.max_steps:,}"
+    display.say("already finished", f"{done}; to train longer, set {longer}; to start over, set a new output.dir")
     before = read_result(run_dir)
     result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation})
     if run.engine.global_rank == 0 and (not before or run.progress.last_evaluation):

@@ -207,7 +207,7 @@ def test_verify_names_every_damage(root: Path, capsys: pytest.CaptureFixture[str
     ]
     ckpt("verify", root, code=1)
     text = capsys.readouterr().out
-    assert "DAMAGED in 3 places" in text
+    assert "DAMAGED in 3 files" in text
     assert f"tensor 'model.w', the {chunk['length']} bytes at {chunk['start']}" in text
     ckpt("verify", root, "--tag", "step-00000100")
 
@@ -227,6 +227,19 @@ def test_verify_files_of_another_size(root: Path, change: str, capsys: pytest.Ca
     (found,) = answer(capsys, "verify", root, code=1)
     assert found["damages"]
     assert all(damage["file"].endswith(path.name) for damage in found["damages"])
+
+
+def test_verify_prints_one_line_for_a_truncated_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "step-00000120-a0002" / "r00000-of-00002.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, 9)
+    (found,) = answer(capsys, "verify", root, code=1)
+    tensors = sorted({damage["tensor"] for damage in found["damages"] if damage["tensor"]})
+    assert len(tensors) > 1
+    ckpt("verify", root, code=1)
+    _, line = capsys.readouterr().out.splitlines()
+    what = f"it has 9 bytes; the manifest says {size}; {len(tensors)} tensors damaged, such as {tensors[0]!r}"
+    assert line == f"  {path.parent.name}/{path.name}: {what} (--json lists all)"
 
 
 # --- diff ---

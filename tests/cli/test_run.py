@@ -46,10 +46,12 @@ def test_a_run_folder_is_continued(job: Path) -> None:
     assert dsjob("cfg.json", "output.dir=whole", "trainer.max_steps=9", cwd=job).returncode == 0
     assert dsjob("cfg.json", cwd=job).returncode == 0
     again = dsjob("run", "run", cwd=job)
-    assert "already finished: step 6 of 6" in again.stdout
+    _, told, following, *_ = again.stdout.splitlines()
+    longer = "to train longer, set trainer.max_steps=12; to start over, set a new output.dir"
+    assert (told, following) == (f"already finished  step 6 of 6; {longer}", "next")
     assert list_commits(job / "run") == ["step-00000006"]
-    longer = dsjob("run", "run", "trainer.max_steps=9", cwd=job)
-    assert "step-00000006-a0001 at step 6" in longer.stdout
+    extended = dsjob("run", "run", "trainer.max_steps=9", cwd=job)
+    assert "step-00000006-a0001 at step 6" in extended.stdout
     assert read_metrics(job / "run") == read_metrics(job / "whole")
 
 
