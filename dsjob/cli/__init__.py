@@ -26,6 +26,7 @@ dsjob: train PyTorch models from a job document
   dsjob FILE [key=value ...]             run a job document (JSON or YAML); also: dsjob run FILE
   dsjob run FOLDER [key=value ...]       resume or extend the run in FOLDER
   dsjob -m ... key=a,b,c                 sweep: one run for each combination
+  dsjob exec PROGRAM.py [ARGUMENT ...]   run an existing DeepSpeed program, unmodified, on dsjob's engine
   dsjob init [FOLDER]                    create a small project that is ready to train
   dsjob validate FILE... [key=value ...] check documents and report all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
@@ -52,7 +53,7 @@ examples:
 """
 
 _WITH_OVERRIDES = ("run", "validate", "show", "plan", "compare-engines")
-COMMANDS = ("run", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "convert", "ckpt")
+COMMANDS = ("run", "exec", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "convert", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,10 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
+    own = arguments[:2] if "exec" in arguments[:2] else arguments  # all else may belong to the program that it runs
+    debug = "--debug" in own
     try:
         with handling({signal.SIGINT: _leave}):
-            code = _dispatch([argument for argument in arguments if argument != "--debug"], debug)
+            code = _dispatch([word for word in own if word != "--debug"] + arguments[len(own) :], debug)
         sys.stdout.flush()  # here, so that a closed pipe raises BrokenPipeError below and not at interpreter exit
         return code
     except DsjobError as error:
@@ -164,7 +166,10 @@ def _require_runnable(first: str) -> None:
     hint = f"did you mean the recipe {recipe}? dsjob +recipe={recipe}" if recipe else meant
     hint = hint or "dsjob --help lists the commands"
     if first.endswith((".py", ".sh")):
-        hint = f"a job is a document, not a program; create one from its arguments: dsjob import -- python {first} ..."
+        run = f"run it unmodified: dsjob exec {'--no_python ' * first.endswith('.sh')}{first} ..."
+        hint = (
+            f"a job is a document, not a program; {run}; or convert its arguments: dsjob import -- python {first} ..."
+        )
     raise UsageError(f"unknown command or file {first!r}", hint=hint)
 
 

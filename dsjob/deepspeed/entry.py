@@ -13,6 +13,8 @@ from dsjob.data import Epochs
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
 from dsjob.engine import build
 
+engine_type = DeepSpeedEngine  # what `initialize` makes; `dsjob exec` puts one here that records its steps
+
 
 def initialize(
     args: Any = None,
@@ -34,7 +36,7 @@ def initialize(
     model = build.require_model(model)
     given = build.read_given(args, config if config is not None else config_params, trust)
     world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
-    engine = build.make_engine(DeepSpeedEngine, model, given, world, optimizer, model_parameters, lr_scheduler)
+    engine = build.make_engine(engine_type, model, given, world, optimizer, model_parameters, lr_scheduler)
     engine.mpu, engine.client_lr_scheduler = mpu, lr_scheduler
     engine.training_dataloader = build.make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

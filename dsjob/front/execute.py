@@ -19,6 +19,7 @@ from dsjob.errors import DocumentError, Problem
 from dsjob.front.check import check_composed, find_other_job
 from dsjob.front.places import placing_errors
 from dsjob.launch import launcher
+from dsjob.launch.surroundings import quiet_torch
 from dsjob.run_folder import make_run_dir
 from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
@@ -47,7 +48,7 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         if run_dir is None:
             _say_first(composed, world_size)
     if joined:
-        launcher.quiet_torch()
+        quiet_torch()
         from dsjob.launch.joined import join
 
         with placing_errors(composed):

@@ -7,11 +7,8 @@ composes or resolves it again. Ranks also record their failures in that folder. 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,15 +16,12 @@ from typing import Any
 from dsjob import storage
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.errors import DsjobError, Interrupted, LaunchError
-from dsjob.files import open_append
-from dsjob.home import find_again
 from dsjob.launch import rank
 from dsjob.launch.supervisor import Supervisor
+from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
 from dsjob.ranks.signals import handling
-from dsjob.run_folder import METRICS_NAME, RESOLVED_NAME, SAVE_REQUEST, list_commits, read_result, write_resolved
+from dsjob.run_folder import METRICS_NAME, RESOLVED_NAME, list_commits, read_result, write_resolved
 from dsjob.trust.grant import Trust
-
-_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # DDP and gloo print warnings that users cannot act on
 
 
 def read_world_size() -> int | None:
@@ -139,42 +133,17 @@ def _run_here(job: ResolvedJob, run_dir: str, trust: Trust) -> None:
 
 def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> None:
     options = job.spec.launch
-    private = tempfile.mkdtemp(prefix="dsjob-")
-    handed = os.path.join(private, "job.json")
-    # In a private folder, not among the arguments: other users could read those.
-    storage.write_bytes(handed, job.to_text().encode())
-    logs = os.path.join(run_dir, "logs")
-    os.makedirs(logs, exist_ok=True)
-    request = os.path.join(run_dir, SAVE_REQUEST)
-    # -P keeps the current folder off sys.path: modules there would shadow installed ones, including dsjob itself.
-    command = [sys.executable, "-P", "-m", rank.__name__, handed, run_dir]
-    variables = _list_variables(private, options.nproc, trust, debug)
-    try:
-        with handling({signal.SIGUSR1: lambda *_: open_append(request).close()}):  # rank 0 polls this file
+    with private_folder() as private:
+        handed = os.path.join(private, "job.json")
+        # In a private folder, not among the arguments: other users could read those.
+        storage.write_bytes(handed, job.to_text().encode())
+        # -P keeps the current folder off sys.path: modules there would shadow installed ones, including dsjob itself.
+        command = [sys.executable, "-P", "-m", rank.__name__, handed, run_dir]
+        variables = {
+            **list_variables(private, options.nproc, debug),
+            "DSJOB_STORE": os.path.join(private, "store"),
+            rank.TRUST_VARIABLE: trust.to_text(),
+        }
+        logs = make_logs(run_dir)
+        with touching_save_request(run_dir):
             Supervisor(private, logs, options.timeout, options.grace).run(command, variables, options.nproc)
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
-
-
-def quiet_torch() -> None:
-    """Hides the warnings of torch's C++ code. Has an effect only before torch is imported."""
-    os.environ.setdefault(_LOG_LEVEL, "ERROR")
-
-
-def _list_variables(private: str, nproc: int, trust: Trust, debug: bool) -> dict[str, str]:
-    """The environment variables of the ranks."""
-    found = {
-        **find_again(),
-        "DSJOB_STORE": os.path.join(private, "store"),
-        _LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR"),
-        rank.FOLDER_VARIABLE: private,
-        rank.DEBUG_VARIABLE: "1" if debug else "",
-        rank.TRUST_VARIABLE: trust.to_text(),
-        rank.LAUNCHER_VARIABLE: str(os.getpid()),
-        # Otherwise each rank would start a thread per core, and they would slow each other down.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
-    }
-    # Ranks on one machine need no interface beyond loopback, and the host's name may not resolve.
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return found

@@ -15,7 +15,7 @@ from typing import NoReturn
 from dsjob import storage
 from dsjob.contract.environment import hide_values, watch_output
 from dsjob.contract.resolved import ResolvedJob
-from dsjob.ranks.failures import record_failure, record_success
+from dsjob.ranks.failures import Failure, record_failure, record_success
 from dsjob.trust.grant import Trust
 
 # Set by the launcher for its ranks. Commands never read them.
@@ -53,7 +53,9 @@ def run_rank(handed: str, run_dir: str) -> int:
         position.doing = "ending"
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
-        return record_failure(folder, number, error).exit_code
+        failure = Failure.of(number, error)
+        record_failure(folder, failure)
+        return failure.exit_code
     record_success(folder, number)
     return 0
 

@@ -64,12 +64,14 @@ class Supervisor:
     """Runs and watches the ranks of one job. They rendezvous in the folder `private`, and log to the folder `logs`.
 
     `timeout`: seconds until a collective fails. `grace`: seconds after SIGTERM within which ranks must make progress.
+    `own_exits`: the ranks run a program of the user's, which decides on its exit code: 0 means success.
     """
 
     private: str
     logs: str
     timeout: float
     grace: float
+    own_exits: bool = False
     _all: list[_Process] = field(default_factory=list)
     _asked: int = 0  # the first signal that asked this process to end
     _asked_at: float = 0.0
@@ -132,7 +134,7 @@ class Supervisor:
             self._poll()
             if self._at_once:
                 raise Interrupted(self._asked)
-            failed = any(process.end and _has_failed(process.end) for process in self._all)
+            failed = any(process.end and self._has_failed(process.end) for process in self._all)
             # `_end` waits for the other ranks to report too: the first to end is often not the first to fail.
             if failed or self._is_late() or self._is_stuck():
                 error = self._end()
@@ -141,6 +143,11 @@ class Supervisor:
             time.sleep(_PERIOD)
         if saved := find_saved_end(read_failures(self.private)):
             raise saved
+
+    def _has_failed(self, end: End) -> bool:
+        """Whether a rank has neither finished nor saved after a signal. A program that Ctrl-C ends saves nothing."""
+        saved = (Preempted.exit_code,) if self.own_exits else SAVED_CODES
+        return end.code not in (0, *saved) or (end.code == 0 and not end.finished)
 
     def _is_late(self) -> bool:
         """Whether some ranks have saved after a signal and ended, but another one has not in time."""
@@ -160,7 +167,7 @@ class Supervisor:
             code = process.popen.poll()
             if code is not None:
                 # Asked after `poll`, since a rank records its success just before it ends.
-                finished = has_succeeded(self.private, process.rank)
+                finished = has_succeeded(self.private, process.rank) or (self.own_exits and code == 0)
                 timed_out = os.path.exists(os.path.join(self.logs, f"{RECORD_PREFIX}{process.rank}"))
                 words = ("", "") if finished else (process.read_output(), self._read_stacks(process))
                 process.end = End(process.rank, code, time.time_ns(), finished, *words, timed_out)
@@ -203,7 +210,7 @@ class Supervisor:
         ends = [process.end for process in self._all if process.end and process.end.code != LostRankError.exit_code]
         stacks = {process.rank: parse_stack(self._read_stacks(process)) for process in left}
         failures, size = read_failures(self.private), len(self._all)
-        return blame(Scene(failures, ends, beats, stacks, stopped, size, self.logs, self._stuck))
+        return blame(Scene(failures, ends, beats, stacks, stopped, size, self.logs, self._stuck, self.own_exits))
 
     def _describe_stop(self, error: DsjobError) -> DsjobError:
         """The error for a run that a signal has ended. `error`: the first failure of the ranks."""
@@ -256,12 +263,8 @@ def start_process(
 
 def _describe_rank(rank: int, nproc: int) -> dict[str, str]:
     size = str(nproc)
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-
-
-def _has_failed(end: End) -> bool:
-    """Whether a rank has neither finished nor saved after a signal."""
-    return end.code not in (0, *SAVED_CODES) or (end.code == 0 and not end.finished)
+    found = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {**found, "LOCAL_SIZE": size}  # the name that DeepSpeed's launcher sets
 
 
 def _is_overdue(beat: Beat | None, began: float) -> bool:

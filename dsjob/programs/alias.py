@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from dsjob.programs import guard
+
 STAND_IN = str(Path(__file__).parent / "stand_in")
 _ALIAS, _TARGET = "deepspeed", "dsjob.deepspeed"
 
@@ -53,6 +55,8 @@ def alias_imports() -> None:
     sys.modules[_ALIAS] = import_module(_TARGET)
     if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Aliases())
+    if guard.guard is not None and guard.guard.is_here:
+        import_module("dsjob.programs.recording").begin(guard.guard)
 
 
 def stand_in(environment: MutableMapping[str, str], path: list[str] | None = None) -> None:

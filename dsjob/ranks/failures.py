@@ -85,9 +85,9 @@ class Failure:
     problems: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
-        """The record of a rank that `error` ended."""
-        known = error if isinstance(error, DsjobError) else LaunchError(describe_failure(error), hint=TRACEBACK_HINT)
+    def of(cls, rank: int, error: BaseException, hint: str = TRACEBACK_HINT) -> Failure:
+        """The record of a rank that `error` ended. hint: for an error that does not come from dsjob."""
+        known = error if isinstance(error, DsjobError) else LaunchError(describe_failure(error), hint=hint)
         problems = known.problems if isinstance(known, DocumentError) else ()
         return cls(
             rank=rank,
@@ -172,14 +172,12 @@ def _find_cause(error: BaseException) -> BaseException | None:
     return None if isinstance(error, OSError) else error
 
 
-def record_failure(folder: str, rank: int, error: BaseException) -> Failure:
+def record_failure(folder: str, failure: Failure) -> None:
     """Writes the record of a failed rank to `folder`."""
-    failure = Failure.of(rank, error)
-    path = os.path.join(folder, f"error-{rank:05d}.json")
+    path = os.path.join(folder, f"error-{failure.rank:05d}.json")
     with open(f"{path}.new", "w", encoding="utf-8") as file:
         json.dump(asdict(failure), file)
     os.replace(f"{path}.new", path)
-    return failure
 
 
 def record_success(folder: str, rank: int) -> None:
@@ -215,6 +213,7 @@ class Scene:
 
     ends: of ranks that ended on their own. beats, stacks: where the other ranks were before they were ended. stopped:
     those in process state T. logs: the folder of the ranks' output. stuck: no rank failed, but none made progress.
+    own_exits: the ranks ran a program of the user's, which decides on its exit code.
     """
 
     failures: Sequence[Failure]
@@ -225,6 +224,7 @@ class Scene:
     world_size: int
     logs: str
     stuck: bool = False
+    own_exits: bool = False
 
 
 def blame(scene: Scene) -> DsjobError:
@@ -242,7 +242,7 @@ def blame(scene: Scene) -> DsjobError:
     own: list[tuple[int, DsjobError]] = [
         (failure.time, failure.to_error(names_rank=not alike)) for failure in scene.failures if not failure.follows
     ]
-    own += [(end.time, _describe_end(end, scene.logs)) for end in sudden if not _end_follows(end)]
+    own += [(end.time, _describe_end(end, scene)) for end in sudden if not _end_follows(end)]
     if own:
         return min(own, key=lambda item: item[0])[1]
     # Every failure follows from another one, so the cause is on a rank that has not failed.
@@ -267,7 +267,7 @@ def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> DsjobError
     if scene.failures:
         return min(scene.failures, key=lambda failure: failure.time).to_error()
     if scene.ends:
-        return _describe_end(min(scene.ends, key=lambda end: end.time), scene.logs)
+        return _describe_end(min(scene.ends, key=lambda end: end.time), scene)
     return LaunchError("the ranks ended without a result", hint=f"their output is in {scene.logs}")
 
 
@@ -276,13 +276,15 @@ def _end_follows(end: End) -> bool:
     return end.waited or (end.code == -signal.SIGABRT and bool(_LOST.search(end.output)))
 
 
-def _describe_end(end: End, logs: str) -> LaunchError:
+def _describe_end(end: End, scene: Scene) -> LaunchError:
     """The error for a process that ended suddenly, with its last output."""
     frames = parse_stack(end.stacks)
     place = f" at {find_place(frames)}" if frames else ""
     words = "\n".join(f"    {line}" for line in end.output.splitlines()[-_LINES:])
-    parts = [show_stack(end.rank, frames), f"its last output:\n{words}" if words else "", f"its output is in {logs}"]
+    parts = [show_stack(end.rank, frames), f"its last output:\n{words}" if words else "", _name_output(end, scene)]
     hint = "\n  ".join(part for part in parts if part)
+    if end.code >= 0 and scene.own_exits:
+        return LaunchError(f"rank {end.rank} exited with code {end.code}", hint=hint, exit_code=end.code)
     if end.code >= 0:
         how = f"exited with code {end.code} before the last step without reporting an error (os._exit in user code?)"
         return LaunchError(f"rank {end.rank} {how}", hint=hint)
@@ -290,3 +292,8 @@ def _describe_end(end: End, logs: str) -> LaunchError:
     reason = " (the system may have run out of memory)" if number == signal.SIGKILL else ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return LaunchError(f"rank {end.rank} was killed by {name}{place}{reason}", hint=hint)
+
+
+def _name_output(end: End, scene: Scene) -> str:
+    """Where to read on. The output of rank 0 of a program is on the screen already."""
+    return "" if scene.own_exits and not end.rank else f"its output is in {scene.logs}"
