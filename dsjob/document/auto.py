@@ -68,7 +68,7 @@ def _off(job: dict[str, Any]) -> Derived:
 
 
 def _rate(job: dict[str, Any]) -> Derived:
-    return 5e-5, "auto: learning_rate of TrainingArguments where it is not given"
+    return 5e-5, "auto: the default learning_rate of TrainingArguments"
 
 
 def _rate_of_optimizer(job: dict[str, Any]) -> Derived:
@@ -79,7 +79,7 @@ def _rate_of_optimizer(job: dict[str, Any]) -> Derived:
 
 
 def _warm_up(job: dict[str, Any]) -> Derived:
-    return 1, "auto: warmup_steps of TrainingArguments where it is not given (0; at least 1 here)"
+    return 1, "auto: the default warmup_steps of TrainingArguments, but at least 1"
 
 
 def _length(job: dict[str, Any]) -> Derived:

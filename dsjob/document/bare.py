@@ -13,6 +13,7 @@ from dsjob.contract.batch import BatchSizes
 from dsjob.contract.check import check_config
 from dsjob.contract.paths import Path, get_at
 from dsjob.contract.spec import EngineSpec, view
+from dsjob.contract.wording import show
 from dsjob.document.auto import resolve_auto
 from dsjob.document.normal import complete, normalise
 from dsjob.document.places import Locate, place_problems
@@ -29,11 +30,13 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
     assert batch is not None
     resolved, derived = complete(_read_config(config))
     resolved["trainer"].update(dataclasses.asdict(batch))
+    idle = {problem.path for problem in problems if problem.rule == "no-effect"}
     for path, how in derived.items():
-        message = f'"auto" resolved to {get_at(resolved, path)}: {how.removeprefix("auto: ")}'
-        problems.append(
-            Problem(message, deepspeed_keys.to_config_path(path), "auto", "give a value", severity="warning")
-        )
+        place, value, reason = deepspeed_keys.to_config_path(path), get_at(resolved, path), how.removeprefix("auto: ")
+        message = f'"auto" means {reason}' if value is None else f'"auto" means {show(value)} ({reason})'
+        if place not in idle:
+            hint = "to choose another value, write it"
+            problems.append(Problem(message, place, "auto", hint, severity="warning"))
     return view(EngineSpec, resolved), place_problems(problems, locate)
 
 

@@ -137,8 +137,8 @@ def make_engine(
 ) -> E:
     """Builds an engine of class `kind`. Rank 0 warns about keys in the config that have no effect."""
     spec, told = resolve_config(given.config, world_size=world.data_size, locate=given.locate)
-    for problem in told if world.everyone.rank == 0 else ():
-        warnings.warn(str(problem), ConfigWarning, stacklevel=3)
+    if world.everyone.rank == 0:
+        _warn(told)
     with _hinting_at_trust():
         return build_engine(
             model,
@@ -306,6 +306,21 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
         (os.getcwd(), *beside),
         lambda path: (document.source, document.mark(path).line, document.mark(path).column),
     )
+
+
+def _warn(problems: Sequence[Problem]) -> None:
+    """Warns, at the line that calls `initialize`: once about all keys without effect, once about all values for "auto",
+    and once about each other problem."""
+    idle = [f"{problem.dotted}: {problem.hint}" for problem in problems if problem.rule == "no-effect"]
+    auto = [f"{problem.dotted}: {problem.message}" for problem in problems if problem.rule == "auto"]
+    listed = [
+        ("these keys of the DeepSpeed config have no effect here; keep or delete them", idle),
+        ('these keys of the DeepSpeed config are "auto"; to choose another value, write it', auto),
+    ]
+    texts = ["\n  ".join([title, *lines]) for title, lines in listed if lines]
+    texts += [str(problem) for problem in problems if problem.rule not in ("no-effect", "auto")]
+    for text in texts:
+        warnings.warn(text, ConfigWarning, stacklevel=4)
 
 
 def _make_plain(config: Mapping[str, Any]) -> dict[str, Any]:
