@@ -11,6 +11,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+
 from dsjob.cli import main
 
 HERE = Path(__file__).parent
@@ -45,6 +47,7 @@ autodoc_preserve_defaults = True
 def setup(app: Any) -> None:
     app.connect("source-read", complete_page)
     app.connect("autodoc-process-docstring", mark_literal_blocks)
+    app.connect("doctree-resolved", mark_long_words)
 
 
 def complete_page(_: Any, name: str, source: list[str]) -> None:
@@ -109,6 +112,13 @@ def ask_for_help(*command: str) -> str:
 
 def show(title: str, text: str) -> str:
     return f"## {title}\n\n```text\n{text}```\n"
+
+
+def mark_long_words(app: Any, page: Any, name: str) -> None:
+    """Gives the class `long` to inline code with words that are wider than a phone. The style sheet lets them break."""
+    for literal in page.findall(nodes.literal):
+        if max(map(len, literal.astext().split()), default=0) > 40:
+            literal["classes"].append("long")
 
 
 def mark_literal_blocks(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:

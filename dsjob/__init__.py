@@ -1,10 +1,6 @@
 """dsjob: a declarative job runner for PyTorch training.
 
-The names below are imported when they are used, so that `import dsjob` and the commands that only look at documents
-stay free of torch.
-
-A wheel has `conf/`, `schemas/`, `recipes/` and `ops/` inside this package. In a clone they lie beside it, and
-`_FoldersBeside` finds them there, so that a clone works without being installed.
+`import dsjob` does not import torch: each name is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -93,7 +89,8 @@ CLONE = _find_clone()
 
 
 class _FoldersBeside:
-    """Finds the packages `_names` in the folder that this package lies in.
+    """Finds the packages `_names` beside this package, where a clone has them. (A wheel has them inside.) So a clone
+    works without being installed.
 
     An entry in `__path__` would be shorter, but would make the whole folder a part of dsjob: tests, documentation, and
     dsjob itself.

@@ -22,26 +22,28 @@ from dsjob.trust.exits import keep_exit_code
 USAGE = """\
 dsjob: train PyTorch models from a job document
 
-  dsjob +recipe=NAME [key=value ...]     run a recipe (quickstart, zero2_gpt, zero3_t5, vision_digits, ...)
-  dsjob FILE [key=value ...]             run a job document (JSON or YAML); also: dsjob run FILE
+  dsjob +recipe=NAME [key=value ...]     run a recipe (quickstart, zero2_gpt, vision_digits, ...)
+  dsjob FILE [key=value ...]             run a job document (JSON or YAML)
   dsjob run FOLDER [key=value ...]       resume or extend the run in FOLDER
   dsjob -m ... key=a,b,c                 sweep: one run for each combination
   dsjob exec PROGRAM.py [ARGUMENT ...]   run an existing DeepSpeed program, unmodified, on dsjob's engine
   dsjob init [FOLDER]                    create a small project that is ready to train
-  dsjob validate FILE... [key=value ...] check documents and report all problems at once
+  dsjob validate FILE... [key=value ...] check documents; report all problems at once
   dsjob show FILE | +recipe=NAME         print the resolved document
   dsjob schema [PATH]                    explain a key, or print the JSON Schema for editors
-  dsjob import FILE... [-- COMMAND ...]  convert DeepSpeed configs, Trainer arguments, ... to a job document
-  dsjob plan FILE | +recipe=NAME         predict memory, communication, checkpoint size and steps
-  dsjob compare-engines FILE             run a few steps with dsjob's engine and DeepSpeed's, and compare losses
+  dsjob import FILE... [-- COMMAND ...]  turn DeepSpeed configs, Trainer arguments, ... into a job
+  dsjob plan FILE | +recipe=NAME         predict memory, communication and checkpoint size
+  dsjob compare-engines FILE             run a few steps with dsjob and DeepSpeed, and compare
   dsjob convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights
   dsjob ckpt COMMAND CKPT                manage checkpoints: ls, info, verify, diff, gc, copy
 
   dsjob COMMAND --help                   show a command's options
-  --cfg job|hydra|all, --info, --config-dir DIR, --hydra-help, -sc install=bash: as in every Hydra program
-  --trust PREFIX                         trust a module or callable beyond dsjob's list and the job file's folder
-  --trust protocol:NAME, folder:PATH     allow URLs with this protocol; let listed constructors write to this folder
-  --trust-remote-code, --unpinned        allow code from a hub; allow names on a hub without a revision
+  --cfg job|hydra|all, --info,
+  --config-dir DIR, --hydra-help,
+  -sc install=bash                       as in every Hydra program
+  --trust PREFIX                         trust a module or callable
+  --trust protocol:NAME, folder:PATH     allow a protocol of URLs; allow writing to a folder
+  --trust-remote-code, --unpinned        allow code from a hub; hub names without a revision
   --debug                                show tracebacks
   --version                              print the version
 
