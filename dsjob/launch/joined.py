@@ -121,9 +121,12 @@ def _settle_folder(job: ResolvedJob, run_dir: str | None) -> tuple[ResolvedJob, 
 def _describe(error: BaseException, rank: int, board: StoreBoard, watchdog: Watchdog) -> DsjobError:
     """The error to report: this rank's own failure, or LostRankError if another rank caused it."""
     failure = Failure.of(rank, error)
-    message = failure.message
-    if not failure.follows:
-        return failure.to_error()
+    return describe_lost(error, failure, board, watchdog) if failure.follows else failure.to_error()
+
+
+def describe_lost(error: BaseException, failure: Failure, board: StoreBoard, watchdog: Watchdog) -> LostRankError:
+    """The error to report for `error`, the `failure` of this rank, which another rank has caused."""
+    message, rank = failure.message, failure.rank
     if not has_waited(error):
         told = ""
         with suppress(RuntimeError):  # the store is gone with rank 0

@@ -12,13 +12,12 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import dsjob
 from dsjob import storage
 from dsjob.contract.environment import HARMLESS
 from dsjob.contract.secrets import hide_secrets, is_secret, redact
-from dsjob.errors import DsjobError, Interrupted, Preempted
+from dsjob.errors import Preempted
 from dsjob.run_folder import make_run_dir, write_result
 
 PROGRAM_NAME = "program.json"
@@ -50,13 +49,12 @@ def describe(run_dir: str, words: Sequence[str], engine: str, ranks: int) -> Non
     storage.write_bytes(os.path.join(run_dir, PROGRAM_NAME), json.dumps(about, indent=2).encode() + b"\n")
 
 
-def conclude(run_dir: str, error: DsjobError | None, seconds: float) -> None:
-    """Writes result.json. error: what ended the program; None after success. seconds: since it began."""
-    kind = "stopped" if isinstance(error, (Preempted, Interrupted)) else "failed"
-    result: dict[str, Any] = {"status": "done" if error is None else kind, "seconds": round(seconds, 1)}
-    if error is not None:
-        result.update(exit_code=error.exit_code, error=error.message)
-    write_result(run_dir, result)
+def conclude(run_dir: str, code: int, message: str, seconds: float) -> None:
+    """Writes result.json: the exit code, why if it is not 0, and the seconds since the program began."""
+    stopped = code in (Preempted.exit_code, 130, 143)
+    status = "stopped" if stopped else "failed" if code else "done"
+    told = {"error": message} if code else {}
+    write_result(run_dir, {"status": status, "exit_code": code, "seconds": round(seconds, 1), **told})
 
 
 def hide_words(words: Sequence[str]) -> list[str]:

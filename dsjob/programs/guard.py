@@ -9,8 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from dsjob.programs.folder import conclude
+from dsjob.ranks.failures import Failure
 
 if TYPE_CHECKING:
     from dsjob.ranks.watchdog import StoreBoard, Watchdog
@@ -24,8 +29,8 @@ class Guard:
     ""."""
 
     def __init__(self, folder: str, run_dir: str) -> None:
-        self.run_dir = run_dir
-        self._folder, self._process = folder, os.getpid()
+        self.folder, self.run_dir = folder, run_dir
+        self._process, self._began = os.getpid(), time.monotonic()
         self._over = threading.Event()
         self._watchdog: Watchdog | None = None
         self._board: StoreBoard | None = None
@@ -36,19 +41,28 @@ class Guard:
         """Whether this process is the rank itself, rather than a fork of it, such as a loader's worker."""
         return os.getpid() == self._process
 
-    def end(self) -> None:
-        """The program has ended on this rank: failures of other ranks no longer matter."""
+    def end(self, code: int, message: str) -> None:
+        """The program has ended on this rank, with exit code `code`. Without a launcher, writes result.json."""
         self._over.set()
-        if self._watchdog is not None:
+        if self._watchdog is not None and not code:  # else it may still hang
             self._watchdog.stop()
+        if self.run_dir and not self.folder:
+            conclude(self.run_dir, code, message, time.monotonic() - self._began)
 
-    def fail(self, message: str) -> None:
-        """The program has failed on this rank, which reports that by itself; tells the other ranks where it can."""
-        self._over.set()
+    def blame(self, error: BaseException, failure: Failure) -> Failure:
+        """What to report for `error`, which has ended the program: `failure`, or, if that is known here, that another
+        rank has caused it. The ranks of another launcher are told."""
         _set_doing("ending")
-        if self._board is not None:
-            with suppress(RuntimeError):  # the store is gone, so nobody could read it
-                self._board.tell_failed(message)
+        if self._board is None or self._watchdog is None:
+            return failure
+        if failure.follows:
+            from dsjob.launch.joined import describe_lost
+
+            lost = describe_lost(error, failure, self._board, self._watchdog)
+            return replace(failure, message=lost.message, hint=lost.hint, exit_code=lost.exit_code)
+        with suppress(RuntimeError):  # the store is gone, so nobody could read it
+            self._board.tell_failed(failure.message)
+        return failure
 
     def _wait_for_group(self) -> None:
         while not self._over.wait(_PERIOD):
@@ -58,13 +72,14 @@ class Guard:
                 return
 
     def _watch(self, distributed: Any) -> None:
-        from dsjob.ranks.watchdog import FolderBoard, StoreBoard, Watchdog
+        from dsjob.ranks.watchdog import FolderBoard, StoreBoard, Watchdog, position
 
-        _set_doing("running")
+        if position.doing == "starting":  # else the engine says more
+            position.doing = "running"
         rank, size = distributed.get_rank(), distributed.get_world_size()
         timeout = 60 * float(os.environ.get(_MINUTES, "30"))
-        if self._folder:
-            self._watchdog = Watchdog(FolderBoard(self._folder, rank), rank=rank, timeout=timeout)
+        if self.folder:
+            self._watchdog = Watchdog(FolderBoard(self.folder, rank), rank=rank, timeout=timeout)
         elif size > 1:
             from dsjob.torch_private import get_store
 

@@ -18,6 +18,7 @@ from dsjob.launch.surroundings import list_variables, make_logs, private_folder,
 from dsjob.programs import folder, rank
 from dsjob.programs.alias import STAND_IN, stand_in
 
+replace_process = os.execv
 _TIMEOUT, _GRACE = 1800.0, 60.0  # seconds, as in the schema of `launch`
 
 
@@ -98,9 +99,9 @@ def run_program(
             with touching_save_request(where):
                 supervisor.run(command, variables, ranks.count)
     except DsjobError as error:
-        folder.conclude(where, error, time.monotonic() - began)
+        folder.conclude(where, error.exit_code, error.message, time.monotonic() - began)
         raise
-    folder.conclude(where, None, time.monotonic() - began)
+    folder.conclude(where, 0, "", time.monotonic() - began)
     return 0
 
 
@@ -113,7 +114,7 @@ def become_rank(program: Program, *, engine: str, run_dir: str | None, lenient: 
     os.environ.update(_list_own(engine, where, lenient))
     command = program.make_command(local_rank=False)
     sys.stdout.flush()
-    os.execv(command[0], command)
+    replace_process(command[0], command)
 
 
 def require_engine(engine: str) -> None:

@@ -8,19 +8,25 @@ nothing here imports torch. Once a process group exists, a watchdog compares the
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import runpy
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Sequence
+from importlib.abc import InspectLoader
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType, ModuleType
 
-from dsjob.errors import Interrupted
+from dsjob.errors import Interrupted, UsageError
 from dsjob.launch.rank import DEBUG_VARIABLE, FOLDER_VARIABLE, LAUNCHER_VARIABLE, end_rank, end_with_parent
 from dsjob.programs import guard
 from dsjob.programs.told import describe
 from dsjob.ranks import patience
-from dsjob.ranks.failures import record_failure
+from dsjob.ranks.failures import Failure, record_failure
 
 # Set by the launcher for its ranks.
 RUN_VARIABLE = "DSJOB_RUN"  # the run folder; empty if this rank writes nothing there
@@ -42,15 +48,17 @@ def main(words: Sequence[str]) -> int:
     if kind == "command":
         os.execvp(name, [name, *arguments])
     watch = guard.begin(folder, os.environ.pop(RUN_VARIABLE, ""))
+    code, message = 0, ""
     try:
         _run(kind, name, arguments)
     except SystemExit as end:
-        watch.end()
-        return _read_code(end)
+        code = _read_code(end)
+        message = f"exited with code {code}" if code else ""
     except BaseException as error:
-        return _report(error, watch, folder, debug)
-    watch.end()
-    return 0
+        failure = _report(error, watch, debug)
+        code, message = failure.exit_code, failure.message
+    watch.end(code, message)
+    return code
 
 
 def _run(kind: str, name: str, arguments: Sequence[str]) -> None:
@@ -58,11 +66,38 @@ def _run(kind: str, name: str, arguments: Sequence[str]) -> None:
     sys.argv[:] = [name, *arguments]
     if kind == "module":
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-        return
-    if os.path.isfile(name):  # runpy adds a folder or an archive itself
+        _run_module(name)
+    elif os.path.isdir(name) or zipfile.is_zipfile(name):
+        runpy.run_path(name, run_name="__main__")
+    else:
         sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
-    runpy.run_path(name, run_name="__main__")
+        path = os.path.abspath(name)
+        loader = SourceFileLoader("__main__", path)
+        _execute(loader.source_to_code(loader.get_data(path), path), __file__=path, __loader__=loader)
+
+
+def _run_module(name: str) -> None:
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    if spec is None or not isinstance(spec.loader, InspectLoader):
+        raise UsageError(
+            f"there is no module {name} to run", hint="python -m runs modules, and packages with __main__.py"
+        )
+    code = spec.loader.get_code(spec.name)
+    if code is None:
+        raise UsageError(f"the module {name} is not written in Python, so it cannot be run")
+    sys.argv[0] = str(spec.origin)
+    _execute(code, __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent)
+
+
+def _execute(code: CodeType, **names: object) -> None:
+    """Runs the code of `__main__`. It stays that module until the process ends: threads and exit handlers need it, and
+    runpy would put back the old one."""
+    module = ModuleType("__main__")
+    module.__dict__.update(names, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
 
 
 def _read_code(end: SystemExit) -> int:
@@ -73,18 +108,19 @@ def _read_code(end: SystemExit) -> int:
     return 1
 
 
-def _report(error: BaseException, watch: guard.Guard, folder: str, debug: bool) -> int:
-    """Tells the launcher in `folder`, which prints it once; without one, prints it. Returns the exit code."""
+def _report(error: BaseException, watch: guard.Guard, debug: bool) -> Failure:
+    """Tells the launcher, which prints it once; without one, prints it."""
     number = int(os.environ.get("RANK", "0"))
     failure = describe(number, Interrupted(2) if isinstance(error, KeyboardInterrupt) else error, debug=debug)
-    watch.fail(failure.message)
-    if not folder or number:  # the output of rank 0 is the launcher's, which will print it
-        print(f"dsjob: error: rank {number}: {failure.message}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
-    if folder:
-        record_failure(folder, failure)
+    failure = watch.blame(error, failure)
+    if not watch.folder or number:  # the output of rank 0 is the launcher's, which will print it
+        named = failure.message if failure.follows else f"rank {number}: {failure.message}"
+        print(f"dsjob: error: {named}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
+    if watch.folder:
+        record_failure(watch.folder, failure)
     # Threads, workers or exit handlers of a program that has failed may wait for other ranks.
     threading.Thread(target=_end_late, args=(failure.exit_code,), name="dsjob-end", daemon=True).start()
-    return failure.exit_code
+    return failure
 
 
 def _end_late(code: int) -> None:

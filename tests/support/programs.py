@@ -194,9 +194,11 @@ def _begin(command: list[str], cwd: str, environment: dict[str, str], folder: st
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from dsjob.launch import comparison, supervisor
+    from dsjob.programs import launch
 
     comparison.multiprocessing = get_context("fork")  # type: ignore[assignment]
     supervisor.start_process = Fork
+    launch.replace_process = lambda _, command: execute(command)
     subprocess_handler.Popen = Fork  # type: ignore[attr-defined, misc, assignment]
     execute(command)
 

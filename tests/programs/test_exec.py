@@ -1,0 +1,286 @@
+"""`dsjob exec` on real ranks: what a program finds, what is recorded, and who is blamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import dsjob, read_metrics
+from programs import DSJOB, Program, clean_env, run_program
+
+TRAIN = """
+import argparse, os, signal, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--at", default="")
+parser.add_argument("--do", default="")
+parser.add_argument("--steps", type=int, default=3)
+args = parser.parse_args()
+
+import torch
+import deepspeed
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 2},
+}
+
+def fail():
+    if args.do == "raise":
+        raise ValueError("boom")
+    if args.do == "config":
+        deepspeed.initialize(model=torch.nn.Linear(4, 1), config={"train_batch_sizee": 2})
+    if args.do == "engine":
+        engine.backward(torch.ones(2, requires_grad=True))
+    if args.do == "hang":
+        time.sleep(600)
+    if args.do == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("last words")
+    sys.exit(7)
+
+torch.manual_seed(0)
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=CONFIG)
+rank = engine.global_rank
+for step in range(args.steps):
+    for micro in range(2):
+        loss = engine(torch.ones(2, 4) * (rank + micro + 1)).square().mean()
+        if args.at == str(rank) and step == 1:
+            fail()
+        engine.backward(loss)
+        engine.step()
+        print(f"rank {rank} step {step} {loss.item()}", flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def execute(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return dsjob("exec", "--run-dir", "run", *words, cwd=folder, **env)
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "run/result.json").read_text())
+    return result
+
+
+def test_a_program_trains_on_two_ranks_and_leaves_a_run_folder(folder: Path) -> None:
+    done = execute(folder, "--num_gpus", "2", "train.py", "--steps", "2", API_TOKEN="hunter22", NCCL_DEBUG="WARN")
+    assert done.returncode == 0, done.stderr
+    assert "dsjob exec: train.py on 2 ranks, run folder run\n" in done.stderr
+    own = [line.split() for line in done.stdout.splitlines()]
+    assert [words[:4] for words in own] == [["rank", "0", "step", step] for step in "0011"]
+    assert "rank 1 step 1 " in (folder / "run/logs/rank-00001.log").read_text()
+
+    means = [(float(own[at][4]) + float(own[at + 1][4])) / 2 for at in (0, 2)]
+    assert read_metrics(folder / "run") == {1: pytest.approx(means[0]), 2: pytest.approx(means[1])}
+    assert read_metrics(folder / "run", "lr") == {1: 0.1, 2: 0.1}
+    assert all(norm > 0 for norm in read_metrics(folder / "run", "grad_norm").values())
+    assert json.loads((folder / "run/deepspeed.json").read_text())["train_batch_size"] == 8
+    about = json.loads((folder / "run/program.json").read_text())
+    assert about["command"] == ["train.py", "--steps", "2"]
+    assert (about["environment"]["API_TOKEN"], about["environment"]["NCCL_DEBUG"]) == ("***", "WARN")
+    assert read_result(folder)["status"] == "done"
+
+
+LOOK = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+found = {
+    "argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__,
+    "heavy": sorted({"torch", "transformers", "dsjob.deepspeed"} & set(sys.modules)),
+    "private": [name for name in os.environ if name.startswith("DSJOB_")],
+    "environment": {name: os.environ.get(name) for name in names},
+}
+print(json.dumps(found))
+"""
+
+
+def test_a_program_finds_what_python_and_the_launcher_give_it(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/look.py").write_text(LOOK)
+    words = ("--master_port", "29876", "package/look.py", "--num_gpus", "2", "--debug")
+    found = json.loads(execute_new(tmp_path, *words))
+    path = str(tmp_path / "package/look.py")
+    assert found["argv"] == ["package/look.py", "--local_rank=0", "--num_gpus", "2", "--debug"]
+    assert (found["path"], found["file"], found["name"]) == (str(tmp_path / "package"), path, "__main__")
+    assert found["heavy"] == []
+    assert found["environment"] == {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29876",
+    }  # fmt: skip
+    found = json.loads(execute_new(tmp_path, "--no_local_rank", "-m", "package.look", "x"))
+    assert (found["argv"], found["path"], found["file"]) == ([path, "x"], str(tmp_path), path)
+
+
+def execute_new(folder: Path, *words: str) -> str:
+    done = dsjob("exec", *words, cwd=folder, fresh=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_processes_that_it_spawns_import_its_main_module_and_exit_handlers_run(tmp_path: Path) -> None:
+    (tmp_path / "spawn.py").write_text(
+        "import atexit, multiprocessing, sys\n"
+        "class Name: text = 'from main'\n"
+        "def work(queue): queue.put((__name__, Name.text))\n"
+        "if __name__ == '__main__':\n"
+        "    atexit.register(lambda: print(sys.modules['__main__'].Name.text))\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    queue = context.Queue()\n"
+        "    process = context.Process(target=work, args=(queue,))\n"
+        "    process.start()\n"
+        "    print(queue.get())\n"
+    )
+    for words in (["spawn.py"], ["-m", "spawn"]):
+        assert execute_new(tmp_path, *words) == "('__mp_main__', 'from main')\nfrom main\n"
+
+
+def test_any_command_runs_as_it_is_with_the_environment_of_a_rank(tmp_path: Path) -> None:
+    script = "echo $RANK/$WORLD_SIZE $@ >> told; python -c 'import deepspeed' 2>/dev/null; test -n \"$PYTHONPATH\""
+    (tmp_path / "run.sh").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    done = execute(tmp_path, "--nproc", "2", "--no_python", "./run.sh", "a")
+    assert done.returncode == 0, done.stderr
+    told = sorted((tmp_path / "told").read_text().splitlines())
+    assert told == ["0/2 --local_rank=0 a", "1/2 --local_rank=1 a"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_rank_that_raises_is_blamed_with_its_own_traceback_once(folder: Path, rank: str) -> None:
+    done = execute(folder, "--num_gpus", "2", "train.py", "--at", rank, "--do", "raise")
+    assert done.returncode == 1
+    assert f"dsjob: error: rank {rank}: ValueError: boom (" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    frames = [line.split(", ")[-1] for line in done.stderr.splitlines() if line.startswith("    File ")]
+    assert frames == ["in <module>", "in fail"]
+    assert read_result(folder)["status"] == "failed"
+
+
+def test_an_error_of_dsjob_comes_without_a_traceback_and_a_bug_without_its_frames(folder: Path) -> None:
+    done = execute(folder, "train.py", "--at", "0", "--do", "config")
+    assert done.returncode == 2
+    assert "train_batch_sizee: unknown key" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = execute(folder, "train.py", "--at", "0", "--do", "engine")
+    assert "the loss must be a scalar tensor" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"called at {folder}/train.py:26 in fail" in done.stderr
+
+
+def test_exit_codes_pass_through(folder: Path) -> None:
+    done = execute(folder, "--num_gpus", "2", "train.py", "--at", "1", "--do", "exit")
+    assert done.returncode == 7
+    assert "dsjob: error: rank 1 exited with code 7\n" in done.stderr
+    assert "last words" in done.stderr
+
+
+def test_a_killed_rank_is_named(folder: Path) -> None:
+    done = execute(folder, "--num_gpus", "2", "train.py", "--at", "1", "--do", "kill")
+    assert done.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+
+
+def test_a_rank_that_hangs_is_named_with_its_place(folder: Path) -> None:
+    done = execute(folder, "--num_gpus", "2", "train.py", "--at", "0", "--do", "hang", DEEPSPEED_TIMEOUT="0.05")
+    assert done.returncode == 1
+    assert "rank 0 has stalled in step 2 (training), at " in done.stderr
+    assert f"{folder}/train.py:28 in fail" in done.stderr
+
+
+STOP = """
+import os, signal, sys, time
+if "save" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+open("ready" + os.environ["RANK"], "w")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "word", "code"), [(signal.SIGTERM, "", 143), (signal.SIGINT, "", 130), (signal.SIGTERM, "save", 0)]
+)
+def test_signals_reach_the_program(tmp_path: Path, number: int, word: str, code: int) -> None:
+    (tmp_path / "stop.py").write_text(STOP)
+    program = Program([DSJOB, "exec", "--num_gpus", "2", "stop.py", word], cwd=tmp_path)
+    wait_for(tmp_path, "ready0", "ready1")
+    os.kill(program.pid, number)
+    _, stderr = program.communicate()
+    assert program.returncode == code, stderr
+    assert "Traceback" not in stderr
+
+
+def wait_for(folder: Path, *names: str) -> None:
+    end = time.monotonic() + 60
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_under_torchrun_no_ranks_are_started(folder: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dsjob", "exec"]
+    done = run_program([*launch, "--run-dir", "run", "train.py", "--steps", "1"], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line[:13] for line in done.stdout.splitlines()) == [f"rank {n} step 0" for n in "0011"]
+    assert list(read_metrics(folder / "run")) == [1]
+    assert read_result(folder)["status"] == "done"
+    done = run_program([*launch, "train.py", "--at", "1", "--do", "raise"], cwd=folder)
+    assert done.returncode == 1
+    assert "dsjob: error: rank 1: ValueError: boom" in done.stderr
+    assert "rank 0: ValueError" not in done.stderr
+
+
+def test_the_real_deepspeed_runs_without_the_stand_in(tmp_path: Path) -> None:
+    (tmp_path / "which.py").write_text("import importlib.util as u; print(u.find_spec('deepspeed').origin)")
+    (tmp_path / "deepspeed.py").touch()
+    done = dsjob("exec", "--engine", "deepspeed", "which.py", cwd=tmp_path, fresh=True, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/deepspeed.py\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--hostfile", "hosts", "train.py"], "ranks on several machines are started with torchrun"),
+        (["--num_nodes", "2", "train.py"], "ranks on several machines are started with torchrun"),
+        (["--include", "a:0@b:1", "train.py"], "start those of several with torchrun"),
+        (["--include", "localhost:0", "--num_gpus", "1", "train.py"], "--num_gpus excludes --include"),
+        (["--include", "localhost:0", "train.py"], "--include names GPUs, but this machine has none"),
+        (["missing.py"], "missing.py does not exist"),
+        (["missing"], "a module needs -m: dsjob exec -m missing"),
+        (["cfg.yaml"], "run a job: dsjob cfg.yaml"),
+        (["-m", "missing.module"], "No module named 'missing'"),
+        (["-m", "json"], "there is no module json to run"),
+        (["--no_python", "no-such-command"], "there is no such command"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_to_do(folder: Path, words: list[str], expected: str) -> None:
+    done = execute(folder, *words)
+    assert done.returncode in (1, 2)
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr or words[0] == "-m"
+
+
+def test_flags_that_mean_this_machine_alone_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "ok.py").write_text("print('ok')")
+    done = execute(tmp_path, "--num_nodes", "1", "--node_rank", "0", "ok.py")
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def test_flags_for_ranks_have_no_place_under_another_launcher(folder: Path) -> None:
+    environment = clean_env(RANK="0", WORLD_SIZE="1")
+    done = run_program([DSJOB, "exec", "--num_gpus", "2", "train.py"], cwd=folder, env=environment)
+    assert done.returncode == 2
+    assert "--num_gpus has no effect on ranks that another launcher has started" in done.stderr
