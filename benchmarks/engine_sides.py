@@ -1,4 +1,4 @@
-"""The sides of benchmarks/engine.py: one optimizer step of the same model, batches and optimizer in different tools."""
+"""The sides of benchmarks/engine.py: the same model, batches and optimizer, trained by different libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsjob.trust.grant import Trust
 
 Batch = dict[str, Tensor]
 RATE, CLIP, VOCAB = 1e-4, 1.0, 8192
-# Width, layers, tokens of a sequence. tiny is for trying a benchmark, 300m and 1b are for GPUs.
+# Width, layers, tokens per sequence. `tiny` is for trying out a benchmark, `300m` and `1b` are for GPUs.
 SHAPES = {
     "tiny": (64, 2, 16),
     "10m": (256, 10, 64),
@@ -39,15 +39,15 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the grid."""
+    """One configuration that all sides are measured with."""
 
     size: str
     stage: int
     precision: str  # fp32 or bf16
     accumulation: int
     micro_batch: int = 1
-    sequence: int = 0  # tokens; 0: as SHAPES has it
-    compiled: bool = False  # each block
+    sequence: int = 0  # tokens; 0: those in SHAPES
+    compiled: bool = False  # compile each block
 
     @property
     def tokens(self) -> int:
@@ -61,14 +61,14 @@ class Cell:
 
 
 class Side:
-    """A way to train: `run` takes steps and returns their seconds. `what`: its description in the table."""
+    """One way to train. `run` takes optimizer steps and returns their time. what: its description in the table."""
 
     what = ""
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     @classmethod
     def exists(cls, cell: Cell, world: World) -> bool:
-        """Whether this side supports the cell; at stage 0, every side does."""
+        """Whether this side supports the cell. Every side supports stage 0."""
         return cell.stage == 0 or world.data_size == 1
 
     def __init__(self, cell: Cell, world: World) -> None:
@@ -81,7 +81,7 @@ class Side:
         raise NotImplementedError
 
     def run(self, steps: int) -> float:
-        """The seconds of `steps` steps. All ranks start together."""
+        """Takes `steps` optimizer steps, and returns how many seconds they took. All ranks start together."""
         if self.world.data_size > 1:
             dist.barrier()
         synchronize(self.world)
@@ -110,7 +110,7 @@ def make_model(cell: Cell) -> GPT:
 
 
 def make_batches(cell: Cell, world: World) -> list[Batch]:
-    """This rank's eight micro batches."""
+    """This rank's eight micro batches: `inputs` and `targets`, int64 [micro batch, tokens]."""
     generator = torch.Generator().manual_seed(world.data_rank)
     shape = (8, cell.micro_batch, cell.tokens + 1)
     tokens = torch.randint(0, VOCAB, shape, generator=generator).to(world.device)
@@ -123,7 +123,7 @@ def make_optimizer(parameters: Any) -> torch.optim.AdamW:
 
 
 class Ours(Side):
-    """dsjob's engine, as its loop calls it."""
+    """dsjob's engine, called as dsjob's training loop calls it."""
 
     what, engine_name = "dsjob", "dsjob"
     sections: Mapping[str, Any] = MappingProxyType({})  # of the job document, beside those of the cell
@@ -309,9 +309,10 @@ class Samples(torch.utils.data.Dataset[Batch]):
 
 
 class HFTrainer(Side):
-    """transformers' Trainer, DDP on several ranks. What shards in it is accelerate's.
+    """transformers' Trainer, with DDP on several ranks. (It shards through accelerate, which is a side of its own.)
 
-    A new one each round: its loop has no door. Setting it up is not counted.
+    Its loop cannot be paused between rounds, so each round builds a new Trainer. The time of the first step, and of all
+    before it, is not counted.
     """
 
     def run(self, steps: int) -> float:

@@ -42,12 +42,12 @@ if TYPE_CHECKING:  # they take long to import, and not all that runs on ranks ne
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
-# is_functorch_wrapped_tensor: whether torch.func differentiates a tensor. torch.func has no question for it.
-# FakeTensorMode, TorchDispatchMode: run a model on tensors without memory, and see each operator. Described in torch's
-# documentation under these names only.
+# is_functorch_wrapped_tensor: whether torch.func differentiates a tensor. torch.func itself cannot tell.
+# FakeTensorMode, TorchDispatchMode: run a model on tensors without memory, and see each operator. torch's documentation
+# describes them under these private names only.
 
-# What batch and instance norms have in common: running statistics, and how they are used. The public classes
-# (nn.BatchNorm1d, ...) leave out those that programs derive from it.
+# The base class of batch and instance norms, which has the running statistics. The public classes (nn.BatchNorm1d, ...)
+# would miss classes that programs derive from it.
 NormBase = _NormBase
 
 
@@ -55,28 +55,28 @@ NormBase = _NormBase
 
 
 def list_process_groups() -> list[dist.ProcessGroup]:
-    """All process groups that this process is in. torch.distributed gives out the default one alone (group.WORLD)."""
+    """All process groups that this process is in. torch.distributed only gives access to the default one."""
     return list(_world.pg_map)
 
 
 def count_collectives(group: dist.ProcessGroup) -> int:
     """How many collectives this rank has entered in `group`. There is no public counter.
 
-    Raises RuntimeError for a backend that does not count, and for a group that is being left.
+    Raises RuntimeError for a backend that does not count, and for a group that is being destroyed.
     """
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def get_store() -> Store:
-    """The store that the ranks met at. `init_process_group` takes one, and nothing public gives it back."""
+    """The store of the rendezvous. `init_process_group` takes one, but no public function returns it."""
     return _get_default_store()
 
 
 def make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of the ranks of `group`, whose name follows from that of `group`. Only these ranks make it.
+    """A gloo group with the ranks of `group`, and a name derived from that of `group`. Only these ranks call it.
 
-    `dist.new_group` with use_local_synchronization would name it by how many groups a rank is in, which may differ:
-    ranks with other names wait for one another in vain.
+    `dist.new_group` with use_local_synchronization would derive the name from the number of groups that a rank is in.
+    That number may differ, and ranks that use different names wait for each other for ever.
     """
     ranks = dist.get_process_group_ranks(group)
     name: Any = f"{group.group_name}/hosts"
@@ -86,10 +86,10 @@ def make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.Pr
 
 
 def make_group_of_one() -> dist.ProcessGroup:
-    """A group of this rank alone, without connection or thread: torch's "fake" backend, which has to be registered.
+    """A group of only this rank, without connections or threads: torch's "fake" backend, which must be registered.
 
-    Its collectives leave or copy their input, as is right for one rank. On torch 2.11 `reduce_scatter` and `all_to_all`
-    do not write to their output, so nothing should communicate in it. A public backend would open a socket.
+    Its collectives keep or copy their input, which is correct for one rank. But on torch 2.11, `reduce_scatter` and
+    `all_to_all` do not write their output, so nothing should communicate in it. A public backend would open a socket.
     """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers it)
 
@@ -98,15 +98,15 @@ def make_group_of_one() -> dist.ProcessGroup:
 
 
 def keep_outputs(ddp: DistributedDataParallel) -> None:
-    """Keeps DDP from copying outputs behind the node that it puts there for parameters without gradient.
+    """Keeps DDP from copying outputs after the autograd node that it adds for parameters without gradient.
 
-    There is no public switch.
+    There is no public option for that.
     """
     ddp._set_ddp_sink_clone(False)
 
 
-# --- FSDP2. What a unit (a module after `fully_shard`) holds is not public at all: `FSDPParam` is the class of what
-# `list_sharded` gives. dsjob uses its `sharded_param`, `unsharded_accumulated_grad`, `offload_to_cpu` and
+# --- FSDP2. Nothing inside a unit (a module after `fully_shard`) is public. `list_sharded` returns objects of the class
+# `FSDPParam`. dsjob uses their `sharded_param`, `unsharded_accumulated_grad`, `offload_to_cpu` and
 # `to_sharded_dtensor`.
 
 
@@ -116,13 +116,13 @@ def list_sharded(unit: FSDPModule) -> list[Any]:
 
 
 def look_again_at_dtypes(unit: FSDPModule) -> None:
-    """Has a unit find the dtypes of its trained parameters anew: it looks but once, at those that are trained then."""
+    """Makes a unit read the dtypes of its trained parameters again. By itself, it reads them only once."""
     for group in _list_groups(unit):
         group._init_mp_dtypes()
 
 
 def find_gathered(parameter: Any) -> nn.Parameter | None:
-    """The whole tensor that an FSDPParam shows to the model between gathering and freeing; None before the first."""
+    """The whole tensor that the model sees while an FSDPParam is gathered; None before the first time."""
     return getattr(parameter, "_unsharded_param", None)
 
 
@@ -142,7 +142,7 @@ def _list_groups(unit: FSDPModule) -> list[Any]:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The module's own parameters, or None, by name: the dict itself, to put others in their place.
+    """The module's own parameters by name (None for empty ones): the dict itself, in which they can be replaced.
 
     `setattr` and `register_parameter` would call the hooks that zero.Init registers.
     """
@@ -152,7 +152,7 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 def copy_with_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     """A shallow copy that shares the module's buffers, and has `change(parameter)` in place of its own parameters.
 
-    `torch.func.functional_call` would call the `forward` that the module was given in place of its class's.
+    `torch.func.functional_call` would call a `forward` that was set on the module, instead of that of its class.
     """
     made = copy.copy(module)
     made._parameters = {n: p if p is None else change(p) for n, p in module._parameters.items()}  # type: ignore[misc]
@@ -160,14 +160,14 @@ def copy_with_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) 
 
 
 def list_saved_buffers(module: nn.Module) -> list[str]:
-    """Names of the module's own buffers that its state dict has. `state_dict()` itself would gather what is sharded."""
+    """Names of the module's own buffers in its state dict. `state_dict()` itself would gather sharded parameters."""
     return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
 
 
 def change_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Puts `change(tensor)` in the place of each parameter, its gradient, and each buffer.
+    """Replaces each parameter, its gradient and each buffer by `change(tensor)`.
 
-    As `Module.to` does, which takes a device or dtype, but no function.
+    `Module.to` does the same, but only takes a device or dtype.
     """
     model._apply(change)  # type: ignore[no-untyped-call]
 
@@ -179,9 +179,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def replace_apply(apply: Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module]) -> Iterator[None]:
-    """While entered, `Module.apply` of all modules is `apply`. The name is public; that it may be replaced is not said.
+    """Replaces `Module.apply` of all modules by `apply` within the block. The name is public, but replacing it is not
+    documented.
 
-    Models are initialised by it, and no hook tells which module comes next.
+    Models initialise their weights with it, and no hook says which module is next.
     """
     original = nn.Module.apply
     nn.Module.apply = apply  # type: ignore[assignment,method-assign]
@@ -207,14 +208,14 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Whether `step` reads `found_inf` on the device, as GradScaler's use of it asks."""
+    """Whether `step` reads `found_inf` on the device, as it does for GradScaler."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def init_group(optimizer: torch.optim.Adam, group: dict[str, Any], *lists: Any) -> Any:
-    """Adam's own `_init_group`, which lists for `step` what a group's step moves; for subclasses that override it.
+    """Adam's own `_init_group`, which collects the tensors that `step` updates; for subclasses that override it.
 
-    The public place to change is `step` as a whole.
+    The only public alternative is to override the whole `step`.
     """
     return torch.optim.Adam._init_group(optimizer, group, *lists)  # type: ignore[no-untyped-call]
 
@@ -223,12 +224,12 @@ def init_group(optimizer: torch.optim.Adam, group: dict[str, Any], *lists: Any) 
 
 
 def address_of(tensor: Tensor) -> int:
-    """What tells a storage from others, also one without memory; `data_ptr()` is 0 for all of those."""
+    """A number that identifies a storage, even one without memory, for which `data_ptr()` is always 0."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def position_in_file(tensor: Tensor) -> int | None:
-    """Where `torch.load(map_location="meta")` found a tensor's storage in its file. It has no other name."""
+    """The offset in the file at which `torch.load(map_location="meta")` found a tensor's storage."""
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
 
 
@@ -243,4 +244,4 @@ def raise_recompile_limit(limit: int) -> None:
 
 
 COMPILER_LOG = logging.getLogger("torch._dynamo.convert_frame")
-LIMIT_REACHED = "torch._dynamo hit config."  # begins the message of that logger, once a function is compiled no more
+LIMIT_REACHED = "torch._dynamo hit config."  # begins that logger's message when a function is not compiled any more

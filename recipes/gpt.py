@@ -1,7 +1,7 @@
 """A small decoder-only GPT: the model behind the quickstart and the `gpt` recipes.
 
-Owns the network and its first values. What it reads comes from `recipes/text.py`; how it is trained, spread over ranks
-and saved is the job's business: nothing here knows of devices or ranks.
+Only the network and its initialisation. `recipes/text.py` has the data. Training, sharding and saving are up to the
+job, so nothing here knows about devices or ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token and learned position embeddings, `layers` blocks, a final norm, and a head tied to the token embedding.
 
-    The head has no parameter of its own: it multiplies by the embedding matrix, so the tie survives a move off the meta
-    device and sharding, and a checkpoint holds the matrix once.
+    The head has no parameter of its own: it multiplies by the embedding matrix. So the tie survives sharding and a move
+    from the meta device, and a checkpoint contains the matrix once.
     """
 
     def __init__(self, vocab_size: int, context: int, layers: int, width: int, heads: int, dropout: float) -> None:
@@ -63,12 +63,12 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Give every parameter its first value, in place.
+        """Initialises every parameter, in place.
 
         Matrices are normal with GPT-2's deviation, 0.02 at width 768, times sqrt(768 / width): narrower layers need
-        larger weights for the same signal (128 wide, 0.02 itself ends a short run 0.2 nats higher). The two matrices of
-        a block that write into the residual stream are divided by sqrt(2 * layers), so that its variance does not grow
-        with depth. Biases are 0, norms 1.
+        larger weights for the same signal (at width 128, a short run with 0.02 ends 0.2 nats higher). The two matrices
+        of a block that write into the residual stream are divided by sqrt(2 * layers), so that its variance does not
+        grow with depth. Biases are 0, norms 1.
         """
         std = GPT2_STD * math.sqrt(GPT2_WIDTH / self.tokens.embedding_dim)
         residual_std = std / math.sqrt(2 * len(self.blocks))
@@ -82,14 +82,14 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
-        """Predict the token after each one.
+        """Predicts the token after each token.
 
         Args:
             inputs: int64 [B, T], T at most `context`.
             targets: int64 [B, T], `inputs` shifted left by one, or None.
 
         Returns:
-            `logits`, [B, T, V]; and with targets `loss`, a scalar: the mean cross entropy in fp32, in nats a token.
+            `logits`, [B, T, V]; and with targets `loss`, a scalar: the mean cross entropy in fp32, in nats per token.
 
         Raises:
             ValueError: T is larger than `context`.
@@ -113,7 +113,7 @@ def build(
     """A GPT with about 12 * layers * width^2 parameters, in fp32. The default is byte-level, with 0.84 million.
 
     Raises:
-        ValueError: a size is not positive, `width` is no multiple of `heads`, or `dropout` is outside [0, 1).
+        ValueError: a size below 1, a `width` that is not a multiple of `heads`, or a `dropout` outside [0, 1).
     """
     sizes = {"vocab_size": vocab_size, "context": context, "layers": layers, "width": width, "heads": heads}
     for name, size in sizes.items():

@@ -27,7 +27,7 @@ def read_pairs(
     or columns to take. Every tenth pair is validation, the others are train, "all" is the whole file.
 
     Raises:
-        DataError: no such file, another ending, a broken line (`file:line`), a missing column, or no pairs.
+        DataError: a missing file, an unknown ending, an invalid line (`file:line`), a missing column, or no pairs.
     """
     check_split(split)
     file = Path(path)

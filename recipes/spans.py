@@ -15,10 +15,10 @@ NOISE_DENSITY, MEAN_SPAN = 0.15, 3.0
 def corrupt_spans(
     tokens: Sequence[int], sentinels: Sequence[int], rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Remove about 15% of the tokens, in spans of 3 on average, as T5 does.
+    """Removes about 15% of the tokens, in spans of 3 on average, as T5 does.
 
-    The source has a sentinel in place of each span, the target has each sentinel followed by its span. Lengths are a
-    function of `len(tokens)` alone. Fewer than two tokens stay as they are.
+    The source has a sentinel in place of each span, the target has each sentinel followed by its span. The number
+    of removed tokens and of spans depends only on `len(tokens)`. Fewer than two tokens are returned unchanged.
     """
     if len(tokens) < 2:
         return list(tokens), []

@@ -1,8 +1,8 @@
 """T5: the model in its published sizes, and its data: span corruption, or the user's own pairs of texts.
 
-Owns the configurations, the examples and the batches. Texts come from `text.py` and `pairs.py`, ids from `tokens.py`,
-and what is left out of them from `spans.py`. Nothing is downloaded unless `pretrained` or `tokenizer` names
-something on the hub.
+Configurations, examples and batches. `text.py` and `pairs.py` read the texts, `tokens.py` turns them into ids, and
+`spans.py` chooses the removed spans. Nothing is downloaded unless `pretrained` or `tokenizer` names something on the
+hub.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def build(
 ) -> nn.Module:
     """A `transformers.T5ForConditionalGeneration`, in fp32.
 
-    It keeps no cache of past keys: that is for generation, and goes wrong where activations are computed twice.
+    It has no cache of past keys, which only generation needs, and which would break recomputed activations.
 
     Args:
-        size: one of `SIZES`, with new weights; not read when `pretrained` is given.
-        pretrained: a name on the hub, or a folder, to take configuration and weights from.
-        vocab_size: of new weights: 384 for `tiny` (the byte tokenizer's) and 32128 for the published sizes.
-        revision: the commit on the hub, 40 hex digits, to take `pretrained` from.
+        size: one of `SIZES`, with new weights. Ignored with `pretrained`.
+        pretrained: a name on the hub or a folder, with configuration and weights.
+        vocab_size: for new weights; by default 384 for `tiny` (bytes), and 32128 for the published sizes.
+        revision: the commit of `pretrained` on the hub, 40 hex digits.
 
     Raises:
         ValueError: unknown size, or `vocab_size` together with `pretrained`.
@@ -103,19 +103,19 @@ def build_dataset(
     """Examples for T5: `input_ids`, int64 [at most `max_source`], and `labels`, int64 [at most `max_target`].
 
     Args:
-        split: "train", "validation" or "all": of the files of the text, or of the pairs.
+        split: "train", "validation" or "all" of the text's files, or of the pairs.
         path: a `.jsonl` or `.csv` file of pairs; None for span corruption over Python's standard library.
-        max_samples: no more examples than this.
+        max_samples: at most this many examples.
         tokenizer: a name on the hub, or a folder; None for bytes.
-        max_source: ids of a source, the end marker among them; longer texts are cut.
+        max_source: most ids of a source, including the end marker; longer texts are truncated.
         max_target: the same for targets.
-        source: the key or column of the sources in `path`.
-        target: the key or column of the targets in `path`.
-        seed: of the spans that are left out.
+        source: the key or column of the source in `path`.
+        target: the key or column of the target in `path`.
+        seed: chooses the removed spans.
         revision: the commit on the hub, 40 hex digits, to take `tokenizer` from.
 
     Raises:
-        DataError: a file, a line, a column, the split or a limit is wrong, or nothing is left.
+        DataError: an invalid file, line, column, split or limit, or no examples.
     """
     for name, limit in (("max_source", max_source), ("max_target", max_target)):
         if limit < SHORTEST:
@@ -176,7 +176,7 @@ def _make_item(source: list[int], target: list[int], eos: int) -> dict[str, Tens
 
 
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad items to the longest of them: int64 `input_ids`, `attention_mask` (both [B, S]) and `labels` ([B, T]).
+    """Pads items to the longest of them: int64 `input_ids`, `attention_mask` (both [B, S]) and `labels` ([B, T]).
 
     Inputs are padded with 0, which the mask hides. Labels are padded with -100, which the loss ignores.
     """

@@ -1,7 +1,7 @@
-"""Real text that every machine has: the source code of Python's standard library, as bytes.
+"""Text that every machine has: the source code of Python's standard library, as bytes.
 
-Owns the byte dataset (it also reads a folder or file of the user's) and the callback that samples from a trained byte
-model. Nothing is downloaded. The text is that of the Python that runs: other versions give slightly other bytes.
+A byte dataset, which can also read a file or folder of your own, and a callback that samples from a trained byte model.
+Nothing is downloaded. Another version of Python gives slightly different bytes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SKIPPED_FOLDERS = frozenset(
 class ByteText(Dataset[dict[str, Tensor]]):
     """Windows of text, one byte a token: `inputs` and `targets`, int64 [context], the targets one byte ahead.
 
-    Windows do not overlap. Files are taken in the order of their relative paths, whole to one split: by a hash of that
-    path about one file in ten is validation. A single file is cut instead: its last tenth is validation.
+    Windows do not overlap. Files are read in the order of their relative paths. Each belongs to one split: a hash of
+    its path puts about one in ten into validation. Of a single file, the last tenth is validation.
 
     Args:
         split: "train", "validation", or "all" (for text that has a split of its own).
         context: bytes in a window.
-        max_bytes: read no more than this many bytes of the split.
-        path: a text file, or a folder of them; None for Python's standard library.
-        pattern: the names of the files to take from a folder.
+        max_bytes: at most this many bytes of the split.
+        path: a text file or a folder; None for Python's standard library.
+        pattern: which files of a folder to read.
 
     Raises:
-        DataError: unknown split, no such path, or too few bytes for one window.
+        DataError: unknown split, missing path, or less than one window of text.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ def check_split(split: str) -> None:
 
 
 def list_files(root: Path, pattern: str, split: str, skipped: frozenset[str]) -> list[str]:
-    """Posix paths, relative to `root`, of the files of a split: sorted, so the same wherever these files are.
+    """The files of a split as sorted posix paths relative to `root`, so that the order is the same on every machine.
 
-    `skipped` are names of folders to leave out, with all that is in them.
+    skipped: names of folders to leave out.
     """
     found = []
     for folder, folders, names in os.walk(root):
@@ -132,12 +132,12 @@ class SampleText(Callback):
     """At the end of a run, prints the trained model's continuation of `prompt`, sampled byte by byte.
 
     The model maps `inputs` (int64 [1, T]) to a dict with `logits` ([1, T, V], V at least 256) and has an attribute
-    `context`, its largest T. All ranks make the same calls, as sharded models need; the global generators stay as they
-    are.
+    `context`, its largest T. All ranks call the model together, as sharded models require. The global random
+    generators are not changed.
 
     Args:
-        prompt: the text to begin with, at least one byte.
-        length: bytes to add.
+        prompt: at least one byte.
+        length: bytes to sample.
         temperature: above 0; lower is more predictable.
         seed: of the sampling alone.
 
@@ -156,7 +156,7 @@ class SampleText(Callback):
         self.seed = seed
 
     def on_end(self, run: RunView) -> None:
-        """Sample in evaluation mode, and show the text."""
+        """Samples in evaluation mode, and shows the text."""
         module = run.engine.module
         was_training = module.training
         module.eval()

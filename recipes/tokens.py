@@ -49,7 +49,7 @@ class PretrainedTokenizer:
     """The tokenizer of a pretrained T5, from the hub (there at a commit, `revision`) or a folder.
 
     Raises:
-        DataError: it cannot be loaded.
+        DataError: the tokenizer cannot be loaded.
         TargetError: transformers is not installed.
     """
 

@@ -54,11 +54,11 @@ def build(width: int = 16, classes: int = 10) -> DigitsNet:
 class Digits(Dataset[dict[str, Tensor]]):
     """scikit-learn's digits: `images`, float32 [1, 8, 8] from 0 to 1, and `labels`, int64 scalars.
 
-    The first 80% are train, the last 20% validation: mostly other writers' hands.
+    The first 80% are train, the last 20% validation, mostly by other writers.
 
     Args:
         split: "train" or "validation".
-        max_samples: take no more than this many of the split.
+        max_samples: at most this many of the split.
 
     Raises:
         DataError: unknown split, or `max_samples` below 1.

@@ -1,6 +1,6 @@
-"""Installed as sitecustomize in every test process: there, `import deepspeed` imports `dsjob.deepspeed`.
+"""Makes `import deepspeed` import `dsjob.deepspeed` in every test process. It is installed there as sitecustomize.
 
-Names that it lacks become stubs: importing a stub works, and using it fails the test.
+Names that dsjob lacks become stubs. Importing a stub works, but using it fails the test.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class HarnessFinder(importlib.abc.MetaPathFinder):
 
 
 def fit_torch() -> None:
-    """Adapts test helpers: they use device numbers, which a CPU does not have, and compare parameters that are shards
-    here."""
+    """Adapts two kinds of test helpers: those that use device numbers, which a CPU does not have, and those that
+    compare parameters, which are shards in dsjob."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
@@ -183,10 +183,10 @@ def read_scaler(optimizer: Any) -> Scaler:
 
 
 def fit_harness(harness: Any) -> None:
-    """A failing rank reports its error and exits, so that nothing waits for the other ranks.
+    """Makes a failing rank report its error and exit, so that nothing waits for the other ranks.
 
-    Ranks are kept for the next test, as the harness itself does for some tests, until one of them fails: in a second
-    group of one process, torch may still use meshes of the first.
+    Ranks are reused by the next test until one fails, as the harness itself does for some tests. After a failure they
+    are new, because in a second process group, torch may still use meshes of the first.
     """
     import torch.distributed as dist
     from _pytest.outcomes import Skipped
