@@ -6,6 +6,7 @@ It calls nothing. The trust rules are those of `dsjob run`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from dsjob.contract.spec import METRIC_KEYS
 from dsjob.errors import DsjobError, Problem, TargetError
 from dsjob.launch.rank import add_import_folders
 from dsjob.trust.grant import Trust
-from dsjob.trust.signatures import find_misfits
+from dsjob.trust.signatures import find_misfits, find_role_misfits
 from dsjob.trust.targets import MAKERS, find_target
 
 # A function at these places is not called when it is built. Its arguments are bound (see `targets.build_callable`) and
@@ -69,5 +70,11 @@ def _check(path: Path, target: Mapping[str, Any], trust: Trust) -> Iterator[Prob
     joins = path[:1] == ("metrics",) and path[2:] == ("reduce",)
     kept = ".".join(map(str, path)) in _KEPT or joins or (is_metric and name not in MAKERS)
     partial = target.get("_partial_", kept and inspect.isroutine(function))
-    for misfit in find_misfits(name, function, positional, arguments, partial=bool(partial)):
+    misfits = find_misfits(name, function, positional, arguments, partial=bool(partial))
+    if not misfits and not inspect.isclass(function):
+        made = functools.partial(function, *[None] * positional, **dict.fromkeys(arguments)) if partial else None
+        misfits = find_role_misfits(name, ".".join(map(str, path)), made) if made is not None else []
+    elif not misfits and not partial:
+        misfits = find_role_misfits(name, ".".join(map(str, path)), function)
+    for misfit in misfits:
         yield Problem(misfit.message, (*path, misfit.argument or "_target_"), "target", misfit.hint)

@@ -23,6 +23,7 @@ from dsjob.front.check import Checked, check_composed, find_other_job
 from dsjob.front.refused import require_own
 from dsjob.run_folder import RESOLVED_NAME
 from dsjob.trust.grant import Trust
+from dsjob.trust.presence import find_absent
 from dsjob.trust.user import Flags, grant, place_origins, read_environment
 
 
@@ -119,18 +120,21 @@ def _check_composed(
 
 
 def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, *, deep: bool) -> list[Problem]:
-    """Problems of targets. By default: what a run without flags rejects, as warnings if a flag could allow it.
+    """Problems of targets. By default: what a run without flags rejects, as warnings if a flag or another machine
+    could allow it.
 
     `deep`: what a run with this trust rejects, and problems of the targets that it would import.
     """
     found = checked.untrusted
-    if not deep:
-        return [one if one.rule in NEVER_GRANTED else replace(one, severity="warning") for one in found]
-    from dsjob.front.deep import check_targets  # imports what runs need
-
     document = checked.resolved.document if checked.resolved else composed.document
     wrong = {problem.path for problem in checked.problems if problem.severity == "error"}
     known = wrong | {one.path for one in found}
+    if not deep:
+        found = [one if one.rule in NEVER_GRANTED else replace(one, severity="warning") for one in found]
+        absent = [one for one in find_absent(document, trust) if one.path not in known]
+        return found + place_origins(absent, composed)
+    from dsjob.front.deep import check_targets  # imports what runs need
+
     return found + place_origins(check_targets(document, trust, known), composed)
 
 

@@ -123,13 +123,27 @@ def build_engines(
     """Builds an engine around each model, moves the models to the device and shards them. A collective.
 
     `steps`: optimizer steps of the whole run, which set the length of schedules; None builds engines that do not
-    train: dsjob's own engines without optimizer and schedule. Raises UsageError, TargetError.
+    train: dsjob's own engines without optimizer and schedule. Raises UsageError, TargetError, and ContractError for a
+    model without anything to train.
     """
     engines = {}
     for name, model in models.items():
+        if steps is not None and is_trainable(job.document, name):
+            _require_parameters(model, ("models", name, "model") if job.spec.models else ("model",))
         with placing_section(job.document, name):
             engines[name] = build_job_engine(model, _settle(job.models[name], steps), world, trust=trust)
     return Engines(engines)
+
+
+def _require_parameters(model: nn.Module, where: Path) -> None:
+    """Raises ContractError for a model without anything to train, before its optimizer fails on an empty list."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    frozen = any(True for _ in model.parameters())
+    what = "requires_grad is False for all of its parameters" if frozen else "it has no parameters"
+    error = ContractError(f"the model {type(model).__name__} cannot be trained: {what}")
+    error.put_at((*where, "_target_"))
+    raise error
 
 
 def _settle(model: ResolvedModel, steps: int | None) -> ResolvedModel:

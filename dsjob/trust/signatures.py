@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
 
 from dsjob.contract.hints import suggest
+
+# The names of what the loop passes, by position, to the callables at these places.
+_PASSED = {
+    "loss": ("outputs", "batch"),
+    "trainer.step": ("engines", "batch"),
+    "trainer.eval_step": ("engines", "batch"),
+    "data.collate": ("samples",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +31,21 @@ class Misfit:
 
 
 def find_misfits(
-    name: str, function: Callable[..., Any], positional: int, keywords: Iterable[str], *, partial: bool = False
+    name: str,
+    function: Callable[..., Any],
+    positional: int,
+    keywords: Iterable[str],
+    *,
+    partial: bool = False,
+    unwrap: bool = True,
 ) -> list[Misfit]:
     """The problems with calling `function` with this number of positional arguments and these keywords.
 
     Empty if the function has no signature, as some built-ins. `partial`: missing arguments may be added later.
+    `unwrap`: judge a decorated function by the function that it wraps, which may take other arguments.
     """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function, follow_wrapped=unwrap).parameters.values())
     except (TypeError, ValueError):
         return []
     keywords = list(keywords)
@@ -39,7 +55,7 @@ def find_misfits(
     taken = [p.name for p in by_place[:positional]]
     found = []
     if positional > len(by_place) and Parameter.VAR_POSITIONAL not in kinds:
-        found.append(Misfit("", f"{name} takes {len(by_place)} positional arguments, not {positional}", too_many=True))
+        found.append(Misfit("", f"{name} takes {_count(len(by_place))}, not {positional}", too_many=True))
     for key in keywords:
         if key in by_name and key in taken:
             found.append(Misfit(key, f'{name} is given "{key}" twice: by position and by name', "keep one of the two"))
@@ -51,6 +67,30 @@ def find_misfits(
     missing = [n for n in dict.fromkeys(needed) if n not in (*taken, *keywords)]
     hints = " ".join(misfit.hint for misfit in found)
     return found + [Misfit("", f'{name} needs the argument "{n}"') for n in missing if f'mean "{n}"' not in hints]
+
+
+def find_role_misfits(name: str, role: str, made: Any) -> list[Misfit]:
+    """The problems with how the loop calls `made`, the callable of the target `name` at `role`. Empty for other roles.
+
+    If `made` is a class, its instances are called.
+    """
+    if role not in _PASSED:
+        return []
+    if inspect.isclass(made):
+        function = vars(made).get("forward") or vars(made).get("__call__")
+        if not inspect.isfunction(function):  # inherited: the class may replace what calls it
+            return []
+        called: Any = functools.partial(function, None)  # `self`
+    else:
+        plain = inspect.isroutine(made) or isinstance(made, functools.partial)
+        called = made if plain else getattr(made, "forward", made)  # a torch.nn.Module's own __call__ takes anything
+    hint = f"{role} is called with ({', '.join(_PASSED[role])})"
+    found = find_misfits(name, called, len(_PASSED[role]), (), unwrap=False)
+    return [replace(misfit, hint=hint) for misfit in found]
+
+
+def _count(arguments: int) -> str:
+    return f"{arguments} positional argument{'s' if arguments != 1 else ''}"
 
 
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:

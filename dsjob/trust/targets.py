@@ -30,7 +30,8 @@ from dsjob.trust.exits import refuse_exits
 from dsjob.trust.frames import describe_failure, put_at
 from dsjob.trust.grant import Trust
 from dsjob.trust.hub import check_models
-from dsjob.trust.signatures import find_misfits, takes_keyword
+from dsjob.trust.presence import explain_no_module
+from dsjob.trust.signatures import find_misfits, find_role_misfits, takes_keyword
 
 T = TypeVar("T")
 MAKERS = ("evaluate.load",)  # factory functions: called once, and the loop calls their result
@@ -118,12 +119,16 @@ def build_callable(
     """The callable that the loop uses as `role`: an instance of a class, or a function with bound arguments.
 
     `_partial_` overrides this: false calls a function that returns the callable, true binds the arguments of a class.
-    Raises TargetError if the result is not callable.
+    Raises TargetError if the result is not callable, or not with what the loop passes.
     """
     where = where or tuple(role.split(".", 1))
     made: Any = build_object(target, trust, where)
     if not callable(made):
         error = TargetError(f"{role}: {target.path} returned {type(made).__name__}, which cannot be called")
+        error.put_at((*where, "_target_"))
+        raise error
+    for misfit in find_role_misfits(target.path, role, made):
+        error = TargetError(misfit.message, hint=misfit.hint)
         error.put_at((*where, "_target_"))
         raise error
     built: Callable[..., Any] = made
@@ -197,10 +202,8 @@ def find_target(path: str, trust: Trust = Trust()) -> Callable[..., Any]:  # noq
     if len(parts) == 1 or trusting.find_top(parts[0], trust.folders) is None:
         if rejected := trusting.explain_rejected(path, trust):
             raise TargetError(f"cannot import {path}: {rejected}", hint=trusting.hint(path, trust))
-        found = [module.name for module in pkgutil.iter_modules([*trust.folders])]
-        advice = "modules in the current folder or beside the job file can be named; an installed package with --trust"
-        hint = "; ".join(filter(None, (suggest(parts[0], found), advice)))
-        raise TargetError(f"cannot import {path}: there is no module {parts[0]!r}", hint=hint)
+        message, hint = explain_no_module(parts[0], trust)
+        raise TargetError(f"cannot import {path}: {message}", hint=hint)
     module, length = _import(path, parts[0]), 1
     while length < len(parts) - 1 and hasattr(module, "__path__"):
         name = ".".join(parts[: length + 1])

@@ -23,6 +23,11 @@ CASES = [
     (["model._target_=nowhere.build"], 2, ["there is no module 'nowhere'"]),
     (["model._target_=my_model.biuld"], 2, ["my_model has no 'biuld'", 'did you mean "build"?']),
     (["model._target_=my_model.not_a_model"], 1, ["returned int, not a torch.nn.Module"]),
+    (
+        ["model._target_=torch.nn.Identity"],
+        1,
+        ["model: the model Identity cannot be trained", "no parameters"],
+    ),
     (["model._target_=my_model.NoLoss"], 1, ["has no loss: it is a dict of logits", "loss._target_"]),
     (["model._target_=my_model.Nan"], 1, ["the loss became nan in step 1", "optimizer.params.lr"]),
     (["model._target_=my_model.Crash"], 1, ["ValueError: shapes do not fit", "my_model.py:", "--debug"]),

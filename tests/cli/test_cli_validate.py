@@ -18,6 +18,7 @@ from dsjob.contract.schema import job_schema
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write("mine.py", "def build(): ...\n\n\nclass Data: ...\n")
 
 
 @pytest.fixture
@@ -61,7 +62,11 @@ def test_a_good_json_document_is_ok(validate: Any) -> None:
 
 
 def test_a_document_may_be_given_by_url(validate: Any, tmp_path: Path) -> None:
-    write("job.yaml", GOOD_YAML)
+    # A URL's document may not name local modules.
+    text = GOOD_YAML.replace("mine.build", "dsjob.recipes.gpt.build").replace(
+        "mine.Data", "dsjob.recipes.text.ByteText"
+    )
+    write("job.yaml", text)
     url = f"file://{tmp_path}/job.yaml"
     assert validate(url) == (0, [f"{url}: ok"], [])
 
@@ -358,7 +363,7 @@ def test_a_document_from_a_url_has_its_deepspeed_file_read_by_nobody(validate: A
         storage.write_bytes("memory://jobs/job.yaml", (GOOD_YAML + f"deepspeed: {name}\n").encode())
         code, out, _ = validate("memory://jobs/job.yaml")
         assert code == 0
-        assert f"warning[not-read]: deepspeed: {name} is not read here" in out[0]
+        assert f"warning[not-read]: deepspeed: {name} is not read here" in "\n".join(out)
 
 
 # ---- bare DeepSpeed configs; the documents are those of the Hugging Face Trainer's own page

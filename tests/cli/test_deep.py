@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from jobs import dsjob, make_job
 
 MODULE = """
@@ -156,3 +157,48 @@ def test_data_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("dsjob: error: cfg.json:7:7: data.train: TypeError: "), done.stderr
     assert f"({tmp_path}/my_model.py:" in done.stderr
+
+
+ROLES = """
+import torch
+
+class Module(torch.nn.Module):
+    def forward(self, outputs): ...
+
+class Callable:
+    def __call__(self, outputs, batch, scale): ...
+
+class Sound:
+    def __call__(self, outputs, batch, scale=1): ...
+
+def four(outputs, batch, scale, more): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("{_target_: roles.Module}", "roles.Module takes 1 positional argument, not 2"),
+        ("{_target_: roles.Callable}", 'roles.Callable needs the argument "scale"'),
+        ("{_target_: roles.four, more: 1}", 'roles.four needs the argument "scale"'),
+    ],
+)
+def test_a_loss_that_cannot_be_called_is_refused_at_its_place_by_validate_and_run(
+    job: Path, target: str, told: str
+) -> None:
+    (job / "roles.py").write_text(ROLES)
+    (job / "cfg.yaml").write_text(SOUND.replace("{_target_: deep_module.loss, weight: 2}", target))
+    done = dsjob("validate", "--deep", "cfg.yaml", cwd=job)
+    assert f"cfg.yaml:5:8: error[target]: loss._target_: {told}; loss is called with (outputs, batch)" in done.stderr
+    make_job(job, loss=yaml.safe_load(target))
+    done = dsjob("cfg.json", cwd=job)
+    assert done.returncode == 2
+    assert f"loss._target_: {told}" in done.stderr
+    assert "cfg.json:" in done.stderr
+
+
+def test_a_loss_that_can_be_called_is_ok(job: Path) -> None:
+    (job / "roles.py").write_text(ROLES)
+    for target in ("{_target_: roles.Sound}", "{_target_: roles.four, scale: 1, more: 2}"):
+        (job / "cfg.yaml").write_text(SOUND.replace("{_target_: deep_module.loss, weight: 2}", target))
+        assert dsjob("validate", "--deep", "cfg.yaml", cwd=job).stdout == "cfg.yaml: ok\n"

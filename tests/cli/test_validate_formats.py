@@ -24,6 +24,7 @@ KEYS = ["file", "line", "column", "severity", "rule", "path", "message", "hint"]
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def build(): ...\n\n\nclass Data: ...\n")
     write_json(Path("good.json"), make_job())
     write_json(Path("warned.json"), WARNED)
     write_json(Path("bad.json"), make_job(traner={}, trainer={"micro_batch": 0, "max_steps": 1}))

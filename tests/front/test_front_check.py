@@ -21,7 +21,7 @@ WRONG: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("raise SystemError('imported')")
+    (tmp_path / "mine.py").write_text("raise SystemError('imported')\nData = None\n")
     monkeypatch.chdir(tmp_path)
 
 

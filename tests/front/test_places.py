@@ -122,7 +122,7 @@ def find_problem(**given: Any) -> str:
             "_t",
             "model._target_: cannot import Nte: places_module has no 'Nte'; did you mean \"Net\"?",
         ),
-        ("hidden: 2", "_args_: [1, 2]", "_args_", "model._args_: Net takes 1 positional arguments, not 2"),
+        ("hidden: 2", "_args_: [1, 2]", "_args_", "model._args_: Net takes 1 positional argument, not 2"),
         ("length", "Lengt", "Lengt", 'data.train.Lengt: Data has no argument "Lengt"; did you mean "length"?'),
         (
             "eval: {_target_: places_module.Data, length",

@@ -104,7 +104,7 @@ def test_a_path_leads_through_packages_modules_and_classes(path: str, name: str)
     ("path", "message", "hint"),
     [
         ("zzz_none.build", "there is no module 'zzz_none'", "modules in the current folder"),
-        ("targets_pgk.build", "there is no module 'targets_pgk'", 'did you mean "targets_pkg"?; modules in the'),
+        ("targets_pgk.build", "there is no module 'targets_pgk'", 'did you mean "targets_pkg"?'),
         ("targets_pkg.prats.build", "targets_pkg has no 'prats'", 'did you mean "parts"?'),
         ("targets_pkg.parts.biuld", "targets_pkg.parts has no 'biuld'", 'did you mean "build"?'),
         ("targets_pkg.parts.Owner.mkae", "targets_pkg.parts.Owner has no 'mkae'", 'did you mean "make"?'),

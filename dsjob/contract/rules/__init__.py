@@ -41,6 +41,8 @@ _SHAPE = {
     "tag": "A document is plain data. YAML tags ask the reader to create other kinds of objects.",
     "untrusted-target": "A _target_ is imported and called. One that is neither on dsjob's list nor in the user's own "
     "modules needs --trust.",
+    "not-found": "A run on this machine could not import the _target_. Nothing was imported to find that out; another "
+    "machine may have the module.",
     "environment": "A document could send any environment variable anywhere, and its value would be saved and shown. "
     "Therefore only arguments of targets may read variables, except for a few harmless ones that may be used anywhere.",
     "target": "The _target_ cannot be imported, or does not accept the arguments that the document gives it.",
