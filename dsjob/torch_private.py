@@ -131,6 +131,24 @@ def name_of(parameter: Any) -> str | None:
     return cast("str | None", parameter._param_fqn)
 
 
+def list_owners(unit: FSDPModule) -> list[nn.Module]:
+    """The modules that have the parameters that `unit` itself has sharded, each once."""
+    infos = [parameter._module_info for parameter in list_sharded(unit)]
+    owners = [owner for info in infos for owner in (info.module, *info.shared_modules)]
+    return list(dict.fromkeys(owners))
+
+
+def is_gathered(unit: FSDPModule) -> bool:
+    """Whether the parameters of a unit are whole on this rank. `unshard` would find out, but not in a microsecond."""
+    return all(group.is_unsharded for group in _list_groups(unit))
+
+
+def begin_calls(unit: FSDPModule) -> None:
+    """Makes a unit the one whose calls begin a forward pass: else the first to be called is, whatever is inside."""
+    state: Any = unit._get_fsdp_state()
+    state._lazy_init()
+
+
 def _list_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     # A list of groups since torch 2.13; before, one group or None.

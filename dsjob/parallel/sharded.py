@@ -35,6 +35,7 @@ from dsjob.optim.shards import local
 from dsjob.parallel.gloo import exchange_directly
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.pairs import HOST
+from dsjob.parallel.partial_calls import allow_partial_calls
 from dsjob.parallel.presharded import announce, is_unshardable, lay_aside, make_whole, require_shards, write_back
 from dsjob.parallel.statistics import keep_statistics_wide
 from dsjob.parallel.strategy import Strategy, align, broadcast, mark_safe, widen
@@ -81,7 +82,7 @@ class Sharded(Strategy):
         }
         if precision.compute != torch.float32:
             keep_statistics_wide(model)
-        _shard(model, zero, precision, options)
+        allow_partial_calls(model, _shard(model, zero, precision, options))
         write_back(model, placed, HOST if keep_off else world.device)
         self.module = model
         if world.device.type == "cpu":
@@ -243,15 +244,19 @@ class Sharded(Strategy):
         return {name: self.masters.get(name, parameter).data for name, parameter in self._all.items()}
 
 
-def _shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str, Any]) -> None:
-    """Shards `model` in place: its fp32 modules and its blocks as units of their own, then the rest as one unit."""
+def _shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str, Any]) -> list[nn.Module]:
+    """Shards `model` in place: its fp32 modules and its blocks as units of their own, then the rest as one unit.
+
+    Returns its blocks, also those that are too small for units of their own.
+    """
     # param_dtype: of the gathered copies. reduce_dtype: of gradients between ranks. Shards keep their own dtype,
     # usually fp32, and the gradients that they receive have it too.
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     # Inner units first, the root last: fully_shard takes the parameters that no unit inside has taken.
     for safe in mark_safe(model, precision):
         _shard_safe(safe, options, precision.autocast)
-    blocks = [b for b in find_blocks(model) if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
+    found = find_blocks(model)
+    blocks = [b for b in found if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
     for block in blocks:
         if not isinstance(block, FSDPModule):
             fully_shard(block, mp_policy=policy, **options)
@@ -260,6 +265,7 @@ def _shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str
     # Parameters outside the blocks are used at both ends of the model. Freeing them in between would gather them
     # twice.
     fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
+    return found
 
 
 def _shard_safe(module: nn.Module, options: dict[str, Any], dtype: torch.dtype | None) -> None:
