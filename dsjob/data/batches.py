@@ -16,6 +16,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with all its tensors (in mappings, lists, tuples, dataclasses) on `device`. The host does not wait for
     the copies."""
     if isinstance(batch, Tensor):
+        # This overlaps with computation only if the batch is in pinned memory (`data.pin_memory`).
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}

@@ -204,6 +204,7 @@ def build_engine(
     masters = strategy.masters
     over = list(masters.values()) if groups is None else _find_groups(groups, masters)
     built: Optimizer | None = None
+    # In order of precedence: an object, a function, the config.
     if isinstance(optimizer, Optimizer):
         built = _move_optimizer(optimizer, names, masters)
     elif optimizer is not None:

@@ -56,6 +56,7 @@ class Rhythm:
         """Whether this micro step ends with an optimizer step."""
         if not self.managed:
             return self.stepping
+        # Not ==, since `set_train_batch` may have lowered the accumulation in the middle of a step.
         return self.done + 1 >= self.accumulation if self.forced is None else self.forced
 
     def require_managed(self, call: str) -> None:

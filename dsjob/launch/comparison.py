@@ -112,6 +112,7 @@ def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> 
 def _run_side(engine: str, document: Mapping[str, Any], run_dir: str, trust: Trust, debug: bool) -> None:
     granted = replace(trust, prefixes=(*trust.prefixes, f"{__name__}.Gauge"))
     arguments = (document, run_dir, granted.to_text(), debug, os.getpid(), os.environ.get(_SAFE_PATH))
+    # A new process for each side, so that one side's imports and peak memory do not affect the other's.
     process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
     outer = os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"  # like -P for a rank: modules in the current folder cannot shadow Python's own
@@ -208,6 +209,7 @@ def _read_peak(run: RunView) -> int:
     if world.device.type == "cuda":
         own = torch.cuda.max_memory_allocated(world.device)
     else:
+        # ru_maxrss is in bytes on macOS, in KiB on Linux.
         unit = 1 if sys.platform == "darwin" else 1024
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     peak = torch.tensor(own, device=world.device)

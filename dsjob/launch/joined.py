@@ -58,6 +58,7 @@ def join(
     if world.everyone.size == 1:
         return _run(job, world, trust, check_folder, run_dir)
     position.begin()
+    # dsjob did not start these ranks, so they share no private folder, but they share the rendezvous store.
     board = StoreBoard(get_store(), world.everyone.rank, world.everyone.size)
     watchdog = Watchdog(board, rank=world.everyone.rank, timeout=options.timeout)
     try:

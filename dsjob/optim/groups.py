@@ -36,6 +36,7 @@ def split_groups(
         taken = {own for own, _ in chosen}
         rest = [pair for pair in rest if pair[0] not in taken]
         groups.append({**list_overrides(rule), "name": name, "params": [parameter for _, parameter in chosen]})
+    # No first group if rules select every parameter.
     return [*([{"params": [parameter for _, parameter in rest]}] if rest else []), *groups]
 
 

@@ -74,6 +74,7 @@ def _build(method: Method, groups: list[Any], trust: Trust, names: Mapping[int, 
 
 
 def _build_adam(groups: list[Any], params: Mapping[str, Any], *, decoupled: bool) -> Optimizer:
+    # torch's Adam always corrects the bias. Otherwise prefer it, since it can use a fused kernel.
     if not params["bias_correction"]:
         kept = {key: params[key] for key in ("lr", "bias_correction", "eps", "weight_decay", "amsgrad")}
         return DeepSpeedAdam(groups, betas=tuple(params["betas"]), adam_w_mode=decoupled, **kept)
@@ -118,6 +119,7 @@ def _compressing(
 def _muon(groups: list[Any], params: Mapping[str, Any], names: Mapping[int, str]) -> Optimizer:
     arguments = {key: params[key] for key in ("momentum", "ns_method", "eps", "weight_decay")}
     for ours, theirs in (("lr", "muon_lr"), ("adam_lr", "adam_lr")):
+        # `lr` is the default for both rates.
         if theirs in params or "lr" in params:
             arguments[ours] = params.get(theirs, params.get("lr"))
     return MuonWithAuxAdam(split_matrices(groups, names), betas=tuple(params["betas"]), **arguments)

@@ -82,6 +82,7 @@ class CosineWithMinLR(Cosine):
         min_lr_rate: float | None = None,
     ) -> None:
         if min_lr is not None and min_lr_rate is None:
+            # As in transformers: relative to the optimizer's default rate, even if groups have rates of their own.
             min_lr_rate = min_lr / optimizer.defaults["lr"]
         elif min_lr is not None or min_lr_rate is None:
             raise ValueError("give either min_lr or min_lr_rate")

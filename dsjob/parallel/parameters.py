@@ -59,6 +59,7 @@ class Owned(NamedTuple):
         master = self.master
         if master is None or master.grad is not None:
             return master
+        # The engine's `step` moves gradients from the model's copies to the masters (`finish_gradients`).
         shown = dict(self.owner.strategy.module.named_parameters()).get(self.name)
         return shown if shown is not None and shown.grad is not None else master
 
@@ -71,6 +72,7 @@ class Owned(NamedTuple):
         return value if isinstance(value, Tensor) else None
 
 
+# For each engine: (name, tensor) by id(tensor). Keeping the tensor keeps its id from being reused.
 _known: WeakKeyDictionary[Owner, dict[int, tuple[str, Tensor]]] = WeakKeyDictionary()
 
 
@@ -88,6 +90,7 @@ def find_owned(parameter: Tensor) -> Owned | None:
     """The engine and name of a parameter; None if it belongs to no engine."""
     for owner, by_id in list(_known.items()):
         name, found = by_id.get(id(parameter), ("", None))
+        # Unknown so far, or replaced since: list the engine's tensors again.
         if found is not parameter:
             by_id.update({id(tensor): (name, tensor) for name, tensor in owner.strategy.shown()})
             name, found = by_id.get(id(parameter), ("", None))

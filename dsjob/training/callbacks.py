@@ -129,4 +129,5 @@ class MetricsFile(Callback):
             self._file = io.TextIOWrapper(open_append(path), encoding="utf-8")  # open for the rest of the run
         if self._file is not None:
             self._file.write(json.dumps(mask_texts(drop_non_finite(record))) + "\n")
+            # So that the line survives a kill, and other programs can follow the file.
             self._file.flush()

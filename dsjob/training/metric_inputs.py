@@ -39,6 +39,7 @@ class Inputs:
             given = {key: self._follow(key, path, seen) for key, path in self._paths.items()}
         else:
             given = {name: _KNOWN[name](self._name, seen) for name in self._names or ("outputs", "batch")}
+        # Metrics may keep their inputs, and with a graph, these would keep all activations of a batch in memory.
         detached: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, given)
         return detached
 
@@ -132,6 +133,7 @@ _KNOWN: dict[str, Callable[[str, Seen], Any]] = {
 def _read_names(name: str, takes: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(takes).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    # Arguments with defaults are options. The exceptions are those of `add_batch` in Hugging Face's evaluate.
     wanted = [p.name for p in named if p.default is p.empty or p.name in ("predictions", "references")]
     unknown = [each for each in wanted if each not in _KNOWN]
     if unknown or (named and not wanted):

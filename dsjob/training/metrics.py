@@ -296,6 +296,7 @@ class Joined:
         ]
 
     def conclude(self, parts: list[list[tuple[int, dict[str, Any]]]]) -> Any:
+        # Rank 0 computes the result on its own metric object, with the states of all ranks in place of its own.
         own = [{name: getattr(holder, name) for name in holder._defaults} for holder in self._holders]
         for number, holder in enumerate(self._holders):
             fed = [part[number] for part in parts if part[number][0]]  # skip ranks that had no batch

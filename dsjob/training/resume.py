@@ -47,6 +47,7 @@ def resume(run: Run, job: ResolvedJob) -> Loaded | None:
     own = True
     if tag is not None or ("/" in policy and not tags):
         own = on_rank_0(run.engine.world.everyone, lambda: _is_own(policy if tag is None else checkpointer.url, tag))
+    # From here on, older runs of this job can no longer commit.
     checkpointer.open()
     tags = checkpointer.tags()  # list again: an older run may have committed more before it was fenced
     if tag is None and not tags:
@@ -56,6 +57,7 @@ def resume(run: Run, job: ResolvedJob) -> Loaded | None:
     seed = run.spec.trainer.seed
     loaded = checkpointer.load(run.savable, tag=tag, seed=seed) if tag else _load_newest(run, tags)
     _follow_changes(run, loaded, job)
+    # A run that went back must not resume from the newer checkpoints later.
     if tag is not None and tags and tags[0] != loaded.tag:
         checkpointer.set_aside(newer_than=loaded.step)
     if run.spec.checkpoint.best is not None:
@@ -76,6 +78,7 @@ def _load_newest(run: Run, tags: list[str]) -> Loaded:
     """Loads the newest checkpoint, or with `on_corrupt: previous`, the newest undamaged one."""
     damaged: list[str] = []
     first: CorruptCheckpointError | None = None
+    # Newest first.
     for tag in tags:
         try:
             loaded = run.checkpointer.load(run.savable, tag=tag, seed=run.spec.trainer.seed)

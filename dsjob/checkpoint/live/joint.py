@@ -52,6 +52,7 @@ class JointState:
 
     def role(self, name: str) -> str:
         """See TrainingState."""
+        # model.student.layer.weight: the tensor model.layer.weight of the engine `student`.
         kind, owner, rest = name.split(".", 2)
         return self._states[owner].role(f"{kind}.{rest}")
 

@@ -50,6 +50,7 @@ class PreparedSave:
             files[record["file"]] = {"size": record["size"]}
         plain = {"state": self.values, **({"job": job} if job is not None else {})}
         places = {name: storage.join(self.url, f"{name}.json") for name in plain}
+        # Encode both first: a value beyond the limits of readers then fails before either file is written.
         texts = {name: encode_file(value, places[name], layout.MAX_MANIFEST) for name, value in plain.items()}
         for name, text in texts.items():
             storage.write_bytes(places[name], text)

@@ -43,6 +43,7 @@ class CudaRNGStatesTracker:
             raise UsageError(f"another random state has the seed {seed}", hint="give each state a different seed")
         if name in self.states_:
             raise UsageError(f"random state {name} exists already", hint="reset() removes all states")
+        # There is only one generator, so seed it, keep that state, and restore its own.
         before = read_state()
         seed_generator(seed)
         self.seeds_.add(seed)
@@ -63,6 +64,7 @@ class CudaRNGStatesTracker:
         try:
             yield
         finally:
+            # The next `fork` continues from here.
             self.states_[name] = read_state()
             write_state(before)
 

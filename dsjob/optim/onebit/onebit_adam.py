@@ -46,6 +46,7 @@ class OneBitAdam(CompressingOptimizer):
                 average.copy_(mean)
         else:
             for parameter in parameters:
+                # Present only in a state from after the freeze, if the document has raised `freeze_step` since.
                 self.state[parameter].pop("variance_step", None)
             move_averages([self.state[parameter] for parameter in parameters], parameters, group["betas"])
         for parameter in parameters:

@@ -65,6 +65,7 @@ class OneBitLamb(CompressingOptimizer, Lamb):
             return
         if any("scaling" not in self.state[parameter] for parameter in parameters):
             self._freeze(parameters)
+        # `_move_frozen` derives the mean gradient from the change of the momentum.
         before = [self.state[parameter]["exp_avg"].clone() for parameter in parameters]
         scaled = [self.move_average(p, group).mul_(self.state[p]["scaling"]) for p in parameters]
         means = self.average(scaled, parameters, group, one_scale=True)
