@@ -11,7 +11,6 @@ from typing import Any
 from dsjob.checkpoint.format import zero_to_fp32 as plain
 from dsjob.checkpoint.format.rounding import DTYPES
 from dsjob.checkpoint.offline import convert as conversion
-from dsjob.checkpoint.pretrained.folder import Pretrained
 from dsjob.cli.bar import show_progress
 from dsjob.cli.flags import make_parser
 from dsjob.errors import UsageError
@@ -36,8 +35,13 @@ def main(arguments: list[str], debug: bool) -> int:
             form=args.format,
             max_shard_size=args.max_shard_size,
             overwrite=args.overwrite,
-            names=conversion.Names(args.strip, args.prefix, args.exclude_frozen),
-            pretrained=Pretrained(args.tokenizer, args.merge, args.adapter, args.adapter_config) if hf else None,
+            strip=args.strip,
+            prefix=args.prefix,
+            exclude_frozen=args.exclude_frozen,
+            tokenizer=args.tokenizer,
+            merge=args.merge,
+            adapter=args.adapter,
+            adapter_config=args.adapter_config,
             zero_stage=args.zero_stage,
             world_size=args.world_size,
             progress=progress,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,13 +30,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 _Url = str | os.PathLike[str]
-_WEIGHTS = ("fp32", "bf16", "fp16", "hf")
-_FORMS = {  # what each argument of `convert` is for
+_PLAIN = ("fp32", "bf16", "fp16")
+_WEIGHTS = (*_PLAIN, "hf")
+_FORMS = {  # the values of `to` that each argument of `convert` is for
     "dtype": ("hf", "deepspeed"),
     "model": _WEIGHTS,
+    "strip": _PLAIN,
+    "prefix": _PLAIN,
+    "exclude_frozen": _WEIGHTS,
     "form": _WEIGHTS,
-    "names": _WEIGHTS,
-    "pretrained": ("hf",),
+    "tokenizer": ("hf",),
+    "merge": ("hf",),
+    "adapter": ("hf",),
+    "adapter_config": ("hf",),
     "zero_stage": ("deepspeed",),
     "world_size": ("deepspeed",),
 }
@@ -50,11 +56,16 @@ def convert(
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     tag: str | None = None,
     model: str | None = None,
+    strip: str = "",
+    prefix: str = "",
+    exclude_frozen: bool = False,
     form: Literal["safetensors", "torch", ""] = "",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-    names: conversion.Names = conversion.Names(),  # noqa: B008 (frozen)
-    pretrained: Pretrained | None = None,
+    tokenizer: _Url | None = None,
+    merge: bool = False,
+    adapter: str | None = None,
+    adapter_config: _Url | None = None,
     zero_stage: Literal[1, 2, 3] | None = None,
     world_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -67,36 +78,40 @@ def convert(
     folder.
     to: the dtype of the weights, or "hf" or "deepspeed". dtype: with "hf", the dtype of the weights (default: fp32);
     with "deepspeed", that of the run that resumes (default: the job's). tag: the checkpoint to convert (default: the
-    newest). model: one of the job's models (default: all). form, max_shard_size, overwrite, names: as the flags of
-    `dsjob convert`. zero_stage, world_size: with "deepspeed", the ZeRO stage and the number of ranks of the run that
-    resumes; these files have no sha256. progress: called with the bytes written and the total bytes, except with
-    "deepspeed".
+    newest). model: one of the job's models (default: all).
+    strip, prefix: texts to remove from the start of names, and then to add. exclude_frozen: leave out parameters that
+    were not trained. form: the format of the files in a folder (default: safetensors). max_shard_size: of a file, in
+    bytes or as "5GB". overwrite: replace earlier output of the same kind.
+    tokenizer, merge, adapter, adapter_config: with "hf", a folder with a tokenizer's files (default: the job's
+    tokenizer), whether to merge a LoRA adapter into the weights, which of several adapters to write, and an
+    adapter_config.json for checkpoints without one.
+    zero_stage, world_size: with "deepspeed", the ZeRO stage and the number of ranks of the run that resumes; these
+    files have no sha256. progress: called with the bytes written and the total bytes, except with "deepspeed".
 
     Raises UsageError, NoCheckpointError, CorruptCheckpointError, StorageError.
     """
-    source, target = os.fspath(checkpoint), os.fspath(out) if out is not None else None
-    chosen = {"model": model, "form": form, "names": names != conversion.Names(), "pretrained": pretrained}
-    _require_fitting(to, dtype=dtype, zero_stage=zero_stage, world_size=world_size, **chosen)
+    _require_fitting(to, locals())
+    source, target = os.fspath(checkpoint), _to_text(out)
     if to == "deepspeed":
         return _write_deepspeed(source, target, zero_stage, world_size, dtype=dtype, tag=tag, overwrite=overwrite)
-    if to == "hf" and target is None:
-        raise UsageError('to="hf" needs an output folder', hint='convert(checkpoint, "model", to="hf")')
-    if to == "hf" and (names.strip or names.prefix):
-        raise UsageError('to="hf" keeps the names that transformers expects', hint="leave out strip and prefix")
-    size = conversion.parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    pretrained = Pretrained(_to_text(tokenizer), merge, adapter, _to_text(adapter_config))
     return conversion.convert(
         source,
         target,
         to=(dtype or "fp32") if to == "hf" else to,
         tag=tag,
         model=model,
-        max_shard_size=size,
+        max_shard_size=conversion.parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size,
         overwrite=overwrite,
         form=form,
-        names=names,
-        pretrained=(pretrained or Pretrained()) if to == "hf" else None,
+        names=conversion.Names(strip, prefix, exclude_frozen),
+        pretrained=pretrained if to == "hf" else None,
         progress=progress,
     )
+
+
+def _to_text(url: _Url | None) -> str | None:
+    return None if url is None else os.fspath(url)
 
 
 def _write_deepspeed(
@@ -120,13 +135,15 @@ def _write_deepspeed(
     return [Written(path, os.path.getsize(path), sha256="", tensors=0) for path in paths]
 
 
-def _require_fitting(to: str, **given: Any) -> None:
-    """Raises UsageError for an unknown `to`, or an argument that has no effect with it."""
+def _require_fitting(to: str, given: Mapping[str, Any]) -> None:
+    """Raises UsageError for an unknown `to`, or for one of convert's arguments that has no effect with it."""
     if to not in (*_WEIGHTS, "deepspeed"):
         raise UsageError(f'to="{to}" is not supported', hint=f"use {', '.join(_WEIGHTS)} or deepspeed")
-    for name, value in given.items():
-        if value and to not in _FORMS[name]:
-            forms = " or ".join(f'to="{form}"' for form in _FORMS[name])
+    if to == "hf" and given["out"] is None:
+        raise UsageError('to="hf" needs an output folder', hint='convert(checkpoint, "model", to="hf")')
+    for name, fitting in _FORMS.items():
+        if given[name] and to not in fitting:
+            forms = " or ".join(f'to="{form}"' for form in fitting)
             raise UsageError(f'{name} has no effect with to="{to}"', hint=f"leave it out; it is for {forms}")
 
 

@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 
 import dsjob
 from dsjob import errors
-from dsjob.checkpoint.offline.convert import Names
-from dsjob.checkpoint.pretrained.folder import Pretrained
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +46,11 @@ def test_weights_are_converted_and_loaded(folder: Path, tmp_path: Path) -> None:
     assert not torch.equal(older["head.weight"], weights["head.weight"])
     checkpoint = max((folder / "run" / "checkpoints").glob("step-00000002-a*"))
     assert torch.equal(dsjob.load_model(checkpoint).state_dict()["head.weight"], weights["head.weight"])
+
+
+def test_names_of_weights_are_changed(folder: Path, tmp_path: Path) -> None:
+    (written,) = dsjob.convert("run", tmp_path / "weights.safetensors", strip="head.", prefix="net.")
+    assert {"net.weight", "net.blocks.0.fc.weight"} <= load_file(written.path).keys()
 
 
 def test_a_checkpoint_from_elsewhere_imports_only_what_is_trusted(folder: Path, tmp_path: Path) -> None:
@@ -100,8 +103,9 @@ def test_a_checkpoint_is_written_for_deepspeed(folder: Path, tmp_path: Path) -> 
         ({"to": "bf16", "world_size": 2}, "world_size has no effect"),
         ({"to": "bf16", "dtype": "fp16"}, "dtype has no effect"),
         ({"to": "bf16", "dtype": "fp32"}, 'leave it out; it is for to="hf" or to="deepspeed"'),
-        ({"to": "fp32", "pretrained": Pretrained()}, "pretrained has no effect"),
-        ({"to": "hf", "out": "model", "names": Names(prefix="a.")}, "keeps the names"),
+        ({"to": "fp32", "merge": True}, 'merge has no effect with to="fp32"'),
+        ({"to": "fp32", "tokenizer": "words"}, 'leave it out; it is for to="hf"'),
+        ({"to": "hf", "out": "model", "prefix": "a."}, 'prefix has no effect with to="hf"'),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(folder: Path, given: dict[str, Any], told: str) -> None:
