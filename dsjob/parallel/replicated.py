@@ -1,9 +1,4 @@
-"""The whole model on each rank: ZeRO stage 0, and all stages on a single rank.
-
-DDP runs with find_unused_parameters: any step may leave parameters unused, and buckets keep their order. With it, DDP
-would copy all outputs, including logits, in each micro step. `_give_out` returns aliases instead, which a program may
-change in place. The remaining cost is one small all-reduce per step.
-"""
+"""The whole model on each rank: ZeRO stage 0, and all stages on a single rank."""
 
 # No `from __future__ import annotations` here: DDP checks that the annotations of a communication hook are its classes.
 
@@ -81,12 +76,13 @@ class Replicated(Strategy):
                 gradient_as_bucket_view=True,
                 # Allows parameters without gradient. It also keeps DDP from rearranging its buckets after the first
                 # step. Otherwise, with three or more ranks, the order of additions, and so the last bits, would depend
-                # on whether a run was resumed.
+                # on whether a run was resumed. It costs one small all-reduce per step.
                 find_unused_parameters=True,
                 init_sync=False,
             )
             # To allow parameters without gradient, DDP adds an autograd node after all outputs. It copies the outputs
-            # there, so that programs may change them in place. `_give_out` makes the copies unnecessary.
+            # there, logits included, in each micro step, so that programs may change them in place. `_give_out` returns
+            # aliases instead.
             keep_outputs(self._ddp)
             if precision.autocast is not None:
                 self._ddp.register_comm_hook(self._how, _reduce_each)
