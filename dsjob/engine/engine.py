@@ -127,12 +127,10 @@ class Engine(Saving):
         outputs = self.strategy.forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             return outputs
-        if not self.rhythm.managed:
-            return watch_outputs(outputs, self.rhythm.count_pass(self._enter_backward))
-        # Hooks on outputs are needed only to divide gradients, or to notice a missing loss scale.
-        if self.rhythm.accumulation > 1 or self._scaler is not None:
-            return watch_outputs(outputs, self._enter_backward)
-        return outputs
+        # Hooks on outputs are needed only to count passes, to divide gradients, or to notice a missing loss scale.
+        if self.rhythm.managed and self.rhythm.accumulation == 1 and self._scaler is None:
+            return outputs
+        return watch_outputs(outputs, self.rhythm.count_pass(self._enter_backward))
 
     def _enter_backward(self, gradient: Tensor) -> Tensor:
         """Divides an output's gradient in a backward pass that the program started itself."""
@@ -191,7 +189,9 @@ class Engine(Saving):
     def _require_whole_step(self, micro_batches: Sequence[Any]) -> None:
         """Raises UsageError if a step is already in progress, or the number of micro batches is wrong."""
         self.rhythm.require_managed("run_step()")
-        if self.rhythm.done or self.rhythm.passes or self.rhythm.forced is not None or not self._syncs:
+        begun = self.rhythm.done or self.rhythm.passes or self.rhythm.forced is not None or not self._syncs
+        # A backward pass of the program's own, without hooks on outputs, shows only in the gradients that it leaves.
+        if begun or any(parameter.grad is not None for parameter in self.module.parameters()):
             raise UsageError(
                 "run_step() runs a whole optimizer step, but a step is already in progress",
                 hint="call it after step() at a boundary or zero_grad(), outside no_sync, and let the engine set the "

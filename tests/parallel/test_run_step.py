@@ -126,6 +126,19 @@ def test_a_step_takes_all_its_micro_batches() -> None:
         engine.run_step([batch, batch], loss)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_backward_pass_of_the_programs_own_begins_a_step(accumulation: int, stage: int) -> None:
+    engine = make_engine(stage, accumulation=accumulation)
+    batches = [make_tokens(0, 2)] * accumulation
+    for _ in range(2):
+        engine(*batches[0]).backward()
+        with pytest.raises(UsageError, match="already in progress"):
+            engine.run_step(batches, lambda outputs, _: outputs)
+        engine.zero_grad()
+        engine.run_step(batches, lambda outputs, _: outputs)
+
+
 def test_a_step_does_not_add_to_gradients_that_are_there() -> None:
     engine = make_engine(0, accumulation=2, gradient_clipping=0.0)
     inputs, targets = make_tokens(0, 2)
