@@ -156,6 +156,7 @@ class StoreBoard:
         while not self._store.check([f"watch/stack/{rank}"]):
             if time.monotonic() > end:
                 return ()
+            self.answer()  # that rank may be this one, or be waiting for this one's stack
             time.sleep(0.1)
         return str(self._store.get(f"watch/stack/{rank}").decode()).splitlines()
 

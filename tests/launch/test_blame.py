@@ -115,7 +115,7 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, rank: int, end: str, said:
 def test_a_rank_that_the_others_wait_for_is_named_with_its_stack(
     tmp_path: Path, rank: int, end: str, said: str
 ) -> None:
-    code, errors = run(tmp_path, rank, end, "launch.nproc=3", "launch.timeout=10")
+    code, errors = run(tmp_path, rank, end, "launch.nproc=3", "launch.timeout=5")
     assert code == 1, errors
     assert f"dsjob: error: {said.format(file=tmp_path / 'failing_net.py')}" in errors
     assert "SIGCONT" not in errors
@@ -155,7 +155,7 @@ def test_workers_that_load_data_end_with_their_rank(tmp_path: Path) -> None:
 )
 def test_ranks_of_torchrun_tell_their_own_cause(tmp_path: Path, end: str, own: str, other: str) -> None:
     model = {"_target_": "failing_net.Net", "rank": 1, "end": end}
-    make_job(tmp_path, model=model, data={"train": {"_target_": "my_model.Data"}}, launch={"timeout": 10})
+    make_job(tmp_path, model=model, data={"train": {"_target_": "my_model.Data"}}, launch={"timeout": 5})
     (tmp_path / "failing_net.py").write_text(MODULE)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.json"]
     if end == "SystemExit":  # one on new interpreters: torch reads how quiet it has to be when it is imported
@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
 ) -> None:
     make_job(tmp_path, model={"_target_": "sleeping.Net", "rank": rank}, data={"train": {"_target_": "my_model.Data"}})
     (tmp_path / "sleeping.py").write_text(SLEEPING)
-    options = [f"launch.nproc={nproc}", "launch.grace=2", *(["checkpoint.every=2"] if saves else [])]
+    options = [f"launch.nproc={nproc}", "launch.grace=1", *(["checkpoint.every=2"] if saves else [])]
     with Killable("cfg.json", *options, cwd=tmp_path) as job:
         wait_until((tmp_path / "asleep").exists, 60, "it never gets to sleep")
         os.kill(job.pid, signal.SIGTERM)
@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
     assert code == 143, errors
     place = f"at {tmp_path}/sleeping.py:"
     who = f"rank {rank} has stalled in step 4 (training)," if nproc > 1 else "step 4 (training) is"
-    assert f"dsjob: error: stopped by SIGTERM, then no progress for 2 s: {who} {place}" in errors
+    assert f"dsjob: error: stopped by SIGTERM, then no progress for 1 s: {who} {place}" in errors
     kept = "the newest checkpoint is step-00000002; to resume: dsjob run run" if saves else "nothing was saved in run"
     assert errors.count(f"dsjob: {kept}\n") == 1, errors
     assert "Traceback" not in errors

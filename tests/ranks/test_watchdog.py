@@ -144,3 +144,9 @@ def test_the_beats_of_many_ranks_cost_few_questions(silent: list[int]) -> None:
     beats = board.read_beats()
     assert Counting.calls <= (2 if not silent else 50)
     assert {rank: beat.step for rank, beat in beats.items()} == {n: n for n in range(size) if n not in silent}
+
+
+def test_a_rank_that_waits_for_a_stack_gives_its_own() -> None:
+    """Else a rank that all others wait for asks itself in vain, and leaves their questions open in the meantime."""
+    board = StoreBoard(Counting(), 0, 2)
+    assert any("in test_a_rank_that_waits_for_a_stack_gives_its_own" in frame for frame in board.ask_for_stack(0, 0.5))

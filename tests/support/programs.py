@@ -2,7 +2,7 @@
 
 A program is what `python -m MODULE`, `python -c CODE`, `python FILE` or the `dsjob` command would start, but as a fork
 (`forks`). So are the ranks that dsjob's launcher and torchrun start in it. All else is as in production, apart from
-hash seeds, which forks share, and modules, which are imported already.
+hash seeds, which forks share, modules, which are imported already, and how long ranks wait for one another (PATIENCE).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from forks import begin_anew, get_forks
 
 DSJOB = str(Path(sys.executable).with_name("dsjob"))
 TESTS = Path(__file__).parent.parent
+PATIENCE = 1.0, 2.0  # dsjob.ranks.patience: TO_NOTICE and TO_ANSWER, which ranks on one machine need not wait out
 RANKS = "ranks"  # the file with the process ids of the ranks that a program has started
 
 
@@ -195,7 +196,9 @@ def _begin(command: list[str], cwd: str, environment: dict[str, str], folder: st
 
     from dsjob.launch import comparison, supervisor
     from dsjob.programs import launch
+    from dsjob.ranks import patience
 
+    patience.TO_NOTICE, patience.TO_ANSWER = PATIENCE
     comparison.multiprocessing = get_context("fork")  # type: ignore[assignment]
     supervisor.start_process = Fork
     launch.replace_process = lambda _, command: execute(command)
