@@ -16,6 +16,20 @@ pytest_plugins = ["builders", "s3", "whole_jobs"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor starts interpreters
 
+# With -n, these files start first, the longest at the front: a worker that begins one last lets the others wait. Their
+# seconds are in `--junit-xml`'s file.
+LONGEST = [
+    "test_blame", "test_store_faults", "test_recomputed_blocks", "test_deepspeed_hostile", "test_packaging",
+    "test_deepspeed_driven", "test_fuzz", "test_user", "test_smoke", "test_activations", "test_compare_engines",
+    "test_run", "test_launch", "test_zero_to_fp32", "test_simulated_cuda", "test_object_stores", "test_front_run",
+    "test_metrics", "test_plan_memory", "test_convert_hostile", "test_hostile_documents", "test_saving_on_ranks",
+    "test_watchdog", "test_deepspeed_write", "test_stages", "test_rank_groups", "test_restarts", "test_reshard",
+    "test_module_of_an_engine", "test_user_backward", "test_parity_grid", "test_document", "test_offload",
+    "test_deepspeed_resume", "test_freezing", "test_compressing_convergence", "test_autocast_ranks",
+    "test_compressing_optimizers", "test_views", "test_malicious", "test_loss_average", "test_fp16", "test_ends",
+    "test_deepspeed_curves", "test_several_models",
+]  # fmt: skip
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hides GPUs, unless tests marked `gpu` are selected: all others expect the CPU, as do the ranks they start."""
@@ -32,11 +46,12 @@ def selects_gpu(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what needs a GPU where there is none; leaves out most of long proofs, but for `-m full`.
 
-    With -n, the files with most slow tests come first: a worker that begins a long file last lets the others wait.
+    With -n, the files that take longest come first, and after them those with most slow tests.
     """
     if hasattr(config, "workerinput"):
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-        items.sort(key=lambda item: -slow[item.path])
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: (places.get(item.path.stem, len(places)), -slow[item.path]))
     need_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if need_gpu:
         import torch
