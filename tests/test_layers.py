@@ -73,7 +73,7 @@ HOMES: dict[str, set[str]] = {
     "yaml": {"document", "document.compose", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
     "numpy": {"checkpoint", "ranks.seeding"},
-    "transformers": {"checkpoint.pretrained.architecture", "trust.model_files"},
+    "transformers": {"checkpoint.pretrained.architecture", "trust.model_files", "programs.trainer_stop"},
     "peft": {"checkpoint.pretrained.architecture"},
     "huggingface_hub": {"checkpoint.pretrained.tokenizer"},
 }

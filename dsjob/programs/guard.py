@@ -10,8 +10,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dsjob.programs.folder import conclude
@@ -87,6 +93,31 @@ class Guard:
             self._watchdog = Watchdog(self._board, rank=rank, timeout=timeout)
 
 
+class _AfterImport(MetaPathFinder):
+    """Calls `install` of a module of dsjob right after the program has imported another module."""
+
+    def __init__(self, awaited: str, installed: str) -> None:
+        self._awaited, self._installed = awaited, installed
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._awaited:
+            return None
+        sys.meta_path.remove(self)
+        found = find_spec(fullname)
+        loader = found.loader if found is not None else None
+        if loader is not None and guard is not None and guard.is_here:
+            execute = loader.exec_module
+
+            def execute_and_install(module: ModuleType) -> None:
+                execute(module)
+                import_module(self._installed).install()
+
+            loader.exec_module = execute_and_install  # type: ignore[method-assign]
+        return found
+
+
 def _set_doing(what: str) -> None:
     watchdog: Any = sys.modules.get("dsjob.ranks.watchdog")
     if watchdog is not None:
@@ -100,4 +131,5 @@ def begin(folder: str, run_dir: str) -> Guard:
     """Begins to watch this process. See `Guard`."""
     global guard
     guard = Guard(folder, run_dir)
+    sys.meta_path.insert(0, _AfterImport("transformers.trainer", "dsjob.programs.trainer_stop"))
     return guard

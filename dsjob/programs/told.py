@@ -8,7 +8,7 @@ import traceback
 from dataclasses import replace
 
 import dsjob
-from dsjob.errors import DsjobError
+from dsjob.errors import DsjobError, Interrupted, Preempted
 from dsjob.ranks.failures import Failure
 from dsjob.trust.frames import list_frames
 
@@ -24,7 +24,8 @@ def describe(rank: int, error: BaseException, *, debug: bool = False) -> Failure
     """
     if not isinstance(error, DsjobError) or debug:
         return Failure.of(rank, error, format_traceback(error, debug=debug))
-    failure, line = Failure.of(rank, error), _find_own_line(error)
+    failure = Failure.of(rank, error)
+    line = "" if isinstance(error, (Preempted, Interrupted)) else _find_own_line(error)
     hint = "\n  ".join(text for text in (failure.hint, line and f"called at {line}") if text)
     return replace(failure, hint=hint)
 
