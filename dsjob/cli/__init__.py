@@ -56,6 +56,7 @@ examples:
 
 _WITH_OVERRIDES = ("run", "validate", "show", "plan", "compare-engines")
 COMMANDS = ("run", "exec", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "convert", "ckpt")
+_LOCAL_RANK = ("--local-rank=", "--local_rank=")  # torch.distributed.launch puts it first; RANK says the same
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    launched = [
+        word for word in arguments[:1] if word.startswith(_LOCAL_RANK)
+    ]  # torch.distributed.launch puts it there
+    del arguments[: len(launched)]
+    if arguments[:1] == ["exec"]:
+        arguments[1:1] = launched  # the program that it runs may want it
     own = arguments[:2] if "exec" in arguments[:2] else arguments  # all else may belong to the program that it runs
     debug = "--debug" in own
     try:

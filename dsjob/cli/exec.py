@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+from dataclasses import replace
 from typing import Any, Literal
 
 from dsjob.cli import parse_count
@@ -47,7 +48,8 @@ def main(arguments: list[str], debug: bool) -> int:
     settings: dict[str, Any] = {"engine": args.engine, "run_dir": args.run_dir, "lenient": args.lenient}
     if launcher.read_world_size() is not None:
         _refuse_ranks(args)
-        become_rank(program, **settings)
+        given = () if args.local_rank is None else (f"--local-rank={args.local_rank}",)
+        become_rank(replace(program, arguments=(*given, *program.arguments)), **settings)
     ranks = choose_ranks(
         _count_ranks(args), args.include, args.exclude, address=args.master_addr, port=args.master_port
     )
@@ -144,5 +146,6 @@ def _add_launcher_flags(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_argument("--log_level", metavar="LEVEL", help="has no effect")
     flags.add_argument("-q", "--quiet", action="store_true", help="has no effect")
+    flags.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
     for flag, (values, _) in _REFUSED.items():
         flags.add_argument(flag, action=_Refuse, nargs=values or 0, help=argparse.SUPPRESS)

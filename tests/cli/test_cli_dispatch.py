@@ -73,6 +73,12 @@ def test_without_a_command_it_is_run(called: list[Any], words: list[str]) -> Non
     assert called == [("run", words, False)]
 
 
+@pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])
+def test_the_flag_of_torch_distributed_launch_is_accepted(called: list[Any], flag: str) -> None:
+    main([flag, "job.json", "trainer.seed=1"])
+    assert called == [("run", ["job.json", "trainer.seed=1"], False)]
+
+
 @pytest.mark.parametrize("words", [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]])
 def test_debug_may_stand_anywhere(called: list[Any], words: list[str]) -> None:
     main(words)

@@ -243,6 +243,14 @@ def test_under_torchrun_no_ranks_are_started(folder: Path) -> None:
     assert "rank 0: ValueError" not in done.stderr
 
 
+def test_under_torch_distributed_launch_the_program_gets_its_local_rank(tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text("import sys; print(sys.argv[1:])")
+    launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", "2", "-m", "dsjob", "exec"]
+    done = run_program([*launch, "look.py", "a"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["['--local-rank=0', 'a']", "['--local-rank=1', 'a']"]
+
+
 def test_the_real_deepspeed_runs_without_the_stand_in(tmp_path: Path) -> None:
     (tmp_path / "which.py").write_text("import importlib.util as u; print(u.find_spec('deepspeed').origin)")
     (tmp_path / "deepspeed.py").touch()
