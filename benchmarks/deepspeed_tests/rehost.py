@@ -1,6 +1,7 @@
 """Makes `import deepspeed` import `dsjob.deepspeed` in every test process. It is installed there as sitecustomize.
 
-Names that dsjob lacks become stubs. Importing a stub works, but using it fails the test.
+Names that dsjob lacks become stubs. Importing a stub works, but using it fails the test. With REHOST_ENGINE=deepspeed,
+`import deepspeed` imports DeepSpeed itself, and only the harness is adapted to a machine without GPUs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
+
+REHOSTED = os.environ.get("REHOST_ENGINE") != "deepspeed"
 
 
 class Stub(type):
@@ -86,7 +89,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         try:
             return Mirror(spec.name, importlib.import_module("dsjob." + spec.name))
         except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("dsjob.deepspeed"):
+            # dsjob's own error about a module that it lacks names no module.
+            if not (error.name or "dsjob.deepspeed").startswith("dsjob.deepspeed"):
                 raise
             return Mirror(spec.name, None)
 
@@ -109,7 +113,9 @@ class HarnessFinder(importlib.abc.MetaPathFinder):
 
             def execute_and_fit(module: types.ModuleType) -> None:
                 execute(module)
-                fit_torch()
+                fit_devices()
+                if REHOSTED:
+                    fit_torch()
                 fit_harness(module.DistributedExec)
                 hurried = types.SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(seconds / 10))
                 module.__dict__["time"] = hurried  # it waits half a second after each test
@@ -119,16 +125,9 @@ class HarnessFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def fit_torch() -> None:
-    """Adapts two kinds of test helpers: those that use device numbers, which a CPU does not have, and those that
-    compare parameters, which are shards in dsjob."""
-    import torch
-    from torch.distributed.tensor import DTensor
+def fit_devices() -> None:
+    """Ignores the device numbers that test helpers pass, which a CPU does not have."""
     from torch.nn.parallel import DistributedDataParallel
-
-    from dsjob.deepspeed import get_accelerator
-    from dsjob.deepspeed.ops.op_builder import OpBuilder
-    from dsjob.engine.engine import Engine
 
     before = DistributedDataParallel.__init__
 
@@ -136,6 +135,16 @@ def fit_torch() -> None:
         before(self, module, **others)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign,assignment]
+
+
+def fit_torch() -> None:
+    """Adapts test helpers, which compare parameters that are shards here."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from dsjob.deepspeed import get_accelerator
+    from dsjob.deepspeed.ops.op_builder import OpBuilder
+    from dsjob.engine.engine import Engine
 
     def on_whole(compare: Callable[..., Any]) -> Callable[..., Any]:
         def whole(value: Any) -> Any:
@@ -245,5 +254,7 @@ def fit_skips() -> None:
 
 if importlib.util.find_spec("hjson") is None:
     sys.modules["hjson"] = json  # the tests write hjson that is JSON
-sys.meta_path[:0] = [Finder(), HarnessFinder()]
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "dsjob.deepspeed"])
+sys.meta_path[:0] = [*([Finder()] if REHOSTED else []), HarnessFinder()]
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "dsjob.deepspeed"] if REHOSTED else ["torch", "deepspeed"]
+)

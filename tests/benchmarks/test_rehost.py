@@ -1,0 +1,29 @@
+"""DeepSpeed's own tests can import what dsjob lacks, and fail where they use it (`benchmarks/deepspeed_tests`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from programs import run_program
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import benchmarks.deepspeed_tests.rehost
+import deepspeed, dsjob.deepspeed
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+assert deepspeed.initialize is dsjob.deepspeed.initialize
+assert not isinstance(1, DeepSpeedZeroOptimizer_Stage3)
+try:
+    PipelineModule()
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def test_a_missing_module_is_a_stub_that_fails_when_it_is_used() -> None:
+    done = run_program([sys.executable, "-c", PROGRAM], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "dsjob has no deepspeed.pipe.PipelineModule\n"
