@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
 from dsjob.data import Epochs
+from dsjob.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from dsjob.deepspeed.settings import Settings
 from dsjob.engine.batches import load_batches
 from dsjob.engine.engine import Engine
@@ -25,6 +26,22 @@ class DeepSpeedEngine(Settings, Engine):
     client_lr_scheduler: Any = None  # the argument `lr_scheduler` of `initialize`: a schedule, or a callable
     mpu: Any = None  # the argument `mpu` of `initialize`
     training_dataloader: Epochs | None = None  # built from the argument `training_data` of `initialize`
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        # What libraries read from the wrapper that DeepSpeed puts around an optimizer.
+        optimizer: Any = self.optimizer
+        if optimizer is not None and self._scaler is not None:
+            optimizer.overflow = False
+        if optimizer is not None and self.zero_stage == 3:
+            optimizer.parameter_offload = DeepSpeedZeRoOffload()
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
+        super()._take_step(lr_kwargs)
+        # accelerate asks the optimizer whether fp16 overflowed. In bf16, the host may not know it yet.
+        if self._scaler is not None:
+            optimizer: Any = self.optimizer
+            optimizer.overflow = not self._step_applied
 
     @property
     def basic_optimizer(self) -> Optimizer | None:

@@ -1,5 +1,6 @@
 """`deepspeed.runtime.zero`."""
 
+from dsjob.deepspeed.runtime.zero.parameter_offload import unwrap_model_for_generation as unwrap_model_for_generation
 from dsjob.parallel.presharded import ShardStatus
 from dsjob.parallel.zero import GatheredParameters as GatheredParameters
 from dsjob.parallel.zero import Init as Init
