@@ -106,9 +106,9 @@ def _run(argv: Sequence[str] | None) -> int:
         if debug:
             traceback.print_exc()  # inside `watch_output`, which masks secrets
             return 1
-        from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
+        from dsjob.trust.frames import describe_failure, hint_at_failure
 
-        _print_error(DsjobError(describe_failure(error), hint=TRACEBACK_HINT))
+        _print_error(DsjobError(describe_failure(error), hint=hint_at_failure(error)))
         return 1
 
 

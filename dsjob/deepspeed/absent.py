@@ -53,7 +53,6 @@ ALTERNATIVES = {
     "launcher": "start ranks with torchrun, srun, or launch.nproc in a job document",
     "nebula": "checkpoint.async saves checkpoints in the background",
     "datastates": "checkpoint.async saves checkpoints in the background",
-    "checkpoint": "dsjob's checkpoints load at any stage and world size; `dsjob convert` writes other formats",
 }
 
 

@@ -27,7 +27,7 @@ from dsjob.launch.rank import end_rank, end_with_parent
 from dsjob.ranks import patience
 from dsjob.ranks.signals import handling
 from dsjob.training.callbacks import Callback, RunView
-from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
+from dsjob.trust.frames import describe_failure, hint_at_failure
 from dsjob.trust.grant import Trust
 
 ENGINES = ("dsjob", "deepspeed")
@@ -164,7 +164,7 @@ def _start(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool) -
         known = isinstance(error, DsjobError)
         record = {
             "message": mask(error.message) if isinstance(error, DsjobError) else describe_failure(error),
-            "hint": mask(error.hint) if isinstance(error, DsjobError) else TRACEBACK_HINT,
+            "hint": mask(error.hint) if isinstance(error, DsjobError) else hint_at_failure(error),
             "exit_code": error.exit_code if isinstance(error, DsjobError) else 1,
         }
         with open(os.path.join(run_dir, _ERROR), "w", encoding="utf-8") as file:

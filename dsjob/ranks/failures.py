@@ -39,7 +39,7 @@ from dsjob.ranks.stalls import (
     parse_stack,
     show_stack,
 )
-from dsjob.trust.frames import TRACEBACK_HINT, describe_failure, find_path, find_place, list_frames
+from dsjob.trust.frames import describe_failure, find_path, find_place, hint_at_failure, list_frames
 
 # Messages of gloo, NCCL and torch's stores on ranks that timed out waiting for another one.
 _WAITED = re.compile(
@@ -85,9 +85,13 @@ class Failure:
     problems: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, hint: str = TRACEBACK_HINT) -> Failure:
+    def of(cls, rank: int, error: BaseException, hint: str = "") -> Failure:
         """The record of a rank that `error` ended. hint: for an error that does not come from dsjob."""
-        known = error if isinstance(error, DsjobError) else LaunchError(describe_failure(error), hint=hint)
+        known = (
+            error
+            if isinstance(error, DsjobError)
+            else LaunchError(describe_failure(error), hint=hint or hint_at_failure(error))
+        )
         problems = known.problems if isinstance(known, DocumentError) else ()
         return cls(
             rank=rank,

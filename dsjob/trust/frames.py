@@ -32,6 +32,14 @@ def find_place(frames: Sequence[str]) -> str:
     return (list_users_frames(frames) or [*frames, ""])[0]
 
 
+def hint_at_failure(error: BaseException) -> str:
+    """What to do about an error of user code."""
+    # torch raises OutOfMemoryError on GPUs, and a RuntimeError with these words on the CPU.
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        return f"lower trainer.micro_batch, or see what fits with `dsjob plan`; {TRACEBACK_HINT}"
+    return TRACEBACK_HINT
+
+
 def describe_failure(error: BaseException) -> str:
     """An error of user code on one line, with the innermost place that is neither dsjob's nor torch's."""
     users = list_users_frames(list_frames(error))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsjob.errors import (
     CheckpointError,
@@ -160,7 +161,7 @@ def test_an_error_reads_the_same_from_all_ranks_as_from_one(
 ) -> None:
     error.path = ("data", "train")
     for rank in range(2):
-        record_failure(str(tmp_path), rank, error)
+        record_failure(str(tmp_path), Failure.of(rank, error))
     failures = read_failures(str(tmp_path))
     found = blame(set_scene(size=2, failures=failures))
     assert type(found) is (kind or type(error))
@@ -176,6 +177,11 @@ def test_an_error_of_user_code_is_a_launch_error() -> None:
     found = Failure.of(3, KeyError("hidden")).to_error()
     assert type(found) is LaunchError
     assert str(found) == "rank 3: KeyError: 'hidden'\n  run again with --debug for the traceback"
+
+
+def test_an_error_of_user_code_that_ran_out_of_memory_says_what_to_lower() -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("[...] can't allocate memory: 4 TB")):
+        assert Failure.of(0, error).hint.startswith("lower trainer.micro_batch, or see what fits with `dsjob plan`; ")
 
 
 def test_a_save_for_a_signal_is_what_the_run_ended_with() -> None:
