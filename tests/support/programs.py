@@ -28,7 +28,7 @@ from forks import begin_anew, get_forks
 
 DSJOB = str(Path(sys.executable).with_name("dsjob"))
 TESTS = Path(__file__).parent.parent
-PATIENCE = 1.0, 2.0  # dsjob.ranks.patience: TO_NOTICE and TO_ANSWER, which ranks on one machine need not wait out
+PATIENCE = 1.0, 2.0, 2.0  # dsjob.ranks.patience: TO_NOTICE, TO_ANSWER, TO_BE_SEEN; for ranks on one machine
 RANKS = "ranks"  # the file with the process ids of the ranks that a program has started
 
 
@@ -198,7 +198,7 @@ def _begin(command: list[str], cwd: str, environment: dict[str, str], folder: st
     from dsjob.programs import launch
     from dsjob.ranks import patience
 
-    patience.TO_NOTICE, patience.TO_ANSWER = PATIENCE
+    patience.TO_NOTICE, patience.TO_ANSWER, patience.TO_BE_SEEN = PATIENCE
     comparison.multiprocessing = get_context("fork")  # type: ignore[assignment]
     supervisor.start_process = Fork
     launch.replace_process = lambda _, command: execute(command)
