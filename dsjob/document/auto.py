@@ -15,6 +15,7 @@ Derived = tuple[Any, str]  # the value (None: remove the key), and how it was de
 
 _HIDDEN_NAMES = ("hidden_size", "hidden_sizes", "d_model", "n_embd", "model_dim", "dim", "width", "hidden")
 _ZERO = ("zero_optimization",)
+RATE_FROM_NOTHING = "auto: the default learning_rate of TrainingArguments"
 
 
 def resolve_auto(job: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
@@ -68,7 +69,7 @@ def _off(job: dict[str, Any]) -> Derived:
 
 
 def _rate(job: dict[str, Any]) -> Derived:
-    return 5e-5, "auto: the default learning_rate of TrainingArguments"
+    return 5e-5, RATE_FROM_NOTHING
 
 
 def _rate_of_optimizer(job: dict[str, Any]) -> Derived:

@@ -23,7 +23,7 @@ from dsjob.contract.models import list_models, take_model
 from dsjob.contract.paths import Path, get_at, has_at
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import JobSpec, view
-from dsjob.document.auto import resolve_auto
+from dsjob.document.auto import RATE_FROM_NOTHING, resolve_auto
 from dsjob.document.bare import complete_config
 from dsjob.document.normal import complete, normalise, use_integers
 from dsjob.document.places import Locate, Place, describe_place, place_problems
@@ -72,7 +72,15 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
         raise DocumentError(errors, warnings)
     assert sizes is not None
     resolved, derived = _settle(job, sizes, world_size)
-    return Resolved(resolved, warnings, derived)
+    return Resolved(resolved, warnings + place_problems(_warn_of_rates(resolved, derived), locate_origin), derived)
+
+
+def _warn_of_rates(resolved: dict[str, Any], derived: dict[Path, str]) -> list[Problem]:
+    """A warning for each learning rate that is "auto": nothing in a job determines it."""
+    paths = [path for path, how in derived.items() if how == RATE_FROM_NOTHING]
+    message = '"auto" is derived from nothing in a job: lr is {:g}, the default of TrainingArguments'
+    hint = "write a number, for example lr: 1e-3"
+    return [Problem(message.format(get_at(resolved, path)), path, "auto", hint, severity="warning") for path in paths]
 
 
 def _build(

@@ -20,6 +20,14 @@ def train_longer(max_steps: int | None, max_epochs: float | None, *, step: int, 
     return " ".join(longer)
 
 
+def note_few_samples(samples: int | None, train_batch: int) -> str:
+    """A note if a data set has fewer samples than a step takes; otherwise empty. `samples`: None for a stream."""
+    if samples is None or samples >= train_batch:
+        return ""
+    have = f"{samples:,} sample{'s' * (samples > 1)}"
+    return f"data.train has {have}, fewer than train_batch {train_batch:,}: every step repeats some of them"
+
+
 def count_too_few_cores(launch: Mapping[str, Any]) -> int:
     """The number of CPU cores, if the job has far more ranks that compute on them; otherwise 0."""
     nproc, cores = launch["nproc"], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -17,7 +17,7 @@ from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
 from dsjob.run_folder import SAVE_REQUEST, read_result, write_result
 from dsjob.training import build, loop
-from dsjob.training.advice import train_longer
+from dsjob.training.advice import note_few_samples, train_longer
 from dsjob.training.callbacks import MetricsFile, ResolvedFile
 from dsjob.training.display import Display, make_console, show_seconds
 from dsjob.training.loaders import build_collate, build_evaluation_data, build_training_data, share_samples
@@ -105,6 +105,8 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
     loader = build_training_data(spec, world, collate, trust)
     share_samples(loader, world)
     evaluated = build_evaluation_data(spec, world, collate, trust)
+    if note := note_few_samples(loader.samples_per_epoch, spec.trainer.train_batch):
+        display.say("note", note)
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
     engines = build.build_engines(models, job, world, trust, steps=steps)
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on

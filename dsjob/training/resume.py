@@ -13,7 +13,7 @@ from dsjob.checkpoint.other.elsewhere import is_own
 from dsjob.contract.models import list_models
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.document.resolve import view_model
-from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
+from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from dsjob.optim.changes import apply_changes
 from dsjob.ranks.agreement import on_rank_0
 from dsjob.training.run import Run
@@ -67,11 +67,12 @@ def resume(run: Run, job: ResolvedJob) -> Loaded | None:
 
 
 def _is_own(url: str, tag: str | None) -> bool:
-    """See `is_own`. Raises UsageError if nothing is there: a mistyped path or tag must not fence a running job."""
+    """See `is_own`. Raises NoCheckpointError if nothing is there: a mistyped path or tag must not fence a running
+    job."""
     try:
         return is_own(url, tag)
     except NoCheckpointError as error:
-        raise UsageError(f"checkpoint.resume: {error.message}", hint=error.hint) from error
+        raise NoCheckpointError(f"checkpoint.resume: {error.message}", hint=error.hint) from error
 
 
 def _load_newest(run: Run, tags: list[str]) -> Loaded:

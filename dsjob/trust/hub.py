@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dsjob.contract.paths import Path
-from dsjob.errors import Problem
+from dsjob.errors import Problem, TargetError
 from dsjob.trust import model_files
 
 _LOADERS = {"from_pretrained": "pretrained_model_name_or_path", "load_dataset": "path"}
@@ -69,12 +69,14 @@ def check_models(value: Mapping[str, Any]) -> tuple[list[Problem], str | None]:
     hub. The model must be loaded from the same commit, so that a push in the meantime changes nothing. The commit is
     None if the files are from several repositories, or in a local folder.
 
-    `value`: the target with its final arguments.
+    `value`: the target with its final arguments. Raises TargetError for a local folder that does not exist.
     """
     problems: list[Problem] = []
     commits: set[tuple[str, str]] = set()
     names = list(_find_names(value))
     for place, name in names:
+        if name.startswith((".", "/", "~")) and not os.path.exists(os.path.expanduser(name)):
+            raise TargetError(f"there is no model folder {name}", hint="correct the path, or give a name on the hub")
         found = list(model_files.fetch(name, value)) if name else []
         problems += check_files(found, place)
         commits |= {model_files.find_commit(one.file) for one in found}

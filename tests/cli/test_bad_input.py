@@ -20,6 +20,12 @@ CASES = [
     ),
     (["+recipe=quikstart"], 2, ["unknown recipe 'quikstart'", "quickstart"]),
     (["deepspeed=nowhere.json"], 2, ["cannot read nowhere.json"]),
+    (["checkpoint.resume=maybe", "output.dir=runs/%time"], 2, ['"maybe" is the tag of a checkpoint']),
+    (
+        ["model._target_=transformers.AutoModel.from_pretrained", "+model.pretrained_model_name_or_path=./gone"],
+        2,
+        ["model._target_: there is no model folder ./gone"],
+    ),
     (["model._target_=nowhere.build"], 2, ["there is no module 'nowhere'"]),
     (["model._target_=my_model.biuld"], 2, ["my_model has no 'biuld'", 'did you mean "build"?']),
     (["model._target_=my_model.not_a_model"], 1, ["returned int, not a torch.nn.Module"]),

@@ -105,12 +105,12 @@ def test_going_back_to_a_tag_sets_later_checkpoints_aside(job: Path) -> None:
         ("never", False, 0, ""),
         ("never", True, 1, "checkpoint.resume is never"),
         ("auto", False, 0, ""),
-        ("step-00000099", True, 2, "checkpoint.resume: no committed checkpoint 'step-00000099' in"),
-        ("step-00000002-a0009", True, 2, "step-00000002 is in step-00000002-a0001"),
+        ("step-00000099", True, 1, "checkpoint.resume: no committed checkpoint 'step-00000099' in"),
+        ("step-00000002-a0009", True, 1, "step-00000002 is in step-00000002-a0001"),
         ("step-00000002-a0001", True, 0, ""),
-        ("step-00000099", False, 2, "checkpoint.resume: no committed checkpoint in"),
-        ("./elsewhere", False, 2, "checkpoint.resume: no such folder: "),
-        (".//", False, 2, "checkpoint.resume: no committed checkpoint in"),
+        ("step-00000099", False, 1, "checkpoint.resume: no committed checkpoint in"),
+        ("./elsewhere", False, 1, "checkpoint.resume: no such folder: "),
+        (".//", False, 1, "checkpoint.resume: no committed checkpoint in"),
     ],
 )
 def test_resume_does_what_it_is_told(job: Path, policy: str, first: bool, code: int, message: str) -> None:
@@ -120,7 +120,7 @@ def test_resume_does_what_it_is_told(job: Path, policy: str, first: bool, code: 
     done = dsjob("cfg.json", f"checkpoint.resume={policy}", cwd=job)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
-    if code == 2:  # what is mistyped fences no run
+    if message.startswith("checkpoint.resume: no"):  # what is mistyped fences no run
         assert attempts == [path.name for path in job.glob("run/checkpoints/attempts/*")]
 
 
@@ -132,7 +132,7 @@ def test_a_job_begins_with_weights_that_were_converted_into_another_jobs_folder(
     assert done.returncode == 0, done.stderr
     assert "weights-step-00000002-fp32" in done.stdout
     done = dsjob(*begin, "checkpoint.resume=run/checkpoints/step-00000099", "output.dir=third", cwd=job)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "no committed checkpoint 'step-00000099' in" in done.stderr
     assert not (job / "third" / "checkpoints" / "attempts").exists()
 

@@ -302,11 +302,22 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("model-or-models", {"loss": CALLED, **course(step=CALLED)}, "loss", {"loss": CALLED}),
     (
         "resume-word",
-        {"checkpoint": {"resume": "nver"}},
+        {"checkpoint": {"resume": "nver"}, "output": {"dir": "run"}},
         "checkpoint.resume",
-        {"checkpoint": {"resume": "step-00000120"}},
+        {"checkpoint": {"resume": "step-00000120"}, "output": {"dir": "run"}},
     ),
-    ("resume-word", {"checkpoint": {"resume": "no"}}, "checkpoint.resume", {"checkpoint": {"resume": "never"}}),
+    (
+        "resume-word",
+        {"checkpoint": {"resume": "no", "dir": "s3://bucket/run"}},
+        "checkpoint.resume",
+        {"checkpoint": {"resume": "never"}},
+    ),
+    (
+        "resume-in-new-folder",
+        {"checkpoint": {"resume": "maybe"}},
+        "checkpoint.resume",
+        {"output": {"dir": "run/%time"}},
+    ),
     (
         "no-mpu",
         course(model_parallel_size=2),
@@ -536,7 +547,7 @@ def told_in_source() -> set[str]:
                 continue
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             if called == "Problem" and path.name != "zero_to_fp32.py":
-                given = [*node.args[2:3], *(k.value for k in node.keywords if k.arg == "rule")]
+                given = [*node.args[2:3], *(k.value for k in node.keywords if k.arg in ("rule", None))]  # None: **
                 assert given, f"{path}:{node.lineno}: a problem without a rule"
                 found |= {arg.value for arg in given if isinstance(arg, ast.Constant)}
             if called in ("fail", "problem") and path.parent.name == "document":

@@ -53,6 +53,14 @@ def test_a_triad_that_does_not_fit_is_placed_at_its_first_number() -> None:
     assert (found.place, found.rule) == ("trainer/train_batch:3:5", "batch")
 
 
+def test_a_learning_rate_of_auto_is_told() -> None:
+    document = make_job(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    (found,) = resolve_job(document, world_size=1, locate=nowhere).warnings
+    assert (found.dotted, found.rule, found.severity) == ("optimizer.params.lr", "auto", "warning")
+    assert "lr is 5e-05" in found.message
+    assert resolve_job(resolve(document), world_size=1, locate=nowhere).warnings == []
+
+
 @pytest.mark.parametrize("given", [{"train_batch": "auto"}, {"micro_batch": "auto", "grad_accum": 2}])
 def test_auto_without_a_batch_size_says_what_it_would_be_derived_from(given: dict[str, Any]) -> None:
     with pytest.raises(DocumentError) as caught:

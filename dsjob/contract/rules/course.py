@@ -13,6 +13,8 @@ from dsjob.contract.schema import job_schema
 from dsjob.contract.secrets import describe_secret, find_secrets, is_argument, is_reference, list_texts, redact
 from dsjob.errors import Problem
 
+_POLICIES = ("auto", "never", "required")
+
 
 @enter("finite")
 def _finite(document: Document) -> Iterator[Finding]:
@@ -139,17 +141,38 @@ def _cadence(document: Document) -> Iterator[Finding]:
             yield place, f"{every} is more than the {steps} steps of the run: no {what} before the end", "lower it"
 
 
+@enter("resume-in-new-folder", whole=True)
+def _resume_tag(document: Document) -> Iterator[Finding]:
+    """A word that is not a policy is the tag of a checkpoint in the run's own folder. A folder whose name has %time is
+    new, so it has no checkpoint."""
+    if _is_tag(document) and _is_new_folder(document):
+        policy = read(document, "checkpoint.resume")
+        hint = _suggest_policy(policy) or "write auto, never, required, or a path (with a /) to a checkpoint"
+        yield "checkpoint.resume", f'"{policy}" is the tag of a checkpoint, but each run has a new folder (%time)', hint
+
+
+def _is_tag(document: Document) -> bool:
+    policy = read(document, "checkpoint.resume")
+    return isinstance(policy, str) and policy not in _POLICIES and "/" not in policy
+
+
+def _is_new_folder(document: Document) -> bool:
+    folder = read(document, "output.dir", "%time")
+    return not read(document, "checkpoint.dir") and isinstance(folder, str) and "%time" in folder
+
+
+def _suggest_policy(policy: str) -> str:
+    meant = {"no": "never", "false": "never", "yes": "auto", "true": "auto"}.get(policy.lower())
+    near = difflib.get_close_matches(policy.lower(), _POLICIES, n=1)
+    return f'did you mean "{meant or near[0]}"?' if meant or near else ""
+
+
 @enter("resume-word", severity="warning", whole=True)
 def _resume(document: Document) -> Iterator[Finding]:
     """Any other word is taken for the tag of a checkpoint. If there is no such checkpoint, the run fails at the
     start."""
-    policy, words = read(document, "checkpoint.resume"), ("auto", "never", "required")
-    if not isinstance(policy, str) or policy in words:
-        return
-    meant = {"no": "never", "false": "never", "yes": "auto", "true": "auto"}.get(policy.lower())
-    near = difflib.get_close_matches(policy.lower(), words, n=1)
-    if meant or near:
-        hint = f'did you mean "{meant or near[0]}"?'
+    policy = read(document, "checkpoint.resume")
+    if _is_tag(document) and not _is_new_folder(document) and (hint := _suggest_policy(policy)):
         yield "checkpoint.resume", f'"{policy}" is read as the tag of a checkpoint', hint
 
 
