@@ -1,7 +1,9 @@
 """Training from DeepSpeed's checkpoints follows DeepSpeed's own continuation, at any stage and world size."""
 
 import json
+import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,23 @@ def test_every_checkpoint_goes_on_at_every_stage(world_size: int) -> None:
 @pytest.mark.slow
 def test_a_universal_checkpoint_goes_on() -> None:
     check(["z3_fp32_ws2_tied"], 2, universal=True)
+
+
+@pytest.mark.parametrize("name", ["z0_fp32_ws2_groups", "z2_fp32_ws2_robin", "z3_fp32_ws2_tied"])
+def test_a_program_with_a_schedule_of_its_own_finds_the_rates_that_were_saved(name: str) -> None:
+    net = SmallNet(about(name)["variant"])
+    parts = split([n for n, _ in net.named_parameters()]) if "groups" in name else [list(dict(net.named_parameters()))]
+    groups = [{"params": [dict(net.named_parameters())[n] for n in part]} for part in parts]
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
+    engine = dsjob.initialize(model=net, optimizer=optimizer, config={"train_batch_size": ROWS})[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*schedule")
+        engine.load_checkpoint(RUNS[name])
+    saved = 0.01 * math.log(3) / math.log(4)  # WarmupDecayLR at its third step
+    assert engine.get_lr() == pytest.approx([saved] * len(groups))
+    engine.set_lr(0.5)
+    engine.load_checkpoint(RUNS[name], load_optimizer_states=False)
+    assert engine.get_lr() == [0.5] * len(groups)
 
 
 DATA = """

@@ -6,7 +6,7 @@ The engine changes only after the sizes of all files and the names and shapes of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -112,8 +112,7 @@ class Loader:
         # Each rank has its own random generators. On a different number of ranks, they are reseeded from the seed and
         # the step, so that resuming twice gives the same numbers.
         same_world = len(values.get("rng", {})) == self._everyone.size
-        objects = values.get("objects", {})
-        notes = self._restore(url, lambda: restore_objects(self._everyone, self._objects, objects))
+        notes = self._restore(url, lambda: restore_objects(self._everyone, self._objects, values.get("objects", {})))
 
         def put_back() -> None:
             if optimizer:
@@ -129,9 +128,10 @@ class Loader:
         self._restore(url, put_back)
         with restoring(url):
             engine.restore_counters(values.get("counters", engine.counters()))  # a collective: ranks gather weights
+        notes += describe_left_out(saved, tensors) if optimizer else ()
         exact = same_world and optimizer and scheduler
-        notes += (describe_left_out(saved, tensors) if optimizer else ()) + (foreign.notes if foreign else ())
-        return Loaded(checkpoint.tag, url, checkpoint.step, client_state, exact, job, notes)
+        loaded = Loaded(checkpoint.tag, url, checkpoint.step, client_state, exact, job, notes)
+        return _complete(loaded, foreign, state, optimizer) if foreign is not None else loaded
 
     def _open_any(self, state: TrainingState | JointState, tag: str | None, optimizer: bool) -> Opened:
         """Opens one of dsjob's checkpoints, or what another program saved there."""
@@ -208,3 +208,15 @@ class Loader:
                 return action()
 
         return on_all_ranks(self._everyone, act)
+
+
+def _complete(loaded: Loaded, foreign: Foreign, state: TrainingState | JointState, optimizer: bool) -> Loaded:
+    """Adds what was not restored of another program's checkpoint, and its learning rates if the optimizer was."""
+    notes = (*loaded.notes, *foreign.notes)
+    if foreign.run is None:
+        return replace(loaded, notes=notes)
+    has_schedule = isinstance(state, TrainingState) and state.scheduler is not None
+    if foreign.run.scheduler is None and has_schedule:
+        steps = foreign.steps_applied
+        notes += (f"the checkpoint has no schedule: the job's schedule continues after {steps} steps",)
+    return replace(loaded, notes=notes, rates=foreign.run.rates if optimizer else ())

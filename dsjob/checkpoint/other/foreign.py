@@ -28,11 +28,13 @@ MAX_NODES, MAX_DEPTH = 1_000_000, 64
 @dataclass(frozen=True)
 class RunState:
     """A run's plain state, in dsjob's form. `scalars`: the optimizer's plain values, by parameter and key. `trained`:
-    the names of the parameters that are not frozen."""
+    the names of the parameters that are not frozen. `rates`: the learning rate of each of the optimizer's groups.
+    `scheduler`: None if the engine that saved it had no schedule."""
 
     counters: dict[str, int]
     scalars: dict[str, dict[str, Any]]
     trained: frozenset[str]
+    rates: tuple[float, ...]
     scheduler: dict[str, Any] | None
     scaler: dict[str, Any] | None
     client_state: dict[str, Any]
@@ -58,6 +60,12 @@ class Foreign:
         """The URL of its folder, for messages."""
         return storage.join(self.url, self.checkpoint.folder) if self.run is not None else self.url
 
+    @property
+    def steps_applied(self) -> int:
+        """Optimizer steps that were not skipped: where a schedule continues that the checkpoint does not have."""
+        counters = self.run.counters if self.run is not None else {}
+        return counters.get("global_steps", 0) - counters.get("skipped_steps", 0)
+
     def values(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         """The content of an equivalent state.json. `ours`: see `optimizer_values`."""
         run = self.run
@@ -66,7 +74,7 @@ class Foreign:
         return {
             "counters": run.counters,
             "optimizer": self.optimizer_values(ours),
-            "scheduler": encode(run.scheduler, "scheduler"),
+            "scheduler": encode(run.scheduler or {"last_epoch": self.steps_applied}, "scheduler"),
             "loss_scaler": run.scaler,
             "rng": {},
             "client_state": encode(run.client_state, "client_state"),

@@ -39,7 +39,8 @@ def read_run(file: TorchFile, optims: Sequence[Mapping[str, Any]], found: Collec
         counters={**counters, "micro_steps": 0},
         scalars=found.scalars,
         trained=frozenset(found.trained),
-        scheduler=_read_scheduler(main.get("lr_scheduler"), steps - skipped, notes),
+        rates=_read_rates(inner or {}),
+        scheduler=_read_scheduler(main.get("lr_scheduler")),
         scaler=_read_scaler(inner or {}),
         client_state=_read_client_state(main, file, notes),
     )
@@ -52,12 +53,19 @@ def _count(main: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _read_scheduler(saved: Any, steps: int, notes: list[str]) -> dict[str, Any]:
+def _read_rates(inner: Mapping[str, Any]) -> tuple[float, ...]:
+    """The learning rate of each group of the optimizer; none if a group has no number there."""
+    own = next((inner[key] for key in ("base_optimizer_state", "optimizer_state_dict") if key in inner), inner)
+    groups = own.get("param_groups", ()) if isinstance(own, Mapping) else ()  # elastic_checkpoint: a list of states
+    rates = [group.get("lr") for group in groups]
+    return tuple(map(float, rates)) if all(type(rate) in (int, float) for rate in rates) else ()
+
+
+def _read_scheduler(saved: Any) -> dict[str, Any] | None:
     """The schedule's state. DeepSpeed's own schedules count from -1, one step less than torch's, whose state is taken
     unchanged."""
     if not saved:
-        notes.append(f"the checkpoint has no schedule: the job's schedule continues after {steps} steps")
-        return {"last_epoch": steps}
+        return None
     plain: dict[str, Any] = copy_plain({key: value for key, value in saved.items() if key != "lr_lambdas"}, [10_000])
     if "last_batch_iteration" in plain:
         return {"last_epoch": plain["last_batch_iteration"] + 1}
