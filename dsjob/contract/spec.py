@@ -221,6 +221,8 @@ class Launch:
     backend: Literal["auto", "gloo", "nccl"]
     timeout: float
     grace: float
+    include: Sequence[int] | None
+    exclude: Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsjob.contract import legacy
 from dsjob.contract import schema as contract
+from dsjob.contract.gpus import read_gpus
 from dsjob.contract.paths import Path
 from dsjob.contract.schema import Schema
 from dsjob.document.auto import resolve_auto
@@ -23,7 +24,21 @@ def normalise(document: dict[str, Any], schema: Schema) -> dict[str, Any]:
 def complete(job: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
     """A checked and normalised job with a value for every key, and a text by path on how each "auto" was resolved."""
     job, derived = resolve_auto(job)
+    job = {**job, "launch": _settle_gpus(job.get("launch", {}))} if "launch" in job else job
     return contract.fill_defaults(job, contract.job_schema()), derived
+
+
+def _settle_gpus(launch: dict[str, Any]) -> dict[str, Any]:
+    """The section `launch` with lists of GPUs, and with a rank for each GPU that `include` names."""
+    settled = dict(launch)
+    for key in ("include", "exclude"):
+        if key in launch and (named := read_gpus(launch[key], f"launch.{key}")) is not None:
+            settled[key] = named
+        else:  # all GPUs of this machine
+            settled.pop(key, None)
+    if "include" in settled:
+        settled.setdefault("nproc", len(settled["include"]))
+    return settled
 
 
 def use_integers(value: Any, schema: Schema) -> Any:

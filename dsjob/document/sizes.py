@@ -9,19 +9,31 @@ from typing import Any
 
 from dsjob.contract import deepspeed_keys
 from dsjob.contract.batch import BatchSizes
+from dsjob.contract.gpus import read_gpus
 from dsjob.contract.paths import Path, get_at
 from dsjob.document.places import Locate, Place, describe_place
-from dsjob.errors import DocumentError, Problem
+from dsjob.errors import DocumentError, Problem, UsageError
 
 _PARTS = ("trainer", "model_parallel_size")
 _TRIAD = ("train_batch", "micro_batch", "grad_accum")
 
 
 def read_nproc(document: dict[str, Any]) -> int:
-    """`launch.nproc` of a document that need not be valid; 1 if it is not a positive number."""
+    """The ranks that a document, which need not be valid, starts: `launch.nproc`, or one for each GPU that
+    `launch.include` names; otherwise 1."""
     section = document.get("launch")
-    nproc = section.get("nproc") if isinstance(section, dict) else None
+    section = section if isinstance(section, dict) else {}
+    nproc = section.get("nproc", count_included(section.get("include")))
     return int(nproc) if isinstance(nproc, (int, float)) and 1 <= nproc < math.inf else 1
+
+
+def count_included(include: Any) -> int | None:
+    """The number of GPUs that `launch.include` names; None if it names none, or cannot be read."""
+    try:
+        named = read_gpus(include, "") if isinstance(include, (str, list)) else None
+    except (UsageError, TypeError):
+        return None
+    return len(named) if named else None
 
 
 def choose_world_size(

@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "launcher": (_NODES, ()),
     "launcher_args": (_NODES, ()),
     "ssh_port": (_NODES, ()),
-    "exclude": ("set CUDA_VISIBLE_DEVICES", ()),
+    "exclude": ("set launch.exclude and launch.nproc", ()),
     "max_restarts": ("start the job again, and it resumes", (0,)),
     "log_dir": (_LOGS, ()),
     "enable_each_rank_log": (_LOGS, ()),
@@ -83,10 +83,10 @@ def _ask(given: Given | None, draft: Draft) -> None:
 
 
 def _draft_include(given: Given, draft: Draft) -> None:
-    """`--include localhost:0,1`: GPUs of this machine."""
+    """`--include localhost:0,1`: GPUs of this machine, one rank each."""
     host, _, slots = str(given.value).partition(":")
     if "@" in str(given.value) or host not in ("localhost", "127.0.0.1") or not slots:
         draft.note("left out", f"{given.label}: {_NODES}", given)
         return
     draft.put("launch.nproc", given.to(len(slots.split(","))))
-    draft.note("changed", f"{given.label}: set CUDA_VISIBLE_DEVICES={slots}", given)
+    draft.put("launch.include", given)

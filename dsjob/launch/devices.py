@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-import socket
 from collections.abc import Sequence
 
+from dsjob.contract.gpus import read_gpus
 from dsjob.errors import UsageError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-_SLOTS = re.compile(r"(?P<host>[^:@,]+)(?::(?P<slots>\d+(?:,\d+)*))?")
+VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 def count_gpus() -> int:
@@ -39,6 +37,12 @@ def count_visible() -> int:
     return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
 
 
+def make_visible(gpus: Sequence[int]) -> dict[str, str]:
+    """The environment variables that let a process see these GPUs, numbered as nvidia-smi does."""
+    order = os.environ.get(_ORDER, "PCI_BUS_ID")  # by default, CUDA begins with the fastest GPU
+    return {VISIBLE: ",".join(map(str, gpus)), _ORDER: order}
+
+
 def choose_gpus(
     include: str | Sequence[int] | None, exclude: str | Sequence[int] | None, count: int, name: str = "{}"
 ) -> list[int]:
@@ -50,7 +54,7 @@ def choose_gpus(
     label = name.format(key)
     if include is not None and exclude is not None:
         raise UsageError(f"{label} and {name.format('exclude')} exclude each other", hint="keep one of them")
-    named = _read_numbers(given, label) if given is not None else []
+    named = read_gpus(given, label) if given is not None else []
     if not count:
         raise UsageError(f"{label} names GPUs, but this machine has none", hint=f"leave {label} out")
     if missing := [number for number in named or [] if number >= count]:
@@ -65,21 +69,3 @@ def choose_gpus(
     if not left:
         raise UsageError(f"{label} leaves no GPU of {count}")
     return left
-
-
-def _read_numbers(given: str | Sequence[int], label: str) -> list[int] | None:
-    """The numbers of the GPUs, in order; None for all GPUs of this machine."""
-    if not isinstance(given, str):
-        return sorted(set(given))
-    if "@" in given:
-        raise _refuse_machines(f"{label} {given} names several machines")
-    found = _SLOTS.fullmatch(given)
-    if not found:
-        raise UsageError(f"cannot read {label} {given!r}", hint=f"write {label} localhost:0,2")
-    if found["host"] not in ("localhost", "127.0.0.1", socket.gethostname()):
-        raise _refuse_machines(f"{label} {given} names the machine {found['host']}, and this is {socket.gethostname()}")
-    return sorted({int(slot) for slot in found["slots"].split(",")}) if found["slots"] else None
-
-
-def _refuse_machines(message: str) -> UsageError:
-    return UsageError(message, hint="dsjob starts ranks on this machine only; start those of several with torchrun")

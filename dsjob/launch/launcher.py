@@ -15,8 +15,9 @@ from typing import Any
 
 from dsjob import storage
 from dsjob.contract.resolved import ResolvedJob
-from dsjob.errors import DsjobError, Interrupted, LaunchError
-from dsjob.launch import rank
+from dsjob.contract.spec import Launch
+from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
+from dsjob.launch import devices, rank
 from dsjob.launch.supervisor import Supervisor
 from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
 from dsjob.ranks.signals import handling
@@ -108,11 +109,32 @@ def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool) -> dict[
     """Runs a resolved job, in this process or in one process per rank. Returns the contents of `result.json`."""
     if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
         write_resolved(run_dir, job.document)  # keeps the one of an earlier run until this run has begun
+    visible = _choose_gpus(job.spec.launch)
     if job.spec.launch.nproc == 1:
+        os.environ.update(visible)
         _run_here(job, run_dir, trust)
     else:
-        _start_ranks(job, run_dir, trust, debug)
+        _start_ranks(job, run_dir, trust, debug, visible)
     return {**read_result(run_dir), "run_dir": run_dir}
+
+
+def _choose_gpus(options: Launch) -> dict[str, str]:
+    """The variables that let the ranks see the GPUs that `include` and `exclude` choose. Raises UsageError."""
+    key = "include" if options.include is not None else "exclude"
+    if (options.include is None and options.exclude is None) or options.device == "cpu":
+        return {}
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_initialized():
+            hint = "start the run in a process that has not used a GPU"
+            raise UsageError(f"launch.{key} has no effect: this process uses a GPU already", hint=hint)
+        gpus = devices.choose_gpus(options.include, options.exclude, devices.count_gpus(), "launch.{}")
+        if len(gpus) < options.nproc:
+            raise UsageError(f"launch.{key} leaves {len(gpus)} GPUs for {options.nproc} ranks (launch.nproc)")
+    except UsageError as error:
+        error.put_at(("launch", key))
+        raise
+    return devices.make_visible(gpus[: options.nproc])
 
 
 def _run_here(job: ResolvedJob, run_dir: str, trust: Trust) -> None:
@@ -131,7 +153,7 @@ def _run_here(job: ResolvedJob, run_dir: str, trust: Trust) -> None:
         leave_world()  # a single rank with offloaded parameters has a process group too
 
 
-def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> None:
+def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool, visible: Mapping[str, str]) -> None:
     options = job.spec.launch
     with private_folder() as private:
         handed = os.path.join(private, "job.json")
@@ -141,6 +163,7 @@ def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> N
         command = [sys.executable, "-P", "-m", rank.__name__, handed, run_dir]
         variables = {
             **list_variables(private, options.nproc, debug),
+            **visible,
             "DSJOB_STORE": os.path.join(private, "store"),
             rank.TRUST_VARIABLE: trust.to_text(),
         }

@@ -72,7 +72,8 @@ def choose_ranks(
         return Ranks(len(gpus), tuple(gpus), *place)
     visible = devices.count_visible()
     if count is not None and 0 < visible < count:
-        raise UsageError(f"--num_gpus {count}, but {visible} GPU{'s are' * (visible > 1) or ' is'} visible")
+        shown = "1 GPU is" if visible == 1 else f"{visible} GPUs are"
+        raise UsageError(f"--num_gpus {count}, but {shown} visible")
     return Ranks(count or visible or 1, None, *place)
 
 
@@ -145,7 +146,7 @@ def _locate(ranks: Ranks) -> dict[str, str]:
     """Where the ranks find each other, and the GPUs that they see."""
     port = ranks.port or _find_free_port()
     found = {"MASTER_ADDR": ranks.address, "MASTER_PORT": str(port)}
-    return found if ranks.gpus is None else {**found, devices.VISIBLE: ",".join(map(str, ranks.gpus))}
+    return found if ranks.gpus is None else {**found, **devices.make_visible(ranks.gpus)}
 
 
 def _find_free_port() -> int:

@@ -56,6 +56,9 @@ def accuracy(name: str) -> dict[str, Any]:
 
 # Rule, what breaks it in a job that is good otherwise, the path that it is told at, and what is near and all right.
 JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("gpus", {"launch": {"include": [0], "exclude": [1]}}, "launch.exclude", {"launch": {"exclude": [1]}}),
+    ("gpus", {"launch": {"include": "a:0@b:1"}}, "launch.include", {"launch": {"include": "localhost:0,2"}}),
+    ("gpus", {"launch": {"include": [0], "nproc": 2}}, "launch.include", {"launch": {"include": [0, 1], "nproc": 2}}),
     ("fp16-with-bf16", {"fp16": ON, "bf16": ON}, "bf16.enabled", {"fp16": {"enabled": False}, "bf16": ON}),
     ("amp-with-half-precision", {"amp": ON, "bf16": ON}, "amp.enabled", {"amp": {"enabled": False}, "bf16": ON}),
     ("amp-with-half-precision", {"amp": ON, **zero(1)}, "amp.enabled", {"amp": ON, **zero(0)}),

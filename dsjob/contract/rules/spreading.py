@@ -4,7 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dsjob.contract.gpus import read_gpus
 from dsjob.contract.rules.table import Document, Finding, enter, is_on, read, read_offload, read_stage
+from dsjob.errors import UsageError
+
+# Ranks
+
+
+@enter("gpus")
+def _gpus(document: Document) -> Iterator[Finding]:
+    """launch.include and launch.exclude name GPUs of this machine, in different ways. Each rank needs its own GPU."""
+    include, exclude = read(document, "launch.include"), read(document, "launch.exclude")
+    if include is not None and exclude is not None:
+        yield "launch.exclude", "cannot be combined with launch.include", "keep one of them"
+    for key, given in (("launch.include", include), ("launch.exclude", exclude)):
+        try:
+            named = read_gpus(given, "the value") if isinstance(given, (str, list)) else None
+        except UsageError as error:
+            yield key, error.message, error.hint
+            continue
+        if key == "launch.exclude" and isinstance(given, str) and named is None:
+            yield key, f"{given} excludes all GPUs", "name some of them, for example localhost:0"
+        nproc = read(document, "launch.nproc")
+        if key == "launch.include" and named is not None and isinstance(nproc, int) and nproc > len(named):
+            gpus = f"{len(named)} GPU{'s' * (len(named) > 1)}"
+            yield key, f"names {gpus} for {nproc} ranks (launch.nproc)", "name one for each rank"
+
 
 # Accumulation
 
