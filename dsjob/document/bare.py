@@ -19,6 +19,8 @@ from dsjob.document.normal import complete, normalise
 from dsjob.document.places import Locate, place_problems
 from dsjob.errors import ConfigError, DocumentError, Problem
 
+_UNKNOWN = ("unknown-key", "unknown key")  # rule and message
+
 
 def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -> tuple[EngineSpec, list[Problem]]:
     """The engine's settings from a bare DeepSpeed config, and warnings. Raises ConfigError with all problems."""
@@ -38,6 +40,23 @@ def resolve_config(config: dict[str, Any], *, world_size: int, locate: Locate) -
             hint = "to choose another value, write it"
             problems.append(Problem(message, place, "auto", hint, severity="warning"))
     return view(EngineSpec, resolved), place_problems(problems, locate)
+
+
+def leave_unknown_out(config: dict[str, Any], *, locate: Locate) -> tuple[dict[str, Any], list[Problem]]:
+    """A bare DeepSpeed config without the keys that are unknown, and a warning about each."""
+    dropped: list[Problem] = []
+    # In rounds, since only the first unknown keys of an object are told one by one.
+    while found := [each for each in check_config(config) if (each.rule, each.message) == _UNKNOWN]:
+        config = _drop(config, {problem.path for problem in found})
+        dropped += [replace(problem, message="unknown key, left out", severity="warning") for problem in found]
+    return config, place_problems(dropped, locate)
+
+
+def _drop(value: Any, paths: set[Path]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    below = {key: {path[1:] for path in paths if path[0] == key} for key in value}
+    return {key: _drop(item, below[key] - {()}) for key, item in value.items() if () not in below[key]}
 
 
 def complete_config(given: Mapping[str, Any], spec: EngineSpec | None = None) -> dict[str, Any]:

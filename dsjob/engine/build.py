@@ -26,7 +26,7 @@ from dsjob.contract.bounds import check_values
 from dsjob.contract.spec import EngineSpec
 from dsjob.data import Epochs
 from dsjob.data.passes import require_same_length
-from dsjob.document.bare import complete_config, resolve_config
+from dsjob.document.bare import complete_config, leave_unknown_out, resolve_config
 from dsjob.document.places import Locate
 from dsjob.engine.batches import load_batches
 from dsjob.engine.blocks import prepare_blocks
@@ -41,6 +41,7 @@ from dsjob.ranks.mpu import divide
 from dsjob.ranks.rendezvous import init_distributed
 from dsjob.trust.grant import Trust
 
+LENIENT = "DSJOB_LENIENT"  # set by `dsjob exec --lenient`
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -278,7 +279,19 @@ def _read_trust(prefixes: Sequence[str]) -> Trust:
 
 
 def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
-    """Reads the config. Also returns the folders whose modules it may name, and a function for the places of values."""
+    """Reads the config. Also returns the folders whose modules it may name, and a function for the places of values.
+
+    With `dsjob exec --lenient`, unknown keys are left out, and rank 0 warns.
+    """
+    given, folders, locate = _read_config(args, config)
+    if os.environ.get(LENIENT):
+        given, problems = leave_unknown_out(given, locate=locate)
+        for problem in problems if os.environ.get("RANK", "0") == "0" else ():
+            warnings.warn(str(problem), ConfigWarning, stacklevel=4)
+    return given, folders, locate
+
+
+def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None:
         raise UsageError("the config is given twice: as an argument, and as args.deepspeed_config")

@@ -30,7 +30,7 @@ from dsjob.ranks.failures import Failure, record_failure
 
 # Set by the launcher for its ranks.
 RUN_VARIABLE = "DSJOB_RUN"  # the run folder; empty if this rank writes nothing there
-LENIENT_VARIABLE = "DSJOB_LENIENT"  # 1: unknown keys of a DeepSpeed config are warnings
+LENIENT_VARIABLE = "DSJOB_LENIENT"  # as in `dsjob.engine.build`: unknown keys of a DeepSpeed config are warnings
 
 _code = 0
 

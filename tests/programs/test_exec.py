@@ -181,6 +181,18 @@ def test_an_error_of_dsjob_comes_without_a_traceback_and_a_bug_without_its_frame
     assert f"called at {folder}/train.py:26 in fail" in done.stderr
 
 
+def test_lenient_leaves_unknown_keys_out_with_a_warning(tmp_path: Path) -> None:
+    many = {f"key{number}": 0 for number in range(60)}
+    config = {"train_batch_size": 2, "stepz": 1, "zero_optimization": {"stage": 1, "overlap": 1, **many}}
+    text = f"import deepspeed, torch\nengine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config={config})"
+    (tmp_path / "train.py").write_text(f"{text}\nprint(engine.zero_optimization_stage())")
+    assert execute(tmp_path, "train.py").returncode == 2
+    done = execute(tmp_path, "--lenient", "train.py")
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    for key in ("stepz", "zero_optimization.overlap"):
+        assert f"config: warning[unknown-key]: {key}: unknown key, left out" in done.stderr
+
+
 def test_exit_codes_pass_through(folder: Path) -> None:
     done = execute(folder, "--num_gpus", "2", "train.py", "--at", "1", "--do", "exit")
     assert done.returncode == 7
