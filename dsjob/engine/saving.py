@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -190,17 +190,30 @@ class Saving(Readings):
         At stage 3, this needs memory for the whole model on each rank; `save_16bit_model` writes a file instead.
         `keep_vars` has no effect: this returns copies.
         """
-        state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
         found = {} if destination is None else destination
-        for name, tensor in state.weights.items():
-            value = whole(tensor).detach()
-            low = self.precision.compute if value.is_floating_point() else value.dtype
-            found[prefix + name] = value.to(low, copy=True)
-        found.update({prefix + name: buffer.detach().clone() for name, buffer in state.buffers.items()})
+        state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
+        found.update({prefix + name: value for name, value in self._gather(state)})
         found.update(
             {prefix + n: found[prefix + first] for n, first in state.aliases.items() if prefix + first in found}
         )
         return found
+
+    def state_dict_on_rank_0(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Like `module_state_dict`, but in host memory and only on rank 0; None elsewhere. Gathers tensor by tensor."""
+        state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
+        keeps = self.world.everyone.rank == 0
+        found = {name: value.cpu() for name, value in self._gather(state) if keeps}
+        found.update({name: found[first] for name, first in state.aliases.items() if first in found})
+        return found if keeps else None
+
+    def _gather(self, state: TrainingState) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the weights and buffers, whole and in the compute dtype. All ranks must take all of them."""
+        for name, tensor in state.weights.items():
+            value = whole(tensor).detach()
+            low = self.precision.compute if value.is_floating_point() else value.dtype
+            yield name, value.to(low, copy=True)
+        for name, buffer in state.buffers.items():
+            yield name, buffer.detach().clone()
 
     @torch.no_grad()
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.data import Epochs
@@ -57,6 +58,14 @@ class DeepSpeedEngine(Settings, Engine):
     def micro_steps(self) -> int:
         """Calls of `step` so far."""
         return self.rhythm.micro_steps
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The whole model on rank 0, in the compute dtype; None on other ranks. accelerate and transformers save it."""
+        if self.zero_stage != 3:
+            raise ValueError(f"this is for ZeRO stage 3, but the stage is {self.zero_stage}")
+        return self.state_dict_on_rank_0(exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """An empty dict, as in DeepSpeed without `wall_clock_breakdown`, which has no effect here."""

@@ -1,4 +1,4 @@
-"""Fine-tunes a tiny Llama with the HF Trainer. The model starts from a folder on disk, as a pretrained one would."""
+"""Trains a tiny Llama from scratch with the HF Trainer."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ class Sentences(Dataset):
     def __init__(self, count: int, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
         steps = torch.randint(1, 4, (count, 16), generator=draw)
-        self.tokens = (steps.cumsum(1) + torch.randint(0, 64, (count, 1), generator=draw)) % 64
+        self.tokens = (steps.cumsum(1) + torch.randint(0, 32, (count, 1), generator=draw)) % 32
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -27,7 +27,7 @@ def main() -> None:
     [args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[1:])
     set_seed(args.seed)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32,
     )  # fmt: skip
     trainer = Trainer(

@@ -47,13 +47,15 @@ def main() -> None:
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=measure,
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.evaluate()
+    if args.do_train:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    metrics = trainer.evaluate()
     prediction = trainer.predict(make_dataset(14, 2, tokenizer))
     trainer.save_model()
     if trainer.is_world_process_zero():
         records = {
             "log": trainer.state.log_history,
+            "metrics": metrics,
             "test": prediction.metrics,
             "logits": prediction.predictions.tolist(),
         }
