@@ -66,7 +66,11 @@ class Mirror(types.ModuleType):
             raise AttributeError(name)
         if name in UNUSED:
             return UNUSED[name]
-        return make_stub(f"{self.__name__}.{name}")
+        try:
+            importlib.import_module(f"dsjob.{self.__name__}.{name}")
+        except ModuleNotFoundError:
+            return make_stub(f"{self.__name__}.{name}")
+        return importlib.import_module(f"{self.__name__}.{name}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         real = self.__dict__.get("_real")

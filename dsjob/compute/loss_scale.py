@@ -2,9 +2,9 @@
 
 This is arithmetic only; the engine detects overflows and skips steps.
 
-All stages use the same scaler, so the stage does not change any number. (DeepSpeed before 0.19 has no hysteresis at
-stage 0, and its stage 0 continues at the minimum scale, where dsjob stops.) A step is unscaled by the scale of its own
-backward pass; DeepSpeed uses the new scale if it has just doubled.
+All stages use the same scaler, so the stage does not change any number. (DeepSpeed's stage 0 ignores the config's
+hysteresis, and continues at the minimum scale, where dsjob stops.) A step is unscaled by the scale of its own backward
+pass; DeepSpeed uses the new scale if it has just doubled.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ _PIPELINE = "pipelines are not built yet; ZeRO stage 3 spreads a model over all 
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
 _EXPERTS = "expert parallelism is not built; a model with experts trains under ZeRO like any other"
 _NVME = "offloading to NVMe is not built; offload_optimizer and offload_param support device: cpu"
+_OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
 
 # What to use instead, by the name below `deepspeed`. An entry for a package applies to everything in it.
@@ -36,6 +37,11 @@ ALTERNATIVES = {
     "moe.experts": _EXPERTS,
     "moe.sharded_moe": _EXPERTS,
     "runtime.swap_tensor": _NVME,
+    "runtime.zero.stage3": _OPTIMIZER,
+    "runtime.zero.stage_1_and_2": _OPTIMIZER,
+    "runtime.fp16": _OPTIMIZER,
+    "runtime.bf16_optimizer": _OPTIMIZER,
+    "runtime.base_optimizer": _OPTIMIZER,
     "nvme": _NVME,
     "ops.transformer": _KERNELS,
     "ops.sparse_attention": _KERNELS,

@@ -15,6 +15,9 @@ import deepspeed, dsjob.deepspeed
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 assert deepspeed.initialize is dsjob.deepspeed.initialize
+from deepspeed.runtime import config
+import dsjob.deepspeed.runtime.config
+assert config.DeepSpeedConfig is dsjob.deepspeed.runtime.config.DeepSpeedConfig
 assert not isinstance(1, DeepSpeedZeroOptimizer_Stage3)
 try:
     PipelineModule()
