@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dsjob.contract.spec import LeafModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_LEAF = "_dsjob_leaf"
+_LEAF = "_z3_leaf"  # the name that DeepSpeed gives it, which programs read
 _EXTERNAL = "_dsjob_external"
 
 

@@ -343,6 +343,7 @@ def test_leaves_are_found_by_class_name_or_suffix() -> None:
     model = Choice()
     assert zero.set_z3_leaf_modules_by_name(model, ["experts.0"]) == ([model.experts[0]], [])
     assert zero.z3_leaf_module(model.experts[0])
+    assert model.experts[0]._z3_leaf  # DeepSpeed's name for it, which programs read
     inner = [block.inner for block in model.experts]
     assert zero.set_z3_leaf_modules_by_suffix(model, ["inner", "gone"], raise_if_not_found=False) == (inner, ["gone"])
     assert zero.unset_z3_leaf_modules(model, [Block]) == list(model.experts)

@@ -59,11 +59,15 @@ class DeepSpeedEngine(Settings, Engine):
         """Calls of `step` so far."""
         return self.rhythm.micro_steps
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The whole model on rank 0, in the compute dtype; None on other ranks. accelerate and transformers save it."""
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The whole model on rank 0, in the compute dtype; empty on other ranks. accelerate and transformers save it.
+
+        DeepSpeed gives other ranks None. `save_pretrained(state_dict=None)` would ask the sharded model on these ranks
+        alone, which would wait for rank 0 for ever.
+        """
         if self.zero_stage != 3:
             raise ValueError(f"this is for ZeRO stage 3, but the stage is {self.zero_stage}")
-        return self.state_dict_on_rank_0(exclude_frozen_parameters)
+        return self.state_dict_on_rank_0(exclude_frozen_parameters) or {}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
