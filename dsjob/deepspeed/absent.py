@@ -17,6 +17,7 @@ _EXPERTS = "expert parallelism is not built; a model with experts trains under Z
 _NVME = "offloading to NVMe is not built; offload_optimizer and offload_param support device: cpu"
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
+_LAUNCHER = "start ranks with `dsjob exec`, torchrun, srun, or launch.nproc in a job document"
 
 # What to use instead, by the name below `deepspeed`. An entry for a package applies to everything in it.
 ALTERNATIVES = {
@@ -56,7 +57,8 @@ ALTERNATIVES = {
     "profiling": "a job's log shows samples and tokens per second; torch.profiler shows operators",
     "monitor": "metrics.jsonl in a run's folder has every record",
     "elasticity": "a checkpoint resumes on any number of ranks, with the same train batch",
-    "launcher": "start ranks with torchrun, srun, or launch.nproc in a job document",
+    "launcher.launch": _LAUNCHER,
+    "launcher.multinode_runner": _LAUNCHER,
     "nebula": "checkpoint.async saves checkpoints in the background",
     "datastates": "checkpoint.async saves checkpoints in the background",
 }

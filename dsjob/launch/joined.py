@@ -22,14 +22,13 @@ from dsjob.ranks.agreement import on_rank_0
 from dsjob.ranks.failures import Failure, has_hung_up, has_waited
 from dsjob.ranks.mesh import World, abandon_world, join_world, leave_world
 from dsjob.ranks.nodes import check_shared
+from dsjob.ranks.stalls import place_records, record_collectives
 from dsjob.ranks.watchdog import (
     OBSERVERS,
     StoreBoard,
     Watchdog,
     explain_stall,
-    place_records,
     position,
-    record_collectives,
 )
 from dsjob.run_folder import make_run_dir, read_result
 from dsjob.torch_private import get_store

@@ -16,6 +16,7 @@ from dsjob import storage
 from dsjob.contract.environment import hide_values, watch_output
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.ranks.failures import Failure, record_failure, record_success
+from dsjob.ranks.stalls import place_records, record_collectives
 from dsjob.trust.grant import Trust
 
 # Set by the launcher for its ranks. Commands never read them.
@@ -31,7 +32,7 @@ def run_rank(handed: str, run_dir: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
     from dsjob.ranks.mesh import join_world, leave_world
-    from dsjob.ranks.watchdog import FolderBoard, Watchdog, place_records, position, record_collectives
+    from dsjob.ranks.watchdog import FolderBoard, Watchdog, position
     from dsjob.training.job import run_job
 
     trust = Trust.from_text(os.environ[TRUST_VARIABLE])

@@ -27,6 +27,7 @@ from dsjob.programs import guard
 from dsjob.programs.told import describe
 from dsjob.ranks import patience
 from dsjob.ranks.failures import Failure, record_failure
+from dsjob.ranks.stalls import place_records, record_collectives
 
 # Set by the launcher for its ranks.
 RUN_VARIABLE = "DSJOB_RUN"  # the run folder; empty if this rank writes nothing there
@@ -47,7 +48,11 @@ def main(words: Sequence[str]) -> int:
         arguments.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if kind == "command":
         os.execvp(name, [name, *arguments])
-    watch = guard.begin(folder, os.environ.pop(RUN_VARIABLE, ""))
+    run_dir = os.environ.pop(RUN_VARIABLE, "")
+    record_collectives()
+    if run_dir:
+        place_records(run_dir)
+    watch = guard.begin(folder, run_dir)
     code, message = 0, ""
     try:
         _run(kind, name, arguments)

@@ -268,6 +268,11 @@ def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> DsjobError
             f"ranks wait for each other in different collectives: {different}",
             hint="every rank must call the same collectives in the same order",
         )
+    early = [end for end in scene.ends if end.finished and end.code == 0]
+    if scene.own_exits and scene.failures and early:
+        left, lost = early[0].rank, min(scene.failures, key=lambda failure: failure.time)
+        message = f"rank {left} has ended with exit code 0, but rank {lost.rank} waits for it"
+        return LaunchError(message, hint=f"rank {lost.rank}: {lost.message}\n  {lost.hint}")
     if scene.failures:
         return min(scene.failures, key=lambda failure: failure.time).to_error()
     if scene.ends:

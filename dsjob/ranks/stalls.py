@@ -1,4 +1,4 @@
-"""Finds the rank that the others wait for, by comparing their progress, and formats stacks.
+"""Finds the rank that the others wait for, by comparing their progress, and formats stacks. Works without torch.
 
 If all failed ranks timed out while waiting, the rank to blame is one in process state T (stopped), else the one that
 has entered the fewest collectives, else one that is not waiting.
@@ -7,6 +7,7 @@ has entered the fewest collectives, else one that is not waiting.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
@@ -121,3 +122,17 @@ def show_stack(rank: int, frames: Sequence[str]) -> str:
     """A stack as lines, innermost first."""
     lines = [f"    {frame}" for frame in frames[:_DEEPEST]] + (["    ..."] if len(frames) > _DEEPEST else [])
     return "\n".join([f"stack of rank {rank}, innermost first:", *lines]) if frames else ""
+
+
+def record_collectives() -> None:
+    """Makes NCCL record its last collectives, and write them to a file when one times out. Call it before the process
+    group is created."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def place_records(run_dir: str) -> None:
+    """Sets where NCCL writes its record: one file per rank, in the run's folder."""
+    logs = os.path.join(run_dir, "logs")
+    os.makedirs(logs, exist_ok=True)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(os.path.abspath(logs), RECORD_PREFIX))

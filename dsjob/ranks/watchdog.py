@@ -25,7 +25,6 @@ from dsjob.errors import LostRankError
 from dsjob.ranks import patience
 from dsjob.ranks.stalls import (
     FAILED_NAME,
-    RECORD_PREFIX,
     STACK_SIGNAL,
     Beat,
     describe_stall,
@@ -281,17 +280,3 @@ def read_beat() -> Beat:
             except RuntimeError:  # a backend without sequence numbers, or a group that is being destroyed
                 continue
     return Beat(position.step, position.micro_steps, entered, position.doing, time.time())
-
-
-def record_collectives() -> None:
-    """Makes NCCL record its last collectives, and write them to a file when one times out. Call it before the process
-    group is created."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-
-
-def place_records(run_dir: str) -> None:
-    """Sets where NCCL writes its record: one file per rank, in the run's folder."""
-    logs = os.path.join(run_dir, "logs")
-    os.makedirs(logs, exist_ok=True)
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(os.path.abspath(logs), RECORD_PREFIX))

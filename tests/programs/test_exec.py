@@ -8,12 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import dsjob, read_metrics
 from programs import DSJOB, Program, clean_env, run_program
+
+from dsjob.errors import UsageError
+from dsjob.programs import launch
+from dsjob.programs.alias import STAND_IN, stand_in
+from dsjob.programs.launch import require_engine
 
 TRAIN = """
 import argparse, os, signal, sys, time
@@ -46,7 +52,7 @@ def fail():
     if args.do == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     print("last words")
-    sys.exit(7)
+    sys.exit(0 if args.do == "leave" else 7)
 
 torch.manual_seed(0)
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=CONFIG)
@@ -200,6 +206,12 @@ def test_exit_codes_pass_through(folder: Path) -> None:
     assert "last words" in done.stderr
 
 
+def test_a_rank_that_ends_too_early_is_named(folder: Path) -> None:
+    done = execute(folder, "--num_gpus", "2", "train.py", "--at", "1", "--do", "leave")
+    assert done.returncode == 1
+    assert "dsjob: error: rank 1 has ended with exit code 0, but rank 0 waits for it" in done.stderr
+
+
 def test_a_killed_rank_is_named(folder: Path) -> None:
     done = execute(folder, "--num_gpus", "2", "train.py", "--at", "1", "--do", "kill")
     assert done.returncode == 1
@@ -263,11 +275,48 @@ def test_under_torch_distributed_launch_the_program_gets_its_local_rank(tmp_path
     assert sorted(done.stdout.splitlines()) == ["['--local-rank=0', 'a']", "['--local-rank=1', 'a']"]
 
 
+LAUNCHED = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
+
+
+def test_under_srun_no_ranks_are_started(tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(LAUNCHED)
+    slurm = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "9", "SLURM_LOCALID": "2"}
+    done = dsjob("exec", "look.py", "a", cwd=tmp_path, **slurm)
+    assert (done.returncode, done.stdout) == (0, "2 4 ['a']\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_under_accelerate_launch_no_ranks_are_started(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "look.py").write_text(LAUNCHED)
+    settings = "num_machines: 1\nmixed_precision: 'no'\nuse_cpu: true\ncompute_environment: LOCAL_MACHINE\n"
+    (tmp_path / "1.yaml").write_text(f"{settings}distributed_type: 'NO'\nnum_processes: 1\n")
+    zero = "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 1}"
+    (tmp_path / "2.yaml").write_text(f"{settings}distributed_type: DEEPSPEED\n{zero}\nnum_processes: 2\n")
+    for ranks in (1, 2):
+        launch = ["-m", "accelerate.commands.launch", "--config_file", f"{ranks}.yaml"]
+        environment = clean_env()
+        stand_in(environment)  # accelerate asks whether DeepSpeed is installed
+        done = run_program([sys.executable, *launch, "-m", "dsjob", "exec", "look.py"], cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert sorted(line[:3] for line in done.stdout.splitlines()) == [f"{rank} {ranks}" for rank in range(ranks)]
+
+
 def test_the_real_deepspeed_runs_without_the_stand_in(tmp_path: Path) -> None:
     (tmp_path / "which.py").write_text("import importlib.util as u; print(u.find_spec('deepspeed').origin)")
     (tmp_path / "deepspeed.py").touch()
     done = dsjob("exec", "--engine", "deepspeed", "which.py", cwd=tmp_path, fresh=True, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/deepspeed.py\n"), done.stderr
+
+
+def test_an_engine_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_engine("dsjob")
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="--engine deepspeed needs the package deepspeed, which is not installed"):
+        require_engine("deepspeed")
+    monkeypatch.setattr(launch, "find_spec", lambda name: ModuleSpec(name, None, origin=f"{STAND_IN}/deepspeed"))
+    with pytest.raises(UsageError):
+        require_engine("deepspeed")
 
 
 @pytest.mark.parametrize(
