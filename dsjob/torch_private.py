@@ -195,6 +195,11 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def count_changes(tensor: Tensor) -> int:
+    """How many operations have changed `tensor` in place. No public name has this number."""
+    return int(tensor._version)
+
+
 @contextmanager
 def replace_apply(apply: Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module]) -> Iterator[None]:
     """Replaces `Module.apply` of all modules by `apply` within the block. The name is public, but replacing it is not

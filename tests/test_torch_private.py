@@ -233,6 +233,15 @@ def test_modules_give_out_their_own_tensors() -> None:
     assert (net[1].weight.dtype, norm.running_mean.dtype) == (torch.float16, torch.float16)
 
 
+def test_changes_in_place_are_counted() -> None:
+    tensor = torch.zeros(2)
+    before = torch_private.count_changes(tensor)
+    _ = tensor + 1
+    assert torch_private.count_changes(tensor) == before
+    tensor.add_(1)
+    assert torch_private.count_changes(tensor) == before + 1
+
+
 def test_apply_is_replaced_for_a_while() -> None:
     seen = []
     before = nn.Module.apply

@@ -110,7 +110,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("no collectives of its own", r"baseline issued no collectives"),
     (
         "another class of error",
-        r"different tags|inside no_sync or coalesce|cannot be nested|needs a model: a|a loss is a scalar",
+        r"different tags|inside no_sync or coalesce|cannot be nested|needs a model: a|the loss must be a scalar",
     ),
     ("another class of error", r"elastic_checkpoint_is_deprecated"),  # told by a warning, not by a logger
     ("another class of error", r"with managed_gradient_accumulation=False|error\[finite\]: fp16\."),

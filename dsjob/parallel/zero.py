@@ -9,6 +9,7 @@ references to them see the whole values.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +35,7 @@ from dsjob.parallel.presharded import ShardStatus, announce, shard_parameters
 from dsjob.ranks.mesh import World, join_world
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.rendezvous import init_distributed
-from dsjob.torch_private import replace_apply, tree_map
+from dsjob.torch_private import count_changes, replace_apply, tree_map
 
 
 class Init:
@@ -173,8 +174,9 @@ class GatheredParameters:
     """A context in which `params` are whole on every rank: the same parameter objects, wherever they are referenced.
 
     modifier_rank: the rank whose values at the end are kept, on all ranks and in the masters (with an mpu, a
-    data-parallel rank). Without it, changes are lost. Every rank must enter and leave the context. Contexts may be
-    nested. `fwd_module` has no effect, since forward passes gather on their own.
+    data-parallel rank). Without it, changes are lost, and a UserWarning says so (but not of changes of `.data`). Every
+    rank must enter and leave the context. Contexts may be nested. `fwd_module` has no effect, since forward passes
+    gather on their own.
     """
 
     def __init__(
@@ -193,6 +195,7 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self.group: dist.ProcessGroup | None = None  # ranks with the same unsharded parameters; None: all
         self._gathered: list[Tensor] = []
+        self._versions: list[int] = []  # of the whole values, which count their changes in place
         self._announced: list[Tensor] = []
 
     def __enter__(self) -> GatheredParameters:
@@ -214,6 +217,7 @@ class GatheredParameters:
                 parameter.__class__ = _Gathered
                 announce(parameter, ShardStatus.AVAILABLE)
                 self._gathered.append(parameter)
+                self._versions.append(count_changes(whole))
         return self
 
     def __exit__(
@@ -221,6 +225,8 @@ class GatheredParameters:
     ) -> None:
         while self._announced:
             announce(self._announced.pop())
+        if self._modifier_rank is None and kind is None:
+            self._warn_of_lost_changes()
         # After an error, do not broadcast: other ranks may not get here, and this rank would wait for them.
         keeps = self._modifier_rank is not None and kind is None
         values = [self._agree(parameter) for parameter in self._params] if keeps else []
@@ -231,7 +237,7 @@ class GatheredParameters:
             del parameter._whole  # type: ignore[attr-defined]
             parameter.requires_grad_(trained)
             announce(parameter)
-        self._gathered = []
+        self._gathered, self._versions = [], []
         # First write all shards. Then update what each engine derives from them, once per engine.
         changed = set()
         for parameter, value in zip(self._params, values, strict=False):
@@ -241,6 +247,18 @@ class GatheredParameters:
                 changed.add(owned.owner)
         for owner in changed:
             owner.strategy.weights_changed()
+
+    def _warn_of_lost_changes(self) -> None:
+        pairs = zip(self._gathered, self._versions, strict=True)
+        lost = [parameter for parameter, version in pairs if count_changes(_whole_of(parameter)) != version]
+        if lost:
+            shapes = ", ".join(str(list(_whole_of(parameter).shape)) for parameter in lost[:3])
+            warnings.warn(
+                f"GatheredParameters without modifier_rank drops what was changed inside: {len(lost)} of"
+                f" {len(self._gathered)} parameters (shapes {shapes}{', ...' if len(lost) > 3 else ''}); pass"
+                " modifier_rank=0 to keep the changes of rank 0",
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def _agree(self, parameter: Tensor) -> Tensor:

@@ -191,6 +191,10 @@ def edit(world: World, stage: int, bf16: bool) -> dict[str, Any]:
         seen["plain"] = type(head.weight.detach().clone()) is Tensor
         if stage and world.data_size > 1:
             head.weight.data.fill_(7)  # lost: nobody was said to modify
+    if stage and world.data_size > 1:
+        said = r"drops what was changed inside: 1 of 1 parameters \(shapes \[.+\]\); pass modifier_rank=0"
+        with pytest.warns(UserWarning, match=said), zero.GatheredParameters(head.weight), torch.no_grad():
+            head.weight.add_(1)
     with zero.GatheredParameters(head.weight, modifier_rank=1):
         if world.data_rank == 1:
             nn.init.constant_(head.weight, 0.25)
