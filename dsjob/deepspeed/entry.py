@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dsjob.contract import schema
 from dsjob.data import Epochs
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
 from dsjob.engine import build
+from dsjob.errors import ConfigWarning
 
 engine_type = DeepSpeedEngine  # what `initialize` makes; `dsjob exec` puts one here that records its steps
 
@@ -34,9 +37,26 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer | None, Epochs | None, LRScheduler | None]:
     """Like `dsjob.initialize`, with the same arguments and errors, but returns a `DeepSpeedEngine`."""
     model = build.require_model(model)
-    given = build.read_given(args, config if config is not None else config_params, trust)
+    config = config if config is not None else config_params
+    dotted = _find_dotted(config)
+    if isinstance(config, Mapping) and dotted:
+        config = {key: value for key, value in config.items() if key not in dotted}
+    given = build.read_given(args, config, trust)
     world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
+    if dotted and world.everyone.rank == 0:
+        listed = f"these keys have no effect, in DeepSpeed neither; write them as section and key: {', '.join(dotted)}"
+        warnings.warn(listed, ConfigWarning, stacklevel=2)
     engine = build.make_engine(engine_type, model, given, world, optimizer, model_parameters, lr_scheduler)
     engine.mpu, engine.client_lr_scheduler = mpu, lr_scheduler
     engine.training_dataloader = build.make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _find_dotted(config: object) -> list[str]:
+    """The keys of a config that join a section and a key by a dot, such as `zero_optimization.reduce_bucket_size`.
+
+    TRL adds such keys to the config of a reference model, so they are no errors; DeepSpeed ignores them.
+    """
+    sections = schema.deepspeed_schema()["properties"]
+    pairs = [(key, *key.split(".", 1)) for key in config if "." in str(key)] if isinstance(config, Mapping) else []
+    return [key for key, section, name in pairs if name in sections.get(section, {}).get("properties", {})]

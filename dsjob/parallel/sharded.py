@@ -36,13 +36,28 @@ from dsjob.parallel.gloo import exchange_directly
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.pairs import HOST
 from dsjob.parallel.partial_calls import allow_partial_calls
-from dsjob.parallel.presharded import announce, is_unshardable, lay_aside, make_whole, require_shards, write_back
+from dsjob.parallel.presharded import (
+    ShardStatus,
+    announce,
+    is_unshardable,
+    lay_aside,
+    make_whole,
+    require_shards,
+    write_back,
+)
 from dsjob.parallel.statistics import keep_statistics_wide
 from dsjob.parallel.strategy import Strategy, align, broadcast, mark_safe, widen
 from dsjob.parallel.unsharded import Unsharded
 from dsjob.parallel.whole_state import show_whole_state
 from dsjob.ranks.mesh import World
-from dsjob.torch_private import change_tensors, find_gathered, list_sharded, look_again_at_dtypes, name_of
+from dsjob.torch_private import (
+    begin_calls,
+    change_tensors,
+    find_gathered,
+    list_sharded,
+    look_again_at_dtypes,
+    name_of,
+)
 
 
 class Sharded(Strategy):
@@ -57,6 +72,7 @@ class Sharded(Strategy):
         super().__init__(model, world, precision)
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
+        self._announced = zero.stage < 3
         self._reduce_dtype = precision.reduce
         # [shard], or with MiCS [replicate, shard]: FSDP2 shards over the last axis.
         mesh = self._mesh = world.data_mesh
@@ -132,7 +148,6 @@ class Sharded(Strategy):
         self.masters = {name: self.copies.masters.get(name, p) for name, p in self.masters.items()}
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
-        self._follow_freezing()
         if self._buffers_differ and self._has_buffers:
             # Like DDP, start each step with rank 0's buffers, so that a checkpoint is valid for all ranks. List them
             # each time, because a model may have replaced them.
@@ -149,10 +164,27 @@ class Sharded(Strategy):
         if self._stage < 3:
             root.set_reshard_after_backward(boundary)
 
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_freezing()
+        if not self._announced:
+            self._announce_gathered()
+        return super()._call(*args, **kwargs)
+
+    def _announce_gathered(self) -> None:
+        """Tells the model that it need not gather its parameters outside the blocks: TRL asks before it uses a head's
+        weight without calling the head. FSDP2 creates their whole tensors when it gathers them for the first time."""
+        root = cast(FSDPModule, self.module)
+        begin_calls(root)
+        root.unshard()
+        for parameter in list_sharded(root):
+            announce(cast(Tensor, find_gathered(parameter)), ShardStatus.AVAILABLE)
+        self._announced = True
+
     def _follow_freezing(self) -> None:
         """Applies changes of requires_grad to both tensors of a parameter, the sharded and the gathered one.
 
-        A program may have changed either one. FSDP2 only reads the sharded one, when it gathers.
+        A program may have changed either one. FSDP2 only reads the sharded one, when it gathers. Called before each
+        forward pass, also without gradients: peft freezes adapters for such a pass, then thaws them.
         """
         thawed = False
         for parameter, trained in self._trained.items():

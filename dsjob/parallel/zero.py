@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -67,13 +68,17 @@ class Init:
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
             raise UsageError(f"zero.Init: invalid remote_device {remote_device!r}", hint='use "cpu" or None')
-        self._dtype, self._enabled, self._mesh = dtype, enabled, None
+        self._dtype, self._enabled = dtype, enabled
+        self._mesh: DeviceMesh | None = None
         self._group: dist.ProcessGroup | None = None
         self._stack = contextlib.ExitStack()
         if enabled:
             init_distributed()
             world = _find_world(mpu, data_parallel_group)
-            self._mesh = world.data_mesh if world.data_size > 1 else None
+            # Not `data_mesh` itself: its dim has a name. peft takes weights on named meshes for parts of tensor
+            # parallelism, which compute with their parts alone, and would make adapters of the parts' sizes.
+            if world.data_size > 1:
+                self._mesh = DeviceMesh.from_group(world.data_mesh.get_group(), world.device.type)
             self._group = world.data_group
         if module is not None and enabled:
             self._place(module)

@@ -14,7 +14,7 @@ from torch import nn
 import dsjob
 import dsjob.deepspeed as deepspeed
 from dsjob.engine.engine import Engine
-from dsjob.errors import UsageError
+from dsjob.errors import ConfigError, ConfigWarning, UsageError
 
 
 def test_both_take_the_same_arguments() -> None:
@@ -48,3 +48,11 @@ def test_warnings_name_the_line_of_the_program(initialize: Any) -> None:
 def test_a_model_is_needed(initialize: Any) -> None:
     with pytest.raises(UsageError, match="initialize needs a model"):
         initialize(config=make_config(0))
+
+
+def test_keys_that_join_section_and_key_by_a_dot_have_no_effect() -> None:
+    known, unknown = {"zero_optimization.reduce_bucket_size": 1024}, {"zero_optimization.bucket": 1024}
+    with pytest.warns(ConfigWarning, match="no effect, in DeepSpeed neither.*: zero_optimization.reduce_bucket_size"):
+        deepspeed.initialize(model=nn.Linear(2, 1), config={**make_config(0), **known})
+    with pytest.raises(ConfigError, match=r"zero_optimization\.bucket: unknown key"):
+        deepspeed.initialize(model=nn.Linear(2, 1), config={**make_config(0), **unknown})

@@ -114,3 +114,34 @@ def test_freezing_and_training_again_is_that_of_plain_pytorch(ranks: int) -> Non
             if not bf16:
                 # A fused AdamW rounds differently, and divides gradients near zero by their own size: 1/500 of lr.
                 torch.testing.assert_close(course[-1][name], weight, rtol=0, atol=2e-5, msg=f"{at}: {name}")
+
+
+def train_beside_a_reference(world: World, stage: int) -> dict[str, Tensor]:
+    """As DPO with adapters: in training and evaluation, they are frozen for a pass of the reference after their own."""
+    engine = make_engine(stage)
+    for step in range(STEPS):
+        rows, targets = (tokens.chunk(world.data_size)[world.data_rank] for tokens in make_tokens(step, ROWS))
+        for training in (True, False):
+            with torch.set_grad_enabled(training):
+                loss = engine(rows, targets)
+            set_trained(engine.module, False)
+            with torch.no_grad():
+                engine(rows, targets)
+            set_trained(engine.module, True)
+            if training:
+                engine.backward(loss)
+                engine.step()
+    return {name.removeprefix("model."): tensor.clone() for name, tensor in whole_state(engine).items()}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parameters_frozen_for_passes_without_gradients_are_trained(stage: int) -> None:
+    net = build_net()
+    optimizer = torch.optim.AdamW(net.parameters(), **ADAMW["params"])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        net(*make_tokens(step, ROWS)).backward()
+        optimizer.step()
+    for state in run_ranks(train_beside_a_reference, 2, stage):
+        for name, weight in net.named_parameters():
+            torch.testing.assert_close(state[name], weight.detach(), rtol=0, atol=2e-5, msg=name)

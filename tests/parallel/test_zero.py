@@ -96,6 +96,29 @@ def test_a_model_built_in_shards_trains_as_one_built_whole(stage: int) -> None:
             torch.testing.assert_close(state[name], tensor, msg=name)
 
 
+class Asking(Stack):
+    """Uses its head's weight without calling the head, if it need not be gathered, as TRL does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.head.weight.ds_status == zero.ShardStatus.AVAILABLE
+        return (super().forward(x) + self.head.weight.sum()).square()
+
+
+def ask(world: World) -> None:
+    with zero.Init():
+        model = Asking()
+    # peft takes a weight on a mesh with names for a part of tensor parallelism, and makes adapters of its part's size.
+    assert model.head.weight.device_mesh.mesh_dim_names is None  # type: ignore[attr-defined]
+    engine = engine_of(model, 3)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, WIDTH)))
+        engine.step()
+
+
+def test_libraries_see_that_weights_are_sharded_over_data_and_gathered_in_a_forward_pass() -> None:
+    run_ranks(ask, 2)
+
+
 def test_init_does_nothing_on_one_rank() -> None:
     with zero.Init():
         model = Stack()
