@@ -120,7 +120,7 @@ def main() -> None:
         records = run_on("deepspeed", runs, imported=IMPORTED)
     for record in records:
         if isinstance(record, dict):
-            record.pop("seconds")
+            del record["seconds"], record["peak"]
     versions = {each: version(each) for each in ("accelerate", "deepspeed", "torch", "transformers")}
     lines = [f"{json.dumps(case)}: {json.dumps(record)}" for case, record in zip(RECORDED, records, strict=True)]
     DATA.write_text(f'{{"versions": {json.dumps(versions)}, "records": {{\n' + ",\n".join(lines) + "\n}}\n")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import resource
 import time
 
 import torch
@@ -124,7 +125,8 @@ def main() -> None:
     records += save(accelerator, model)
     if accelerator.is_main_process:
         with open("records.json", "w") as file:
-            json.dump({"records": records, "seconds": sorted(seconds)[len(seconds) // 2]}, file)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024  # MiB
+            json.dump({"records": records, "seconds": sorted(seconds)[len(seconds) // 2], "peak": peak}, file)
     accelerator.end_training()
 
 
