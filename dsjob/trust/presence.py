@@ -14,8 +14,10 @@ from dsjob.errors import Problem
 from dsjob.trust.grant import Trust, explain_rejected, find_top, locate_local
 
 _ADVICE = "modules in the current folder or beside the job file can be named; an installed package with --trust"
-# With any of these, a module may have names that do not occur in its text.
-_DYNAMIC = re.compile(r"import \*|__getattr__|globals\(|setattr\(|vars\(|__dict__|exec\(")
+# With any of these, a module may have names that do not occur in its text, and a package modules of other folders.
+_DYNAMIC = re.compile(
+    r"import\s*\*|__getattr__|globals\b|locals\(|setattr\(|vars\(|__dict__|exec\(|sys\.modules|__path__"
+)
 _DEFINED = re.compile(r"^(?:class |def |async def )?([A-Za-z]\w*)\b(?=\s*[(:=])", re.MULTILINE)
 
 
@@ -43,11 +45,15 @@ def explain_absent(path: str, trust: Trust) -> tuple[str, str]:
         return ("", "") if explain_rejected(path, trust) else explain_no_module(parts[0], trust)
     if not locate_local(spec, trust.folders):
         return "", ""  # of installed packages, many compute their names
-    for length in range(1, len(parts)):
+    for length, name in enumerate(parts[1:], start=1):
         inside = spec.submodule_search_locations
-        below = PathFinder.find_spec(".".join(parts[: length + 1]), list(inside)) if inside is not None else None
+        # By its last name: for a full one, a folder without __init__.py looks for its parent among loaded modules.
+        below = PathFinder.find_spec(name, list(inside)) if inside is not None else None
+        message, hint = _look_into(spec, ".".join(parts[:length]), name)
         if below is None:
-            return _look_into(spec, ".".join(parts[:length]), parts[length])
+            return message, hint
+        if length == len(parts) - 1 and not message:
+            return "", ""  # a package may import a function that has the name of its module
         spec = below
     return f"{path} is a module", "name a class or function in it: module.name"
 
@@ -69,7 +75,7 @@ def _look_into(spec: ModuleSpec, owner: str, name: str) -> tuple[str, str]:
                 text = file.read()
         except (OSError, UnicodeDecodeError):
             return "", ""
-    if re.search(rf"\b{re.escape(name)}\b", text) or _DYNAMIC.search(text):
+    if re.search(rf"(?<!\.)\b{re.escape(name)}\b", text) or _DYNAMIC.search(text):
         return "", ""
     known = [
         *_DEFINED.findall(text),
