@@ -77,16 +77,22 @@ def find_role_misfits(name: str, role: str, made: Any) -> list[Misfit]:
     if role not in _PASSED:
         return []
     if inspect.isclass(made):
-        function = vars(made).get("forward") or vars(made).get("__call__")
+        function = vars(made).get("forward" if _calls_forward(made) else "__call__")
         if not inspect.isfunction(function):  # inherited: the class may replace what calls it
             return []
         called: Any = functools.partial(function, None)  # `self`
     else:
-        plain = inspect.isroutine(made) or isinstance(made, functools.partial)
-        called = made if plain else getattr(made, "forward", made)  # a torch.nn.Module's own __call__ takes anything
+        # A hook of a module may replace its arguments.
+        called = made.forward if _calls_forward(type(made)) and not made._forward_pre_hooks else made
     hint = f"{role} is called with ({', '.join(_PASSED[role])})"
     found = find_misfits(name, called, len(_PASSED[role]), (), unwrap=False)
     return [replace(misfit, hint=hint) for misfit in found]
+
+
+def _calls_forward(kind: type) -> bool:
+    """Whether instances of `kind` are called as torch.nn.Module calls its own: `__call__` takes anything, `forward`
+    does not."""
+    return getattr(kind.__call__, "__module__", "") == "torch.nn.modules.module"
 
 
 def _count(arguments: int) -> str:
