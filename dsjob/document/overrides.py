@@ -20,7 +20,7 @@ MAX_KEY: Final = 250  # bytes; most file systems limit names to 255
 MAX_ITEMS: Final = 2_000  # in the lists, dicts and choices of all overrides together
 MAX_RUNS: Final = 10_000  # of a sweep over all combinations
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_KEY_CHARACTER = re.compile(r"[A-Za-z0-9_./@$:\[\]-]")
+_KEY_CHARACTER = re.compile(r"[A-Za-z0-9_./@$-]")
 _VALUE_CHARACTER = re.compile(r"[A-Za-z0-9_/\\+.$%*@?|:,\s\[\]{}()-]")  # of a text without quotes
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
@@ -79,11 +79,13 @@ def _find_fault(override: str) -> tuple[str, str]:
         return "there is no = in it", f"write {name}=VALUE"
     if ".." in bare or bare.strip(".") != bare:
         return "a part of the key is empty", "write one dot between two names: trainer.max_steps=10"
+    if "[" in bare or "]" in bare:
+        return "a key has no brackets", f"write the number of an item like a name: {bare.split('[')[0]}.0=value"
+    if bare.startswith("-"):
+        return "a key cannot begin with -", "flags of dsjob are listed by dsjob --help"
     for at, character in enumerate(bare, start=len(key) - len(bare) + 1):
         if not _KEY_CHARACTER.fullmatch(character):
             return f"{_name(character)} (character {at}) cannot be part of a key", "write key=value, without spaces"
-    if bare.count("[") != bare.count("]"):
-        return "a bracket in the key is not closed", "an item of a list is key[0]=value"
     return _find_fault_in(value, len(key) + 1) or (
         "its value is neither a number, a text nor a list",
         f"put a text in quotes: '{bare}=\"a text\"'",

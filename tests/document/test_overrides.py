@@ -86,7 +86,10 @@ def test_the_first_run_of_a_long_range_is_its_start() -> None:
         ("a=f(x)", "its value is neither a number, a text nor a list"),
         ("a b=3", "a space (character 2) cannot be part of a key"),
         ("+a;b=3", "';' (character 3) cannot be part of a key"),
-        ("a[0=3", "a bracket in the key is not closed"),
+        ("a[0=3", "a key has no brackets"),
+        ("a[0]=3", "a key has no brackets"),
+        ("a:b=3", "':' (character 2) cannot be part of a key"),
+        ("-a=3", "a key cannot begin with -"),
         ("a:3", "there is no = in it"),
         ("+=3", "it names no key"),
         ("@b=3", "it names no key"),
@@ -98,6 +101,13 @@ def test_an_unreadable_override_is_quoted_with_its_fault_and_what_to_do(override
         compose([override])
     assert caught.value.message == f"cannot read the override {override!r}: {why}"
     assert caught.value.hint
+
+
+def test_an_item_of_a_list_is_set_as_the_hint_says() -> None:
+    error = explain_unreadable("optimizer.params.betas[0]=0.8")
+    assert error.hint == "write the number of an item like a name: optimizer.params.betas.0=value"
+    composed = compose(["+recipe=quickstart", "optimizer.params.betas=[0.7,0.9]", "optimizer.params.betas.0=0.8"])
+    assert composed.document["optimizer"]["params"]["betas"] == [0.8, 0.9]
 
 
 def test_an_unreadable_override_keeps_its_secret() -> None:
