@@ -125,16 +125,19 @@ def _choose_gpus(options: Launch) -> dict[str, str]:
         return {}
     torch = sys.modules.get("torch")
     try:
-        if torch is not None and torch.cuda.is_initialized():
-            hint = "start the run in a process that has not used a GPU"
-            raise UsageError(f"launch.{key} has no effect: this process uses a GPU already", hint=hint)
         gpus = devices.choose_gpus(options.include, options.exclude, devices.count_gpus(), "launch.{}")
         if len(gpus) < options.nproc:
             raise UsageError(f"launch.{key} leaves {len(gpus)} GPUs for {options.nproc} ranks (launch.nproc)")
+        visible = devices.make_visible(gpus[: options.nproc])
+        seen = {name: os.environ.get(name) for name in visible}
+        # Several ranks are new processes. The second run of a sweep finds the variables of the first.
+        if options.nproc == 1 and torch is not None and torch.cuda.is_initialized() and seen != visible:
+            hint = "start the run in a process that has not used a GPU"
+            raise UsageError(f"launch.{key} has no effect: this process uses a GPU already", hint=hint)
     except UsageError as error:
         error.put_at(("launch", key))
         raise
-    return devices.make_visible(gpus[: options.nproc])
+    return visible
 
 
 def _run_here(job: ResolvedJob, run_dir: str, trust: Trust) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from dsjob.contract import schema as contract
 from dsjob.contract.spec import Launch, view
@@ -85,3 +86,29 @@ def test_a_program_gets_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert (ranks.count, ranks.gpus, ranks.address, ranks.port) == (2, (0, 3), "127.0.0.1", 29500)
     with pytest.raises(UsageError, match="--num_gpus 5, but 4 GPUs are visible"):
         choose_ranks(5, None, None)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "variable", "refused"),
+    [
+        (1, None, True),
+        (1, "0", True),
+        (1, "1", False),  # the second run of a sweep
+        (2, None, False),  # ranks in processes of their own
+    ],
+)
+def test_gpus_are_chosen_for_this_process_only_before_it_uses_one(
+    nproc: int, variable: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.delenv(devices.VISIBLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(devices.VISIBLE, variable)
+    options = Launch(nproc, "auto", "auto", 60.0, 60.0, [1, 2][:nproc], None)
+    if refused:
+        with pytest.raises(UsageError, match="this process uses a GPU already"):
+            launcher._choose_gpus(options)
+    else:
+        assert launcher._choose_gpus(options)[devices.VISIBLE] == "1,2"[: 2 * nproc - 1]
