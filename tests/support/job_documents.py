@@ -18,8 +18,8 @@ from dsjob.errors import DocumentError, Problem
 
 _JOB: dict[str, Any] = {
     "name": "job",
-    "model": {"_target_": "mine.build"},
-    "data": {"train": {"_target_": "mine.Data"}},
+    "model": {"_target_": "torch.nn.Identity"},
+    "data": {"train": {"_target_": "torch.utils.data.TensorDataset"}},
     "trainer": {"micro_batch": 4, "max_steps": 10},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
 }
