@@ -159,6 +159,6 @@ def main(arguments: list[str], debug: bool) -> int:
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}", hint="use another folder") from error
     enter = "" if os.path.normpath(folder) == "." else f"cd {folder} && "
-    lines = (("train", "dsjob job.yaml"), ("test", "pytest"), ("check", "dsjob validate --deep job.yaml"))
+    lines = (("train", "dsjob job.yaml"), ("test", "python -m pytest"), ("check", "dsjob validate --deep job.yaml"))
     print("next", *(f"  {name:<10} {enter}{command}" for name, command in lines), sep="\n")  # noqa: T201
     return 0

@@ -135,7 +135,7 @@ def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | No
     again = f"{run_dir}/{RESOLVED_NAME}"
     folder = f"--config-dir {shlex.quote(config_dir)} " if config_dir is not None else ""  # where the recipe may lie
     lines = (
-        ("train on", f"dsjob run {run_dir} {longer}"),
+        ("continue", f"dsjob run {run_dir} {longer}"),
         ("convert", f"dsjob convert --to {form} {result['checkpoint'].rpartition('/')[0]} {run_dir}/{out}"),
         ("repeat", f"dsjob run {again}"),
         (

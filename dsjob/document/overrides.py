@@ -146,7 +146,7 @@ def explain_no_key(key: str, meant: str) -> Problem:
     elsewhere = "" if meant else explain_unknown(tuple(parts[:-1]), parts[-1], known).hint
     if elsewhere.startswith(("it belongs ", 'did you mean "type"')):
         return Problem("unknown key", tuple(parts), "unknown-key", elsewhere, "command line")
-    hint = "; ".join(part for part in (meant, f"to add it: +{key}=...") if part)
+    hint = f"{meant} (to add {key}: +{key}=...)" if meant else f"to add it: +{key}=..."
     return Problem("is not in the document", tuple(parts), "not-there", hint, "command line")
 
 

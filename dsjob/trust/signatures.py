@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
@@ -60,7 +60,7 @@ def find_misfits(
         if key in by_name and key in taken:
             found.append(Misfit(key, f'{name} is given "{key}" twice: by position and by name', "keep one of the two"))
         elif key not in by_name and Parameter.VAR_KEYWORD not in kinds:
-            found.append(_explain(name, key, by_place, [n for n in by_name if n not in (*keywords, *taken)]))
+            found.append(_explain(name, key, by_place, list(by_name), (*keywords, *taken)))
     if partial:
         return found
     needed = [p.name for p in (*by_place, *parameters) if p.default is Parameter.empty and not _is_open(p)]
@@ -112,8 +112,12 @@ def _is_open(parameter: Parameter) -> bool:
     return parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-def _explain(name: str, key: str, by_place: list[Parameter], free: list[str]) -> Misfit:
+def _explain(name: str, key: str, by_place: list[Parameter], known: list[str], given: Sequence[str]) -> Misfit:
     if key in (p.name for p in by_place):
         return Misfit(key, f'{name} takes "{key}" only by position', "write its value in a list: _args_: [...]")
-    takes = f"it takes {', '.join(free[:12])}{', ...' if len(free) > 12 else ''}" if free else "it takes no others"
+    free = [one for one in known if one not in given]
+    shown = free or known
+    takes = (
+        f"it takes {', '.join(shown[:12])}{', ...' if len(shown) > 12 else ''}" if shown else "it takes none by name"
+    )
     return Misfit(key, f'{name} has no argument "{key}"', suggest(key, free) or takes)

@@ -50,7 +50,7 @@ def test_epochs_that_were_passed_are_not_suggested(tmp_path: Path) -> None:
     shorter = dsjob("cfg.json", cwd=tmp_path)
     assert "already finished  16 steps are done, more than the 8 of this job; " in shorter.stdout, shorter.stderr
     assert "to train longer, set trainer.max_epochs=4" in shorter.stdout
-    assert "train on   dsjob run run trainer.max_epochs=4" in shorter.stdout
+    assert "continue   dsjob run run trainer.max_epochs=4" in shorter.stdout
 
 
 def test_a_model_of_transformers_is_to_be_converted_for_it(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ RECIPES = "available: distill_digits, gan_digits, quickstart, vision_digits, zer
         ("lr=4", "lr", "it belongs under optimizer.params"),
         ("optimizer.lr=4", "optimizer.lr", "it belongs under optimizer.params"),
         ("optimizer.name=Adam", "optimizer.name", 'did you mean "type"?'),
-        ("model.widht=4", "model.widht", 'did you mean "width"?; to add it: +model.widht=...'),
+        ("model.widht=4", "model.widht", 'did you mean "width"? (to add model.widht: +model.widht=...)'),
         ("model.inner.widht=4", "model.inner.widht", "to add it: +model.inner.widht=..."),
         ("trainer.max_steps.x=4", "trainer.max_steps.x", ""),
         ("callbacks.mine._target_=a.b", "callbacks.mine._target_", "to add it: +callbacks.mine._target_=..."),

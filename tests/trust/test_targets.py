@@ -239,7 +239,7 @@ def test_a_wrong_argument_is_named_with_those_that_there_are(arguments: dict[str
 
 
 def test_a_target_without_arguments_says_so() -> None:
-    assert refuse("targets_pkg.parts.nothing", x=1).hint == "it takes no others"
+    assert refuse("targets_pkg.parts.nothing", x=1).hint == "it takes none by name"
 
 
 def test_a_wrong_argument_of_a_class_is_named() -> None:
