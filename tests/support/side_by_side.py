@@ -37,6 +37,7 @@ IMPORTED = [
 TIMINGS = (
     "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime", "eval_samples_per_second",
     "eval_steps_per_second", "test_runtime", "test_samples_per_second", "test_steps_per_second", "total_flos",
+    "eval_model_preparation_time", "test_model_preparation_time",
 )  # fmt: skip
 
 

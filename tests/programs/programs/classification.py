@@ -51,7 +51,8 @@ def main() -> None:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     prediction = trainer.predict(make_dataset(14, 2, tokenizer))
-    trainer.save_model()
+    if args.do_train:
+        trainer.save_model()
     if trainer.is_world_process_zero():
         records = {
             "log": trainer.state.log_history,
