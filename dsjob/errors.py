@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def dotted(self) -> str:
-        """The path as written on the command line: `trainer.micro_batch`, `data.files[0]`."""
+        """The path as messages show it: `trainer.micro_batch`, `data.files[0]` (`data.files.0` in overrides)."""
         return _dot(self.path)
 
     @property

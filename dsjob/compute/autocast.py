@@ -5,8 +5,7 @@ Gradients of "safe" modules are computed in it anyway, so communicating them in 
 
 At stage 0, DDP's hook splits each bucket by dtype. At stages 1 to 3, each safe module is an FSDP2 unit of its own,
 because a unit has only one dtype; at stage 3, linear and convolution layers are also gathered in the lower precision.
-While gradients accumulate at stage 1,
-FSDP2 keeps those of safe modules in the lower precision.
+While gradients accumulate at stage 1, FSDP2 keeps those of safe modules in the lower precision.
 """
 
 from __future__ import annotations
