@@ -31,7 +31,7 @@ from dsjob.errors import (
     Problem,
     UsageError,
 )
-from dsjob.front.execute import run_composed
+from dsjob.front.execute import check_runnable, run_composed
 from dsjob.launch import launcher
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
 from dsjob.trust.frames import describe_failure
@@ -51,12 +51,15 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
     Under torchrun or srun, every rank runs the sweep, but only rank 0's folders, results and exit code count. The other
     ranks work in temporary folders.
     """
-    if not any(override.startswith("hydra/sweeper=") for override in overrides):  # others sample
+    samples = any(override.startswith("hydra/sweeper=") for override in overrides)
+    if not samples:
         require_few_runs(composition.count_runs(overrides))
     _refuse_secrets(overrides)
     each = composition.take_first(overrides)
     first = composition.compose(each, file=file, config_dir=config_dir, environment=read_environment())
     _refuse_secrets_composed(first)
+    if not samples:
+        _check_each(overrides, file, config_dir, trust)
     aside = None if launcher.is_first() else tempfile.TemporaryDirectory()
     folder = aside.name if aside else _choose_folder(overrides, first.document)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
@@ -132,6 +135,20 @@ def _refuse_secrets_composed(first: Composed) -> None:
     found = [*RULES["secret-in-document"].find(first.document), *RULES["secret-in-url"].find(first.document)]
     if problems := place_problems(found, first.locate):
         raise DocumentError(problems)
+
+
+def _check_each(overrides: list[str], file: Document | None, config_dir: str | None, trust: Trust) -> None:
+    """Raises DocumentError for all values of a sweep that a run would refuse, before the first run starts."""
+    problems: dict[str, Problem] = {}
+    for each in composition.take_each(overrides):
+        try:
+            check_runnable(
+                composition.compose(each, file=file, config_dir=config_dir, environment=read_environment()), trust
+            )
+        except DocumentError as error:
+            problems.update((str(problem), problem) for problem in error.problems)
+    if problems:
+        raise DocumentError(list(problems.values()))
 
 
 def _choose_folder(overrides: list[str], document: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NoReturn, cast
 
 from hydra._internal.hydra import Hydra
@@ -183,6 +184,18 @@ def take_first(overrides: Sequence[str]) -> list[str]:
                 text = f"{parsed.get_key_element()}={interval.start}"
             first.append(text)
     return first
+
+
+def take_each(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides of runs that together have every listed value of a sweep once. Ranges hold only numbers."""
+    first = take_first(overrides)
+    with _renamed():
+        sweep = _parse(overrides)
+    yield first
+    for index, parsed in enumerate(sweep):
+        if isinstance(parsed.value(), ChoiceSweep):
+            for value in islice(parsed.sweep_string_iterator(), 1, None):
+                yield [*first[:index], f"{parsed.get_key_element()}={value}", *first[index + 1 :]]
 
 
 def find_literal_secrets(overrides: Sequence[str]) -> list[Path]:

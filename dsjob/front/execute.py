@@ -34,17 +34,13 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
     """
     joined = launcher.read_world_size()
     world_size = joined or read_nproc(composed.document)
-    ranks_from = "ranks that were started" if joined else "launch.nproc"
-    checked = check_composed(composed, trust, world_size=world_size, ranks_from=ranks_from)
-    known = checked.resolved.document if checked.resolved else composed.document
-    hide_values(known)
-    document = checked.require(_find_unset(composed, known)).document
+    document, told = check_runnable(composed, trust)
     if origin := _find_origin(composed):
         document["resolved"].setdefault("file", origin)
     if launcher.is_first():
         for note in composed.notes:
             print(note, file=sys.stderr)  # noqa: T201
-        _print_warnings([*checked.problems, *place_problems(_warn_of_cores(document), composed.locate)])
+        _print_warnings([*told, *place_problems(_warn_of_cores(document), composed.locate)])
         if run_dir is None:
             _say_first(composed, world_size)
     if joined:
@@ -62,6 +58,18 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
     existing, run_dir = find_existing(*wanted), make_run_dir(*wanted)
     with launcher.telling_what_is_kept(run_dir, document), taking_back(run_dir, existing):
         return _start(composed, job, run_dir, trust, debug)
+
+
+def check_runnable(composed: Composed, trust: Trust) -> tuple[dict[str, Any], list[Problem]]:
+    """The resolved document of a job, and the warnings about it. Raises DocumentError for what a run refuses before it
+    starts."""
+    joined = launcher.read_world_size()
+    world_size = joined or read_nproc(composed.document)
+    ranks_from = "ranks that were started" if joined else "launch.nproc"
+    checked = check_composed(composed, trust, world_size=world_size, ranks_from=ranks_from)
+    known = checked.resolved.document if checked.resolved else composed.document
+    hide_values(known)
+    return checked.require(_find_unset(composed, known)).document, checked.problems
 
 
 def _find_origin(composed: Composed) -> str | None:

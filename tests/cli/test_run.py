@@ -191,6 +191,15 @@ def test_a_sweep_goes_on_when_one_run_fails(job: Path) -> None:
     ]
 
 
+def test_a_sweep_tells_all_wrong_values_before_its_first_run(job: Path) -> None:
+    done = dsjob("-m", "cfg.json", "optimizer.params.lr=1e-2,abc", "optimizer.type=AdamW,Adan", cwd=job)
+    assert done.returncode == 2
+    assert "optimizer.params.lr" in done.stderr
+    assert "Adan" in done.stderr
+    assert "== run" not in done.stdout
+    assert not (job / "run").exists()
+
+
 def test_what_hydra_users_expect_works(job: Path) -> None:
     (job / "mine" / "recipe").mkdir(parents=True)
     (job / "mine" / "recipe" / "tiny.yaml").write_text(
