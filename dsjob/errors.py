@@ -75,7 +75,8 @@ class Problem:
     @property
     def place(self) -> str:
         """`file:line:column`, or as much of it as is known."""
-        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+        column = f":{self.column}" if self.column else ""
+        return f"{self.source}:{self.line}{column}" if self.line else self.source
 
     def __str__(self) -> str:
         """`place: error[rule]: path: message; hint`, as `dsjob validate` prints it."""

@@ -73,7 +73,13 @@ HOMES: dict[str, set[str]] = {
     "yaml": {"document", "document.compose", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
     "numpy": {"checkpoint", "ranks.seeding"},
-    "transformers": {"checkpoint.pretrained.architecture", "trust.model_files", "programs.trainer_stop"},
+    "transformers": {
+        "checkpoint.pretrained.architecture",
+        "trust.model_files",
+        "programs.trainer_stop",
+        "programs.contradictions",
+    },
+    "accelerate": {"programs.origins"},
     "peft": {"checkpoint.pretrained.architecture"},
     "huggingface_hub": {"checkpoint.pretrained.tokenizer"},
 }

@@ -18,6 +18,7 @@ from dsjob.deepspeed import ops as ops
 from dsjob.deepspeed import runtime as runtime
 from dsjob.deepspeed import utils as utils
 from dsjob.deepspeed import zero as zero
+from dsjob.deepspeed.absent import AbsentNameError as _AbsentNameError
 from dsjob.deepspeed.absent import explain as _explain
 from dsjob.deepspeed.absent import explain_imports as _explain_imports
 from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
@@ -40,4 +41,4 @@ _explain_imports()
 
 
 def __getattr__(name: str) -> _NoReturn:
-    raise AttributeError(_explain(name))
+    raise _AbsentNameError(_explain(name))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+from dsjob.errors import UsageError
+
 _HERE = __package__
 _PIPELINE = "pipelines are not built yet; ZeRO stage 3 spreads a model over all ranks (zero_optimization.stage: 3)"
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
@@ -79,6 +81,14 @@ def explain(name: str) -> str:
     )
 
 
+class AbsentNameError(UsageError, AttributeError):
+    """A program uses a name of DeepSpeed that dsjob does not have."""
+
+
+class AbsentModuleError(UsageError, ModuleNotFoundError):  # type: ignore[misc]  # two attributes `path`
+    """A program imports a module of DeepSpeed that dsjob does not have."""
+
+
 class _Explaining(MetaPathFinder):
     """The last finder on sys.meta_path: called if there is no module with that name."""
 
@@ -86,7 +96,7 @@ class _Explaining(MetaPathFinder):
         if fullname.startswith(f"{_HERE}."):
             # Do not set the exception's `name`: for `from ... import name`, Python would replace the message by its
             # own.
-            raise ModuleNotFoundError(explain(fullname[len(_HERE) + 1 :]))
+            raise AbsentModuleError(explain(fullname[len(_HERE) + 1 :]))
 
 
 def explain_imports() -> None:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dsjob.contract import schema
 from dsjob.data import Epochs
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
-from dsjob.engine import build
+from dsjob.engine import build, configs
 from dsjob.errors import ConfigWarning
 
 engine_type = DeepSpeedEngine  # what `initialize` makes; `dsjob exec` puts one here that records its steps
@@ -41,7 +41,7 @@ def initialize(
     dotted = _find_dotted(config)
     if isinstance(config, Mapping) and dotted:
         config = {key: value for key, value in config.items() if key not in dotted}
-    given = build.read_given(args, config, trust)
+    given = configs.read_given(args, config, trust)
     world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
     if dotted and world.everyone.rank == 0:
         listed = f"these keys have no effect, in DeepSpeed neither; write them as section and key: {', '.join(dotted)}"

@@ -22,6 +22,6 @@ def place_problems(problems: list[Problem], locate: Locate) -> list[Problem]:
 
 
 def describe_place(place: Place) -> str:
-    """`file:line:column`, or only the source if there is no line."""
+    """`file:line:column`, or as much of it as is known."""
     source, line, column = place
-    return f"{source}:{line}:{column}" if line else source
+    return f"{source}:{line}{f':{column}' if column else ''}" if line else source

@@ -62,6 +62,11 @@ class Document:
                 return found
         return self.values[()]
 
+    def locate(self, path: Sequence[str | int]) -> tuple[str, int, int]:
+        """The source, line and column of `mark`."""
+        mark = self.mark(path)
+        return self.source, mark.line, mark.column
+
 
 def find_hint(table: tuple[tuple[str, str], ...], text: str) -> str:
     return next((hint for pattern, hint in table if re.search(pattern, text)), "")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,22 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dsjob import checkpointing, storage
-from dsjob import document as documents
+from dsjob import checkpointing
 from dsjob.compute.find_blocks import mark_leaves
 from dsjob.compute.precision import Precision
-from dsjob.config import Config
-from dsjob.contract import locations
-from dsjob.contract.bounds import check_values
 from dsjob.contract.spec import EngineSpec
 from dsjob.data import Epochs
 from dsjob.data.passes import require_same_length
-from dsjob.document.bare import complete_config, leave_unknown_out, resolve_config
-from dsjob.document.places import Locate
+from dsjob.document.bare import complete_config, resolve_config
+from dsjob.engine import configs
 from dsjob.engine.batches import load_batches
 from dsjob.engine.blocks import prepare_blocks
+from dsjob.engine.configs import name_type
 from dsjob.engine.engine import Engine
-from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, TargetError, UsageError
+from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.onebit.own_gradients import require_data_parallel
 from dsjob.optim.schedules import settle_length
@@ -41,7 +35,6 @@ from dsjob.ranks.mpu import divide
 from dsjob.ranks.rendezvous import init_distributed
 from dsjob.trust.grant import Trust
 
-LENIENT = "DSJOB_LENIENT"  # set by `dsjob exec --lenient`
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -81,36 +74,19 @@ def initialize(
     effect, and about the values chosen for "auto".
     """
     model = require_model(model)
-    given = read_given(args, config if config is not None else config_params, trust)
+    given = configs.read_given(args, config if config is not None else config_params, trust)
     world = join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
     engine = make_engine(Engine, model, given, world, optimizer, model_parameters, lr_scheduler)
     loader = make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """A config as the program gave it, the places of its values, and what it may import."""
-
-    config: dict[str, Any]
-    locate: Locate
-    trust: Trust
-
-
 def require_model(model: object) -> nn.Module:
     """Returns `model`. Raises UsageError if it is not a torch.nn.Module."""
     if not isinstance(model, nn.Module):
-        found = "" if model is None else f", not {_name(model)}"
+        found = "" if model is None else f", not {name_type(model)}"
         raise UsageError(f"initialize needs a model: a torch.nn.Module{found}", hint="pass model=...")
     return model
-
-
-def read_given(args: Any, config: str | Mapping[str, Any] | None, trust: Sequence[str]) -> Given:
-    """Reads the config for `initialize`. Raises ConfigError, UsageError."""
-    granted = _read_trust(trust)
-    locations.allow(lambda: granted.protocols)
-    plain, folders, locate = read_config(args, config)
-    return Given(plain, locate, dataclasses.replace(granted, folders=folders))
 
 
 def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None) -> World:
@@ -130,16 +106,16 @@ def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None) -> World:
 def make_engine(
     kind: type[E],
     model: nn.Module,
-    given: Given,
+    given: configs.Given,
     world: World,
     optimizer: Optimizer | MakeOptimizer | None,
     model_parameters: Parameters | None,
     lr_scheduler: LRScheduler | MakeScheduler | None,
 ) -> E:
     """Builds an engine of class `kind`. Rank 0 warns about keys in the config that have no effect."""
-    spec, told = resolve_config(given.config, world_size=world.data_size, locate=given.locate)
+    spec, told = resolve_config(given.config, world_size=world.data_size, locate=given.origin.locate)
     if world.everyone.rank == 0:
-        _warn(told)
+        configs.warn(told, given.origin)
     with _hinting_at_trust():
         return build_engine(
             model,
@@ -265,98 +241,6 @@ def _move_optimizer(optimizer: Optimizer, names: Mapping[int, str], masters: Map
         # In place: the program, and schedules that it has built, hold this very optimizer.
         group["params"] = [masters[names[id(p)]] for p in group["params"] if names[id(p)] in masters]
     return optimizer
-
-
-def _read_trust(prefixes: Sequence[str]) -> Trust:
-    """The grant for `trust`. Its UsageErrors name the argument, not the command-line flag."""
-    if isinstance(prefixes, str):
-        raise UsageError(f"trust={prefixes!r} must be a list of prefixes", hint=f'write trust=["{prefixes}"]')
-    try:
-        return Trust(prefixes=tuple(prefixes))
-    except UsageError as error:
-        message = error.message.replace("--trust ", "trust=", 1)
-        raise UsageError(message, hint='trust=["my_package.models"], for example') from error
-
-
-def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
-    """Reads the config. Also returns the folders whose modules it may name, and a function for the places of values.
-
-    With `dsjob exec --lenient`, unknown keys are left out, and rank 0 warns.
-    """
-    given, folders, locate = _read_config(args, config)
-    if os.environ.get(LENIENT):
-        given, problems = leave_unknown_out(given, locate=locate)
-        for problem in problems if os.environ.get("RANK", "0") == "0" else ():
-            warnings.warn(str(problem), ConfigWarning, stacklevel=4)
-    return given, folders, locate
-
-
-def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Locate]:
-    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    if config is not None and from_args is not None:
-        raise UsageError("the config is given twice: as an argument, and as args.deepspeed_config")
-    config = config if config is not None else from_args
-    if config is None:
-        raise UsageError(
-            "dsjob.initialize needs a config", hint='for example config={"train_batch_size": 8, "optimizer": {...}}'
-        )
-    if isinstance(config, Mapping):
-        if problems := check_values(config, "config"):
-            raise ConfigError(problems)
-        plain = _make_plain(config)
-        _refuse_job(plain, "config")
-        return plain, (os.getcwd(),), lambda path: ("config", 0, 0)
-    if not isinstance(config, (str, os.PathLike)):
-        raise UsageError(f"the config is {_name(config)}", hint="pass a dict, or the path of a JSON file")
-    source = os.fspath(config)
-    try:
-        document = documents.require_few(documents.parse(storage.read_text(source), source))
-    except DocumentError as error:
-        raise ConfigError(error.problems, error.warnings) from error
-    _refuse_job(document.value, source)
-    beside = () if "://" in source else (os.path.dirname(os.path.abspath(source)),)
-    return (
-        document.value,
-        (os.getcwd(), *beside),
-        lambda path: (document.source, document.mark(path).line, document.mark(path).column),
-    )
-
-
-def _warn(problems: Sequence[Problem]) -> None:
-    """Warns, at the line that calls `initialize`: once about all keys without effect, once about all values for "auto",
-    and once about each other problem."""
-    idle = [f"{problem.dotted}: {problem.hint}" for problem in problems if problem.rule == "no-effect"]
-    auto = [f"{problem.dotted}: {problem.message}" for problem in problems if problem.rule == "auto"]
-    listed = [
-        ("these keys of the DeepSpeed config have no effect here; keep or delete them", idle),
-        ('these keys of the DeepSpeed config are "auto"; to choose another value, write it', auto),
-    ]
-    texts = ["\n  ".join([title, *lines]) for title, lines in listed if lines]
-    texts += [str(problem) for problem in problems if problem.rule not in ("no-effect", "auto")]
-    for text in texts:
-        warnings.warn(text, ConfigWarning, stacklevel=4)
-
-
-def _make_plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the config as a dict, in which structs of `dsjob.config` are dicts too."""
-    plain = config.as_config() if isinstance(config, Config) else config
-    made = {key: value.to_dict() if isinstance(value, Config) else value for key, value in plain.items()}
-    if made.get("steps_per_print") == math.inf:  # accelerate's way to say never, which is the default
-        del made["steps_per_print"]
-    return made
-
-
-def _refuse_job(config: Mapping[Any, Any], source: str) -> None:
-    """Raises ConfigError if the config is a job document, which only `dsjob run` supports."""
-    sections = [key for key in ("model", "data", "trainer", "deepspeed") if key in config]
-    if sections:
-        message = f"this is a job document (it has {', '.join(sections)}), but initialize takes a DeepSpeed config"
-        hint = "run it with the command dsjob, or pass only its engine sections, with DeepSpeed's batch sizes"
-        raise ConfigError([Problem(message, (sections[0],), "job-document", hint, source)])
-
-
-def _name(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -55,6 +55,7 @@ def alias_imports() -> None:
     sys.modules[_ALIAS] = import_module(_TARGET)
     if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Aliases())
+    import_module("dsjob.programs.origins").begin()
     if guard.guard is not None and guard.guard.is_here:
         import_module("dsjob.programs.recording").begin(guard.guard)
 

@@ -131,5 +131,10 @@ def begin(folder: str, run_dir: str) -> Guard:
     """Begins to watch this process. See `Guard`."""
     global guard
     guard = Guard(folder, run_dir)
-    sys.meta_path.insert(0, _AfterImport("transformers.trainer", "dsjob.programs.trainer_stop"))
+    for awaited, installed in (
+        ("transformers.trainer", "trainer_stop"),
+        ("transformers.integrations.deepspeed", "contradictions"),
+        ("accelerate.utils.deepspeed", "origins"),
+    ):
+        sys.meta_path.insert(0, _AfterImport(awaited, f"{__package__}.{installed}"))
     return guard

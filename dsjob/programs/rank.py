@@ -31,7 +31,7 @@ from dsjob.ranks.stalls import place_records, record_collectives
 
 # Set by the launcher for its ranks.
 RUN_VARIABLE = "DSJOB_RUN"  # the run folder; empty if this rank writes nothing there
-LENIENT_VARIABLE = "DSJOB_LENIENT"  # as in `dsjob.engine.build`: unknown keys of a DeepSpeed config are warnings
+LENIENT_VARIABLE = "DSJOB_LENIENT"  # as in `dsjob.engine.configs`: unknown keys of a DeepSpeed config are warnings
 
 _code = 0
 

@@ -15,7 +15,7 @@ from dsjob.contract.paths import get_at
 from dsjob.contract.rules import RULES
 from dsjob.deepspeed.settings import Settings
 from dsjob.document.bare import complete_config, resolve_config
-from dsjob.engine.build import read_config
+from dsjob.engine.configs import read_config
 from dsjob.errors import ConfigError
 from dsjob.ranks.mpu import read_data_ranks
 
@@ -99,7 +99,7 @@ class DeepSpeedConfig:
 
 def read_whole(config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads a config. Returns it as given, and with all defaults filled in. Raises ConfigError, UsageError."""
-    given, _, locate = read_config(None, cast(str, config))
+    given, _, origin = read_config(None, cast(str, config))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    spec, _ = resolve_config(given, world_size=ranks if mpu is None else read_data_ranks(mpu)[1], locate=locate)
+    spec, _ = resolve_config(given, world_size=ranks if mpu is None else read_data_ranks(mpu)[1], locate=origin.locate)
     return given, complete_config(given, spec)

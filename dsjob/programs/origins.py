@@ -1,0 +1,166 @@
+"""Where a program's DeepSpeed config comes from: a file that a library reads, or a line of the program.
+
+transformers and accelerate read the config into an `HfDeepSpeedConfig`. Its constructor tells this module, and a file
+is checked there at once, with the place of each key. `initialize` later receives the very dict of that object.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import dsjob
+from dsjob import document as documents
+from dsjob import storage
+from dsjob.contract import schema as contract
+from dsjob.contract.check import check_config
+from dsjob.contract.paths import Path, get_at
+from dsjob.document.places import place_problems
+from dsjob.engine import configs
+from dsjob.engine.configs import Origin
+from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem
+
+# Problems that no value which a library fills in later can mend.
+_LASTING = {"unknown-key", "type", "enum", "range", "length", "unsupported"}
+_OURS = os.path.join(os.path.dirname(os.path.abspath(dsjob.__file__)), "")
+_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = "-packages" + os.sep
+_PASSING_ON = ("accelerate", "deepspeed", "peft", "torch", "transformers", "trl")  # they pass on the program's config
+
+
+@dataclass(frozen=True)
+class Told:
+    """The origin of an HfDeepSpeedConfig, and the line of the program that made it."""
+
+    origin: Origin
+    line: tuple[str, int]
+
+
+_known: WeakKeyDictionary[Any, Told] = WeakKeyDictionary()
+_shown: set[str] = set()  # warnings that were printed
+
+
+def find_line() -> tuple[str, int]:
+    """The program's own line that is running: file and line number; else that of the innermost other library."""
+    frame: FrameType | None = sys._getframe(1)
+    other = ("config", 0)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        package = file.rpartition(_INSTALLED)[2].partition(os.sep)[0]
+        if not file.startswith((_OURS, "<")):
+            if _INSTALLED not in file and not file.startswith(_LIBRARY):
+                return _shorten(file), frame.f_lineno
+            if not other[1] and _INSTALLED in file and package not in _PASSING_ON:
+                other = file, frame.f_lineno
+        frame = frame.f_back
+    return other
+
+
+def _shorten(file: str) -> str:
+    """`file`, relative to the current folder if it is below it."""
+    below = os.path.relpath(file)
+    return file if below.startswith(os.pardir) else below
+
+
+def tell_origin(made: Any) -> Told | None:
+    """The origin of an HfDeepSpeedConfig; None if it was made before `install`."""
+    return _known.get(made)
+
+
+def find_origin(config: Mapping[str, Any]) -> Origin:
+    """The origin of a dict that `initialize` receives."""
+    for made, told in _known.items():
+        if made.config is config:
+            return told.origin
+    return _originate(config, find_line())
+
+
+def _originate(config: Mapping[str, Any], line: tuple[str, int]) -> Origin:
+    return Origin(config, lambda path: (*line, 0))
+
+
+def read_file(source: str) -> Origin:
+    """Reads and checks a config file. Raises ConfigError with the problems that can be known before `initialize`."""
+    try:
+        document = documents.require_few(documents.parse(storage.read_text(source), source))
+    except DocumentError as error:
+        raise ConfigError(error.problems, error.warnings) from None
+    lenient = bool(os.environ.get(configs.LENIENT))
+    found = [problem for problem in check_config(document.value) if _lasts(problem, document.value, lenient)]
+    if found:
+        raise ConfigError(place_problems(found, document.locate))
+    return Origin(document.value, document.locate)
+
+
+def _lasts(problem: Problem, config: dict[str, Any], lenient: bool) -> bool:
+    left_out = lenient and problem.rule == "unknown-key"  # `initialize` warns
+    lasting = problem.severity == "error" and problem.rule in _LASTING and not left_out
+    return lasting and get_at(config, problem.path, None) != "auto"
+
+
+def describe_warnings(problems: Sequence[Problem], origin: Origin) -> list[str]:
+    """The texts of warnings about a config. Keys without effect are on one line; those that a library has set, or that
+    have their default, are not mentioned."""
+    idle = [problem for problem in problems if problem.rule == "no-effect"]
+    notable = [problem.dotted for problem in idle if _is_chosen(problem.path, origin.written)]
+    source, line, _ = origin.locate(())
+    texts = configs.list_warnings([problem for problem in problems if problem not in idle], origin)
+    if notable:
+        place = source if _is_file(origin) else f"{source}:{line}"
+        why = f" (why: dsjob validate {source})" if _is_file(origin) else ""
+        texts.insert(0, f"{place}: these keys have no effect in dsjob: {', '.join(notable)}{why}")
+    return texts
+
+
+def _is_file(origin: Origin) -> bool:
+    return origin.locate(())[2] > 0  # a line of Python has no column
+
+
+def _is_chosen(path: Path, written: Mapping[str, Any]) -> bool:
+    value = get_at(written, path, None)
+    default = contract.find_at(contract.deepspeed_schema(), path, dict(written)).get("default")
+    return value not in (None, "auto", default)
+
+
+def begin() -> None:
+    """Makes `initialize` find origins, and prints its warnings without the line of the library that called it."""
+    if configs.find_origin is find_origin:
+        return
+    configs.find_origin, configs.describe_warnings = find_origin, describe_warnings
+    usual = warnings.formatwarning
+
+    def form(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        text = str(message)
+        if not issubclass(category, ConfigWarning):
+            return usual(message, category, filename, lineno, line)
+        known = text in _shown
+        _shown.add(text)
+        return "" if known else f"dsjob: {text}\n"
+
+    warnings.formatwarning = form
+
+
+def install() -> None:
+    """Makes every HfDeepSpeedConfig from now on tell its origin. Called when accelerate.utils.deepspeed has been
+    imported."""
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    make = HfDeepSpeedConfig.__init__
+
+    def make_and_tell(self: Any, config_file_or_dict: Any) -> None:
+        line, given = find_line(), config_file_or_dict
+        is_file = isinstance(given, (str, os.PathLike)) and os.path.exists(given)
+        origin = read_file(os.fspath(given)) if is_file else None
+        make(self, given)
+        _known[self] = Told(origin or _originate(given if isinstance(given, Mapping) else self.config, line), line)
+
+    HfDeepSpeedConfig.__init__ = make_and_tell

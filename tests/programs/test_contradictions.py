@@ -1,0 +1,65 @@
+"""TrainingArguments that contradict the DeepSpeed config are told with the places of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import dsjob
+
+pytest.importorskip("transformers")
+
+PROGRAM = """
+import json, torch
+from transformers import HfArgumentParser, TrainingArguments
+
+def finalize(args):  # as Trainer.train does
+    args.hf_deepspeed_config.trainer_config_finalize(args, torch.nn.Linear(1, 1), 10)
+
+common = dict(output_dir="out", use_cpu=True, report_to=[], adam_beta1=0.8, adam_beta2=0.99)
+args = TrainingArguments(weight_decay=0.1, deepspeed=json.load(open("ds.json")), **common)
+try:
+    finalize(args)
+except ValueError as error:
+    print(error)
+[args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(args_file_flag="--args")
+finalize(args)
+"""
+CONFIG = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "betas": [0.9, 0.99], "weight_decay": 0}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 1},
+}
+TO_DO = 'write "auto" here to use the argument, or make both equal'
+
+
+def test_both_places_are_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG, indent=1))
+    words = "--output_dir out --use_cpu --deepspeed ds.json --learning_rate 1e-4 --adam_beta2=0.98 --weight-decay 0"
+    done = dsjob("exec", "--no_local_rank", "train.py", *words.split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    default = "the default of TrainingArguments"
+    for column, key, told in [
+        ("3:2", "gradient_clipping", f"0.5, but max_grad_norm=1.0 ({default})"),
+        ("7:4", "optimizer.params.lr", "0.001, but learning_rate=0.0001 (--learning_rate 1e-4 on the command line)"),
+        (
+            "8:4",
+            "optimizer.params.betas",
+            "[0.9, 0.99], but adam_beta1, adam_beta2=[0.9, 0.98] (--adam_beta2=0.98 on the command line)",
+        ),
+        (
+            "18:4",
+            "scheduler.params.total_num_steps",
+            f"20, but num_training_steps=10 (from max_steps=-1: {default}, num_train_epochs=3.0: {default})",
+        ),
+    ]:
+        assert f"ds.json:{column}: error[contradiction]: {key}: {told}; {TO_DO}\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (
+        "train.py:9: error[contradiction]: optimizer.params.betas: [0.9, 0.99], but adam_beta1, adam_beta2=[0.8, "
+        in (done.stdout)
+    )

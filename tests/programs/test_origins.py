@@ -1,0 +1,98 @@
+"""The errors and warnings about a program's DeepSpeed config have the place that the program's author can change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import dsjob
+
+SOUND = {"train_batch_size": 2, "zero_optimization": {"stage": 1}}
+
+
+def execute(folder: Path, program: str, *words: str, config: Any = None) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(program)
+    (folder / "ds.json").write_text(json.dumps(config or SOUND, indent=1))
+    return dsjob("exec", "--run-dir", "run", *words, "train.py", cwd=folder)
+
+
+DIRECT = """
+import torch, deepspeed
+def build(config):
+    return deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config)
+build(CONFIG)
+"""
+
+
+def test_a_file_that_initialize_reads_is_blamed_with_line_and_column(tmp_path: Path) -> None:
+    done = execute(tmp_path, DIRECT.replace("CONFIG", "'ds.json'"), config={**SOUND, "stepz": 1})
+    assert done.returncode == 2
+    assert "ds.json:6:2: error[unknown-key]: stepz: unknown key; " in done.stderr
+
+
+def test_a_dict_is_blamed_at_the_line_that_passes_it_on(tmp_path: Path) -> None:
+    config = '{"train_batch_size": 2, "zero_optimization": {"stage": 4}, "stepz": 1}'
+    done = execute(tmp_path, DIRECT.replace("CONFIG", config))
+    assert done.returncode == 2
+    assert "train.py:4: error[unknown-key]: stepz: unknown key; " in done.stderr
+    assert "train.py:4: error[enum]: zero_optimization.stage: " in done.stderr
+    done = execute(tmp_path, DIRECT.replace("CONFIG", config), "--lenient")
+    assert done.returncode == 2
+    assert "warning[unknown-key]" not in done.stderr.partition("error[")[2]
+    assert "train.py:4: error[enum]: zero_optimization.stage: " in done.stderr
+
+
+def test_keys_without_effect_are_told_on_one_line_without_defaults(tmp_path: Path) -> None:
+    zero = {"stage": 2, "reduce_bucket_size": 1000, "sub_group_size": 1000, "contiguous_gradients": True}
+    config = {"train_batch_size": 2, "zero_optimization": zero, "wall_clock_breakdown": False}
+    done = execute(tmp_path, DIRECT.replace("CONFIG", "'ds.json'"), config=config)
+    _, told = done.stderr.splitlines()
+    names = "zero_optimization.reduce_bucket_size, zero_optimization.sub_group_size"
+    assert told == f"dsjob: ds.json: these keys have no effect in dsjob: {names} (why: dsjob validate ds.json)"
+    done = execute(tmp_path, DIRECT.replace("CONFIG", str(config)))
+    assert f"dsjob: train.py:4: these keys have no effect in dsjob: {names}\n" in done.stderr
+
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(PLUGIN))
+model = torch.nn.Linear(4, 1)
+model.config = type("Config", (), {"hidden_size": 4})  # from which accelerate chooses bucket sizes
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for [x] in loader:
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+print(optimizer.step_was_skipped)
+"""
+ZERO = {"stage": 2, "allgather_partitions": True, "reduce_bucket_size": "auto"}
+FILE = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "zero_optimization": ZERO}
+
+
+@pytest.mark.parametrize("plugin", ["hf_ds_config='ds.json'", "zero_stage=2"])
+def test_an_accelerate_program_prints_nothing_of_dsjob(tmp_path: Path, plugin: str) -> None:
+    pytest.importorskip("accelerate")
+    done = execute(tmp_path, ACCELERATE.replace("PLUGIN", plugin), config=FILE)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_file_that_accelerate_reads_is_checked_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    wrong = {**FILE, "zero_optimization": {"stage": 2, "overlap_com": True, "reduce_bucket_size": "large"}}
+    program = ACCELERATE.replace("PLUGIN", "hf_ds_config='ds.json'")
+    done = execute(tmp_path, program, config=wrong)
+    assert done.returncode == 2
+    unknown = "ds.json:6:3: error[unknown-key]: zero_optimization.overlap_com: unknown key"
+    assert f'{unknown}; did you mean "overlap_comm"?' in done.stderr
+    assert "ds.json:7:3: error[type]: zero_optimization.reduce_bucket_size: " in done.stderr
+    done = execute(tmp_path, program.replace("'ds.json'", "{'zero_optimization': {'stage': 2}, 'stepz': 1}"))
+    assert "train.py:6: error[unknown-key]: stepz: unknown key; " in done.stderr
