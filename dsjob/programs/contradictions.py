@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -60,25 +61,31 @@ def _place(name: str, args: Any, told: Told) -> str:
 
 
 def _place_argument(name: str, args: Any, told: Told) -> str:
-    """Where an argument of TrainingArguments is given."""
+    """Where an argument of TrainingArguments is given: its value is there, so the program has not replaced it."""
+    value = getattr(args, name)
     for at, word in enumerate(sys.argv):
-        flag, equals, _ = word.partition("=")
+        flag, equals, text = word.partition("=")
+        following = "".join(sys.argv[at + 1 : at + 2])
         if flag.startswith("--") and flag[2:].replace("-", "_") == name:
-            following = sys.argv[at + 1 : at + 2] if not equals else []
-            value = [each for each in following if not each.startswith("--")]
-            return f"{' '.join([word, *value])} on the command line"
-    for word in sys.argv[1:]:
-        if word.endswith((".json", ".yaml", ".yml")) and os.path.isfile(word):
-            try:
+            shown = word if equals or following.startswith("--") else f"{word} {following}"
+            if _is_read_as(text or following, value):
+                return f"{shown} on the command line"
+        elif at and word.endswith((".json", ".yaml", ".yml")) and os.path.isfile(word):
+            with suppress(DocumentError):
                 document = documents.parse(storage.read_text(word), word)
-            except DocumentError:
-                continue
-            if name in document.value:
-                return describe_place(document.locate((name,)))
+                if name in document.value and _is_read_as(str(document.value[name]), value):
+                    return describe_place(document.locate((name,)))
     [default] = [field.default for field in dataclasses.fields(args) if field.name == name] or [None]
-    if getattr(args, name) == default:
-        return "the default of TrainingArguments"
-    return describe_place((*told.line, 0))
+    return "the default of TrainingArguments" if value == default else describe_place((*told.line, 0))
+
+
+def _is_read_as(text: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value == (text.lower() not in ("no", "false", "f", "n", "0"))  # a flag without a value is true
+    try:
+        return bool(float(text) == value)
+    except ValueError:
+        return text == str(value)
 
 
 def install() -> None:

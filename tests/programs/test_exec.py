@@ -187,6 +187,24 @@ def test_an_error_of_dsjob_comes_without_a_traceback_and_a_bug_without_its_frame
     assert f"called at {folder}/train.py:26 in fail" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("import deepspeed; deepspeed.init_inference()", "init_inference"),
+        ("from deepspeed import PipelineModule", "PipelineModule"),
+        ("import deepspeed.runtime.pipe.topology", "runtime.pipe"),
+    ],
+)
+def test_a_name_that_dsjob_lacks_is_one_error_with_the_line_of_the_program(
+    tmp_path: Path, statement: str, name: str
+) -> None:
+    (tmp_path / "train.py").write_text(f"def work():\n    {statement}\nwork()\n")
+    done = execute(tmp_path, "train.py")
+    _, message, place = done.stderr.splitlines()
+    assert message.startswith(f"dsjob: error: dsjob has no deepspeed.{name}: ")
+    assert place == f"  called at {tmp_path}/train.py:2 in work"
+
+
 def test_lenient_leaves_unknown_keys_out_with_a_warning(tmp_path: Path) -> None:
     many = {f"key{number}": 0 for number in range(60)}
     config = {"train_batch_size": 2, "stepz": 1, "zero_optimization": {"stage": 1, "overlap": 1, **many}}
@@ -196,7 +214,7 @@ def test_lenient_leaves_unknown_keys_out_with_a_warning(tmp_path: Path) -> None:
     done = execute(tmp_path, "--lenient", "train.py")
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     for key in ("stepz", "zero_optimization.overlap"):
-        assert f"config: warning[unknown-key]: {key}: unknown key, left out" in done.stderr
+        assert done.stderr.count(f"dsjob: train.py:2: warning[unknown-key]: {key}: unknown key, left out") == 1
 
 
 def test_exit_codes_pass_through(folder: Path) -> None:
