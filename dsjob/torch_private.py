@@ -126,6 +126,11 @@ def find_gathered(parameter: Any) -> nn.Parameter | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
+def is_shown_whole(parameter: Any) -> bool:
+    """Whether the model sees the whole tensor of an FSDPParam at the moment, not the shard."""
+    return bool(parameter.sharded_state.name == "UNSHARDED")
+
+
 def name_of(parameter: Any) -> str | None:
     """The name of an FSDPParam in the model that was sharded last, as a whole; None before the first forward pass."""
     return cast("str | None", parameter._param_fqn)

@@ -354,10 +354,12 @@ def shard(world: World) -> dict[str, Any]:
     before = [torch_private.find_gathered(p) for p in torch_private.list_sharded(net)]
     assert torch_private.list_owners(net) == [net[1]]
     assert not torch_private.is_gathered(net)
+    assert not any(torch_private.is_shown_whole(p) for p in torch_private.list_sharded(net))
     torch_private.begin_calls(net)
     net[0](torch.ones(1, 2))  # else it would begin, and the model could not be called after it
     net.unshard()
     assert torch_private.is_gathered(net)
+    assert all(torch_private.is_shown_whole(p) for p in torch_private.list_sharded(net))
     net.set_requires_gradient_sync(False)
     for _ in range(2):
         net(torch.ones(1, 2)).sum().backward()

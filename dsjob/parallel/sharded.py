@@ -54,6 +54,7 @@ from dsjob.torch_private import (
     begin_calls,
     change_tensors,
     find_gathered,
+    is_shown_whole,
     list_sharded,
     look_again_at_dtypes,
     name_of,
@@ -183,15 +184,18 @@ class Sharded(Strategy):
     def _follow_freezing(self) -> None:
         """Applies changes of requires_grad to both tensors of a parameter, the sharded and the gathered one.
 
-        A program may have changed either one. FSDP2 only reads the sharded one, when it gathers. Called before each
-        forward pass, also without gradients: peft freezes adapters for such a pass, then thaws them.
+        A program changes the one that it sees. FSDP2 sets the gathered one to the sharded one when it gathers, so a
+        hidden gathered one tells nothing: peft freezes adapters for a pass without gradients, then thaws their shards.
         """
         thawed = False
         for parameter, trained in self._trained.items():
             sharded = parameter.sharded_param
             gathered = find_gathered(parameter)
             gathered = sharded if gathered is None else gathered
-            if trained != sharded.requires_grad or trained != gathered.requires_grad:
+            seen = gathered if is_shown_whole(parameter) else sharded
+            if trained == sharded.requires_grad == seen.requires_grad:
+                gathered.requires_grad_(trained)
+            else:
                 self._trained[parameter] = not trained
                 sharded.requires_grad_(not trained)
                 gathered.requires_grad_(not trained)

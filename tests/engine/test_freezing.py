@@ -126,7 +126,7 @@ def train_beside_a_reference(world: World, stage: int) -> dict[str, Tensor]:
                 loss = engine(rows, targets)
             set_trained(engine.module, False)
             with torch.no_grad():
-                engine(rows, targets)
+                (engine if step % 2 else engine.module)(rows, targets)
             set_trained(engine.module, True)
             if training:
                 engine.backward(loss)
