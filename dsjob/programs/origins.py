@@ -26,6 +26,7 @@ from dsjob.document.places import place_problems
 from dsjob.engine import configs
 from dsjob.engine.configs import Origin
 from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem
+from dsjob.programs.alias import STAND_IN
 
 # Problems that no value which a library fills in later can mend.
 _LASTING = {"unknown-key", "type", "enum", "range", "length", "unsupported"}
@@ -152,6 +153,8 @@ def begin() -> None:
 def install() -> None:
     """Makes every HfDeepSpeedConfig from now on tell its origin. Called when accelerate.utils.deepspeed has been
     imported."""
+    if STAND_IN not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        return  # --engine deepspeed: DeepSpeed itself judges the config
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
     make = HfDeepSpeedConfig.__init__

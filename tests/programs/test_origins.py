@@ -96,3 +96,15 @@ def test_a_file_that_accelerate_reads_is_checked_at_once(tmp_path: Path) -> None
     assert "ds.json:7:3: error[type]: zero_optimization.reduce_bucket_size: " in done.stderr
     done = execute(tmp_path, program.replace("'ds.json'", "{'zero_optimization': {'stage': 2}, 'stepz': 1}"))
     assert "train.py:6: error[unknown-key]: stepz: unknown key; " in done.stderr
+
+
+def test_a_config_for_deepspeed_itself_is_not_judged(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "deepspeed.py").touch()
+    (tmp_path / "ds.json").write_text('{"stepz": 1}')
+    (tmp_path / "train.py").write_text(
+        "from accelerate.utils.deepspeed import HfDeepSpeedConfig\nprint(HfDeepSpeedConfig('ds.json').config)\n"
+    )
+    words = ("exec", "--engine", "deepspeed", "train.py")
+    done = dsjob(*words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "{'stepz': 1}\n"), done.stderr
