@@ -22,6 +22,8 @@ from dsjob.errors import DsjobError, StorageError
 RESOLVED_NAME = "resolved.json"
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
+LOGS_NAME = "logs"  # the folder for the output of ranks
+TRACEBACK_PREFIX = "traceback-"
 SUPERSEDED_METRICS_NAME = "metrics-superseded.jsonl"
 SAVE_REQUEST = "save-now"  # users create this file to request a checkpoint
 

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 from dsjob.contract.environment import watch_output
 from dsjob.document.sizes import read_nproc
-from dsjob.errors import UsageError
+from dsjob.errors import DsjobError, UsageError
 from dsjob.front.execute import run_composed
 from dsjob.front.process import keeping_process, require_no_group
 from dsjob.front.source import Given, allowing, make_flags, read_given, telling_places
 from dsjob.launch import launcher
 from dsjob.run_folder import METRICS_NAME
+from dsjob.trust.frames import TRACEBACK_HINT
 from dsjob.trust.user import grant
 
 _running = threading.Lock()
@@ -76,9 +77,19 @@ def run(
         here = launcher.read_world_size() is not None or read_nproc(composed.document) == 1
         if here:
             require_no_group()
-        with keeping_process(torch=here):
+        with keeping_process(torch=here), _naming_no_flags(here):
             result = run_composed(composed, grant(source.file, flags), debug=False)
     return _make_result(result)
+
+
+@contextmanager
+def _naming_no_flags(here: bool) -> Iterator[None]:
+    """Removes the flag --debug from hints. In this process (`here`) Python shows the traceback anyway."""
+    try:
+        yield
+    except DsjobError as error:
+        error.hint = error.hint.replace(TRACEBACK_HINT, "" if here else "set launch.nproc=1 to see the traceback")
+        raise
 
 
 @contextmanager

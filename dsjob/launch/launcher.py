@@ -16,12 +16,21 @@ from typing import Any
 from dsjob import storage
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import Launch
-from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
+from dsjob.errors import DsjobError, Interrupted, LaunchError, Preempted, UsageError
 from dsjob.launch import devices, rank
 from dsjob.launch.supervisor import Supervisor
 from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
 from dsjob.ranks.signals import handling
-from dsjob.run_folder import METRICS_NAME, RESOLVED_NAME, list_commits, read_result, write_resolved
+from dsjob.run_folder import (
+    METRICS_NAME,
+    RESOLVED_NAME,
+    RESULT_NAME,
+    list_commits,
+    read_result,
+    write_resolved,
+    write_result,
+)
+from dsjob.trust.frames import describe_failure
 from dsjob.trust.grant import Trust
 
 
@@ -74,19 +83,31 @@ def _adopt_slurm() -> None:
 
 @contextmanager
 def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[None]:
-    """If the run in the block fails after it has trained, prints how to resume it, or that nothing was saved.
+    """If the run in the block fails after it has trained, prints how to resume it, or that nothing was saved, and
+    writes result.json.
 
     Prints nothing for a run that fails before its first log record: it has nothing to lose, and its error is enough.
     """
     before, commits = _read_progress(run_dir), list_commits(run_dir, document)
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         with suppress(DsjobError):  # the storage itself may have failed
             kept = list_commits(run_dir, document)
             if kept != commits or _read_progress(run_dir) != before:
                 print(f"dsjob: {_describe_kept(run_dir, kept, commits)}", file=sys.stderr)  # noqa: T201
+                _write_failure(run_dir, error)
         raise
+
+
+def _write_failure(run_dir: str, error: BaseException) -> None:
+    """Writes result.json for a run that `error` has ended. Keeps an existing one, which is an earlier run's."""
+    if os.path.exists(os.path.join(run_dir, RESULT_NAME)):
+        return
+    code = error.exit_code if isinstance(error, DsjobError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    status = "stopped" if isinstance(error, (Interrupted, Preempted, KeyboardInterrupt)) else "failed"
+    message = error.message if isinstance(error, DsjobError) else describe_failure(error)
+    write_result(run_dir, {"status": status, "exit_code": code, "error": message})
 
 
 def _read_progress(run_dir: str) -> tuple[int, int] | None:
@@ -99,7 +120,7 @@ def _read_progress(run_dir: str) -> tuple[int, int] | None:
 
 def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) -> str:
     if not commits:
-        return f"nothing was saved in {run_dir}"
+        return f"nothing was saved in {run_dir}; set checkpoint.every=N to save every N steps"
     newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
     news = "nothing newer was saved; " if commits == before else ""
     return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"

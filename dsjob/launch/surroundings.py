@@ -17,7 +17,7 @@ from dsjob.files import open_append
 from dsjob.home import find_again
 from dsjob.launch import rank
 from dsjob.ranks.signals import handling
-from dsjob.run_folder import SAVE_REQUEST
+from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # DDP and gloo print warnings that users cannot act on
 
@@ -34,7 +34,7 @@ def private_folder() -> Iterator[str]:
 
 def make_logs(run_dir: str) -> str:
     """Creates the folder for the output of ranks, and returns its path."""
-    logs = os.path.join(run_dir, "logs")
+    logs = os.path.join(run_dir, LOGS_NAME)
     os.makedirs(logs, exist_ok=True)
     return logs
 

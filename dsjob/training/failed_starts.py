@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dsjob.errors import DsjobError
-from dsjob.run_folder import RESOLVED_NAME, RESULT_NAME, SAVE_REQUEST
+from dsjob.run_folder import LOGS_NAME, RESOLVED_NAME, RESULT_NAME, SAVE_REQUEST, TRACEBACK_PREFIX
 
 _DOCUMENTS = {RESOLVED_NAME, RESULT_NAME, SAVE_REQUEST}  # files of a start, which the same command would write again
-_LOGS, _ATTEMPTS = "logs", os.path.join("checkpoints", "attempts")
+_ATTEMPTS = os.path.join("checkpoints", "attempts")
 
 
 def find_existing(pattern: str, name: str) -> str:
@@ -34,7 +34,7 @@ def taking_back(run_dir: str, existing: str) -> Iterator[None]:
         yield
     except BaseException as error:
         message = str(error) if isinstance(error, DsjobError) else ""
-        if not begun and os.path.join(run_dir, _LOGS) not in message and _is_unused(run_dir):
+        if not begun and os.path.join(run_dir, LOGS_NAME) not in message and _is_unused(run_dir):
             _remove(run_dir, existing)
         raise
 
@@ -46,7 +46,10 @@ def _is_unused(run_dir: str) -> bool:
         place = os.path.relpath(folder, run_dir)
         if place == _ATTEMPTS:
             attempts += len(files)  # more than one: a second run uses the folder
-        elif files and place != _LOGS and not (place == "." and set(files) <= _DOCUMENTS):
+        elif place == LOGS_NAME:
+            if any(name.startswith(TRACEBACK_PREFIX) for name in files):  # kept only once steps were taken
+                return False
+        elif files and not (place == "." and set(files) <= _DOCUMENTS):
             return False
     return attempts <= 1
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
+from dsjob import storage
 from dsjob.checkpoint.live.committed import Loaded
 from dsjob.checkpoint.live.objects import Kept
 from dsjob.checkpoint.pretrained.configuration import describe_pretrained
 from dsjob.compute.precision import matmul_precision
 from dsjob.contract import locations
+from dsjob.contract.environment import mask
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.data.given import StatefulLoader
+from dsjob.errors import DsjobError
 from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
-from dsjob.run_folder import SAVE_REQUEST, read_result, write_result
+from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, TRACEBACK_PREFIX, read_result, write_result
 from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
 from dsjob.training.callbacks import MetricsFile, ResolvedFile
@@ -27,6 +33,7 @@ from dsjob.training.run import Run
 from dsjob.training.saves import lacks_metrics
 from dsjob.training.summary import describe_run
 from dsjob.trust.exits import refuse_exits
+from dsjob.trust.frames import needs_traceback, point_to_traceback
 from dsjob.trust.grant import Trust
 
 
@@ -63,7 +70,8 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
                 loop.finish(run)
             if finished:
                 return _say_finished(run, run_dir, display)
-            loop.train(run)
+            with _keeping_traceback(run, run_dir):
+                loop.train(run)
     finally:
         display.close()
     progress = run.progress
@@ -76,6 +84,26 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
         write_result(run_dir, {**ended, **dataclasses.asdict(result)})
         display.say(ended["status"], f"step {run.step:,} in {show_seconds(time.monotonic() - started)}")
     return result
+
+
+@contextmanager
+def _keeping_traceback(run: Run, run_dir: str) -> Iterator[None]:
+    """Keeps the traceback of an error of user code in the run's logs, and makes the error's hint name the file.
+
+    Not before the first step: a start that fails leaves no folder, and is quickly repeated with --debug.
+    """
+    try:
+        yield
+    except Exception as error:
+        if run.step and needs_traceback(error):
+            rank = run.engine.global_rank
+            file = os.path.join(run_dir, LOGS_NAME, f"{TRACEBACK_PREFIX}{rank:05d}.txt")
+            where = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {rank}, after step {run.step}\n"
+            with suppress(DsjobError, OSError):  # a full disk must not hide the error
+                os.makedirs(os.path.dirname(file), exist_ok=True)
+                storage.write_bytes(file, mask(where + "".join(traceback.format_exception(error))).encode())
+                point_to_traceback(error, file)
+        raise
 
 
 def _make_result(run: Run, metrics: dict[str, float]) -> Result:
@@ -149,6 +177,7 @@ def _say_finished(run: Run, run_dir: str, display: Display) -> Result:
     done = beyond if run.step > run.max_steps else f"step {run.step:,} of {run.max_steps:,}"
     display.say("already finished", f"{done}; to train longer, set {longer}; to start over, set a new output.dir")
     before = read_result(run_dir)
+    before = before if "step" in before else {}  # that of a run that failed after its last step
     result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation})
     if run.engine.global_rank == 0 and (not before or run.progress.last_evaluation):
         write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})

@@ -11,7 +11,8 @@ import dsjob
 from dsjob.contract.environment import mask
 from dsjob.errors import DsjobError, name_target
 
-_PATH, _PLACE = "_dsjob_path", "_dsjob_place"  # attributes of errors that the user's own code raises
+# Attributes of errors that the user's own code raises: the target's path, its place, and the file with the traceback.
+_PATH, _PLACE, _TRACEBACK = "_dsjob_path", "_dsjob_place", "_dsjob_traceback"
 TRACEBACK_HINT = "run again with --debug for the traceback"
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(dsjob.__file__)), "")
 
@@ -34,10 +35,25 @@ def find_place(frames: Sequence[str]) -> str:
 
 def hint_at_failure(error: BaseException) -> str:
     """What to do about an error of user code."""
+    kept = getattr(error, _TRACEBACK, "")
+    more = f"the traceback is in {kept}" if kept else TRACEBACK_HINT
     # torch raises OutOfMemoryError on GPUs, and a RuntimeError with these words on the CPU.
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-        return f"lower trainer.micro_batch, or see what fits with `dsjob plan`; {TRACEBACK_HINT}"
-    return TRACEBACK_HINT
+        return f"lower trainer.micro_batch, or see what fits with `dsjob plan`; {more}"
+    return more
+
+
+def needs_traceback(error: BaseException) -> bool:
+    """Whether an error comes from user code, so that its message alone may not show the cause."""
+    return TRACEBACK_HINT in error.hint if isinstance(error, DsjobError) else True
+
+
+def point_to_traceback(error: BaseException, file: str) -> None:
+    """Makes the hint of an error name the file that has its traceback."""
+    if isinstance(error, DsjobError):
+        error.hint = error.hint.replace(TRACEBACK_HINT, f"the traceback is in {file}")
+    else:
+        setattr(error, _TRACEBACK, file)
 
 
 def describe_failure(error: BaseException) -> str:

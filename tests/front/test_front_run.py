@@ -164,6 +164,22 @@ def take_stock() -> dict[str, Any]:
     }
 
 
+FAILING = """
+from my_model import Net as Plain
+
+class Net(Plain):
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x, y):
+        self.steps -= 1
+        if self.steps < 0:
+            raise ValueError("enough")
+        return super().forward(x, y)
+"""
+
+
 @pytest.mark.parametrize("overrides", [[], ["launch.nproc=2"]], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
 def test_a_run_leaves_the_process_as_it_was(
@@ -185,6 +201,16 @@ def test_a_run_leaves_the_process_as_it_was(
     finally:
         signal.signal(signal.SIGTERM, usual)
         sys.modules.pop("meddling", None)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_no_hint_names_a_flag_of_the_command(folder: Path, steps: int) -> None:
+    (folder / "meddling.py").write_text(FAILING)
+    document = {**DOCUMENT, "model": {"_target_": "meddling.Net", "steps": steps}, "launch": {"nproc": 2}}
+    with pytest.raises(errors.LaunchError, match="ValueError: enough") as caught:
+        dsjob.run(document)
+    kept = "the traceback is in run/logs/traceback-0000"
+    assert (kept if steps else "set launch.nproc=1 to see the traceback") in caught.value.hint
 
 
 # ---- programs of their own

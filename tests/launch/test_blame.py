@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -208,7 +210,11 @@ def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
     place = f"at {tmp_path}/sleeping.py:"
     who = f"rank {rank} has stalled in step 4 (training)," if nproc > 1 else "step 4 (training) is"
     assert f"dsjob: error: stopped by SIGTERM, then no progress for 1 s: {who} {place}" in errors
-    kept = "the newest checkpoint is step-00000002; to resume: dsjob run run" if saves else "nothing was saved in run"
+    kept = (
+        "the newest checkpoint is step-00000002; to resume: dsjob run run"
+        if saves
+        else ("nothing was saved in run; set checkpoint.every=N to save every N steps")
+    )
     assert errors.count(f"dsjob: {kept}\n") == 1, errors
     assert "Traceback" not in errors
 
@@ -230,3 +236,54 @@ def test_a_run_of_one_process_that_aborts_shows_where(tmp_path: Path) -> None:
     assert done.returncode == -6
     assert "Fatal Python error: Aborted" in done.stderr
     assert f'File "{tmp_path}/aborting.py", line 7 in forward' in done.stderr
+
+
+LATE = """
+import dsjob
+from my_model import Net as Plain
+
+class Net(Plain):
+    calls = 0
+
+    def forward(self, x, y):
+        Net.calls += 1
+        if Net.calls == 3:
+            raise ValueError("the key is SECRET-VALUE")
+        return super().forward(x, y)
+
+class Tracker(dsjob.Callback):
+    def __init__(self, key):
+        pass
+"""
+
+
+@pytest.mark.parametrize(("starts", "log_every"), [("one rank", 1), ("one rank", 9), ("two ranks", 1), ("torchrun", 1)])
+def test_a_failure_after_the_first_step_leaves_its_traceback_and_result(
+    tmp_path: Path, starts: str, log_every: int
+) -> None:
+    make_job(
+        tmp_path,
+        model={"_target_": "late.Net"},
+        trainer={"train_batch": 8, "max_steps": 6, "log_every": log_every},
+        data={"train": {"_target_": "my_model.Data"}},
+        callbacks={"tracker": {"_target_": "late.Tracker", "key": "${oc.env:LATE_KEY}"}},
+        output={"dir": "outputs/%name/%time"},
+    )
+    (tmp_path / "late.py").write_text(LATE)
+    words = [DSJOB, "cfg.json", *(["launch.nproc=2"] if starts == "two ranks" else [])]
+    if starts == "torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB]
+    done = run_program(words, cwd=tmp_path, env=clean_env(LATE_KEY="SECRET-VALUE"))
+    (folder,) = (tmp_path / "outputs/cfg").iterdir()
+    told = re.search(r"^  the traceback is in (outputs/cfg/.*/logs/traceback-(\d{5}).txt)$", done.stderr, re.MULTILINE)
+    assert told, done.stderr
+    kept, rank = (tmp_path / told[1]).read_text(), int(told[2])
+    assert "run again with --debug" not in done.stderr
+    assert f"rank {rank}, after step 2\nTraceback (most recent call last):" in kept
+    assert kept.endswith("ValueError: the key is ***\n")
+    if log_every == 1 and starts != "torchrun":  # which may end rank 0 before it has written anything
+        assert "nothing was saved in" in done.stderr
+        assert "; set checkpoint.every=N to save every N steps" in done.stderr
+        result = json.loads((folder / "result.json").read_text())
+        assert (result["status"], result["exit_code"]) == ("failed", 1)
+        assert "ValueError: the key is ***" in result["error"]
