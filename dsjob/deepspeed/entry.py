@@ -42,13 +42,16 @@ def initialize(
     if isinstance(config, Mapping) and dotted:
         config = {key: value for key, value in config.items() if key not in dotted}
     given = configs.read_given(args, config, trust)
-    world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
-    if dotted and world.everyone.rank == 0:
-        listed = f"these keys have no effect, in DeepSpeed neither; write them as section and key: {', '.join(dotted)}"
-        warnings.warn(listed, ConfigWarning, stacklevel=2)
-    engine = build.make_engine(engine_type, model, given, world, optimizer, model_parameters, lr_scheduler)
-    engine.mpu, engine.client_lr_scheduler = mpu, lr_scheduler
-    engine.training_dataloader = build.make_loader(engine, training_data, collate_fn)
+    with build.dropping_own_group():
+        world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
+        if dotted and world.everyone.rank == 0:
+            listed = (
+                f"these keys have no effect, in DeepSpeed neither; write them as section and key: {', '.join(dotted)}"
+            )
+            warnings.warn(listed, ConfigWarning, stacklevel=2)
+        engine = build.make_engine(engine_type, model, given, world, optimizer, model_parameters, lr_scheduler)
+        engine.mpu, engine.client_lr_scheduler = mpu, lr_scheduler
+        engine.training_dataloader = build.make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,7 +31,7 @@ from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.onebit.own_gradients import require_data_parallel
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
-from dsjob.ranks.mesh import World, join_world
+from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.rendezvous import init_distributed
 from dsjob.trust.grant import Trust
@@ -75,9 +76,10 @@ def initialize(
     """
     model = require_model(model)
     given = configs.read_given(args, config if config is not None else config_params, trust)
-    world = join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
-    engine = make_engine(Engine, model, given, world, optimizer, model_parameters, lr_scheduler)
-    loader = make_loader(engine, training_data, collate_fn)
+    with dropping_own_group():
+        world = join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
+        engine = make_engine(Engine, model, given, world, optimizer, model_parameters, lr_scheduler)
+        loader = make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -87,6 +89,22 @@ def require_model(model: object) -> nn.Module:
         found = "" if model is None else f", not {name_type(model)}"
         raise UsageError(f"initialize needs a model: a torch.nn.Module{found}", hint="pass model=...")
     return model
+
+
+@contextmanager
+def dropping_own_group() -> Iterator[None]:
+    """Leaves a process group of one rank that the block has created, if the block fails.
+
+    A notebook can then call `dsjob.run`, which creates its own group, or `initialize` again. A group of several ranks
+    stays: the other ranks may be in a collective.
+    """
+    before = dist.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not before and dist.is_initialized() and dist.get_world_size() == 1:
+            leave_world()
+        raise
 
 
 def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None) -> World:

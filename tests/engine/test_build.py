@@ -161,6 +161,16 @@ def test_a_program_without_a_launcher_gets_a_group_of_one() -> None:
     dsjob.init_distributed()
 
 
+def test_a_failed_call_leaves_no_group_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="optimizr"):
+        dsjob.initialize(model=build_net(), config={"train_batch_size": 4, "optimizr": {}})
+    assert not torch.distributed.is_initialized()
+    dsjob.init_distributed()
+    with pytest.raises(ConfigError, match="optimizr"):
+        dsjob.initialize(model=build_net(), config={"train_batch_size": 4, "optimizr": {}})
+    assert torch.distributed.is_initialized()  # the program's own
+
+
 def test_what_a_config_does_not_get_is_told() -> None:
     config = {
         "train_batch_size": 4,
