@@ -162,6 +162,8 @@ def test_a_program_without_a_launcher_gets_a_group_of_one() -> None:
 
 
 def test_a_failed_call_leaves_no_group_of_its_own() -> None:
+    if torch.distributed.is_initialized():  # that of an earlier test
+        torch.distributed.destroy_process_group()
     with pytest.raises(ConfigError, match="optimizr"):
         dsjob.initialize(model=build_net(), config={"train_batch_size": 4, "optimizr": {}})
     assert not torch.distributed.is_initialized()
