@@ -10,7 +10,7 @@ from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_fl
 from dsjob.cli.run import split_source
 from dsjob.document import compose as composition
 from dsjob.errors import FitError, UsageError
-from dsjob.front.plan import Asked, plan_composed
+from dsjob.front.plan import Asked, parse_parameters, plan_composed
 from dsjob.planning.fit import find_remedies, sweep
 from dsjob.planning.model import Offload
 from dsjob.planning.report import Plan, show_bytes, to_json
@@ -85,16 +85,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _parse_parameters(text: str) -> int:
-    """The number that 7e9, 7B, 350M or 124000000 stands for."""
-    units = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-    unit = units.get(text[-1:].upper())
     try:
-        number = float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        number = 0.0
-    if not 1 <= number < 1e16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters: write 7e9, 7B or 350M")
-    return round(number)
+        return parse_parameters(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.message) from error
 
 
 def _parse_size(text: str) -> int:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsjob.errors import DocumentError, Problem, UsageError
-from dsjob.front.plan import Asked, plan_composed
+from dsjob.front.plan import Asked, parse_parameters, plan_composed
 from dsjob.front.process import keeping_process
 from dsjob.front.resolve import resolve_composed
-from dsjob.front.source import Given, allowing, drop_lines, make_flags, read_given, read_mapping, telling_places
+from dsjob.front.source import (
+    Given,
+    allowing,
+    drop_lines,
+    list_words,
+    make_flags,
+    read_given,
+    read_mapping,
+    require_path,
+    telling_places,
+)
 from dsjob.front.validate import validate_document, validate_file, validate_recipe
 from dsjob.planning.model import Offload
 from dsjob.planning.report import Plan
@@ -36,12 +45,12 @@ def validate(
     flags = make_flags(trust, trust_remote_code, unpinned)
     granted = flags if deep else None
     with allowing(flags), keeping_process(torch=deep):
-        words = [*([f"+recipe={recipe}"] if recipe else []), *overrides]
+        words = list_words(recipe, overrides)
         if document is None:
             read_given(None, recipe, overrides)  # raises UsageError if there is nothing to validate
             return validate_recipe(words, world_size, granted)
         if not isinstance(document, Mapping):
-            return validate_file(os.fspath(document), world_size, granted, words)[0]
+            return validate_file(require_path(document, "a document"), world_size, granted, words)[0]
         try:
             return drop_lines(validate_document(read_mapping(document), world_size, granted, words))
         except DocumentError as error:
@@ -72,7 +81,7 @@ def plan(
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
-    params: int | None = None,
+    params: int | str | None = None,
     world_size: int | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
@@ -83,12 +92,16 @@ def plan(
 ) -> Plan:
     """Predicts what a job needs: memory, communication, checkpoint sizes, steps. `.fits` needs `device_memory`.
 
-    The other arguments are those of `run`. params: a number of parameters, instead of the model. world_size: the
+    The other arguments are those of `run`. params: a number of parameters, such as 7_000_000_000 or "7B",
+    instead of the model. world_size: the
     number of ranks. device_memory, host_memory: memory of one device and of the machine, in bytes or as "80GiB".
     offload: as the flag.
     """
     flags = make_flags(trust, trust_remote_code, unpinned)
-    asked = Asked(params, world_size, _read_size(device_memory), _read_size(host_memory), offload)
+    count = parse_parameters(str(params)) if params is not None else None
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise UsageError(f"world_size={world_size!r} is not a number of ranks", hint="write an integer of at least 1")
+    asked = Asked(count, world_size, _read_size(device_memory), _read_size(host_memory), offload)
     with allowing(flags), telling_places():
         source = read_given(document, recipe, overrides, bare=params is not None)
         composed = source.compose(config_dir)

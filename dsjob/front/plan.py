@@ -37,6 +37,19 @@ class Asked:
     offload: Offload | None = None
 
 
+def parse_parameters(text: str) -> int:
+    """The number that 7e9, 7B, 350M or 124000000 stands for. Raises UsageError."""
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper())
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e16:
+        raise UsageError(f"{text!r} is not a number of parameters: write 7e9, 7B or 350M")
+    return round(number)
+
+
 def plan_composed(composed: Composed, asked: Asked, trust: Trust) -> Plan:
     """The plan of a composed document. Raises DocumentError, UsageError."""
     given = composed.document

@@ -40,18 +40,37 @@ class Source:
 
 def read_given(given: Given, recipe: str | None, overrides: Sequence[str], *, bare: bool = False) -> Source:
     """Reads what a program passes: a path, a dict, or the name of a recipe. Raises UsageError."""
-    if isinstance(overrides, str):
-        raise UsageError(
-            f"overrides are a list of texts, not the text {overrides!r}", hint=f"overrides=[{overrides!r}]"
-        )
-    words = [*([f"+recipe={recipe}"] if recipe else []), *overrides]
+    words = list_words(recipe, overrides)
     if given is None:
         if not words:
             raise UsageError("no document was given", hint='give a path, a dict, or recipe="quickstart"')
         return Source(None, words)
     if isinstance(given, Mapping):
         return Source(read_mapping(given), words)
-    return Source(*read_source(os.fspath(given), words, bare=bare))
+    return Source(*read_source(require_path(given, "a document"), words, bare=bare))
+
+
+def list_words(recipe: str | None, overrides: Sequence[str]) -> list[str]:
+    """The overrides of a job, with the recipe as the first. Raises UsageError unless they are a list of texts."""
+    if isinstance(overrides, str):
+        raise UsageError(
+            f"overrides are a list of texts, not the text {overrides!r}", hint=f"overrides=[{overrides!r}]"
+        )
+    if not isinstance(overrides, Sequence) or not all(isinstance(word, str) for word in overrides):
+        pairs = overrides.items() if isinstance(overrides, Mapping) else ()
+        meant = [f"{key}={value}" for key, value in pairs] or ["trainer.max_steps=2"]
+        raise UsageError(
+            f'overrides are a list of "key=value" texts, not {str(overrides)[:200]}', hint=f"overrides={meant}"
+        )
+    return [*([f"+recipe={recipe}"] if recipe else []), *overrides]
+
+
+def require_path(given: object, what: str) -> str:
+    """The path or URL that a program passes as `what`. Raises UsageError if it is none."""
+    if not isinstance(given, (str, os.PathLike)):
+        accepted = "a path, a URL or a dict" if what == "a document" else "a path or a URL"
+        raise UsageError(f"{what} is {accepted}, not {str(given)[:200]}")
+    return os.fspath(given)
 
 
 def make_flags(trust: Sequence[str], remote_code: bool, unpinned: bool) -> Flags:

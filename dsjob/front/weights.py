@@ -21,7 +21,7 @@ from dsjob.document.origins import Composed, read_document
 from dsjob.errors import UsageError
 from dsjob.front.places import placing_errors
 from dsjob.front.process import keeping_process
-from dsjob.front.source import allowing, make_flags
+from dsjob.front.source import allowing, make_flags, require_path
 from dsjob.run_folder import RESOLVED_NAME
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import Flags, comes_from_elsewhere, grant
@@ -91,7 +91,7 @@ def convert(
     Raises UsageError, NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     _require_fitting(to, locals())
-    source, target = os.fspath(checkpoint), _to_text(out)
+    source, target = require_path(checkpoint, "a checkpoint"), _to_text(out)
     if to == "deepspeed":
         return _write_deepspeed(source, target, zero_stage, world_size, dtype=dtype, tag=tag, overwrite=overwrite)
     pretrained = Pretrained(_to_text(tokenizer), merge, adapter, _to_text(adapter_config))
@@ -166,7 +166,7 @@ def load_model(
     that belongs to you. For any other checkpoint, only names that `trust` allows are imported.
     """
     flags = make_flags(trust, trust_remote_code, unpinned)
-    source = os.fspath(checkpoint)
+    source = require_path(checkpoint, "a checkpoint")
     with allowing(flags), keeping_process(torch=True):
         document, granted, file = _read_document(source, tag, flags)
         name = _choose_model(document, model)

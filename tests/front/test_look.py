@@ -163,3 +163,26 @@ def test_looking_at_a_document_imports_no_torch(folder: Path) -> None:
         "dsjob.errors, dsjob.Problem, dsjob.Result\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", program], cwd=folder, check=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: dsjob.plan(DOCUMENT, world_size="2"), "world_size='2' is not a number of ranks"),
+        (lambda: dsjob.plan(DOCUMENT, world_size=0), "world_size=0 is not a number of ranks"),
+        (lambda: dsjob.plan(DOCUMENT, params=-7), "'-7' is not a number of parameters"),
+        (lambda: dsjob.validate(DOCUMENT, overrides=[3]), r'a list of "key=value" texts, not \[3\]'),
+        (lambda: dsjob.validate(7), "a document is a path, a URL or a dict, not 7"),
+        (lambda: dsjob.run(DOCUMENT, overrides={"a.b": 2}), r"overrides=\['a\.b=2'\]"),
+        (lambda: dsjob.run([1]), r"a document is a path, a URL or a dict, not \[1\]"),
+        (lambda: dsjob.load_model(None), "a checkpoint is a path or a URL, not None"),
+        (lambda: dsjob.convert(None), "a checkpoint is a path or a URL, not None"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_told_in_plain_words(call: Any, message: str) -> None:
+    with pytest.raises(errors.UsageError, match=message):
+        call()
+
+
+def test_a_number_of_parameters_may_be_written_as_on_the_command_line() -> None:
+    assert dsjob.plan(DOCUMENT, params="7B").job.model == dsjob.plan(DOCUMENT, params=7_000_000_000).job.model
