@@ -290,7 +290,9 @@ def _describe_end(end: End, scene: Scene) -> LaunchError:
     frames = parse_stack(end.stacks)
     place = f" at {find_place(frames)}" if frames else ""
     words = "\n".join(f"    {line}" for line in end.output.splitlines()[-_LINES:])
-    parts = [show_stack(end.rank, frames), f"its last output:\n{words}" if words else "", _name_output(end, scene)]
+    parts = [show_stack(end.rank, frames), f"its last output:\n{words}" if words else ""]
+    # Rank 0 prints to the screen, and a rank that was killed may have printed nothing.
+    parts.append(f"its output is in {scene.logs}" if end.output else "")
     hint = "\n  ".join(part for part in parts if part)
     if end.code >= 0 and scene.own_exits:
         return LaunchError(f"rank {end.rank} exited with code {end.code}", hint=hint, exit_code=end.code)
@@ -301,8 +303,3 @@ def _describe_end(end: End, scene: Scene) -> LaunchError:
     reason = " (the system may have run out of memory)" if number == signal.SIGKILL else ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return LaunchError(f"rank {end.rank} was killed by {name}{place}{reason}", hint=hint)
-
-
-def _name_output(end: End, scene: Scene) -> str:
-    """Where to read on. The output of rank 0 of a program is on the screen already."""
-    return "" if scene.own_exits and not end.rank else f"its output is in {scene.logs}"

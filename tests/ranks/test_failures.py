@@ -118,6 +118,12 @@ def test_the_first_own_failure_is_blamed(scene: Scene, said: str) -> None:
     assert str(blame(scene)).startswith(said)
 
 
+@pytest.mark.parametrize("output", ["", "epoch 3\n"])
+def test_the_logs_are_named_where_they_have_output(output: str) -> None:
+    hint = blame(set_scene(ends=[End(1, -9, 6, False, output=output)])).hint
+    assert ("its output is in run/logs" in hint) == bool(output)
+
+
 def test_ranks_that_nccl_has_aborted_are_not_blamed_for_the_one_they_waited_for() -> None:
     text = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=57, OpType=ALLREDUCE)"
     ends = [End(0, -6, 4, False, timed_out=True), End(2, -6, 5, False, output=text)]
