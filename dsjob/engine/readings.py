@@ -101,7 +101,7 @@ class Readings:
         for group in self.optimizer.param_groups if self.optimizer else ():
             group["lr"] = lr
 
-    def set_rates(self, rates: Sequence[float]) -> None:
+    def _set_rates(self, rates: Sequence[float]) -> None:
         """Sets the learning rate of each parameter group. Does nothing unless there is one for each."""
         groups = self.optimizer.param_groups if self.optimizer else []
         if len(rates) == len(groups):

@@ -139,7 +139,7 @@ class Saving(Readings):
         if load_module_only:
             self.restore_counters(counters)
         elif not isinstance(self.lr_scheduler, ClosedForm):  # which computes its rates from the step
-            self.set_rates(loaded.rates)
+            self._set_rates(loaded.rates)
         for note in loaded.notes:
             warnings.warn(f"{loaded.url}: {note}", stacklevel=2)
         return loaded.url, loaded.client_state
@@ -198,7 +198,7 @@ class Saving(Readings):
         )
         return found
 
-    def state_dict_on_rank_0(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def _state_dict_on_rank_0(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Like `module_state_dict`, but in host memory and only on rank 0; None elsewhere. Gathers tensor by tensor."""
         state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
         keeps = self.world.everyone.rank == 0

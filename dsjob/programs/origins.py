@@ -6,8 +6,8 @@ is checked there at once, with the place of each key. `initialize` later receive
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import sysconfig
 import warnings
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ _shown: set[str] = set()  # warnings that were printed
 
 def find_line() -> tuple[str, int]:
     """The program's own line that is running: file and line number; else that of the innermost other library."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     other = ("config", 0)
     while frame is not None:
         file = frame.f_code.co_filename

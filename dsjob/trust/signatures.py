@@ -82,8 +82,7 @@ def find_role_misfits(name: str, role: str, made: Any) -> list[Misfit]:
             return []
         called: Any = functools.partial(function, None)  # `self`
     else:
-        # A hook of a module may replace its arguments.
-        called = made.forward if _calls_forward(type(made)) and not made._forward_pre_hooks else made
+        called = made.forward if _calls_forward(type(made)) and not _has_pre_hooks(made) else made
     hint = f"{role} is called with ({', '.join(_PASSED[role])})"
     found = find_misfits(name, called, len(_PASSED[role]), (), unwrap=False)
     return [replace(misfit, hint=hint) for misfit in found]
@@ -93,6 +92,11 @@ def _calls_forward(kind: type) -> bool:
     """Whether instances of `kind` are called as torch.nn.Module calls its own: `__call__` takes anything, `forward`
     does not."""
     return getattr(kind.__call__, "__module__", "") == "torch.nn.modules.module"
+
+
+def _has_pre_hooks(module: Any) -> bool:
+    """Whether a torch module has hooks that run before it: they may replace its arguments."""
+    return any(held for name, held in vars(module).items() if name.endswith("_pre_hooks"))
 
 
 def _count(arguments: int) -> str:

@@ -329,7 +329,10 @@ def test_a_key_that_is_given_twice_hides_no_other_mistake(validate: Any) -> None
 def test_a_folder_that_holds_another_job_is_told(validate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run/checkpoints/commits").mkdir(parents=True)
     Path("run/checkpoints/commits/step-00000001.json").write_text("{}")
-    write_json(Path("run/resolved.json"), make_job(model={"_target_": "other.build"}))
+    write_json(
+        Path("run/resolved.json"),
+        make_job(data={"train": {"_target_": "mine.Data"}}, model={"_target_": "other.build"}),
+    )
     code, _, (line,) = validate(write("job.yaml", GOOD_YAML + "output: {dir: run}\n"))
     assert code == 2
     assert line.startswith(
@@ -339,7 +342,8 @@ def test_a_folder_that_holds_another_job_is_told(validate: Any, monkeypatch: pyt
     with monkeypatch.context() as patched:
         patched.setattr(storage, "list_names", lambda url: pytest.fail(f"{url} was listed"))
         assert validate(write("away.yaml", away))[0] == 0
-    write_json(Path("run/resolved.json"), make_job())
+    same = make_job(model={"_target_": "mine.build"}, data={"train": {"_target_": "mine.Data"}})
+    write_json(Path("run/resolved.json"), same)
     assert validate("job.yaml")[0] == 0
 
 

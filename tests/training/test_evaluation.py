@@ -49,7 +49,10 @@ def test_a_failing_metric_is_told_in_one_form(tmp_path: Path, target: str, phase
         train(tmp_path, data=EVALUATED, metrics={"mine": {"_target_": target, "phases": [phase]}})
     where = r"\(.*/rehearsed\.py:\d+ in \w+\)"
     assert re.fullmatch(rf"metrics\.mine: ZeroDivisionError: on purpose {where}", told.value.message)
-    assert told.value.hint == "run again with --debug for the traceback"
+    kept = tmp_path / "logs" / "traceback-00000.txt"  # where training had begun
+    assert kept.exists() == (target == "rehearsed.FailingLate")
+    hint = f"the traceback is in {kept}" if kept.exists() else "run again with --debug for the traceback"
+    assert told.value.hint == hint
 
 
 def test_what_the_best_are_chosen_by_is_among_what_an_evaluation_gives(tmp_path: Path) -> None:

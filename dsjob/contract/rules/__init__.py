@@ -43,6 +43,8 @@ _SHAPE = {
     "modules needs --trust.",
     "not-found": "A run on this machine could not import the _target_. Nothing was imported to find that out; another "
     "machine may have the module.",
+    "contradiction": "The program's arguments and its DeepSpeed config give one setting two values, and only one can "
+    "hold.",
     "environment": "A document could send any environment variable anywhere, and its value would be saved and shown. "
     "Therefore only arguments of targets may read variables, except for a few harmless ones that may be used anywhere.",
     "target": "The _target_ cannot be imported, or does not accept the arguments that the document gives it.",

@@ -67,7 +67,7 @@ class DeepSpeedEngine(Settings, Engine):
         """
         if self.zero_stage != 3:
             raise ValueError(f"this is for ZeRO stage 3, but the stage is {self.zero_stage}")
-        return self.state_dict_on_rank_0(exclude_frozen_parameters) or {}
+        return self._state_dict_on_rank_0(exclude_frozen_parameters) or {}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
