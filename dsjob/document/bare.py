@@ -53,6 +53,9 @@ def leave_unknown_out(config: dict[str, Any], *, locate: Locate) -> tuple[dict[s
 
 
 def _drop(value: Any, paths: set[Path]) -> Any:
+    """`value` without what lies at `paths`, which may lead through lists."""
+    if isinstance(value, list):
+        return [_drop(item, {path[1:] for path in paths if path[0] == index}) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     below = {key: {path[1:] for path in paths if path[0] == key} for key in value}
