@@ -62,15 +62,15 @@ WITHOUT_TORCH = {room for room, floor in FLOOR_OF.items() if floor < FLOOR_OF["t
 
 # Who may import a third party, at whatever level.
 HOMES: dict[str, set[str]] = {
-    "hydra": {"document.compose", "cli.sweep"},
-    "omegaconf": {"document.compose", "document.interpolation", "cli.sweep"},
+    "hydra": {"document.compose", "document.hydra_errors", "cli.sweep"},
+    "omegaconf": {"document.compose", "document.hydra_errors", "document.interpolation", "cli.sweep"},
     "jsonschema": {"contract.check"},
     "aiohttp": {"storage"},
     "fsspec": {"storage"},
     "safetensors": {"checkpoint"},
     "torch.distributed.checkpoint": {"checkpoint"},
     "rich": {"training.display", "cli.sweep", "cli.plan_text", "cli.bar"},
-    "yaml": {"document", "document.compose", "cli.output"},
+    "yaml": {"document", "document.hydra_errors", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
     "numpy": {"checkpoint", "ranks.seeding"},
     "transformers": {

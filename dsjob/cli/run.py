@@ -60,7 +60,8 @@ def main(arguments: list[str], debug: bool) -> int:
     if args.cfg or args.info or args.shell_completion or args.hydra_help:
         composition.answer(args, overrides, file)
         return 0
-    composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
+    environment = read_environment()
+    composed = composition.compose_known(overrides, file=file, config_dir=args.config_dir, environment=environment)
     result = run_composed(composed, trust, debug)
     if result.get("status") == "unsaved" and launcher.is_first():
         raise UnsavedError(

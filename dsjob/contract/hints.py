@@ -69,9 +69,15 @@ def _dotted(path: Path) -> str:
 
 def suggest(word: str, known: Sequence[str]) -> str:
     """`did you mean "x"?` for the known word most similar to `word`; empty if none is similar."""
+    meant = find_similar(word, known)
+    return f'did you mean "{meant}"?' if meant else ""
+
+
+def find_similar(word: str, known: Sequence[str]) -> str:
+    """The known word most similar to `word`; empty if none is similar."""
     spelled = {name.lower(): name for name in reversed(known)}
     near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
-    return f'did you mean "{spelled[near[0]]}"?' if near else ""
+    return spelled[near[0]] if near else ""
 
 
 def suggest_literal(value: Any, names: Sequence[str]) -> str:

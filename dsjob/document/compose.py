@@ -1,4 +1,4 @@
-"""Composes recipes, a job file and overrides into one plain document. The only module that uses Hydra.
+"""Composes recipes, a job file and overrides into one plain document. Only this module calls Hydra.
 
 Hydra composes on top of `base`, a tree of all keys in the schemas without values, so that it rejects misspelled
 overrides. A job file is merged after the recipe and before the overrides. Nothing is checked here.
@@ -14,6 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NoReturn, cast
 
@@ -24,32 +25,24 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, QuotedString, RangeSweep
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError
 
 from dsjob.contract import schema as contract
-from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
-from dsjob.contract.secrets import describe_secret, find_secrets, hide_value, is_reference, list_texts
+from dsjob.contract.secrets import describe_secret, find_secrets, is_reference, list_texts
 from dsjob.document import Document, interpolation
+from dsjob.document.hydra_errors import NoKeyError, say_error, translating
 from dsjob.document.job_file import require_job_file
 from dsjob.document.origins import Composed, settle
-from dsjob.document.overrides import explain_no_key, explain_unreadable, require_keys, require_small
+from dsjob.document.overrides import GROUPS, require_keys, require_small, split_key
 from dsjob.document.places import place_problems
 from dsjob.errors import DocumentError, Problem, UsageError
 
 CONFIG_NAME = "config"
 _composing = threading.RLock()
 _FILE_GROUP = "job_file"
-_GROUPS: dict[str, Path] = {  # the path that each config group sets
-    "optimizer": ("optimizer",),
-    "scheduler": ("scheduler",),
-    "precision": ("bf16", "enabled"),
-    "zero": ("zero_optimization", "stage"),
-}
+_MOST_UNKNOWN = 20  # overrides of unknown keys to report: finding each composes the document once more
 
 
 @contextmanager
@@ -74,7 +67,7 @@ def open_hydra(
         _store_base(overrides, file)
         GlobalHydra.instance().clear()
         try:
-            with _renamed(overrides):
+            with translating(overrides):
                 yield Hydra.create_main_hydra2(task_name="dsjob", config_search_path=search_path)
         finally:
             GlobalHydra.instance().hydra = of_program
@@ -100,10 +93,10 @@ def _store_base(overrides: Sequence[str], file: Document | None) -> None:
         if isinstance(switch := node.get("zero_optimization"), bool):  # overrides cannot be merged into a boolean
             node["zero_optimization"] = {"stage": int(switch)}
         # Removing the keys that the group sets from the file lets the command line win.
-        for name in {override.split("=")[0].lstrip("~") for override in overrides} & _GROUPS.keys():
-            _delete(node, _GROUPS[name])
+        for name in {override.split("=")[0].lstrip("~") for override in overrides} & GROUPS.keys():
+            _delete(node, GROUPS[name])
         try:
-            with _renamed():  # OmegaConf parses each ${...} here
+            with translating():  # OmegaConf parses each ${...} here
                 store.store(group=_FILE_GROUP, name="given", package="_global_", node=node)
         except DocumentError as error:
             raise DocumentError(place_problems(list(error.problems), locate)) from error
@@ -157,7 +150,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 def count_runs(overrides: Sequence[str]) -> float:
     """The number of combinations in a sweep; infinite if a range has no end."""
     count = 1.0
-    with _renamed():
+    with translating():
         sweep = _parse(overrides)
     for parsed in sweep:
         value = parsed.value()
@@ -173,7 +166,7 @@ def count_runs(overrides: Sequence[str]) -> float:
 def take_first(overrides: Sequence[str]) -> list[str]:
     """The overrides of a sweep's first run."""
     first = []
-    with _renamed():
+    with translating():
         for parsed in _parse(overrides):
             text = parsed.input_line or ""
             if isinstance(whole := parsed.value(), RangeSweep):  # may be too long to enumerate
@@ -189,7 +182,7 @@ def take_first(overrides: Sequence[str]) -> list[str]:
 def take_each(overrides: Sequence[str]) -> Iterator[list[str]]:
     """The overrides of runs that together have every listed value of a sweep once. Ranges hold only numbers."""
     first = take_first(overrides)
-    with _renamed():
+    with translating():
         sweep = _parse(overrides)
     yield first
     for index, parsed in enumerate(sweep):
@@ -201,11 +194,11 @@ def take_each(overrides: Sequence[str]) -> Iterator[list[str]]:
 def find_literal_secrets(overrides: Sequence[str]) -> list[Path]:
     """The places of literal secrets in overrides, including all values of a sweep."""
     found: list[Path] = []
-    with _renamed():
+    with translating():
         for parsed in _parse(overrides):
             if isinstance(parsed.value(), RangeSweep):
                 continue  # holds only numbers
-            path = _split(parsed.get_key_element().lstrip("+~"))
+            path = split_key(parsed.get_key_element().lstrip("+~"))
             sweeps = parsed.is_sweep_override() and parsed.is_discrete_sweep()
             for value in parsed.sweep_iterator() if sweeps else [parsed.value()]:
                 tree = {path[-1]: _unquote(value)} if path else {}
@@ -246,6 +239,38 @@ def compose(
 ) -> Composed:
     """Composes recipes, job file and overrides into one document. `environment`: variables that may be read anywhere
     in it, in addition to `environment.HARMLESS`. Raises UsageError, DocumentError."""
+    composed = compose_known(overrides, file=file, config_dir=config_dir, environment=environment)
+    if composed.unknown:
+        raise DocumentError(composed.unknown)
+    return composed
+
+
+def compose_known(
+    overrides: Sequence[str],
+    *,
+    file: Document | None = None,
+    config_dir: str | None = None,
+    environment: Collection[str] = (),
+) -> Composed:
+    """Like `compose`, but leaves out overrides of unknown keys. Their problems are in `unknown` of the result, so that
+    a check can report them together with its own."""
+    known, problems = list(overrides), list[Problem]()
+    while True:
+        try:
+            return replace(_compose(known, file, config_dir, environment), unknown=tuple(problems))
+        except NoKeyError as error:  # Hydra stops at the first one
+            problems += error.problems
+            rest = [word for word in known if word.partition("=")[0] != error.key]
+            if rest == known or len(problems) == _MOST_UNKNOWN:
+                raise DocumentError(problems) from error
+            known = rest
+        except DocumentError as error:
+            raise DocumentError([*problems, *error.problems], error.warnings) from error
+
+
+def _compose(
+    overrides: Sequence[str], file: Document | None, config_dir: str | None, environment: Collection[str]
+) -> Composed:
     with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
         config = hydra.compose_config(
             config_name=CONFIG_NAME,
@@ -264,16 +289,16 @@ def finish(config: DictConfig, file: Document | None, environment: Collection[st
     # The raw texts: reading them as values would resolve their interpolations.
     overrides = _override_paths(cast("list[str]", OmegaConf.to_container(config.hydra.overrides.task, resolve=False)))
     try:
-        with _renamed():
+        with translating():
             # Hydra's own node is not part of the job, and its interpolations are not the user's.
             job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            plain = interpolation.resolve(job, _say, environment)
+            plain = interpolation.resolve(job, say_error, environment)
     except DocumentError as error:
         locate = Composed({}, file, recipes, overrides).locate
         raise DocumentError(place_problems(list(error.problems), locate)) from error
     for path, text in overrides.items():
         # Hydra's ~scheduler removes only the group choice. Keys that a recipe or file adds to the section stay.
-        if text.startswith("~") and path in _GROUPS.values() and not _is_set_below(path, overrides):
+        if text.startswith("~") and path in GROUPS.values() and not _is_set_below(path, overrides):
             _delete(plain, path)
     if recipes and isinstance(plain.get("recipe"), dict) and (file is None or ("recipe",) not in file.keys):
         raise DocumentError(_explain_packages(config, recipes))
@@ -299,101 +324,5 @@ def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:
     paths: dict[Path, str] = {}
     for parsed in _parse(overrides):
         key = parsed.get_key_element().lstrip("+~")
-        paths[_GROUPS.get(key, _split(key))] = parsed.input_line or key
+        paths[GROUPS.get(key, split_key(key))] = parsed.input_line or key
     return paths
-
-
-def _split(key: str) -> Path:
-    """Splits a path that OmegaConf writes as `a.b[0]`."""
-    parts = re.sub(r"\[([^\]]+)\]", r".\1", key).split(".")
-    return tuple(int(part) if part.isdigit() else part for part in parts if part)
-
-
-@contextmanager
-def _renamed(overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Translates errors of Hydra and OmegaConf into the project's own. `overrides`: those that may have caused them."""
-    try:
-        yield
-    except MissingConfigException as error:
-        missing = str(error.missing_cfg_file or "")
-        group, _, name = missing.rpartition("/")
-        options = sorted(error.options or [])
-        meant, known = suggest(name, options), f"available: {', '.join(options)}" if options else ""
-        hint = f"{meant} ({known})" if meant and known else meant or known
-        raise UsageError(f"unknown {group or 'config'} {name or missing!r}", hint=hint) from error
-    except OverrideParseException as error:
-        raise explain_unreadable(error.override or "") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _explain(error, overrides) from error
-    except MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = (mark.name, mark.line + 1, mark.column + 1) if mark else ("", 0, 0)
-        raise DocumentError([Problem(error.problem or str(error), (), "syntax", "", *place)]) from error
-    except RecursionError as error:
-        raise UsageError(
-            "the configs are nested too deeply to be composed", hint="write interpolations flat"
-        ) from error
-    except ValueError as error:  # Hydra raises it for a defaults list that it cannot read
-        if not str(error).startswith("Config group override must be a string"):
-            raise UsageError(f"the configs cannot be composed: {error}") from error
-        raise _explain_group(overrides) from error
-
-
-def _explain_group(overrides: Sequence[str]) -> UsageError:
-    """The error for a group that is given a number, a list or null instead of the name of a config."""
-    given = [override.partition("=")[::2] for override in overrides]
-    group, value = next(((key, value) for key, value in given if key in _GROUPS), ("a group", ""))
-    advice = (
-        f"to remove it: ~{group}" if value in ("null", "") else f"to set a value: {_dot(_GROUPS.get(group, ()))}=..."
-    )
-    return UsageError(f"{group} takes the name of a config, not {value or 'a value'}", hint=advice)
-
-
-def _dot(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _explain(error: Exception, overrides: Sequence[str]) -> UsageError | DocumentError:
-    text = _say(error)
-    if text.startswith("Ambiguous value for argument"):
-        hint = "to run once per value, add -m; a list is 'key=[1,2]'; text with commas needs quotes: 'key=\"1,2\"'"
-        return UsageError(f"{text.replace('Ambiguous value for argument', 'several values are given by')}", hint=hint)
-    found = re.match(r"Could not (override|append|delete)[^']*'([^']+)'", text)
-    act, key = (found[1], found[2]) if found else ("", "")
-    cause = error.__cause__
-    if act == "override" and not key.startswith("hydra."):
-        parent = getattr(cause, "parent_node", None)
-        siblings = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
-        return DocumentError([explain_no_key(key, suggest(str(getattr(cause, "key", "")), siblings))])
-    words = [hide_value(word) for word in overrides if word.partition("=")[0].lstrip("+~") == key]
-    if act == "append" and "already at" in text:
-        hint = f"to change it, leave out the +: {words[-1].lstrip('+') if words else f'{key}=...'}"
-        return UsageError(f"{words[-1] if words else f'+{key}'} adds a key, but {key} is already set", hint=hint)
-    if act == "delete":
-        return _explain_removal(key, words[-1] if words else f"~{key}", text)
-    if text.startswith("Multiple values for "):
-        group = text.split()[3].rstrip(".")
-        return UsageError(f"{group} is chosen twice", hint=f"choose it once, without a +: {group}=NAME")
-    if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
-        return DocumentError([Problem(text, _split(str(error.full_key)), "interpolation")])
-    detail = str(cause).splitlines()[0] if isinstance(cause, OmegaConfBaseException) else ""
-    return UsageError(f"{text}: {detail}" if detail and detail not in text else text)
-
-
-def _explain_removal(key: str, word: str, text: str) -> UsageError:
-    """The error for an override `~key` or `~key=value` (`word`) that removes nothing. `text`: Hydra's message."""
-    if " and not " in text:
-        message = f"{word} removes {key} only if it has this value, but it has another one"
-        return UsageError(message, hint=f"to remove it in any case: ~{key}")
-    unknown = explain_no_key(key, "")
-    hint = unknown.hint if unknown.rule == "unknown-key" else "leave out this override"
-    return UsageError(f"{word} removes a key, but the document does not set {key}", hint=hint)
-
-
-def _say(error: Exception) -> str:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if found := re.fullmatch(r"Interpolation key '(.*)' not found", text):
-        return f"${{{found[1]}}} names a key that the document does not set"
-    if text == "Recursive interpolation detected":
-        return "the interpolation refers to itself"
-    return re.sub(r"\S+=\S+", lambda found: hide_value(found[0]), text)

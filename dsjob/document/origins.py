@@ -33,6 +33,7 @@ class Composed:
     overrides: Mapping[Path, str] = field(default_factory=dict)
     deepspeed: Document | None = None
     notes: tuple[str, ...] = ()  # messages to the user on changes other than merging
+    unknown: tuple[Problem, ...] = ()  # problems of overrides that set unknown keys, and were therefore left out
 
     def is_name_made(self) -> bool:
         """Whether the job's name is derived from its file name, because nothing else sets it."""

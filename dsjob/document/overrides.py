@@ -13,12 +13,20 @@ from typing import Final
 from dsjob.contract import schema as contract
 from dsjob.contract.bounds import MAX_DEPTH
 from dsjob.contract.check import explain_unknown
+from dsjob.contract.hints import find_similar
+from dsjob.contract.paths import Path
 from dsjob.contract.secrets import hide_value
 from dsjob.errors import Problem, UsageError
 
 MAX_KEY: Final = 250  # bytes; most file systems limit names to 255
 MAX_ITEMS: Final = 2_000  # in the lists, dicts and choices of all overrides together
 MAX_RUNS: Final = 10_000  # of a sweep over all combinations
+GROUPS: dict[str, Path] = {  # the path that each config group sets
+    "optimizer": ("optimizer",),
+    "scheduler": ("scheduler",),
+    "precision": ("bf16", "enabled"),
+    "zero": ("zero_optimization", "stage"),
+}
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _KEY_CHARACTER = re.compile(r"[A-Za-z0-9_./@$-]")
 _VALUE_CHARACTER = re.compile(r"[A-Za-z0-9_/\\+.$%*@?|:,\s\[\]{}()-]")  # of a text without quotes
@@ -124,8 +132,9 @@ def _name(character: str) -> str:
 _HINT_BRACKETS = "write a list without spaces, or the whole override in quotes: 'optimizer.params.betas=[0.9, 0.99]'"
 
 
-def explain_no_key(key: str, meant: str) -> Problem:
-    """The problem of an override `key=...` if the document has no such key. Its hint is `meant`, or how to add it."""
+def explain_no_key(key: str, wrong: str = "", siblings: Sequence[str] = ()) -> Problem:
+    """The problem of an override `key=...` if the document has no such key. `wrong`: the part of `key` that is missing
+    in the document; `siblings`: the keys that are there instead."""
     schema: contract.Schema = contract.job_schema()
     parts = key.split(".")
     for index, part in enumerate(parts):
@@ -142,11 +151,20 @@ def explain_no_key(key: str, meant: str) -> Problem:
                 return Problem(message, tuple(parts), "not-there", "", "command line")
             break
         schema = below
-    known = list(schema.get("properties", {}))
+    return _explain_absent(parts, wrong, siblings, list(schema.get("properties", {})))
+
+
+def _explain_absent(parts: list[str], wrong: str, siblings: Sequence[str], known: list[str]) -> Problem:
+    """The problem of an override of a key that a section could have, but does not. `known`: the section's own keys."""
+    key, meant = ".".join(parts), find_similar(wrong, siblings)
+    if meant and wrong in parts[:-1]:  # a misspelt section: the argument itself need not exist yet
+        at = parts.index(wrong)
+        hint = f'did you mean "{".".join([*parts[:at], meant, *parts[at + 1 :]])}"?'
+        return Problem("is not in the document", tuple(parts), "not-there", hint, "command line")
     elsewhere = "" if meant else explain_unknown(tuple(parts[:-1]), parts[-1], known).hint
     if elsewhere.startswith(("it belongs ", 'did you mean "type"')):
         return Problem("unknown key", tuple(parts), "unknown-key", elsewhere, "command line")
-    hint = f"{meant} (to add {key}: +{key}=...)" if meant else f"to add it: +{key}=..."
+    hint = f'did you mean "{meant}"? (to add {key}: +{key}=...)' if meant else f"to add it: +{key}=..."
     return Problem("is not in the document", tuple(parts), "not-there", hint, "command line")
 
 
@@ -154,3 +172,9 @@ def _is_value(schema: contract.Schema) -> bool:
     """Whether a key takes numbers, texts or lists only."""
     kinds = schema.get("type", "object")
     return "enum" in schema or "object" not in ([kinds] if isinstance(kinds, str) else kinds)
+
+
+def split_key(key: str) -> Path:
+    """Splits a path that OmegaConf writes as `a.b[0]`."""
+    parts = re.sub(r"\[([^\]]+)\]", r".\1", key).split(".")
+    return tuple(int(part) if part.isdigit() else part for part in parts if part)

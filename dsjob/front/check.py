@@ -39,16 +39,25 @@ class Checked:
         return self.resolved
 
 
-def check_composed(composed: Composed, trust: Trust, *, world_size: int, ranks_from: str) -> Checked:
-    """Checks a document for `world_size` ranks. `ranks_from`: the source of that number, for messages."""
-    locate = composed.locate
+def check_composed(
+    composed: Composed, trust: Trust, *, world_size: int, ranks_from: str, unread: Sequence[Problem] = ()
+) -> Checked:
+    """Checks a document for `world_size` ranks. `ranks_from`: the source of that number, for messages. `unread`:
+    problems of parts that were left out of the document."""
+    unread = [*composed.unknown, *unread]
     try:
-        resolved = resolve_job(composed.document, world_size=world_size, locate=locate, ranks_from=ranks_from)
+        resolved = resolve_job(composed.document, world_size=world_size, locate=composed.locate, ranks_from=ranks_from)
     except DocumentError as error:
         wrong = {problem.path for problem in error.problems}
+        # What was left out may supply what is missing here.
+        found = [one for one in error.problems if not (unread and one.rule in _LEFT_TO_UNREAD)]
         named = list_untrusted(composed, composed.document, trust)
-        return Checked(None, [*error.problems, *error.warnings], [one for one in named if one.path not in wrong])
-    return Checked(resolved, resolved.warnings, list_untrusted(composed, resolved.document, trust))
+        untrusted = [one for one in named if one.path not in wrong]
+        return Checked(None, [*unread, *found, *error.warnings], untrusted)
+    return Checked(resolved, [*unread, *resolved.warnings], list_untrusted(composed, resolved.document, trust))
+
+
+_LEFT_TO_UNREAD = ("batch", "no-total-steps")
 
 
 def find_other_job(composed: Composed, document: Mapping[str, Any], run_dir: str) -> list[Problem]:

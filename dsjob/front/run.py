@@ -73,7 +73,7 @@ def run(
     flags = make_flags(trust, trust_remote_code, unpinned)
     with _one_at_a_time(), allowing(flags), watch_output(), telling_places():
         source = read_given(document, recipe, overrides)
-        composed = source.compose(config_dir)
+        composed = source.compose_known(config_dir)
         here = launcher.read_world_size() is not None or read_nproc(composed.document) == 1
         if here:
             require_no_group()

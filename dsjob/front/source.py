@@ -37,6 +37,12 @@ class Source:
 
         return compose(self.overrides, file=self.file, config_dir=config_dir, environment=read_environment())
 
+    def compose_known(self, config_dir: str | None = None) -> Composed:
+        """Like `compose`, for a document that is checked next: leaves overrides of unknown keys to the check."""
+        from dsjob.document.compose import compose_known
+
+        return compose_known(self.overrides, file=self.file, config_dir=config_dir, environment=read_environment())
+
 
 def read_given(given: Given, recipe: str | None, overrides: Sequence[str], *, bare: bool = False) -> Source:
     """Reads what a program passes: a path, a dict, or the name of a recipe. Raises UsageError."""

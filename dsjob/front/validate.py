@@ -110,12 +110,8 @@ def _check_composed(
     """`unread`: the reason why the DeepSpeed config that the document names was not read; empty if it was."""
     ranks, ranks_from = choose_world_size(composed.document, composed.locate, asked=world_size)
     trust = grant(document, deep or Flags())
-    checked = check_composed(composed, trust, world_size=ranks, ranks_from=ranks_from)
-    # A config that could not be read may supply what is missing here.
-    known = [
-        one for one in checked.problems if not (unread and one.severity == "error" and one.rule in _LEFT_TO_CONFIG)
-    ]
-    found = [*known, *unread, *_look_at_targets(composed, checked, trust, deep=deep is not None)]
+    checked = check_composed(composed, trust, world_size=ranks, ranks_from=ranks_from, unread=unread)
+    found = [*checked.problems, *_look_at_targets(composed, checked, trust, deep=deep is not None)]
     return found + (_find_other_job(composed, checked.resolved.document) if checked.resolved else [])
 
 
@@ -147,9 +143,6 @@ def _find_other_job(composed: Composed, document: dict[str, Any]) -> list[Proble
         return []
 
 
-_LEFT_TO_CONFIG = ("batch", "no-total-steps")
-
-
 def _compose(document: Document, overrides: Sequence[str]) -> tuple[Composed, list[Problem]]:
     """The composed document, and why its DeepSpeed config was left out: it is remote or cannot be read."""
     if found := _find_remote(document):
@@ -169,10 +162,10 @@ def _settle(document: Document, overrides: Sequence[str]) -> Composed:
 
 
 def _compose_words(overrides: Sequence[str], document: Document | None) -> Composed:
-    from dsjob.document.compose import compose  # interpolations and overrides are OmegaConf's and Hydra's
+    from dsjob.document.compose import compose_known  # interpolations and overrides are OmegaConf's and Hydra's
 
     try:
-        return compose(overrides, file=document, environment=read_environment())
+        return compose_known(overrides, file=document, environment=read_environment())
     except UsageError as error:
         raise DocumentError([Problem(error.message, (), "override", error.hint, "command line")]) from error
 

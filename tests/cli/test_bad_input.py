@@ -11,6 +11,15 @@ from jobs import DSJOB, clean_env, dsjob, list_commits, make_job, read_metrics
 CASES = [
     (["trainer.micro_bath=4"], 2, ["trainer.micro_bath: unknown key", 'did you mean "micro_batch"?']),
     (["model.hidden=4"], 2, ["model.hidden: is not in the document", "+model.hidden="]),
+    (
+        ["trainer.micro_bath=4", "optimizer.parms.lr=1", "trainer.max_steps=many"],
+        2,
+        [
+            "trainer.micro_bath: unknown key",
+            '"optimizer.params.lr"?',
+            'trainer.max_steps: must be an integer, but is "many"',
+        ],
+    ),
     (["+model.dropuot=0.1"], 2, ["my_model.build", "dropuot", 'did you mean "dropout"?']),
     (["trainer.max_steps=many"], 2, ['trainer.max_steps: must be an integer, but is "many"']),
     (

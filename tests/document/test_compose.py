@@ -9,7 +9,7 @@ import pytest
 from job_documents import compose_file, make_job, resolve_composed, write_json
 
 from dsjob.cli.flags import add_arguments
-from dsjob.document.compose import compose, list_overrides, parse_arguments
+from dsjob.document.compose import compose, compose_known, list_overrides, parse_arguments
 from dsjob.document.origins import read_document
 from dsjob.errors import DocumentError, DsjobError, UsageError
 
@@ -283,6 +283,7 @@ RECIPES = "available: distill_digits, gan_digits, quickstart, vision_digits, zer
         ("model.inner.widht=4", "model.inner.widht", "to add it: +model.inner.widht=..."),
         ("trainer.max_steps.x=4", "trainer.max_steps.x", ""),
         ("callbacks.mine._target_=a.b", "callbacks.mine._target_", "to add it: +callbacks.mine._target_=..."),
+        ("optimizer.parms.lr=1", "optimizer.parms.lr", 'did you mean "optimizer.params.lr"?'),
     ],
 )
 def test_an_unknown_override_is_named_with_what_was_meant(override: str, dotted: str, hint: str) -> None:
@@ -290,6 +291,25 @@ def test_an_unknown_override_is_named_with_what_was_meant(override: str, dotted:
     assert isinstance(error, DocumentError)
     (found,) = error.problems
     assert (found.dotted, found.hint, found.source) == (dotted, hint, "command line")
+
+
+def test_all_overrides_of_unknown_keys_are_reported_at_once() -> None:
+    words = ["trainer.mirco_batch=4", "trainer.max_steps=2", "optimizer.parms.lr=1", "model.widht=4"]
+    error = refuse(DocumentError, ["+recipe=quickstart", *words])
+    assert isinstance(error, DocumentError)
+    assert [found.dotted for found in error.problems] == ["model.widht", "optimizer.parms.lr", "trainer.mirco_batch"]
+
+
+def test_overrides_of_unknown_keys_are_left_out_for_a_check() -> None:
+    composed = compose_known(["+recipe=quickstart", "trainer.mirco_batch=4", "trainer.max_steps=2"])
+    assert [found.dotted for found in composed.unknown] == ["trainer.mirco_batch"]
+    assert composed.document["trainer"]["max_steps"] == 2
+
+
+def test_very_many_overrides_of_unknown_keys_end_with_the_first_twenty() -> None:
+    error = refuse(DocumentError, ["+recipe=quickstart", *(f"trainer.zzz{n}=1" for n in range(30))])
+    assert isinstance(error, DocumentError)
+    assert len(error.problems) == 20
 
 
 def test_an_unknown_key_of_the_file_is_left_for_the_check(tmp_path: Path) -> None:
