@@ -72,7 +72,7 @@ HOMES: dict[str, set[str]] = {
     "rich": {"training.display", "cli.sweep", "cli.plan_text", "cli.bar"},
     "yaml": {"document", "document.hydra_errors", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
-    "numpy": {"checkpoint", "ranks.seeding"},
+    "numpy": {"checkpoint", "data", "ranks.seeding"},
     "transformers": {
         "checkpoint.pretrained.architecture",
         "trust.model_files",

@@ -6,11 +6,17 @@ Epochs follow each other without a gap, each shuffled differently, so every batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import count
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
+
+from dsjob.data.permutation import Permutation
+
+Indices = npt.NDArray[np.int64]
 
 
 def mix_seed(seed: int, number: int) -> int:
@@ -19,45 +25,62 @@ def mix_seed(seed: int, number: int) -> int:
     return (seed * 1_000_003 + number) % 2**63
 
 
-@dataclass(frozen=True, slots=True)
+# Epochs up to this length are drawn by torch.randperm, which can result in any permutation, and kept in memory (8 MB).
+_MOST_DRAWN = 1 << 20
+
+
+class _Places:
+    """The order without shuffling: the index at each place is the place."""
+
+    def __getitem__(self, places: Indices) -> Indices:
+        return places
+
+
+_Order = _Places | Indices | Permutation  # gives the sample index at each place of an epoch
+
+
 class SampleOrder:
-    """The endless sequence of sample indices of a dataset with `length` samples."""
+    """The endless sequence of sample indices of a dataset with `length` samples.
 
-    length: int
-    seed: int
-    shuffle: bool
+    Its memory and the time to start anywhere do not grow with the dataset.
+    """
 
-    def epoch(self, number: int) -> Sequence[int]:
-        """The order of epoch `number`: a permutation of all indices."""
-        if not self.shuffle:
-            return range(self.length)
-        generator = torch.Generator().manual_seed(mix_seed(self.seed, number))
-        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
-        return order
+    def __init__(self, length: int, seed: int, shuffle: bool) -> None:
+        self.length, self._seed, self._shuffle = length, seed, shuffle
+        self._latest: tuple[int, _Order] = (-1, _Places())  # the epoch used last, and its order
 
-    def stream(self, start: int) -> Iterator[int]:
-        """Yields the sample indices of the run, endlessly, beginning with sample number `start`."""
-        # The epoch, and the place in it.
-        number, position = divmod(start, self.length)
-        while True:
-            order = self.epoch(number)
-            for index in range(position, self.length):
-                yield order[index]
-            number, position = number + 1, 0
+    def take(self, start: int, size: int) -> list[int]:
+        """The indices of `size` samples of the run, from sample number `start` on."""
+        indices: list[int] = []
+        while len(indices) < size:
+            # The epoch, and the place in it.
+            number, place = divmod(start + len(indices), self.length)
+            end = min(place + size - len(indices), self.length)
+            indices += self._order(number)[np.arange(place, end)].tolist()
+        return indices
+
+    def _order(self, number: int) -> _Order:
+        if self._latest[0] != number:
+            self._latest = number, self._draw(mix_seed(self._seed, number))
+        return self._latest[1]
+
+    def _draw(self, seed: int) -> _Order:
+        if not self._shuffle:
+            return _Places()
+        if self.length > _MOST_DRAWN:
+            return Permutation(self.length, seed)
+        return torch.randperm(self.length, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 class RankBatches(Sampler[list[int]]):
-    """One rank's micro batches: the rank-th part of each `micro_batch x world_size` samples of the stream."""
+    """One rank's micro batches: the rank-th part of each `micro_batch x world_size` samples of the run."""
 
     def __init__(self, order: SampleOrder, *, start: int, micro_batch: int, rank: int, world_size: int) -> None:
         self._order, self._start = order, start
         self._micro_batch, self._rank, self._world_size = micro_batch, rank, world_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Every rank walks the same stream and takes its own slice, so no communication is needed, and the union over
-        # the ranks is the same for any world size.
-        stream = self._order.stream(self._start)
-        first = self._rank * self._micro_batch
-        while True:
-            together = [next(stream) for _ in range(self._micro_batch * self._world_size)]
-            yield together[first : first + self._micro_batch]
+        # No communication is needed, and the union over the ranks is the same for any world size.
+        first = self._start + self._rank * self._micro_batch
+        for start in count(first, self._micro_batch * self._world_size):
+            yield self._order.take(start, self._micro_batch)

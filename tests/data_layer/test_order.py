@@ -1,6 +1,6 @@
-"""The order of samples is a function of seed and position alone, whatever the ranks."""
+"""The order of samples is a function of seed and position alone, whatever the ranks and the size of the dataset."""
 
-from itertools import islice
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -9,34 +9,47 @@ from hypothesis import strategies as st
 from dsjob.data.order import RankBatches, SampleOrder
 
 
-def take(order: SampleOrder, start: int, count: int) -> list[int]:
-    return list(islice(order.stream(start), count))
+def epoch(order: SampleOrder, number: int) -> list[int]:
+    return order.take(number * order.length, order.length)
 
 
 @given(length=st.integers(1, 50), seed=st.integers(0, 1000), shuffle=st.booleans())
 def test_an_epoch_is_every_sample_once(length: int, seed: int, shuffle: bool) -> None:
     order = SampleOrder(length, seed, shuffle)
     for number in range(3):
-        assert sorted(order.epoch(number)) == list(range(length))
-    assert take(order, 0, 2 * length) == [*order.epoch(0), *order.epoch(1)]
+        assert sorted(epoch(order, number)) == list(range(length))
+    assert order.take(0, 2 * length) == [*epoch(order, 0), *epoch(order, 1)]
 
 
 @given(length=st.integers(1, 50), start=st.integers(0, 200), count=st.integers(0, 60))
 def test_starting_late_skips_what_came_before(length: int, start: int, count: int) -> None:
     order = SampleOrder(length, 7, True)
-    assert take(order, start, count) == take(order, 0, start + count)[start:]
+    assert order.take(start, count) == order.take(0, start + count)[start:]
 
 
 def test_shuffling_changes_with_seed_and_epoch() -> None:
     order = SampleOrder(100, 1, True)
-    assert list(order.epoch(0)) != list(order.epoch(1))
-    assert list(order.epoch(0)) != list(SampleOrder(100, 2, True).epoch(0))
-    assert list(SampleOrder(100, 1, False).epoch(3)) == list(range(100))
+    assert epoch(order, 0) != epoch(order, 1)
+    assert epoch(order, 0) != epoch(SampleOrder(100, 2, True), 0)
+    assert epoch(SampleOrder(100, 1, False), 3) == list(range(100))
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 12), (2, 6), (3, 4), (4, 3), (2, 3), (1, 4)])
 def test_a_step_takes_the_same_samples_on_any_world_size(world_size: int, micro_batch: int) -> None:
-    order, train_batch = SampleOrder(31, 5, True), 12
+    _compare_ranks(SampleOrder(31, 5, True), world_size, micro_batch)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_the_samples_of_a_large_dataset(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsjob.data.order._MOST_DRAWN", 7)
+    order = SampleOrder(31, 5, True)
+    assert sorted(epoch(order, 1)) == list(range(31))
+    assert epoch(order, 1) != epoch(order, 2)
+    _compare_ranks(order, world_size, 12 // world_size)
+
+
+def _compare_ranks(order: SampleOrder, world_size: int, micro_batch: int) -> None:
+    train_batch = 12
     accumulation = train_batch // world_size // micro_batch
     ranks = [
         iter(RankBatches(order, start=24, micro_batch=micro_batch, rank=rank, world_size=world_size))
@@ -44,4 +57,14 @@ def test_a_step_takes_the_same_samples_on_any_world_size(world_size: int, micro_
     ]
     for step in range(2, 9):
         seen = [index for _ in range(accumulation) for batches in ranks for index in next(batches)]
-        assert seen == take(order, step * train_batch, train_batch)
+        assert seen == order.take(step * train_batch, train_batch)
+
+
+def test_a_run_starts_anywhere_in_a_billion_samples() -> None:
+    tracemalloc.start()
+    batches = iter(RankBatches(SampleOrder(10**9, 1, True), start=5 * 10**8, micro_batch=8, rank=1023, world_size=1024))
+    found = next(batches)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(found)) == 8
+    assert peak < 100_000

@@ -157,7 +157,7 @@ def train_by_hand(loss: Any = None) -> tuple[list[float], list[float], float, di
     seed_rng(42)
     model, data, evaluation = Tagger(), Tagged(), Tagged(11, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    order = SampleOrder(len(data), 42, True).stream(0)
+    order = SampleOrder(len(data), 42, True)
     losses, norms = [], []
 
     def measure(ids: Tensor, labels: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def train_by_hand(loss: Any = None) -> tuple[list[float], list[float], float, di
         total, count = loss(outputs, {"labels": labels})
         return total / count
 
-    for _ in range(STEPS):
-        index = [next(order) for _ in range(BATCH)]
+    for step in range(STEPS):
+        index = order.take(step * BATCH, BATCH)
         found = measure(data.ids[index], data.labels[index])
         found.backward()
         losses.append(found.item())
