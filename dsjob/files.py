@@ -16,6 +16,7 @@ from typing import BinaryIO
 from dsjob.errors import StorageError
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
+_BLOCK = 64 << 10  # bytes that `read_lines_backwards` reads at a time
 
 
 def is_plain(path: str) -> bool:
@@ -47,6 +48,39 @@ def open_append(path: str) -> BinaryIO:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or pipe was placed there after the check
             raise _explain_foreign(path) from error
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def open_update(path: str) -> BinaryIO:
+    """Opens an existing file to read and change, unbuffered. Raises StorageError like `require_own`."""
+    require_own(path)
+    try:
+        return open(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW), "r+b", buffering=0)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or pipe was placed there after the check
+            raise _explain_foreign(path) from error
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines of an unbuffered file from the last to the first, without empty ones, each with its offset.
+
+    Reads blocks from the end, so that a reader that stops early has not read the rest of the file.
+    """
+    begin, size = file.seek(0, os.SEEK_END), _BLOCK
+    head = b""  # what was read at `begin` and after: the end of a line that may begin further ahead
+    while begin:
+        end, begin = begin, max(0, begin - size)
+        file.seek(begin)
+        block = file.read(end - begin) + head
+        head, *lines = block.split(b"\n")
+        after = begin + len(block)
+        for line in reversed(lines):
+            if line:
+                yield after - len(line), line
+            after -= len(line) + 1
+        size = _BLOCK if lines else 2 * size  # doubled, so that one long line is not copied again and again
+    if head:
+        yield 0, head
 
 
 def _explain_foreign(path: str) -> StorageError:

@@ -11,13 +11,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
 
 from dsjob import storage
 from dsjob.contract.environment import mask_texts
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import DsjobError, StorageError
+from dsjob.files import open_append, open_update, read_lines_backwards, sync_names
 
 RESOLVED_NAME = "resolved.json"
 RESULT_NAME = "result.json"
@@ -119,20 +120,62 @@ def read_result(run_dir: str) -> dict[str, Any]:
 def supersede_metrics(run_dir: str, step: int) -> None:
     """Moves the records in metrics.jsonl of steps after `step`, which the run will repeat, to metrics-superseded.jsonl.
 
-    At step 0 these are all records. A last line that a kill has truncated is moved too. If this function is killed,
-    nothing is lost, and the next run that starts at the same step completes the move.
+    At step 0 these are all records. A last line that a kill has truncated is moved too. Records are in the order of
+    their steps, so this reads only what it moves. If this function is killed, nothing is lost, and the next run that
+    starts at the same step completes the move.
     """
     path, aside = (os.path.join(run_dir, name) for name in (METRICS_NAME, SUPERSEDED_METRICS_NAME))
-    before = storage.read_bytes(path) if os.path.exists(path) else b""
-    kept, moved = bytearray(), bytearray()
-    for line in before.splitlines():
-        (kept if step and _is_of(line, step) else moved).extend(line + b"\n")
-    if kept == before:
+    if not os.path.exists(path):
         return
-    there = storage.read_bytes(aside) if os.path.exists(aside) else b""
-    if not there.endswith(moved):  # otherwise a kill came between the two writes, and the lines are there already
-        storage.write_bytes(aside, there + moved)
-    storage.write_bytes(path, bytes(kept))
+    with open_update(path) as file:
+        size, kept = file.seek(0, os.SEEK_END), _find_kept(file, step)
+        if kept < size:
+            _append_once(file, kept, aside)
+            file.truncate(kept)
+        if kept and not _ends_line(file):
+            file.write(b"\n")
+        os.fsync(file.fileno())
+
+
+def _find_kept(file: BinaryIO, step: int) -> int:
+    """The offset behind the last complete record of a step that is not after `step`."""
+    for offset, line in read_lines_backwards(file) if step else ():
+        if _is_of(line, step):
+            end = offset + len(line)
+            return min(end + 1, file.seek(0, os.SEEK_END))  # with its newline
+    return 0
+
+
+def _append_once(file: BinaryIO, begin: int, path: str) -> None:
+    """Appends the lines of `file` from `begin` on to the file `path`, unless it ends with them already, because a kill
+    came before they were removed from `file`."""
+    with open_append(path) as there:
+        size = file.seek(0, os.SEEK_END) - begin + (not _ends_line(file))
+        if os.path.getsize(path) >= size:
+            with open(path, "rb") as other:
+                other.seek(-size, os.SEEK_END)
+                if all(block == other.read(len(block)) for block in _read_blocks(file, begin)):
+                    return
+        for block in _read_blocks(file, begin):
+            there.write(block)
+        there.flush()
+        os.fsync(there.fileno())
+    sync_names(os.path.dirname(path))
+
+
+def _read_blocks(file: BinaryIO, begin: int) -> Iterator[bytes]:
+    """A file from `begin` on, in blocks, and a newline if its last line has none."""
+    file.seek(begin)
+    while block := file.read(1 << 20):
+        yield block
+    if not _ends_line(file):
+        yield b"\n"
+
+
+def _ends_line(file: BinaryIO) -> bool:
+    """Whether the last byte of a file is a newline. Leaves the file at its end."""
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
 
 
 def _is_of(line: bytes, step: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from dsjob import storage
 from dsjob.errors import StorageError
-from dsjob.files import open_append, require_own
+from dsjob.files import open_append, open_update, read_lines_backwards, require_own
 from dsjob.trust.grant import Trust, check_document
 
 
@@ -22,7 +22,7 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
 
 def test_nothing_is_appended_through_a_link(tmp_path: Path) -> None:
     os.symlink(tmp_path / "elsewhere", tmp_path / "log")
-    for refuse in (open_append, require_own):
+    for refuse in (open_append, open_update, require_own):
         with pytest.raises(StorageError, match="is a symbolic link"):
             refuse(str(tmp_path / "log"))
     assert not (tmp_path / "elsewhere").exists()
@@ -63,3 +63,14 @@ def test_a_web_server_may_not_take_for_ever(dripping: bool, monkeypatch: pytest.
     finally:
         ended.set()
         server.shutdown()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("text", ["", "\n", "a", "a\n", "a\nbc", "\na\n\nbc\n", "abcdefghi\nk\nlmnopqrstuvw\n"])
+def test_lines_are_read_backwards(tmp_path: Path, text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsjob.files._BLOCK", size)
+    (tmp_path / "file").write_text(text)
+    with open_update(str(tmp_path / "file")) as file:
+        found = list(read_lines_backwards(file))
+    assert [line.decode() for _, line in reversed(found)] == [line for line in text.split("\n") if line]
+    assert all(text.encode()[offset:].startswith(line) for offset, line in found)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from dsjob import run_folder, storage
+from dsjob import run_folder
 from dsjob.errors import DsjobError, StorageError
 from dsjob.run_folder import make_run_dir, read_resolved, read_result, supersede_metrics
 
@@ -61,20 +62,34 @@ def test_a_kill_between_the_two_writes_loses_and_repeats_nothing(
 ) -> None:
     write(tmp_path, [7], "metrics-superseded.jsonl")
     write(tmp_path, [1, 2, 3])
-    real = storage.write_bytes
 
-    def die(url: str, data: bytes) -> None:
-        if url.endswith("metrics.jsonl"):
-            raise KeyboardInterrupt
-        real(url, data)
+    def die(handle: int) -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_bytes", die)
+        patch.setattr(os, "fsync", die)  # of the copy: before metrics.jsonl changes
         with pytest.raises(KeyboardInterrupt):
             supersede_metrics(str(tmp_path), 1)
     assert read(tmp_path) == [1, 2, 3]
     supersede_metrics(str(tmp_path), 1)
     assert (read(tmp_path), read(tmp_path, "metrics-superseded.jsonl")) == ([1], [7, 2, 3])
+
+
+def test_a_large_file_is_not_read_whole(tmp_path: Path) -> None:
+    with open(tmp_path / "metrics.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(f'{{"step": {step}, "loss": 1.5, "pad": "{"x" * 160}"}}\n' for step in range(1, 200_001))
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    before = count_bytes_read()
+    supersede_metrics(str(tmp_path), 199_000)
+    assert size > 35e6
+    assert count_bytes_read() - before < 1e6  # the 1,000 lines that it moves, twice, and a block
+    assert (read(tmp_path)[-1], len(read(tmp_path))) == (199_000, 199_000)
+    assert read(tmp_path, "metrics-superseded.jsonl") == [*range(199_001, 200_001)]
+
+
+def count_bytes_read() -> int:
+    """What this process has read so far, from the page cache too."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_a_job_that_slurm_has_queued_again_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
