@@ -37,7 +37,7 @@ dsjob: train PyTorch models from a job document
   dsjob convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights
   dsjob ckpt COMMAND CKPT                manage checkpoints: ls, info, verify, diff, gc, copy
 
-  dsjob COMMAND --help                   show a command's options
+  dsjob COMMAND --help                   show a command's options; so does dsjob help COMMAND
   --cfg job|hydra|all, --info,
   --config-dir DIR, --hydra-help,
   -sc install=bash                       as in every Hydra program
@@ -128,6 +128,8 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
 
         print(f"dsjob {dsjob.__version__}")  # noqa: T201
         return 0
+    if first == "help":
+        return _dispatch([*_require_command(arguments[1:2]), "--help"], debug)
     if first in COMMANDS:
         command, rest = first, arguments[1:]
     else:
@@ -142,6 +144,16 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
     module = import_module(f"dsjob.cli.{command.replace('-', '_')}{'_' if iskeyword(command) else ''}")
     code: int = module.main(rest, debug)
     return code
+
+
+def _require_command(words: list[str]) -> list[str]:
+    """`words`. Raises UsageError if they are not the name of a command."""
+    if words and words[0] not in COMMANDS:
+        from dsjob.contract.hints import suggest
+
+        hint = suggest(words[0], COMMANDS) or "dsjob help lists the commands"
+        raise UsageError(f"unknown command {words[0]!r}", hint=hint)
+    return words
 
 
 def _read_protocols() -> frozenset[str]:

@@ -5,16 +5,32 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from dsjob.contract import locations
+from dsjob.errors import UsageError
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import Flags
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError instead of printing its usage and ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError."""
+        start, _, missing = message.partition("the following arguments are required: ")
+        if missing and not start:
+            # argparse also lists the rest of a command line, which may be empty.
+            rest = {str(action.metavar) for action in self._actions if action.nargs == argparse.REMAINDER}
+            message = f"{self.prog} needs {', '.join(name for name in missing.split(', ') if name not in rest)}"
+        else:
+            message = f"{self.prog}: {message}"
+        raise UsageError(message, hint=f"{self.prog} --help shows the arguments, with examples")
+
+
 def make_parser(command: str, description: str, examples: Sequence[str], **options: Any) -> argparse.ArgumentParser:
-    """A parser for a command, whose help ends with `examples`."""
-    return argparse.ArgumentParser(prog=f"dsjob {command}", **describe(description, examples, **options))
+    """A parser for a command, whose help ends with `examples`. Its errors are UsageErrors."""
+    return _Parser(prog=f"dsjob {command}", **describe(description, examples, **options))
 
 
 def describe(description: str, examples: Sequence[str], *, epilog: str = "", **options: Any) -> dict[str, Any]:

@@ -143,6 +143,11 @@ def main(arguments: list[str], debug: bool) -> int:
         "folder", nargs="?", default=".", metavar="FOLDER", help="folder to write to (default: the current one)"
     )
     folder = parser.parse_args(arguments).folder
+    if os.path.isfile(folder) or folder.endswith((".yaml", ".yml", ".json")):
+        raise UsageError(
+            f"{folder} is not a folder; dsjob init writes a project of {len(FILES)} files",
+            hint="name a folder: dsjob init FOLDER",
+        )
     there = [name for name in FILES if os.path.lexists(os.path.join(folder, name))]
     if there:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`dsjob validate`: reports all problems of all documents at once, without importing Hydra or torch."""
+"""`dsjob validate`: reports all problems of all documents at once, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsjob.cli.overrides import is_override
 from dsjob.contract import report
 from dsjob.contract.rules import EXPLANATIONS, RULES
 from dsjob.errors import Problem, UsageError
-from dsjob.front.validate import name_source, validate_file
+from dsjob.front.validate import NEEDS_TRUST, name_source, validate_file, validate_recipe
 from dsjob.trust.user import config_path, read_config
 
 
@@ -25,16 +25,23 @@ def main(arguments: list[str], debug: bool) -> int:
         return 0
     overrides = [word for word in args.files if is_override(word)]
     args.files = [word for word in args.files if word not in overrides]
-    if not args.files:
-        hint = f"to check a recipe, use dsjob show {' '.join(overrides)}" if overrides else "dsjob validate cfg.json"
-        raise UsageError("dsjob validate needs a file", hint=f"{hint}; - reads standard input")
+    recipe = next((word for word in overrides if word.startswith("+recipe=")), "")
+    if not args.files and not recipe:
+        raise UsageError(
+            "dsjob validate needs a file or a recipe",
+            hint="dsjob validate cfg.json, or dsjob validate +recipe=quickstart; - reads standard input",
+        )
     if overrides and len(args.files) > 1:
         message = f"overrides need exactly one document, not {len(args.files)}"
         raise UsageError(message, hint=f"the first override is {overrides[0]}")
     read_config(config_path())  # a mistake in the user's own config file is no problem of a document: raise it here
     found: list[Problem] = []
-    for url in args.files:
-        problems, texts = validate_file(url, args.world_size, read_flags(args) if args.deep else None, overrides)
+    flags, deep = read_flags(args), bool(args.deep)
+    for url in args.files or [recipe]:
+        if args.files:
+            problems, texts = validate_file(url, args.world_size, overrides, flags, deep=deep)
+        else:
+            problems, texts = validate_recipe(overrides, args.world_size, flags, deep=deep), {}
         if args.strict:
             problems = [replace(problem, severity="error") for problem in problems]
         if args.format == "text":
@@ -53,6 +60,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             "dsjob validate cfg.yaml",
             "dsjob validate cfg.yaml trainer.train_batch=64 --world-size 8",
             "dsjob validate --deep --strict cfg.yaml",
+            "dsjob validate +recipe=quickstart trainer.train_batch=64",
             "dsjob validate --format github configs/*.json",
             "dsjob validate --explain all",
         ),
@@ -60,8 +68,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "files",
         nargs="*",
-        metavar="FILE|key=value",
-        help="JSON or YAML: a path, a URL, or - (standard input); with a single job document, also overrides",
+        metavar="FILE|+recipe=NAME|key=value",
+        help="JSON or YAML: a path, a URL, or - (standard input); with a recipe or a single job document, also "
+        "overrides",
     )
     parser.add_argument(
         "--world-size",
@@ -96,10 +105,20 @@ def _print_text(url: str, problems: list[Problem], texts: Mapping[str, str]) -> 
         shown = texts.get(problem.source) if stream.isatty() else None
         # Flush each line: errors and warnings go to different streams, and would change places in a shared log.
         print(report.to_text(problem, shown), file=stream, flush=True)
-    errors = any(problem.severity == "error" for problem in problems)
-    if not errors:
-        counted = report.count_problems(problems)
-        print(f"{name_source(url)}: ok{f', {counted}' if counted else ''}", flush=True)  # noqa: T201
+    if not any(problem.severity == "error" for problem in problems):
+        print(f"{name_source(url)}: {_conclude(problems)}", flush=True)  # noqa: T201
+
+
+def _conclude(warnings: list[Problem]) -> str:
+    """The last line on a document without errors: whether a run on this machine would start."""
+    counted = report.count_problems(warnings)
+    rules = {warning.rule for warning in warnings}
+    if not rules.isdisjoint(NEEDS_TRUST):
+        refused = "dsjob run will refuse it until you allow what the warnings name (--trust ...) or change it"
+        return f"valid, {counted}, but {refused}"
+    if "not-found" in rules:
+        return f"valid, {counted}, but dsjob run cannot import all of its targets on this machine"
+    return f"ok, {counted}" if counted else "ok"
 
 
 def _render(form: str, problems: list[Problem]) -> str:

@@ -43,16 +43,16 @@ def validate(
     targets that are trusted, and check their arguments.
     """
     flags = make_flags(trust, trust_remote_code, unpinned)
-    granted = flags if deep else None
     with allowing(flags), keeping_process(torch=deep):
         words = list_words(recipe, overrides)
         if document is None:
             read_given(None, recipe, overrides)  # raises UsageError if there is nothing to validate
-            return validate_recipe(words, world_size, granted)
+            return validate_recipe(words, world_size, flags, deep=deep)
         if not isinstance(document, Mapping):
-            return validate_file(require_path(document, "a document"), world_size, granted, words)[0]
+            path = require_path(document, "a document")
+            return validate_file(path, world_size, words, flags, deep=deep)[0]
         try:
-            return drop_lines(validate_document(read_mapping(document), world_size, granted, words))
+            return drop_lines(validate_document(read_mapping(document), world_size, words, flags, deep=deep))
         except DocumentError as error:
             return drop_lines(error.problems)
 

@@ -26,14 +26,33 @@ from dsjob.trust.grant import Trust
 from dsjob.trust.presence import find_absent
 from dsjob.trust.user import Flags, grant, place_origins, read_environment
 
+# The rules by which a run refuses what the user has not granted. Unless targets are imported, they are only warnings.
+NEEDS_TRUST = (
+    "untrusted-target",
+    "untrusted-protocol",
+    "remote-code",
+    "unpinned",
+    "outside-folder",
+    "nested-target",
+    "bound-reader",
+    "request-option",
+    "kernel-file",
+    "data-card",
+)
+
 
 def validate_file(
-    url: str, world_size: int | None = None, deep: Flags | None = None, overrides: Sequence[str] = ()
+    url: str,
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+    flags: Flags | None = None,
+    *,
+    deep: bool = False,
 ) -> tuple[list[Problem], dict[str, str]]:
     """The problems of a document with `overrides`, including its DeepSpeed config, in the order of their places.
 
-    Also returns the texts of the files, by source. `deep`: import targets with this trust and check their arguments;
-    None does not import them.
+    Also returns the texts of the files, by source. `flags`: what the user trusts. `deep`: import targets and check
+    their arguments.
     """
     texts: dict[str, str] = {}
 
@@ -45,23 +64,30 @@ def validate_file(
         document = documents.require_few(documents.parse_open(text, source))
         texts[source] = document.text
         yield from document.duplicates
-        yield from _check(document, world_size, texts, deep, overrides)
+        yield from _check(document, world_size, overrides, texts, flags, deep=deep)
 
     return _collect(find, name_source(url)), texts
 
 
 def validate_document(
-    document: Document, world_size: int | None = None, deep: Flags | None = None, overrides: Sequence[str] = ()
+    document: Document,
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+    flags: Flags | None = None,
+    *,
+    deep: bool = False,
 ) -> list[Problem]:
     """Like `validate_file`, for a document that is already parsed."""
-    return _collect(lambda: _check(document, world_size, {}, deep, overrides), document.source)
+    return _collect(lambda: _check(document, world_size, overrides, {}, flags, deep=deep), document.source)
 
 
 def validate_recipe(
-    overrides: Sequence[str], world_size: int | None = None, deep: Flags | None = None
+    overrides: Sequence[str], world_size: int | None = None, flags: Flags | None = None, *, deep: bool = False
 ) -> list[Problem]:
     """Like `validate_file`, for a job that `overrides` compose without a document."""
-    return _collect(lambda: _check_composed(_compose_words(overrides, None), None, world_size, deep, []), "")
+    return _collect(
+        lambda: _check_composed(_compose_words(overrides, None), None, world_size, [], flags, deep=deep), ""
+    )
 
 
 def _collect(find: Callable[[], Iterable[Problem]], source: str) -> list[Problem]:
@@ -83,9 +109,11 @@ def name_source(url: str) -> str:
 def _check(
     document: Document,
     world_size: int | None,
-    texts: dict[str, str],
-    deep: Flags | None,
     overrides: Sequence[str],
+    texts: dict[str, str],
+    flags: Flags | None,
+    *,
+    deep: bool,
 ) -> list[Problem]:
     require_own(document)
     if is_deepspeed(document.value):
@@ -97,29 +125,29 @@ def _check(
     composed, unread = _compose(document, overrides)
     if composed.deepspeed is not None:
         texts[composed.deepspeed.source] = composed.deepspeed.text
-    return _check_composed(composed, document, world_size, deep, unread)
+    return _check_composed(composed, document, world_size, unread, flags, deep=deep)
 
 
 def _check_composed(
     composed: Composed,
     document: Document | None,
     world_size: int | None,
-    deep: Flags | None,
     unread: list[Problem],
+    flags: Flags | None,
+    *,
+    deep: bool,
 ) -> list[Problem]:
     """`unread`: the reason why the DeepSpeed config that the document names was not read; empty if it was."""
     ranks, ranks_from = choose_world_size(composed.document, composed.locate, asked=world_size)
-    trust = grant(document, deep or Flags())
+    trust = grant(document, flags or Flags())
     checked = check_composed(composed, trust, world_size=ranks, ranks_from=ranks_from, unread=unread)
-    found = [*checked.problems, *_look_at_targets(composed, checked, trust, deep=deep is not None)]
+    found = [*checked.problems, *_look_at_targets(composed, checked, trust, deep=deep)]
     return found + (_find_other_job(composed, checked.resolved.document) if checked.resolved else [])
 
 
 def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, *, deep: bool) -> list[Problem]:
-    """Problems of targets. By default: what a run without flags rejects, as warnings if a flag or another machine
-    could allow it.
-
-    `deep`: what a run with this trust rejects, and problems of the targets that it would import.
+    """Problems of targets: what a run with this trust rejects. These are warnings if a flag or another machine could
+    allow it. `deep`: they are errors; also problems of the targets that a run would import.
     """
     found = checked.untrusted
     document = checked.resolved.document if checked.resolved else composed.document

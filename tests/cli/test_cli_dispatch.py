@@ -85,7 +85,7 @@ def test_debug_may_stand_anywhere(called: list[Any], words: list[str]) -> None:
     assert called == [("show", ["x"], True)]
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert main(words) == 0
     assert capsys.readouterr().out == USAGE
@@ -94,10 +94,28 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], words: lis
 
 @pytest.mark.parametrize("command", ["validate", "show", "schema", "convert", "ckpt"])
 def test_each_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    assert f"usage: dsjob {command}" in capsys.readouterr().out
+    for words in ([command, "--help"], ["help", command]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 0
+        assert f"usage: dsjob {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["exec"], "dsjob exec needs PROGRAM\n"),
+        (["exec", "--num_gpus", "2"], "dsjob exec needs PROGRAM\n"),
+        (["ckpt", "ls"], "dsjob ckpt ls needs CKPT\n"),
+        (["init", "a", "b"], "dsjob init: unrecognized arguments: b\n"),
+        (["help", "exce"], "unknown command 'exce'\n  did you mean \"exec\"?\n"),
+    ],
+)
+def test_wrong_arguments_are_told_like_other_errors(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"dsjob: error: {said}")
 
 
 @pytest.mark.parametrize("words", [["run", "--help"], ["run", "cfg.yaml", "-h"], ["+recipe=quickstart", "--help"]])

@@ -28,10 +28,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Any:
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        try:
-            code = main(["plan", *arguments])
-        except SystemExit as error:  # argparse's
-            code = int(str(error.code))
+        code = main(["plan", *arguments])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 

@@ -175,9 +175,7 @@ def test_what_is_wrong_is_said_without_a_traceback_and_exits_2(show: Any, argume
     "arguments", [[], ["--format", "toml", "+recipe=quickstart"], ["--world-size", "0", "job.json"]]
 )
 def test_wrong_flags_exit_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["show", *arguments])
-    assert caught.value.code == 2
+    assert main(["show", *arguments]) == 2
 
 
 def test_a_deepspeed_file_is_built_on(show: Any) -> None:

@@ -97,7 +97,7 @@ def test_overrides_are_checked_as_run_checks_them(
     ("words", "said"),
     [
         (["job.yaml", "job.yaml", "trainer.seed=1"], "overrides need exactly one document, not 2"),
-        (["+recipe=quickstart"], "to check a recipe, use dsjob show +recipe=quickstart"),
+        (["trainer.seed=1"], "dsjob validate needs a file or a recipe"),
         (["ds.json", "trainer.seed=1"], "this is a DeepSpeed config: edit it"),
     ],
 )
@@ -107,6 +107,30 @@ def test_overrides_without_a_document_to_go_over(validate: Any, words: list[str]
     code, out, err = validate(*words)
     assert (code, out) == (2, [])
     assert said in "\n".join(err)
+
+
+def test_a_recipe_is_checked_without_a_file(validate: Any) -> None:
+    assert validate("+recipe=quickstart", "trainer.seed=3") == (0, ["+recipe=quickstart: ok"], [])
+    code, out, err = validate("+recipe=quickstart", "trainer.max_steps=x", "trainer.sed=1")
+    assert (code, out) == (2, [])
+    assert [line.split(": ")[-2] for line in err] == ["trainer.sed", "trainer.max_steps"]
+
+
+def test_the_last_line_says_that_a_run_will_refuse_what_is_not_trusted(validate: Any) -> None:
+    write("job.yaml", GOOD_YAML.replace("mine.build", "os.system"))
+    code, out, err = validate("job.yaml")
+    assert (code, err) == (0, [])
+    assert out[-1] == (
+        "job.yaml: valid, 1 warning, but dsjob run will refuse it until you allow what the warnings name (--trust ...)"
+        " or change it"
+    )
+    assert validate("--trust", "os.system", "job.yaml") == (0, ["job.yaml: ok"], [])
+
+
+def test_the_last_line_says_that_a_target_is_not_on_this_machine(validate: Any) -> None:
+    code, out, _ = validate(write("job.yaml", GOOD_YAML.replace("mine.build", "elsewhere.build")))
+    assert code == 0
+    assert out[-1] == "job.yaml: valid, 1 warning, but dsjob run cannot import all of its targets on this machine"
 
 
 BAD_YAML = """\
@@ -266,9 +290,7 @@ def test_batch_sizes_are_checked_for_the_number_of_ranks(
 
 @pytest.mark.parametrize("number", ["0", "-1", "two"])
 def test_a_world_size_that_is_none_is_refused(validate: Any, number: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["validate", "--world-size", number, "job.yaml"])
-    assert caught.value.code == 2
+    assert main(["validate", "--world-size", number, "job.yaml"]) == 2
 
 
 # ---- building on a DeepSpeed file

@@ -45,8 +45,16 @@ def test_nothing_is_overwritten(
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["init", str(tmp_path / "file")]) == 1
+    assert main(["init", str(tmp_path / "file" / "below")]) == 1
     assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["file", "new.yaml"])
+def test_a_file_is_no_place_for_a_project(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["init", str(tmp_path / name)]) == 2
+    assert f"{name} is not a folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"ckpt {name}" for name in EXAMPLES)])
