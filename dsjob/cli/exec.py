@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from dsjob.cli import parse_count
-from dsjob.cli.flags import make_parser
+from dsjob.cli.flags import REST, make_parser
 from dsjob.errors import UsageError
 from dsjob.launch import launcher
 from dsjob.programs.launch import Program, become_rank, choose_ranks, require_engine, run_program
@@ -109,7 +109,7 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("program", metavar="PROGRAM", help="a file of Python; with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the program's own arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar=REST, help="the program's own arguments")
     _add_launcher_flags(parser)
     own = parser.add_argument_group("flags of dsjob")
     own.add_argument(

@@ -13,6 +13,9 @@ from dsjob.trust.grant import Trust
 from dsjob.trust.user import Flags
 
 
+REST = "ARGUMENT"  # how parsers call the arguments of a program
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that raises UsageError instead of printing its usage and ending the process."""
 
@@ -20,9 +23,8 @@ class _Parser(argparse.ArgumentParser):
         """Raises UsageError."""
         start, _, missing = message.partition("the following arguments are required: ")
         if missing and not start:
-            # argparse also lists the rest of a command line, which may be empty.
-            rest = {str(action.metavar) for action in self._actions if action.nargs == argparse.REMAINDER}
-            message = f"{self.prog} needs {', '.join(name for name in missing.split(', ') if name not in rest)}"
+            # argparse also lists what may be empty: the arguments of a program that dsjob runs.
+            message = f"{self.prog} needs {missing.removesuffix(f', {REST}')}"
         else:
             message = f"{self.prog}: {message}"
         raise UsageError(message, hint=f"{self.prog} --help shows the arguments, with examples")
