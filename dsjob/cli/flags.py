@@ -12,7 +12,6 @@ from dsjob.errors import UsageError
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import Flags
 
-
 REST = "ARGUMENT"  # how parsers call the arguments of a program
 
 

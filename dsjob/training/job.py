@@ -175,7 +175,9 @@ def _say_finished(run: Run, run_dir: str, display: Display) -> Result:
     longer = train_longer(trainer.max_steps, trainer.max_epochs, step=run.step, epochs=_count_epochs(run))
     beyond = f"{run.step:,} steps are done, more than the {run.max_steps:,} of this job"
     done = beyond if run.step > run.max_steps else f"step {run.step:,} of {run.max_steps:,}"
-    display.say("already finished", f"{done}; to train longer, set {longer}; to start over, set a new output.dir")
+    undone = "nothing was trained" if run.progress.last_evaluation else "nothing was trained or evaluated"
+    new = "to train with other settings, set a new output.dir"
+    display.say("already finished", f"{done}: {undone}; to train longer, set {longer}; {new}")
     before = read_result(run_dir)
     before = before if "step" in before else {}  # that of a run that failed after its last step
     result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation})

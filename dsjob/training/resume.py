@@ -7,17 +7,23 @@ resumes from its own checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.committed import Loaded, Matched
 from dsjob.checkpoint.other.elsewhere import is_own
 from dsjob.contract.models import list_models
+from dsjob.contract.paths import Path, get_at
 from dsjob.contract.resolved import ResolvedJob
+from dsjob.contract.shown import shorten
 from dsjob.document.resolve import view_model
 from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from dsjob.optim.changes import apply_changes
 from dsjob.ranks.agreement import on_rank_0
 from dsjob.training.run import Run
 
+_MOST_CHANGES = 8  # to name
 _WORDS = ("auto", "never", "required")
 _AVERAGED = (
     "since the checkpoint: if batches have labels, a step's loss is now the mean over its targets; the version of dsjob"
@@ -106,6 +112,8 @@ def _follow_changes(run: Run, loaded: Loaded, job: ResolvedJob) -> None:
         return
     if "loss_average" not in loaded.job.get("trainer", {}) and run.averaging.by_targets:
         run.say("changed", _AVERAGED)
+    if changed := _list_changes(loaded.job, job.document):
+        run.say("changed", f"since the checkpoint: {', '.join(changed)}")
     known = list_models(loaded.job)
     for name, engine in run.engines.items():
         if engine.optimizer is None or name not in known:
@@ -118,6 +126,29 @@ def _follow_changes(run: Run, loaded: Loaded, job: ResolvedJob) -> None:
         if changed:
             of = f"{name} " if run.spec.models else ""
             run.say("changed", f"{of}since the checkpoint: {', '.join(changed)}")
+
+
+def _list_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How model, data and loss differ between two resolved documents. Optimizers and schedules: see `apply_changes`."""
+    places: list[Path] = [
+        ("model",),
+        *(("models", name, "model") for name in now.get("models", {})),
+        ("data",),
+        ("loss",),
+    ]
+    found = [text for place in places for text in _compare(get_at(before, place), get_at(now, place), place)]
+    more = len(found) - _MOST_CHANGES
+    return [*found[:_MOST_CHANGES], f"and {more} more"] if more > 0 else found
+
+
+def _compare(before: Any, now: Any, path: Path) -> list[str]:
+    if before == now:
+        return []
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [f"{'.'.join(map(str, path))} {shorten(before, as_json=True)} -> {shorten(now, as_json=True)}"]
+    # Outside targets, a key that only one of them has is a default of the version of dsjob that resolved it.
+    keys = {**before, **now} if "_target_" in now else [key for key in now if key in before]
+    return [text for key in keys for text in _compare(before.get(key), now.get(key), (*path, key))]
 
 
 def _begin_from(run: Run, url: str, *, own: bool) -> Loaded | None:

@@ -48,7 +48,7 @@ def test_epochs_that_were_passed_are_not_suggested(tmp_path: Path) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_epochs": 1, "log_every": 1})
     assert dsjob("cfg.json", "trainer.max_epochs=2", cwd=tmp_path).returncode == 0
     shorter = dsjob("cfg.json", cwd=tmp_path)
-    assert "already finished  16 steps are done, more than the 8 of this job; " in shorter.stdout, shorter.stderr
+    assert "already finished  16 steps are done, more than the 8 of this job: nothing" in shorter.stdout, shorter.stderr
     assert "to train longer, set trainer.max_epochs=4" in shorter.stdout
     assert "continue   dsjob run run trainer.max_epochs=4" in shorter.stdout
 

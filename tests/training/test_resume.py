@@ -40,3 +40,21 @@ def test_a_resume_needs_no_deepspeed_config_of_the_checkpoints_document(
     job.run_job(further, str(tmp_path), world, TRUST)
     told = capsys.readouterr()
     assert "since the checkpoint: optimizer.params.lr 0.1 -> 0.2" in told.out + told.err
+
+
+def test_changes_of_data_model_and_loss_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    storage.make_folder(str(tmp_path))
+    world = join_world(device="cpu")
+    first = make(tmp_path, 1, 0.1)
+    job.run_job(first, str(tmp_path), world, TRUST)
+    train = first.document["data"]["train"]
+    changed = {**train, "n": 48}
+    second = resolve.complete_job(
+        {**first.document, "data": {**first.document["data"], "train": changed, "shuffle": False}}
+    )
+    capsys.readouterr()
+    job.run_job(second, str(tmp_path), world, TRUST)
+    told = capsys.readouterr()
+    said = " ".join((told.out + told.err).split())
+    assert "since the checkpoint: data.train.n null -> 48, data.shuffle true -> false" in said
+    assert "step 1 of 1: nothing was trained or evaluated" in said
