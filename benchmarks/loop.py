@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.contract.models import SOLE
 from dsjob.contract.spec import JobSpec, view
-from dsjob.data import TrainingLoader
+from dsjob.data import load_training
 from dsjob.document import compose
 from dsjob.document.resolve import resolve_job
 from dsjob.engine.build import build_engine
@@ -79,7 +79,7 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
         spec=spec,
         engines=Engines({SOLE: engine}),
         micro_step=make_micro_step(None, None),
-        loader=TrainingLoader(dataset, micro_batch=spec.trainer.micro_batch, world=world, seed=0),
+        loader=load_training(dataset, micro_batch=spec.trainer.micro_batch, world=world, seed=0),
         max_steps=spec.trainer.max_steps or 0,
         checkpointer=Checkpointer(folder, world=world),
         callbacks=[clock],

@@ -273,3 +273,18 @@ def raise_recompile_limit(limit: int) -> None:
 
 COMPILER_LOG = logging.getLogger("torch._dynamo.convert_frame")
 LIMIT_REACHED = "torch._dynamo hit config."  # begins that logger's message when a function is not compiled any more
+
+
+# --- torch.utils.data
+
+
+@contextmanager
+def hiding_worker() -> Iterator[None]:
+    """Makes `get_worker_info` return None, as in a process that is no worker of a DataLoader. Nothing public does."""
+    from torch.utils.data._utils import worker
+
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info

@@ -19,12 +19,11 @@ from dsjob.data.samples import (
     Collate,
     FailedBatch,
     Samples,
-    StreamCollate,
     keep,
     number_stream,
     raise_failures,
 )
-from dsjob.data.workers import outlive_stop
+from dsjob.data.workers import choose_options, outlive_stop
 from dsjob.errors import DataError
 from dsjob.ranks.mesh import World
 
@@ -32,15 +31,13 @@ _WORKERS = 2  # one prepares the next batch while the batch of the other is wait
 
 
 class TrainingLoader:
-    """This rank's micro batches, endlessly. `seek` moves to the position of a resumed run.
-
-    A map-style dataset is read in the order of a `SampleOrder`. An iterable dataset is read in its own order, with the
-    ranks taking turns, and started again when it ends; seeking reads and drops the samples that were seen.
-    """
+    """This rank's micro batches of a map-style dataset with `length` samples, endlessly, in the order of a
+    `SampleOrder`. `seek` moves to the position of a resumed run."""
 
     def __init__(
         self,
         dataset: Any,
+        length: int,
         *,
         micro_batch: int,
         world: World,
@@ -54,17 +51,11 @@ class TrainingLoader:
         self.dataset = dataset
         self._micro_batch, self._world, self._seed, self._shuffle = micro_batch, world, seed, shuffle
         self._samples = Samples(dataset, collate, name, seed)
-        self._options: dict[str, Any] = {
-            "num_workers": num_workers,
-            "worker_init_fn": outlive_stop,
-            "pin_memory": pin_memory and world.device.type == "cuda",
-            # Without a generator, a DataLoader draws from the global one when it starts. A resumed run would draw once
-            # more than one that ran through.
-            "generator": torch.Generator().manual_seed(seed + world.data_rank),
-        }
+        self._options = choose_options(world, seed, num_workers=num_workers, pin_memory=pin_memory)
         self._name = name
         self._start = 0
-        self.samples_per_epoch = count_dataset(dataset, name)
+        self._length = length
+        self.samples_per_epoch: int | None = length
         self.passes = Passes(name)
 
     def seek(self, samples: int) -> None:
@@ -72,10 +63,7 @@ class TrainingLoader:
         self._start = samples
 
     def __iter__(self) -> Iterator[Any]:
-        if self.samples_per_epoch is None:
-            yield from self._iterate_stream()
-            return
-        order = SampleOrder(self.samples_per_epoch, self._seed, self._shuffle)
+        order = SampleOrder(self._length, self._seed, self._shuffle)
         chosen: Iterable[list[Any]]
         chosen = batches = RankBatches(
             order,
@@ -93,34 +81,10 @@ class TrainingLoader:
         yield from raise_failures(DataLoader(made, batch_sampler=chosen, collate_fn=keep, **self._options), self._name)
 
     def iterate_epoch(self, number: int, batches: int | None) -> Iterator[Any]:
-        """This rank's batches of epoch `number`. `batches`: how many; None: those of one pass over a stream."""
-        if batches is None:
-            return self._iterate_stream(once=True)
+        """This rank's batches of epoch `number`, and how many."""
+        assert batches is not None  # a map-style dataset has a length
         self.seek(number * batches * self._micro_batch * self._world.data_size)
         return islice(self, batches)
-
-    def _iterate_stream(self, *, once: bool = False) -> Iterator[Any]:
-        """The batches of an iterable dataset, endlessly unless `once`."""
-        rank, world_size = self._world.data_rank, self._world.data_size
-        # Micro batches of this rank that the run has seen before.
-        skipped = self._start // (self._micro_batch * world_size)
-        turns = _Turns(self.dataset, rank, world_size, self._micro_batch, self._name)
-        collate = StreamCollate(self._samples)
-        loader = DataLoader(turns, batch_size=self._micro_batch, drop_last=True, collate_fn=collate, **self._options)
-        read = 0
-        while True:
-            seen = 0
-            for seen, batch in enumerate(raise_failures(loader, self._name), start=1):  # noqa: B007
-                if skipped:
-                    skipped -= 1
-                    continue
-                yield batch
-            if not seen:
-                raise DataError(f"{self._name} ({type(self.dataset).__name__}) yields no full batch for rank {rank}")
-            read += seen
-            self.passes.end(read)
-            if once:
-                return
 
 
 class NoLoader:
@@ -146,38 +110,6 @@ class _Numbered:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for batch, first in zip(self._batches, count(self._first, self._stride)):
             yield [(index, first + place) for place, index in enumerate(batch)]
-
-
-class _Turns(IterableDataset[Any]):
-    """Divides an iterable dataset: each rank takes every world_size-th sample, and each worker its share of those.
-
-    Samples at the end count only if they fill a batch on every rank, so all ranks have equally many batches.
-    """
-
-    def __init__(self, dataset: Any, rank: int, world_size: int, batch_size: int, name: str) -> None:
-        self._dataset, self._rank, self._world_size, self._batch_size = dataset, rank, world_size, batch_size
-        self._name = name
-
-    def __iter__(self) -> Iterator[Any]:
-        from torch.utils.data import get_worker_info
-
-        worker = get_worker_info()
-        workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
-        stride, own = self._world_size * workers, self._rank * workers + number
-        # Where the last rank's batch (of the worker with this number) is complete: then all ranks yield theirs.
-        last = stride * (self._batch_size - 1) + (self._world_size - 1) * workers + number
-        batch = []
-        for index, item in enumerate(number_stream(self._dataset, self._name)):
-            if isinstance(item, FailedBatch):
-                yield item
-                continue
-            # stride * batch_size: the samples of one batch of every worker of every rank.
-            place = index % (stride * self._batch_size)
-            if place % stride == own:
-                batch.append(item)
-            if place == last:
-                yield from batch
-                batch = []
 
 
 def count_dataset(dataset: Any, name: str) -> int | None:

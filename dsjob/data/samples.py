@@ -115,25 +115,10 @@ class Batches(Dataset[Any]):
             return pack_failure(error)
 
 
-class StreamCollate:
-    """Collates the items of `number_stream` into batches."""
-
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
-
-    def __call__(self, numbered: list[Any]) -> Any:
-        for item in numbered:
-            if isinstance(item, FailedBatch):
-                return item
-        try:
-            return self._samples.collate([sample for _, sample in numbered], [number for number, _ in numbered])
-        except DsjobError as error:
-            return pack_failure(error)
-
-
-def number_stream(stream: Iterable[Any], name: str) -> Iterator[Any]:
-    """Yields (number, sample) of an iterable dataset. After an error, yields a FailedBatch endlessly."""
-    number = 0
+def number_stream(stream: Iterable[Any], name: str, first: int = 0) -> Iterator[Any]:
+    """Yields (number, sample) of an iterable dataset, numbered from `first`. After an error, yields a FailedBatch
+    endlessly."""
+    number = first
     try:
         for sample in stream:
             yield number, sample

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
+from dsjob.ranks.mesh import World
+
 
 def outlive_stop(number: int) -> None:
     """Makes a worker process survive the signal on which its rank saves and stops.
@@ -16,6 +20,18 @@ def outlive_stop(number: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def choose_options(world: World, seed: int, *, num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    """The options of a DataLoader that reads training data on this rank."""
+    return {
+        "num_workers": num_workers,
+        "worker_init_fn": outlive_stop,
+        "pin_memory": pin_memory and world.device.type == "cuda",
+        # Without a generator, a DataLoader draws from the global one when it starts. A resumed run would draw once
+        # more than one that ran through.
+        "generator": torch.Generator().manual_seed(seed + world.data_rank),
+    }
 
 
 def make_outliving(loader: Any) -> None:

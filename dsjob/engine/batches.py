@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dsjob.data import Epochs, TrainingLoader, is_loader, take_loader
+from dsjob.data import Epochs, is_loader, load_training, take_loader
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
 
@@ -32,7 +32,7 @@ def load_batches(
         key = "train_micro_batch_size_per_gpu"
         given = take_loader(dataset, micro_batch=size, world=world, seed=seed, name="training_data", key=key)
         return Epochs(given, size * world.data_size)
-    loader = TrainingLoader(
+    loader = load_training(
         dataset,
         micro_batch=size,
         world=world,

@@ -17,6 +17,7 @@ from dsjob.compute.precision import matmul_precision
 from dsjob.contract import locations
 from dsjob.contract.environment import mask
 from dsjob.contract.resolved import ResolvedJob
+from dsjob.data import StreamLoader
 from dsjob.data.given import StatefulLoader
 from dsjob.errors import DsjobError
 from dsjob.ranks.mesh import World
@@ -142,7 +143,7 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
     callbacks = build.build_callbacks(spec, trust)
     eval_measures, eval_metrics = build.build_measures("eval", spec, world, trust)
     measures, metrics = build.build_measures("train", spec, world, trust)
-    stateful = {"train": loader} if isinstance(loader, StatefulLoader) else {}
+    stateful = {"train": loader} if isinstance(loader, StatefulLoader | StreamLoader) else {}
     kept = Kept(display.say, callbacks=callbacks, metrics=eval_metrics, training_metrics=metrics, data=stateful)
     micro_step = build.build_micro_step(spec, loss, measures, trust)
     evaluator = (

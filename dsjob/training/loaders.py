@@ -10,8 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from dsjob.contract.spec import JobSpec, Target
-from dsjob.data import LoaderEvaluation, NoLoader, TrainingLoader, is_loader, take_loader
-from dsjob.data.given import GivenLoader
+from dsjob.data import Loader, LoaderEvaluation, NoLoader, is_loader, load_training, take_loader
 from dsjob.data.loader import choose_loading, count_dataset
 from dsjob.data.passes import require_same_length
 from dsjob.errors import DataError, DsjobError
@@ -41,9 +40,7 @@ def _placing_data(key: str) -> Iterator[None]:
 
 
 @_placing_data("train")
-def build_training_data(
-    spec: JobSpec, world: World, collate: Collate, trust: Trust
-) -> TrainingLoader | GivenLoader | NoLoader:
+def build_training_data(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> Loader:
     """The training loader of this rank. Raises DataError, also for errors in the user's code."""
     # With an mpu, ranks in the middle of a model may read nothing. They still take part in every collective.
     if not world.loads:
@@ -62,7 +59,7 @@ def build_training_data(
             return take_loader(loader, divided=divided, name="data.loader", **common)
     if is_loader(data):
         return take_loader(data, **common)
-    return TrainingLoader(
+    return load_training(
         data,
         shuffle=spec.data.shuffle,
         collate=collate,
@@ -106,7 +103,7 @@ def _call_data(target: Target, role: str, trust: Trust) -> Any:
 
 
 @_placing_data("train")
-def share_samples(loader: TrainingLoader | GivenLoader | NoLoader, world: World) -> None:
+def share_samples(loader: Loader, world: World) -> None:
     """Checks that all ranks read equally many samples, and tells the number to ranks that read none. Raises
     DataError."""
     if isinstance(loader, NoLoader):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dsjob.checkpoint.live.objects import capture_objects
 from dsjob.checkpoint.live.rng import capture_rng, restore_rng
-from dsjob.data import to_device
+from dsjob.data import StreamLoader, to_device
 from dsjob.data.batches import count_elements, is_tokens
 from dsjob.errors import ContractError
 from dsjob.ranks import patience
@@ -100,8 +100,10 @@ def _begin(run: Run) -> None:
 
 def _train(run: Run, occasions: Occasions) -> None:
     engine, trainer, checkpoint = run.engine, run.spec.trainer, run.spec.checkpoint
-    # The position in the data follows from the number of samples seen, so that checkpoints need not store it.
+    # The position in a map-style dataset follows from the number of samples seen, so checkpoints need not store it.
     run.loader.seek(engine.global_samples)
+    if isinstance(run.loader, StreamLoader) and (replay := run.loader.describe_replay()):
+        run.say("note", replay)
     batches = iter(run.loader)
     _begin(run)
     meter = Meter()

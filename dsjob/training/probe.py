@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dsjob.compute.find_blocks import find_blocks
 from dsjob.contract.spec import JobSpec, Method, Target, make_target
-from dsjob.data import NoLoader, TrainingLoader
-from dsjob.data.given import GivenLoader
+from dsjob.data import Loader
 from dsjob.errors import DsjobError, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.closed_form import ClosedForm
@@ -107,7 +106,7 @@ def size_model(model: nn.Module) -> Model:
     return Model(weights, buffers=sum(buffer.nbytes for buffer in model.buffers()))
 
 
-def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> TrainingLoader | GivenLoader | NoLoader:  # noqa: B008 (frozen)
+def load_data(spec: JobSpec, world_size: int, trust: Trust = Trust()) -> Loader:  # noqa: B008 (frozen)
     """The training data of rank 0. Raises DataError if it is missing or empty."""
     world = World(data_rank=0, local_rank=0, data_size=world_size, device=torch.device("cpu"))
     return build_training_data(spec, world, build_collate(spec, trust), trust)

@@ -10,8 +10,7 @@ from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.joint import Savable
 from dsjob.checkpoint.live.objects import Kept
 from dsjob.contract.spec import JobSpec
-from dsjob.data import NoLoader, TrainingLoader
-from dsjob.data.given import GivenLoader
+from dsjob.data import Loader
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.training.averaging import Averaging
@@ -41,7 +40,7 @@ class Run:
 
     spec: JobSpec
     engines: Engines
-    loader: TrainingLoader | GivenLoader | NoLoader
+    loader: Loader
     max_steps: int
     checkpointer: Checkpointer
     callbacks: Sequence[Callback]

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.sampler import WeightedRandomSampler
 
-from dsjob.data import Epochs, LoaderEvaluation, TrainingLoader, is_loader, take_loader
+from dsjob.data import Epochs, LoaderEvaluation, is_loader, load_training, take_loader
 from dsjob.data.given import StatefulLoader
 from dsjob.data.passes import Passes
 from dsjob.errors import DataError
@@ -77,8 +77,8 @@ def test_loaders_are_told_from_datasets() -> None:
     assert not any(map(is_loader, [NUMBERS, Stream(3), TensorDataset(torch.zeros(2)), {"batch_size": 3}]))
 
 
-def make_training() -> TrainingLoader:
-    return TrainingLoader(NUMBERS, micro_batch=1, world=make_world(), seed=0)
+def make_training() -> Any:
+    return load_training(NUMBERS, micro_batch=1, world=make_world(), seed=0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

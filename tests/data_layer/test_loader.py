@@ -12,7 +12,7 @@ from job_documents import make_job, resolve
 from torch.utils.data import IterableDataset, Subset
 
 from dsjob.contract.spec import JobSpec, view
-from dsjob.data import Epochs, EvaluationBatches, TrainingLoader, to_device
+from dsjob.data import Epochs, EvaluationBatches, load_training, to_device
 from dsjob.data.batches import count_elements, count_samples, is_tokens
 from dsjob.data.loader import choose_loading
 from dsjob.data.samples import Samples
@@ -35,7 +35,7 @@ class Stream(IterableDataset[int]):
 
 
 def first_batches(dataset: Any, count: int, seek: int = 0, **options: Any) -> list[list[int]]:
-    loader = TrainingLoader(dataset, **{"micro_batch": 4, "world": make_world(), "seed": 3, **options})
+    loader = load_training(dataset, **{"micro_batch": 4, "world": make_world(), "seed": 3, **options})
     loader.seek(seek)
     return [batch.tolist() for batch in islice(iter(loader), count)]
 
@@ -167,12 +167,12 @@ def test_a_subset_reads_at_once_only_what_its_dataset_does() -> None:
 
 
 def test_a_program_sees_epochs() -> None:
-    loader = TrainingLoader(list(range(10)), micro_batch=3, world=make_world(), seed=0)
+    loader = load_training(list(range(10)), micro_batch=3, world=make_world(), seed=0)
     epochs = Epochs(loader, 3)
     first, second = [[batch.tolist() for batch in epochs] for _ in range(2)]
     assert len(epochs) == len(first) == len(second) == 3
     assert first != second
-    stream = Epochs(TrainingLoader(Stream(7), micro_batch=2, world=make_world(), seed=0), 2)
+    stream = Epochs(load_training(Stream(7), micro_batch=2, world=make_world(), seed=0), 2)
     assert [batch.tolist() for batch in stream] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(TypeError):
         len(stream)

@@ -14,7 +14,7 @@ import torch
 from jobs import dsjob, make_job
 from torch.utils.data import IterableDataset, default_collate
 
-from dsjob.data import EvaluationBatches, TrainingLoader
+from dsjob.data import EvaluationBatches, load_training
 from dsjob.data.misfits import find_misfit
 from dsjob.data.samples import raise_failures
 from dsjob.errors import DataError
@@ -58,7 +58,7 @@ class Streamed(IterableDataset[Any]):
 
 
 def train(dataset: Any, workers: int = 0, collate: Callable[[Any], Any] | None = None) -> DataError:
-    loader = TrainingLoader(
+    loader = load_training(
         dataset, micro_batch=4, world=WORLD, seed=0, shuffle=False, num_workers=workers, collate=collate
     )
     with pytest.raises(DataError) as caught:
@@ -172,7 +172,7 @@ def test_a_collate_function_that_fails_is_named(workers: int) -> None:
 
 
 def test_a_collate_function_may_drop_what_is_none() -> None:
-    loader = TrainingLoader(
+    loader = load_training(
         Given(None), micro_batch=4, world=WORLD, seed=0, shuffle=False, collate=lambda items: [i for i in items if i]
     )
     batches = iter(loader)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from dsjob.data import EvaluationBatches, TrainingLoader, take_loader
+from dsjob.data import EvaluationBatches, load_training, take_loader
 from dsjob.ranks.mesh import World
 
 WORLD = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
@@ -65,7 +65,7 @@ def take(loader: Any) -> Any:
 
 OPTIONS: dict[str, Any] = {"micro_batch": 2, "world": WORLD, "num_workers": 1}
 READ = {
-    "training": lambda: TrainingLoader(Signalled(), seed=0, shuffle=False, **OPTIONS),
+    "training": lambda: load_training(Signalled(), seed=0, shuffle=False, **OPTIONS),
     "evaluation": lambda: (b for b, _ in EvaluationBatches(Signalled(), collate=None, max_batches=None, **OPTIONS)),
     "given": lambda: take(give(Signalled())),
     "given stream": lambda: take(give(Stream())),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dsjob.trust.grant import Trust
 
 TRUST = Trust(prefixes=("small_jobs",), folders=(str(Path(__file__).parent),))
 MORE: list[Callable[[RunView, int], None]] = []  # called with each log record, on this process
+READ: list[int] = []  # the samples of Parts that this process has read
 
 
 class Net(nn.Module):
@@ -43,6 +44,30 @@ class Data(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x = self.x[index] + torch.randn(8) * self.noisy
         return x, x.sum(0, keepdim=True)
+
+
+class Parts(torch.utils.data.IterableDataset[Any]):
+    """A stream of Data's samples in shards, which can continue where it stopped; READ tells what was read."""
+
+    def __init__(self, num_shards: int, part: slice = slice(None)) -> None:
+        self.num_shards, self._data, self._indices = num_shards, Data(), range(40)[part]
+        self._begun = self._position = 0
+
+    def shard(self, num_shards: int, index: int) -> Parts:
+        return Parts(1, slice(index, None, num_shards))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self._position, self._begun = self._begun, 0
+        for index in self._indices[self._position :]:
+            self._position += 1
+            READ.append(index)
+            yield self._data[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begun = state["position"]
 
 
 class Hooks(Callback):

@@ -26,7 +26,10 @@ MOST_BYTES = 1 << 20  # per object, because its state is part of state.json
 
 
 class Stateful(Protocol):
-    """An object whose state is part of checkpoints."""
+    """An object whose state is part of checkpoints.
+
+    With `load_state_dicts(states)`, it receives the states of all ranks that saved, on any number of ranks.
+    """
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
@@ -82,9 +85,13 @@ def restore_objects(everyone: Ranks, objects: Kept, saved: Mapping[str, list[Any
         if states is None:
             notes.append(f"{name} was reset: the checkpoint does not contain its state")
             continue
+        if hasattr(value, "load_state_dicts"):
+            _restore(name, value.load_state_dicts, [_unpack(name, state) for state in states])
+            continue
         if len(states) not in (1, everyone.size):
             notes.append(f"{name} resumes with rank 0's state on all ranks: it was saved on {len(states)} ranks")
-        _restore(name, value, states[everyone.rank if len(states) == everyone.size else 0])
+        state = states[everyone.rank if len(states) == everyone.size else 0]
+        _restore(name, value.load_state_dict, _unpack(name, state))
     unused = sorted(saved.keys() - stateful)
     notes += [f"the state of {name} was not restored: this job has no stateful object of that name" for name in unused]
     return tuple(notes)
@@ -126,16 +133,19 @@ def _require_small(size: int, what: str) -> None:
         raise CheckpointError(f"it has {size:,} bytes of {what}; the limit is {MOST_BYTES:,}")
 
 
-def _restore(name: str, value: Stateful, state: Mapping[str, Any]) -> None:
+def _unpack(name: str, state: dict[str, Any]) -> dict[str, Any]:
     try:
         tensors = safetensors.torch.load(base64.b64decode(state["tensors"])) if "tensors" in state else {}
     except SafetensorError as error:
         raise ValueError(f"tensors of {name}: {error}") from error
-    given = {**decode(state["values"]), **tensors}
+    return {**decode(state["values"]), **tensors}
+
+
+def _restore(name: str, load: Callable[[Any], Any], given: Any) -> None:
     try:
-        value.load_state_dict(given)
+        load(given)
     except Exception as error:
         raise CheckpointError(
-            f"{name}.load_state_dict(): {type(error).__name__}: {error}",
+            f"{name}.{load.__name__}(): {type(error).__name__}: {error}",
             hint="it receives what state_dict() returned when the checkpoint was saved",
         ) from error

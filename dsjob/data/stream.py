@@ -1,0 +1,209 @@
+"""Training batches of an iterable dataset: resumable, on any number of ranks.
+
+A batch comes from one lane (`dsjob/data/lanes.py`), and from one round of it: `ranks x micro_batch` samples, of which
+each of the ranks that share the lane takes every ranks-th. So ranks that share a lane have equally many batches. A rank
+with several lanes reads a batch from each in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import count
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from dsjob.data.lanes import Lane, Position, Share, count_lanes, divide_lanes, has_state
+from dsjob.data.loader import TrainingLoader, count_dataset
+from dsjob.data.passes import Passes
+from dsjob.data.samples import Collate, FailedBatch, Samples, keep, pack_failure, raise_failures
+from dsjob.data.workers import choose_options
+from dsjob.errors import DataError, DsjobError
+from dsjob.ranks.mesh import World
+
+
+def load_training(
+    dataset: Any, *, name: str = "data.train", shuffle: bool = True, **options: Any
+) -> TrainingLoader | StreamLoader:
+    """The loader of a dataset for training; see the classes for the options. Raises DataError."""
+    length = count_dataset(dataset, name)
+    if length is None:
+        return StreamLoader(dataset, name=name, **options)
+    return TrainingLoader(dataset, length, name=name, shuffle=shuffle, **options)
+
+
+class StreamLoader:
+    """This rank's micro batches of an iterable dataset, endlessly. Checkpoints contain its position.
+
+    Without that (`seek` alone), it reads the dataset from the start, and drops the samples that the run has seen.
+    """
+
+    samples_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        micro_batch: int,
+        world: World,
+        seed: int,
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        name: str = "data.train",
+    ) -> None:
+        self.dataset, self.passes = dataset, Passes(name)
+        self._micro_batch, self._world, self._name = micro_batch, world, name
+        self._samples = Samples(dataset, collate, name, seed)
+        self._options = choose_options(world, seed, num_workers=num_workers, pin_memory=pin_memory)
+        self._start = 0
+        self._lanes = count_lanes(dataset, world.data_size, num_workers)
+        self._positions: dict[int, Position] = {}  # by lane, of those that this rank has read or will
+        self._turn = 0  # the place in this rank's lanes of the one that comes next
+        self._restored = False
+
+    def seek(self, samples: int) -> None:
+        """Tells how many samples the run has seen (over all ranks)."""
+        self._start = samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """The positions in this rank's lanes, after the batch that was taken last."""
+        read = [[lane, asdict(position)] for lane, position in self._positions.items()]
+        return {"lanes": self._lanes, "turn": self._turn, "read": read}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where all ranks were at `state`."""
+        self.load_state_dicts([state])
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continues where the ranks of a run, on any number of them, were at `states`."""
+        lanes, found = states[0]["lanes"], getattr(self.dataset, "num_shards", 1)
+        if lanes > 1 and found < lanes:
+            raise ValueError(f"the checkpoint has read {self._name} in {lanes} parts, but it has {found} shards")
+        self._lanes = lanes
+        self._positions = {lane: Position(**position) for state in states for lane, position in state["read"]}
+        same = len(states) in (1, self._world.data_size)
+        self._turn = states[self._world.data_rank if len(states) > 1 else 0]["turn"] if same else 0
+        self._restored = True
+
+    def describe_replay(self) -> str | None:
+        """Says how many samples are read again before the first batch, if any."""
+        if not self._restored:
+            again = self._start
+        else:
+            own = (self._positions.get(share.lane, Position()) for share in self._shares())
+            again = sum(position.samples for position in own if position.state is None)
+        if not again:
+            return None
+        kind, known = type(self.dataset).__name__, has_state(self.dataset)
+        why = "the checkpoint does not contain its state" if known else "it has no state_dict and load_state_dict"
+        return f"reading {again:,} samples of {self._name} ({kind}) again, because {why}"
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate(once=False)
+
+    def iterate_epoch(self, number: int, batches: int | None) -> Iterator[Any]:
+        """This rank's batches of one pass: equally many on all ranks."""
+        self._lanes, self._positions, self._turn = 1, {0: Position(passes=number)}, 0
+        return self._iterate(once=True)
+
+    def _shares(self) -> list[Share]:
+        return divide_lanes(self._lanes, self._world.data_rank, self._world.data_size)
+
+    def _iterate(self, *, once: bool) -> Iterator[Any]:
+        read = self._start // (self._micro_batch * self._world.data_size)  # batches of this rank, in the whole run
+        skipped = 0
+        if not self._restored and not once and read:
+            # The run has begun with a version that stored no position, and read everything in one lane.
+            self._lanes, skipped, read = 1, read, 0
+        shares = self._shares()
+        reader = _Reader(
+            self._samples,
+            shares,
+            lanes=self._lanes,
+            positions=self._positions,
+            turn=self._turn,
+            micro_batch=self._micro_batch,
+            once=once,
+        )
+        loader = DataLoader(reader, batch_size=None, collate_fn=keep, **self._options)
+        for batch, lane, position in raise_failures(loader, self._name):
+            before = self._positions.get(lane, Position())
+            # Only then do the ranks have to agree on where a pass ends.
+            if self._lanes == 1 and position.passes > before.passes:
+                self.passes.end(read)
+            self._positions[lane], self._turn = position, (self._turn + 1) % len(shares)
+            read += 1
+            if skipped:
+                skipped -= 1
+                continue
+            yield batch
+        self.passes.end(read)
+
+
+class _Reader(IterableDataset[Any]):
+    """Yields a rank's batches, each with its lane and the lane's position behind it. In a worker process, only those
+    that are the worker's: every workers-th.
+
+    The position comes with the batch because workers read ahead.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        shares: Sequence[Share],
+        *,
+        lanes: int,
+        positions: Mapping[int, Position],
+        turn: int,
+        micro_batch: int,
+        once: bool,
+    ) -> None:
+        self._samples, self._shares, self._turn = samples, shares, turn
+        self._lanes, self._positions = lanes, dict(positions)
+        self._micro_batch, self._once = micro_batch, once
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        shares, samples = self._shares, self._samples
+        lanes = [
+            Lane(samples.dataset, share.lane, self._lanes, self._positions.get(share.lane, Position()), samples.name)
+            for share in shares
+        ]
+        # With as many lanes as workers, a worker never needs those of the others.
+        common = math.gcd(len(shares), workers)
+        for turn in count():
+            if (turn - number) % common:
+                continue
+            place = (self._turn + turn) % len(shares)
+            try:
+                items = self._read_round(lanes[place], shares[place])
+                if items is None:
+                    return
+                if turn % workers == number:
+                    own = items[shares[place].own :: shares[place].ranks]
+                    batch = samples.collate([sample for _, sample in own], [index for index, _ in own])
+                    yield batch, shares[place].lane, lanes[place].position
+            except DsjobError as error:
+                yield pack_failure(error)
+
+    def _read_round(self, lane: Lane, share: Share) -> list[Any] | None:
+        """The samples of the next round. None at the end of the pass, if there is only one. Raises DataError."""
+        size = share.ranks * self._micro_batch
+        for _ in range(2):  # in this pass, else in the next
+            items = lane.read(size)
+            for item in items:
+                if isinstance(item, FailedBatch):
+                    raise item.error
+            if len(items) == size:
+                return items
+            # The samples at the end of a pass that do not fill a round are dropped.
+            if self._once and lane.samples >= size:
+                return None
+            lane.end_pass()
+        name, kind = self._samples.name, type(self._samples.dataset).__name__
+        part = "" if self._lanes == 1 else f" from part {share.lane} of {self._lanes}"
+        raise DataError(f"{name} ({kind}) yields no full batch{part}: {size} samples are needed")
