@@ -21,8 +21,8 @@ from side_by_side import Run, run_on
 PROGRAMS = Path(__file__).parent.parent / "programs" / "programs"
 DATA = Path(__file__).parent.parent / "data" / "accelerate_programs.json"
 IMPORTED = [
-    "torch", "deepspeed", "accelerate", "transformers.models.auto.modeling_auto", "transformers.models.bert",
-    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+    "torch", "deepspeed", "accelerate", "datasets", "transformers.models.auto.modeling_auto",
+    "transformers.models.bert", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
 
 ZERO = {

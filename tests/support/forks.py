@@ -5,16 +5,19 @@ Each is as good as a new interpreter, without the seconds that importing takes.
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Mapping
 from multiprocessing import connection, forkserver, get_context, parent_process, set_start_method
 from multiprocessing.context import ForkServerContext
 
-# None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use.
+# None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use, and
+# DeepSpeed the compiler.
 PRELOADED = [
     "dsjob.engine.build", "dsjob.training.job", "dsjob.cli.run", "dsjob.document.compose", "torch.distributed.fsdp",
-    "torch.distributed.checkpoint", "torch._dynamo", "s3fs", "pytest",
+    "torch.distributed.checkpoint", "torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo",
+    "s3fs", "pytest",
 ]  # fmt: skip
 
 
@@ -33,6 +36,7 @@ def get_forks() -> ForkServerContext:
 
 def begin_anew(environment: Mapping[str, str]) -> None:
     """Gives this process the environment and nothing else. What torch reads at its import it has read before."""
+    gc.freeze()  # DeepSpeed and transformers often collect garbage: nothing of what was imported before
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # else that of the process that was forked

@@ -9,6 +9,7 @@ One process per engine imports the libraries, which takes seconds. The ranks of 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -33,6 +34,9 @@ IMPORTED = [
     "accelerate",
     "transformers.trainer_seq2seq",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
 ]
 TIMINGS = (
     "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime", "eval_samples_per_second",
@@ -164,6 +168,7 @@ def _become(run: dict[str, Any], folder: Path, environment: dict[str, str]) -> N
     """Makes this process a rank of the program."""
     code = 1
     try:
+        gc.freeze()  # libraries often collect garbage: nothing of what was imported before
         os.environ.update(environment)
         os.chdir(folder)
         output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
