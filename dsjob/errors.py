@@ -103,6 +103,20 @@ def limit_problems(problems: Sequence[Problem]) -> list[Problem]:
     return [*problems[:MAX_PROBLEMS], Problem(f"and {more:,} more", (), "more", hint, source, severity=worst)]
 
 
+# The optional packages that hints name, with the versions that the extras in pyproject.toml ask for.
+OPTIONAL = {
+    "deepspeed": "deepspeed>=0.19,<0.20",
+    "peft": "peft>=0.17",
+    "scikit-learn": "scikit-learn>=1.4",
+    "transformers": "transformers>=4.57",
+}
+
+
+def how_to_install(package: str) -> str:
+    """The command that installs an optional package. It works from any folder, unlike `pip install '.[extra]'`."""
+    return f"pip install '{OPTIONAL[package]}'"
+
+
 class DsjobError(Exception):
     """Base class of all errors that dsjob raises on purpose.
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dsjob.errors import DataError, TargetError
+from dsjob.errors import DataError, TargetError, how_to_install
 
 PAD, EOS, FIRST_BYTE, FIRST_SENTINEL, BYTE_VOCAB = 0, 1, 3, 259, 384  # 2 is the unknown token, which bytes never need
 HUB_HINT = "give a folder that holds it, or a name on the Hugging Face hub, which needs a network"
 
 
 def import_transformers() -> Any:
-    """The transformers library. Raises TargetError, naming the extra to install, where it is missing."""
+    """The transformers library. Raises TargetError, with the command that installs it, if it is missing."""
     try:
         import transformers
     except ImportError as error:
-        raise TargetError("T5 needs transformers", hint="pip install 'dsjob[hf]'") from error
+        raise TargetError("T5 needs transformers", hint=how_to_install("transformers")) from error
     return transformers
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from dsjob.errors import DataError, TargetError
+from dsjob.errors import DataError, TargetError, how_to_install
 
 SPLITS = ("train", "validation")
 TRAIN_SHARE = 0.8
@@ -73,7 +73,7 @@ class Digits(Dataset[dict[str, Tensor]]):
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise TargetError("digits need scikit-learn", hint="pip install 'dsjob[vision]'") from error
+            raise TargetError("digits need scikit-learn", hint=how_to_install("scikit-learn")) from error
         digits = load_digits()
         border = int(len(digits.target) * TRAIN_SHARE)
         part = slice(border) if split == "train" else slice(border, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +102,10 @@ def test_problems_come_in_the_order_of_their_places() -> None:
 def test_a_problem_is_one_line_that_steers_no_terminal() -> None:
     text = str(Problem("has \x1b[31m and\nmore", ("a\u202eb",), "type", source="j\x85.json"))
     assert text == r"j\x85.json: error[type]: a\u202eb: has \x1b[31m and\nmore"
+
+
+def test_hints_install_what_the_extras_install() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    asked = {each for extra in project["optional-dependencies"].values() for each in extra}
+    assert set(errors.OPTIONAL.values()) <= asked
+    assert errors.how_to_install("peft") == "pip install 'peft>=0.17'"

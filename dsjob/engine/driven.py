@@ -38,7 +38,7 @@ from dsjob.contract.spec import EngineSpec
 from dsjob.engine.blocks import prepare_blocks
 from dsjob.engine.driven_state import DeepSpeedState
 from dsjob.engine.engine import Engine
-from dsjob.errors import LossScaleError, UsageError
+from dsjob.errors import LossScaleError, UsageError, how_to_install
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import Strategy, parameters
@@ -111,7 +111,7 @@ def _import_deepspeed(world: World) -> Any:
     except ImportError as error:
         raise UsageError(
             f"engine: deepspeed needs the package deepspeed, which cannot be imported ({error})",
-            hint="pip install 'dsjob[deepspeed]', or remove engine",
+            hint=f"{how_to_install('deepspeed')}, or remove engine",
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed would compile this for minutes, although only inference uses it.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 from dsjob.contract.hints import suggest
+from dsjob.errors import how_to_install
 from dsjob.importing.command_line import parse_value
 from dsjob.importing.given import UNKNOWN, Draft, Given, Rank, Settings, is_off
 from dsjob.importing.methods import drop_params, replace_section
@@ -102,7 +103,7 @@ def _draft_target(
 ) -> None:
     replace_section("scheduler", from_file, kind, draft)
     draft.put("scheduler._target_", named.to(kind))
-    draft.note("changed", f"{named.label} is transformers' own function: pip install 'dsjob[hf]'", named)
+    draft.note("changed", f"{named.label} is transformers' own function: {how_to_install('transformers')}", named)
     draft.put("scheduler.num_warmup_steps", warmup if warmup.value != "auto" else warmup.to(UNKNOWN))
     if warmup.value == "auto":
         draft.note("fill in", f"scheduler.num_warmup_steps: {warmup.label} {_UNFILLED}", warmup)

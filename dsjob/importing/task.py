@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+from dsjob.errors import how_to_install
 from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, is_off
 
 _T5 = re.compile(r"(?:.*/)?(?:flan-)?t5-[\w.-]+/?")  # not mt5 and byt5, which are other classes
@@ -75,7 +76,7 @@ def _draft_model(name: Given | None, t5: bool, script: Given | None, settings: S
     draft.put("model._target_", name.to(f"transformers.{kind}.from_pretrained"))
     draft.put("model.pretrained_model_name_or_path", name)
     draft.put("model.dtype", name.to("float32"))
-    draft.note("changed", f"model: scripts named {stem} use {kind}; it needs pip install 'dsjob[hf]'", name)
+    draft.note("changed", f"model: scripts named {stem} use {kind}; {how_to_install('transformers')}", name)
     for key, given in further:
         draft.put(f"model.{key}", given)
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from dsjob.contract import schema as contract
 from dsjob.contract.environment import mask, watch_output
 from dsjob.document.resolve import complete_job
-from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError
+from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError, how_to_install
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank, end_with_parent
 from dsjob.ranks import patience
@@ -62,7 +62,7 @@ def compare(document: Mapping[str, Any], *, steps: int, trust: Trust, debug: boo
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UsageError(
-            "compare-engines needs the package deepspeed, which is not installed", hint="pip install 'dsjob[deepspeed]'"
+            "compare-engines needs the package deepspeed, which is not installed", hint=how_to_install("deepspeed")
         )
 
     def stop(number: int, _: Any) -> None:

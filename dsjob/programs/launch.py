@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, NoReturn
 
-from dsjob.errors import DsjobError, UsageError
+from dsjob.errors import DsjobError, UsageError, how_to_install
 from dsjob.home import find_again
 from dsjob.launch import devices, launcher
 from dsjob.launch.supervisor import Supervisor
@@ -126,7 +126,7 @@ def require_engine(engine: str) -> None:
     if found is None or str(found.origin).startswith(STAND_IN):
         raise UsageError(
             "--engine deepspeed needs the package deepspeed, which is not installed",
-            hint="pip install 'dsjob[deepspeed]'",
+            hint=how_to_install("deepspeed"),
         )
 
 

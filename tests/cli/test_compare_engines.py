@@ -33,7 +33,7 @@ SMALL = (
 )
 slow = pytest.mark.slow
 installed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'dsjob[deepspeed]'"
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install '.[deepspeed]'"
 )
 
 

@@ -31,7 +31,7 @@ from dsjob.trust.grant import Trust
 INSTALLED = importlib.util.find_spec("deepspeed") is not None
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not INSTALLED, reason="DeepSpeed is not installed: pip install 'dsjob[deepspeed]'"),
+    pytest.mark.skipif(not INSTALLED, reason="DeepSpeed is not installed: pip install '.[deepspeed]'"),
 ]
 ROWS = 12
 ON = {"enabled": True}

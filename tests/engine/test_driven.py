@@ -25,7 +25,7 @@ def test_a_missing_package_is_told_with_what_installs_it(monkeypatch: pytest.Mon
     spec = view(JobSpec, document)
     with pytest.raises(UsageError, match="needs the package deepspeed") as caught:
         build_engine(torch.nn.Linear(1, 1), spec, ALONE, trust=Trust(), config={}, document=document)
-    assert "pip install 'dsjob[deepspeed]'" in caught.value.hint
+    assert "pip install 'deepspeed>=0.19,<0.20'" in caught.value.hint
 
 
 def test_deepspeed_is_given_what_the_job_says_of_the_engine() -> None:

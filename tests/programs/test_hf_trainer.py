@@ -89,7 +89,7 @@ def test_commands_and_the_script_in_a_checkpoint_read_it(ours: dict[str, Any], f
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """What all cases record on both engines, and what dsjob's records when it resumes a checkpoint of the other."""
     if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install 'dsjob[deepspeed]'")
+        pytest.skip("DeepSpeed is not installed: pip install '.[deepspeed]'")
     base = tmp_path_factory.mktemp("both")
     start = base / "start"
     theirs = {name: make_run(CASES[name], base / "deepspeed" / name, start) for name in CASES}

@@ -23,7 +23,7 @@ from torch.nn.modules import module as registration
 
 from dsjob.checkpoint.pretrained.adapters import PREFIX, Adapter, Shapes, find_alphas
 from dsjob.contract.shown import shorten
-from dsjob.errors import UsageError
+from dsjob.errors import UsageError, how_to_install
 
 # Keys that do not change names or shapes, and may need libraries that are not installed here.
 _DROPPED = {
@@ -184,7 +184,7 @@ def name_adapter(base: nn.Module, adapter: Adapter, others: Sequence[Adapter], f
     CannotBuildError, UsageError.
     """
     if importlib.util.find_spec("peft") is None:
-        raise CannotBuildError("peft is not installed (pip install 'dsjob[peft]')")
+        raise CannotBuildError(f"peft is not installed ({how_to_install('peft')})")
     import peft
     from peft.utils import get_peft_model_state_dict
 
