@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NewType, TypeVar, cast
 
 T = TypeVar("T")
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -39,15 +39,27 @@ class Target:
     arguments: Mapping[str, Any]
 
 
+Sets = NewType("Sets", dict[str, Target])  # sets of data by name; a single set has the name ""
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
     train: Target
-    eval: Target | None
+    eval: Sets
+    test: Sets
     loader: Target | None
     collate: Target | None
     shuffle: bool
     num_workers: int | None
     pin_memory: bool
+
+    def list_sets(self, *roles: Literal["eval", "test"]) -> dict[str, Target]:
+        """The sets of these roles by the prefix of their metrics: `eval`, or `eval/NAME` for each of several."""
+        return {
+            f"{role}/{name}" if name else role: target
+            for role in roles
+            for name, target in (self.eval if role == "eval" else self.test).items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +297,9 @@ def view(cls: type[T], document: Mapping[str, Any]) -> T:
 
 def _convert(hint: Any, value: Any) -> Any:
     """A JSON value as the type that a field is annotated with."""
+    if hint is Sets:
+        sets = {"": value} if value and "_target_" in value else value or {}
+        return Sets({name: make_target(item) for name, item in sets.items()})
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None:

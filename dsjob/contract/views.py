@@ -150,6 +150,8 @@ def _publish(schema: Schema, *, recipe: bool) -> Schema:
         published.pop(key, None)
     if recipe:
         published.pop("required", None)  # a fragment need not be complete
+        if "propertyNames" in schema.get("then", {}):  # without _target_, a fragment may hold arguments or named sets
+            published = {key: value for key, value in published.items() if key not in ("if", "then", "else")}
     if "description" in schema:
         published["description"] = _describe(schema)
     if False in (published.get("additionalProperties"), published.get("unevaluatedProperties")):

@@ -157,16 +157,16 @@ def take_loader(loader: Any, **options: Any) -> GivenLoader:
 class LoaderEvaluation:
     """Evaluation batches from a loader of the user. Iteration yields the same as EvaluationBatches.
 
-    If the loader has no length, it is read once to count its batches.
+    If the loader has no length, it is read once to count its batches. name: the key of its data in the document.
     """
 
-    def __init__(self, loader: Any, *, world: World, seed: int, divided: bool = False) -> None:
+    def __init__(self, loader: Any, *, world: World, seed: int, divided: bool = False, name: str = "data.eval") -> None:
         if iter(loader) is loader:
             raise DataError(
-                f"data.eval is an iterator ({type(loader).__name__}), which can be read only once",
+                f"{name} is an iterator ({type(loader).__name__}), which can be read only once",
                 hint="return an object whose __iter__ starts again each time",
             )
-        self._share = Share(loader, world=world, seed=seed, divided=divided, name="data.eval")
+        self._share = Share(loader, world=world, seed=seed, divided=divided, name=name)
         self._share.begun = None
         self._world = world
         self._counted = self._share.length
@@ -187,7 +187,7 @@ class LoaderEvaluation:
             # All ranks must make the same number of forward passes: those of the longest loader.
             rounds, total = max(found for found, _ in lengths), min(found for _, found in lengths)
         if not total:
-            raise DataError(f"data.eval ({type(share.loader).__name__}) yields no batch on at least one rank")
+            raise DataError(f"{share.name} ({type(share.loader).__name__}) yields no batch on at least one rank")
         return EvaluationPass(share, rounds if max_batches is None else min(rounds, max_batches))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice, repeat
 from typing import Any
 
@@ -133,9 +133,9 @@ def count_dataset(dataset: Any, name: str) -> int | None:
     return length
 
 
-def _take(stream: Any, most: int) -> list[Any]:
+def _take(stream: Any, most: int, name: str) -> list[Any]:
     taken = []
-    for item in islice(number_stream(stream, "data.eval"), most):
+    for item in islice(number_stream(stream, name), most):
         if isinstance(item, FailedBatch):
             raise item.error
         taken.append(item[1])
@@ -151,11 +151,22 @@ def choose_loading(spec: Data, dataset: Any, world: World) -> dict[str, Any]:
     return {"num_workers": workers, "pin_memory": spec.pin_memory and on_gpu}
 
 
+class _Chosen:
+    """The sample indices of each batch: `choose` of each of `batches`."""
+
+    def __init__(self, batches: Iterable[int], choose: Callable[[int], list[int]]) -> None:
+        self._batches, self._choose = batches, choose
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(self._choose, self._batches)
+
+
 class EvaluationBatches:
     """Yields this rank's evaluation batches, each with its weight: the number of its samples. `len`: of batches.
 
     All ranks get equally many batches, because a sharded model runs on all ranks at once. A rank with none left gets
-    the first batch again, with weight 0. max_batches: the most per rank, spread evenly over the dataset.
+    the first batch again, with weight 0. max_batches: the most per rank, spread evenly over the dataset. name: the
+    dataset's key in the document, for messages.
     """
 
     def __init__(
@@ -168,6 +179,7 @@ class EvaluationBatches:
         max_batches: int | None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        name: str = "data.eval",
     ) -> None:
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
@@ -175,14 +187,14 @@ class EvaluationBatches:
             "pin_memory": pin_memory,
         }
         self._micro_batch, self._world = micro_batch, world
-        length = count_dataset(dataset, "data.eval")
+        length = count_dataset(dataset, name)
         if length is None:
             most = (max_batches or 2**31) * micro_batch * world.data_size
-            kind, dataset = type(dataset).__name__, _take(dataset, most)
+            kind, dataset = type(dataset).__name__, _take(dataset, most, name)
             length = len(dataset)
             if not length:
-                raise DataError(f"data.eval ({kind}) yields no samples")
-        self._samples = Samples(dataset, collate, "data.eval")
+                raise DataError(f"{name} ({kind}) yields no samples")
+        self._samples = Samples(dataset, collate, name)
         self._length, self._total = length, math.ceil(length / micro_batch)
         limited = max_batches is not None and max_batches < math.ceil(self._total / world.data_size)
         self._taken = max_batches * world.data_size if limited and max_batches else self._total
@@ -196,9 +208,11 @@ class EvaluationBatches:
         # A starting DataLoader draws a random number. Without a generator of its own, it would change the numbers that
         # training draws.
         generator = torch.Generator().manual_seed(self._world.data_rank)
-        made, chosen = Batches(self._samples, numbered=False), [self._choose(index) for index in indices]
+        # Chosen as they are read: a list of all indices would take 8 bytes for each sample.
+        chosen = _Chosen(indices, self._choose)
+        made = Batches(self._samples, numbered=False)
         loader = DataLoader(made, batch_sampler=chosen, collate_fn=keep, generator=generator, **self._options)
-        for index, batch in zip(indices, raise_failures(loader, "data.eval"), strict=True):
+        for index, batch in zip(indices, raise_failures(loader, self._samples.name), strict=True):
             yield batch, count_samples(batch) if index < self._taken else 0
 
     def _choose(self, index: int) -> list[int]:

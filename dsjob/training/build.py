@@ -230,14 +230,14 @@ def build_micro_step(spec: JobSpec, loss: LossFunction | None, measures: Measure
 def build_evaluator(
     spec: JobSpec,
     engines: Engines,
-    data: Any,
+    sets: Mapping[str, Any],
     trust: Trust,
     *,
     collate: Any = None,
     loss: LossFunction | None = None,
     measures: Measures | None = None,
 ) -> Evaluator:
-    """The evaluator of `data` (see `build_evaluation_data`). It uses `trainer.eval_step`, or the model and `loss`.
+    """The evaluator of `sets` (see `build_evaluation_sets`). It uses `trainer.eval_step`, or the model and `loss`.
 
     `measures`: the metrics of phase `eval`. Raises TargetError.
     """
@@ -245,7 +245,7 @@ def build_evaluator(
     return Evaluator(
         spec,
         engines,
-        data,
+        sets,
         collate=collate,
         loss=loss,
         step=step,

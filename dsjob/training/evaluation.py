@@ -1,4 +1,4 @@
-"""Evaluation: runs the models over data.eval on all ranks, and returns metrics by name."""
+"""Evaluation: runs the models over sets of data on all ranks, and returns metrics by name."""
 
 from __future__ import annotations
 
@@ -19,27 +19,67 @@ from dsjob.data.given import EvaluationPass
 from dsjob.data.loader import choose_loading
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, MetricError
+from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import share, share_length
 from dsjob.ranks.watchdog import position
 from dsjob.training.averaging import Averaging
 from dsjob.training.metrics import Measures
 from dsjob.training.steps import Names, UserStep, read_scalars
 
-_EVALUATED = "batches of data.eval"
+
+def read_set(
+    spec: JobSpec,
+    world: World,
+    data: Any,
+    name: str,
+    *,
+    collate: Callable[[list[Any]], Any] | None = None,
+    max_batches: int | None = None,
+) -> Iterator[tuple[Any, int]]:
+    """This rank's batches of a set, each with its number of samples, 0 if it only keeps ranks together. The batch is
+    None where this rank reads no data.
+
+    data: see `build_evaluation_sets`. name: its key in the document. A collective. Raises DataError.
+    """
+    unit = f"batches of {name}"
+    if not world.loads:
+        for _ in range(share_length(0, world, unit)):
+            yield None, share(0, world)
+        return
+    pairs: EvaluationBatches | EvaluationPass
+    if isinstance(data, LoaderEvaluation):
+        pairs = data.limit(max_batches)
+    else:
+        pairs = EvaluationBatches(
+            data,
+            micro_batch=spec.trainer.micro_batch,
+            world=world,
+            collate=collate,
+            max_batches=max_batches,
+            name=name,
+            **choose_loading(spec.data, data, world),
+        )
+    share_length(len(pairs), world, unit)
+    for batch, samples in pairs:
+        yield batch, share(samples, world)
+
+
+def name_data(prefix: str) -> str:
+    """The key of a set in the document, from the prefix of its metrics: `data.eval.news` for `eval/news`."""
+    return f"data.{prefix.replace('/', '.')}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Everything that an evaluation needs. It requires neither an optimizer nor training data.
 
-    data: a dataset or a LoaderEvaluation; None if this rank reads no data. step: the user's, instead of the model's
-    forward pass and `loss`. averaging: the weight of each batch. taken: names in the result of `step` that only
-    `measures` use.
+    sets: by the prefix of their metrics; see `build_evaluation_sets`. step: the user's, instead of the model's forward
+    pass and `loss`. averaging: the weight of each batch. taken: names in the result of `step` that only `measures` use.
     """
 
     spec: JobSpec
     engines: Engines
-    data: Any
+    sets: Mapping[str, Any]
     collate: Callable[[list[Any]], Any] | None = None
     loss: LossFunction | None = None
     step: UserStep | None = None
@@ -47,21 +87,31 @@ class Evaluator:
     measures: Measures = dataclasses.field(default_factory=Measures)
     taken: Collection[str] = ()
 
+    @property
+    def followed(self) -> str:
+        """The name of the loss that schedules follow: that of the first set."""
+        return f"{next(iter(self.sets))}/loss"
+
     def evaluate(self) -> dict[str, float]:
-        """The mean loss as `eval/loss`, or the values that `step` returned, and the metrics. A collective.
+        """The mean loss of each set as `<prefix>/loss`, or the values that `step` returned, and the metrics. A
+        collective.
 
         Leaves models in training mode. Raises ContractError, DataError, MetricError.
         """
-        return {**self._measure(), **self.measures.finish()}
+        found: dict[str, float] = {}
+        for prefix in self.sets:
+            found |= {**self._measure(prefix), **self.measures.finish(prefix)}
+        return found
 
     def rehearse(self, say: Callable[[str, str], None]) -> None:
-        """Evaluates one batch and discards the result, so that mistakes in metrics show before the first step.
+        """Evaluates one batch of each set and discards the result, so that mistakes in metrics show before the first
+        step.
 
-        Restores random generators, buffers and metrics afterwards. Does nothing if the data can be read only once. say:
+        Restores random generators, buffers and metrics afterwards. Does nothing if data can be read only once. say:
         shows a title and a text to the user. Raises the errors of an evaluation, ContractError.
         """
         engine = self.engines.first
-        if share(int(isinstance(self.data, Iterator)), engine.world):
+        if share(int(any(isinstance(data, Iterator) for data in self.sets.values())), engine.world):
             return
         # Without restoring them, `rehearse` would change the random numbers that training draws.
         random = capture_rng(engine.device)
@@ -70,13 +120,17 @@ class Evaluator:
         trainer = dataclasses.replace(self.spec.trainer, eval_batches=1)
         measures = self.measures.copy()
         once = dataclasses.replace(self, spec=dataclasses.replace(self.spec, trainer=trainer), measures=measures)
-        found = once._measure()
-        try:
-            results = {**found, **measures.finish()}
-            if len(measures) == len(self.measures):  # otherwise it may be that of a metric that cannot be copied
-                self._require_best(results)
-        except MetricError as error:  # one batch may not be enough for a metric: it may have a single class
-            say("note", f"{error.message} (on one batch of data.eval; all of data.eval may be enough)")
+        results: dict[str, float] = {}
+        complete = len(measures) == len(self.measures)  # otherwise, some metric cannot be copied
+        for prefix in self.sets:
+            results |= once._measure(prefix)
+            try:
+                results |= measures.finish(prefix)
+            except MetricError as error:  # one batch may not be enough for a metric: it may have a single class
+                name, complete = name_data(prefix), False
+                say("note", f"{error.message} (on one batch of {name}; all of {name} may be enough)")
+        if complete:
+            self._require_best(results)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
@@ -91,14 +145,22 @@ class Evaluator:
             )
 
     @torch.no_grad()
-    def _measure(self) -> dict[str, float]:
-        """The means over data.eval by name. Feeds all batches to `measures`."""
-        engine = self.engines.first
+    def _measure(self, prefix: str) -> dict[str, float]:
+        """The means over a set by name. Feeds all its batches to `measures`."""
+        engine, trainer = self.engines.first, self.spec.trainer
+        pairs = read_set(
+            self.spec,
+            engine.world,
+            self.sets[prefix],
+            name_data(prefix),
+            collate=self.collate,
+            max_batches=trainer.eval_batches,
+        )
         self.engines.eval()
         self.measures.start()
         same = Names("trainer.eval_step")
         sums: dict[str, Tensor] = {}  # by name: float64 [2], the weighted sum and the sum of weights
-        for batch, samples in self._read():
+        for batch, samples in pairs:
             position.micro_steps += 1
             values = self._evaluate_batch(batch, samples)
             if self.step is not None:
@@ -118,32 +180,7 @@ class Evaluator:
         follows = any(isinstance(each.lr_scheduler, ReduceLROnPlateau) for each in self.engines.values())
         if follows and "loss" not in names:
             raise ContractError("trainer.eval_step returned no `loss`, which ReduceLROnPlateau requires")
-        return dict(zip((f"eval/{name}" for name in names), means, strict=True))
-
-    def _read(self) -> Iterator[tuple[Any, int]]:
-        """This rank's batches with their weights; None, with those of its model, where it reads no data."""
-        world = self.engines.first.world
-        if not world.loads:
-            for _ in range(share_length(0, world, _EVALUATED)):
-                yield None, share(0, world)
-            return
-        pairs = self._start_pass()
-        share_length(len(pairs), world, _EVALUATED)
-        for batch, weight in pairs:
-            yield batch, share(weight, world)
-
-    def _start_pass(self) -> EvaluationBatches | EvaluationPass:
-        trainer, world = self.spec.trainer, self.engines.first.world
-        if isinstance(self.data, LoaderEvaluation):
-            return self.data.limit(trainer.eval_batches)
-        return EvaluationBatches(
-            self.data,
-            micro_batch=trainer.micro_batch,
-            world=world,
-            collate=self.collate,
-            max_batches=trainer.eval_batches,
-            **choose_loading(self.spec.data, self.data, world),
-        )
+        return dict(zip((f"{prefix}/{name}" for name in names), means, strict=True))
 
     def _evaluate_batch(self, host_batch: Any, samples: int) -> dict[str, tuple[Tensor, Tensor | float]]:
         """The means of a batch by name, each with its weight."""

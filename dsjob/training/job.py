@@ -27,7 +27,7 @@ from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
 from dsjob.training.callbacks import MetricsFile, ResolvedFile
 from dsjob.training.display import Display, make_console, show_seconds
-from dsjob.training.loaders import build_collate, build_evaluation_data, build_training_data, share_samples
+from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data, share_samples
 from dsjob.training.occasions import Occasions
 from dsjob.training.resume import resume
 from dsjob.training.run import Run
@@ -133,7 +133,7 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
     # Data before engines: the length of an epoch sets the length of schedules.
     loader = build_training_data(spec, world, collate, trust)
     share_samples(loader, world)
-    evaluated = build_evaluation_data(spec, world, collate, trust)
+    sets = build_evaluation_sets(spec, world, collate, trust, "eval")
     if note := note_few_samples(loader.samples_per_epoch, spec.trainer.train_batch):
         display.say("note", note)
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
@@ -147,7 +147,7 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
     kept = Kept(display.say, callbacks=callbacks, metrics=eval_metrics, training_metrics=metrics, data=stateful)
     micro_step = build.build_micro_step(spec, loss, measures, trust)
     evaluator = (
-        build.build_evaluator(spec, engines, evaluated, trust, collate=collate, loss=loss, measures=eval_measures)
+        build.build_evaluator(spec, engines, sets, trust, collate=collate, loss=loss, measures=eval_measures)
         if spec.data.eval
         else None
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
 
@@ -30,12 +30,12 @@ def build_collate(spec: JobSpec, trust: Trust) -> Collate:
 
 
 @contextmanager
-def _placing_data(key: str) -> Iterator[None]:
+def _placing_data(*key: str) -> Iterator[None]:
     """Says of a DataError that it is about the target `data.key`, unless it says more itself."""
     try:
         yield
     except DataError as error:
-        error.put_at(("data", key, "_target_"))
+        error.put_at(("data", *key, "_target_"))
         raise
 
 
@@ -45,7 +45,7 @@ def build_training_data(spec: JobSpec, world: World, collate: Collate, trust: Tr
     # With an mpu, ranks in the middle of a model may read nothing. They still take part in every collective.
     if not world.loads:
         return NoLoader()
-    data = _call_data(spec.data.train, "train", trust)
+    data = _call_data(spec.data.train, ("train",), trust)
     given = [key for key in ("loader", "collate") if getattr(spec.data, key) is not None]
     if is_loader(data) and given:
         raise DataError(
@@ -68,30 +68,44 @@ def build_training_data(spec: JobSpec, world: World, collate: Collate, trust: Tr
     )
 
 
-@_placing_data("eval")
-def build_evaluation_data(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> Any:
-    """The evaluation data: a dataset, or a LoaderEvaluation; None without data.eval, or if this rank reads no data.
+def build_evaluation_sets(
+    spec: JobSpec, world: World, collate: Collate, trust: Trust, *roles: Literal["eval", "test"]
+) -> dict[str, Any]:
+    """The sets of these `roles` by the prefix of their metrics (see Data.list_sets). Each is a dataset or a
+    LoaderEvaluation, or None if this rank reads no data.
 
     A collective. Raises the same errors as `build_training_data`.
     """
-    if spec.data.eval is None or not world.loads:
+    sets = {}
+    for prefix, target in spec.data.list_sets(*roles).items():
+        key = prefix.split("/")
+        with _placing_data(*key):
+            sets[prefix] = _build_evaluation_set(spec, world, collate, trust, tuple(key), target)
+    return sets
+
+
+def _build_evaluation_set(
+    spec: JobSpec, world: World, collate: Collate, trust: Trust, key: tuple[str, ...], target: Target
+) -> Any:
+    if not world.loads:
         return None
-    data, seed = _call_data(spec.data.eval, "eval", trust), spec.trainer.seed
+    name, seed = ".".join(("data", *key)), spec.trainer.seed
+    data = _call_data(target, key, trust)
     if is_loader(data):  # data.train may still be a dataset, which then uses data.loader and data.collate
-        return LoaderEvaluation(data, world=world, seed=seed)
+        return LoaderEvaluation(data, world=world, seed=seed, name=name)
     if spec.data.loader:
         loader, divided = _call_loader(spec, data, world, collate, trust, train=False)
-        return LoaderEvaluation(loader, world=world, seed=seed, divided=divided)
-    length = count_dataset(data, "data.eval")
+        return LoaderEvaluation(loader, world=world, seed=seed, divided=divided, name=name)
+    length = count_dataset(data, name)
     if world.model.size == 1:
-        require_same_length(length, world, "data.eval")
+        require_same_length(length, world, name)
     return data
 
 
-def _call_data(target: Target, role: str, trust: Trust) -> Any:
+def _call_data(target: Target, key: tuple[str, ...], trust: Trust) -> Any:
     """Calls a target of the data section. Turns errors of the user's code into DataError."""
     try:
-        return call_target(target, trust=trust, where=("data", role))
+        return call_target(target, trust=trust, where=("data", *key))
     except DsjobError:
         raise
     except Exception as error:

@@ -68,7 +68,7 @@ def evaluate(run: Run) -> None:
     found = run.evaluator.evaluate()
     for each in run.engines.values():
         if isinstance(each.lr_scheduler, ReduceLROnPlateau):
-            each.lr_scheduler.step(found["eval/loss"])
+            each.lr_scheduler.step(found[run.evaluator.followed])
     run.progress.last_evaluation, run.progress.evaluated_at = found, run.step
     run.tell("on_eval", found)
 

@@ -77,18 +77,18 @@ class Measures:
                     measure.feed(seen)
 
     @torch.no_grad()
-    def finish(self) -> dict[str, float]:
-        """The results by `<phase>/<name>`, or `<phase>/<name>/<key>` for dicts; the same on all ranks. A collective.
+    def finish(self, prefix: str = "") -> dict[str, float]:
+        """The results by `<prefix>/<name>`, or `<prefix>/<name>/<key>` for dicts; the same on all ranks. A collective.
 
-        Raises MetricError if a metric fails on any rank, ContractError for results that are not numbers; both on all
-        ranks.
+        prefix: by default the phase. Raises MetricError if a metric fails on any rank, ContractError for results that
+        are not numbers; both on all ranks.
         """
         everyone = self._everyone
         if not self._measures or everyone is None:
             return {}
         # A rank that does not feed metrics sends None, but must take part.
         parts = gather_on_rank_0(everyone, self._collect)
-        results: dict[str, float] = on_rank_0(everyone, lambda: self._conclude(parts))
+        results: dict[str, float] = on_rank_0(everyone, lambda: self._conclude(prefix or self._phase, parts))
         self.start()  # frees what was kept per batch, and keeps partial state out of checkpoints
         return results
 
@@ -101,12 +101,12 @@ class Measures:
                 parts[name] = measure.collect()
         return parts
 
-    def _conclude(self, ranks: list[dict[str, Any] | None]) -> dict[str, float]:
+    def _conclude(self, prefix: str, ranks: list[dict[str, Any] | None]) -> dict[str, float]:
         results: dict[str, float] = {}
         for name, measure in self._measures.items():
             with _RaiseAsMetricError(name):
                 found = measure.conclude([of_rank[name] for of_rank in ranks if of_rank is not None])
-                results |= {f"{self._phase}/{key}": value for key, value in _read_numbers(name, found)}
+                results |= {f"{prefix}/{key}": value for key, value in _read_numbers(name, found)}
         return results
 
 

@@ -14,7 +14,7 @@ from job_documents import make_job, resolve
 
 from dsjob.contract.deepspeed_keys import to_config_path, to_job
 from dsjob.contract.schema import Schema, deepspeed_schema, is_target, job_schema
-from dsjob.contract.spec import EngineSpec, JobSpec, Method, Metric, Target, make_target, view
+from dsjob.contract.spec import EngineSpec, JobSpec, Method, Metric, Sets, Target, make_target, view
 
 NOT_IN_THE_SPEC = {"$schema", "deepspeed", "resolved"}
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -42,7 +42,7 @@ def differences(kind: type[Any], schema: Schema, path: str = "") -> Iterator[str
         certain = filled or name in schema.get("required", ()) or bool(below.get("x-auto") and "x-status" not in below)
         union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
         arms = typing.get_args(hints[name]) if union else (hints[name],)
-        if (type(None) in arms) == certain:
+        if (type(None) in arms) == certain and hints[name] is not Sets:  # without a key, there are no sets
             yield f"{path}{name} {'may be None' if certain else 'may not be None'}"
         hint = next(arm for arm in arms if arm is not type(None))
         yield from type_differences(hint, below, f"{path}{name}")
@@ -50,8 +50,8 @@ def differences(kind: type[Any], schema: Schema, path: str = "") -> Iterator[str
 
 def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Target:
-        agrees = is_target(schema) and "type" not in schema["properties"]
+    if hint is Target or hint is Sets:
+        agrees = is_target(schema) and (hint is Sets) == ("else" in schema) and "type" not in schema["properties"]
     elif hint is Method:
         agrees = is_target(schema) and {"type", "params"} <= set(schema["properties"])
     elif is_dataclass(hint):
@@ -130,7 +130,7 @@ def test_a_resolved_document_is_seen_with_its_types() -> None:
         "f1": Metric(Target("mine.count", {}), {"preds": "outputs.logits"}, Target("mine.f1", {}), ["train"]),
     }
     assert spec.callbacks == {}
-    assert (spec.data.eval, spec.data.collate) == (Target("mine.Data", {}), None)
+    assert (spec.data.list_sets("eval", "test"), spec.data.collate) == ({"eval": Target("mine.Data", {})}, None)
     assert (spec.trainer.train_batch, spec.trainer.micro_batch, spec.trainer.grad_accum) == (4, 4, 1)
     assert (spec.trainer.max_steps, spec.trainer.max_epochs) == (10, None)
     assert (spec.launch.device, spec.launch.backend) == ("cpu", "auto")

@@ -21,7 +21,7 @@ from dsjob.errors import ContractError, DataError
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import build
 from dsjob.training.callbacks import Callback
-from dsjob.training.loaders import build_collate, build_evaluation_data, build_training_data
+from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data
 from dsjob.trust.grant import Trust
 
 pytestmark = pytest.mark.usefixtures("hooks")
@@ -40,8 +40,8 @@ def evaluate(job: ResolvedJob, folder: Path | str, world: World) -> tuple[dict[s
     assert engines.first.optimizer is None
     assert engines.first.lr_scheduler is None
     build.build_checkpointer(job, str(folder), world).load(engines.first, optimizer=False, scheduler=False)
-    data = build_evaluation_data(job.spec, world, build_collate(job.spec, TRUST), TRUST)
-    evaluator = build.build_evaluator(job.spec, engines, data, TRUST)
+    sets = build_evaluation_sets(job.spec, world, build_collate(job.spec, TRUST), TRUST, "eval")
+    evaluator = build.build_evaluator(job.spec, engines, sets, TRUST)
     return evaluator.evaluate(), dict(engines.first.module.state_dict())
 
 
@@ -104,10 +104,11 @@ def test_an_evaluation_runs_on_other_ranks_and_at_another_stage(tmp_path: Path) 
     assert found == [pytest.approx(read_evaluations(tmp_path)[-1], rel=1e-5)] * 2
 
 
-def test_evaluation_data_is_none_where_the_job_has_none(tmp_path: Path) -> None:
+def test_there_are_no_sets_where_the_job_has_none(tmp_path: Path) -> None:
     world = join_world(device="cpu")
-    assert build_evaluation_data(make(tmp_path).spec, world, None, TRUST) is None
-    assert len(build_evaluation_data(make(tmp_path, data=DATA).spec, world, None, TRUST)) == 20
+    assert build_evaluation_sets(make(tmp_path).spec, world, None, TRUST, "eval", "test") == {}
+    sets = build_evaluation_sets(make(tmp_path, data=DATA).spec, world, None, TRUST, "eval", "test")
+    assert {prefix: len(data) for prefix, data in sets.items()} == {"eval": 20}
 
 
 def take_two(outputs: Any, batch: Any) -> float:
@@ -123,8 +124,8 @@ def test_measures_alone_are_those_of_the_phase(tmp_path: Path) -> None:
     measures, objects = build.build_measures("eval", job.spec, world, own)
     assert list(objects) == ["two"]
     engines = build.build_engines(build.build_models(job, own), job, world, own)
-    data = build_evaluation_data(job.spec, world, None, own)
-    found = build.build_evaluator(job.spec, engines, data, own, measures=measures).evaluate()
+    sets = build_evaluation_sets(job.spec, world, None, own, "eval")
+    found = build.build_evaluator(job.spec, engines, sets, own, measures=measures).evaluate()
     assert found["eval/two"] == 2.0
 
 

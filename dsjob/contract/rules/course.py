@@ -104,17 +104,30 @@ def _metric(document: Document) -> Iterator[Finding]:
     """A callback that monitors a metric which is never computed waits for ever."""
     if read(document, "trainer.eval_step"):
         return  # it can return any metrics; their names are not known before it runs
-    evaluated = "eval" in read(document, "data", {"eval": True})
+    data = read(document, "data", {"eval": None})
+    if "eval" in data and data["eval"] is None:
+        return  # broken, which is reported already
+    evaluated, prefixes = "eval" in data, _list_prefixes(document)
     names = [name for name, phases in _list_phases(document).items() if "eval" in phases]
-    known = {"eval/loss", *(f"eval/{name}" for name in names)} if evaluated else set()
+    losses = {f"{prefix}/loss" for prefix in prefixes}
+    known = losses | {f"{prefix}/{name}" for prefix in prefixes for name in names}
     there = f"available: {', '.join(sorted(known))}" if known else "add data.eval"
     for name, callback in read(document, "callbacks", {}).items():
         monitored = callback.get("monitor") if isinstance(callback, dict) else None
-        if isinstance(monitored, str) and monitored.startswith("eval/") and _leads_nowhere(monitored, known):
+        if isinstance(monitored, str) and monitored.startswith("eval/") and _leads_nowhere(monitored, known, losses):
             yield f"callbacks.{name}.monitor", f'unknown metric "{monitored}"', there
-    chosen = read(document, "checkpoint.best.metric")
-    if evaluated and isinstance(chosen, str) and _leads_nowhere(chosen, known):
+    best = read(document, "checkpoint.best")
+    chosen = best.get("metric", "eval/loss") if evaluated and isinstance(best, dict) else None
+    if isinstance(chosen, str) and _leads_nowhere(chosen, known, losses):
         yield "checkpoint.best.metric", f'unknown metric "{chosen}"', there
+
+
+def _list_prefixes(document: Document) -> list[str]:
+    """The prefixes of the metrics of all evaluation sets: `eval`, or `eval/NAME` for each of several."""
+    sets = read(document, "data.eval")
+    if not isinstance(sets, dict):
+        return []
+    return ["eval"] if "_target_" in sets else [f"eval/{name}" for name in sets]
 
 
 def _list_phases(document: Document) -> dict[str, list[str]]:
@@ -126,9 +139,9 @@ def _list_phases(document: Document) -> dict[str, list[str]]:
     }
 
 
-def _leads_nowhere(metric: str, known: set[str]) -> bool:
+def _leads_nowhere(metric: str, known: set[str], losses: set[str]) -> bool:
     """Whether a metric is neither a known one nor `eval/NAME/KEY`, a key of the dict that a known one may return."""
-    return metric not in known and metric.rpartition("/")[0] not in known - {"eval/loss"}
+    return metric not in known and metric.rpartition("/")[0] not in known - losses
 
 
 @enter("cadence-beyond-end", severity="warning", whole=True)
