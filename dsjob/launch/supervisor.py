@@ -23,7 +23,16 @@ from dsjob.launch.relay import Relay, prints_elsewhere
 from dsjob.ranks import patience
 from dsjob.ranks.failures import SAVED_CODES, End, Scene, blame, find_saved_end, has_succeeded, read_failures
 from dsjob.ranks.signals import handling
-from dsjob.ranks.stalls import FAILED_NAME, RECORD_PREFIX, STACK_SIGNAL, Beat, name_beat, name_stack, parse_stack
+from dsjob.ranks.stalls import (
+    FAILED_NAME,
+    RECORD_PREFIX,
+    STACK_SIGNAL,
+    Beat,
+    name_beat,
+    name_stack,
+    parse_stack,
+    read_posted,
+)
 
 _PERIOD = 0.05  # seconds between polls of the processes
 _LOOKS = 1.0  # seconds between checks of their progress
@@ -158,7 +167,7 @@ class Supervisor:
         """Whether ranks have made no progress for `grace` seconds since SIGTERM asked them to end."""
         since = max(self._asked_at, self._moved)
         if self._asked == signal.SIGTERM and time.monotonic() - since > self.grace:
-            self._stuck = all(beat.doing != "saving" for beat in self._read_beats().values())
+            self._stuck = all(beat.doing != "saving" for beat in read_posted(self.private).values())
         return self._stuck
 
     def _poll(self) -> None:
@@ -179,7 +188,7 @@ class Supervisor:
         now = time.monotonic()
         if now - self._looked < _LOOKS:
             return
-        self._looked, progress = now, [beat.progress for beat in self._read_beats().values()]
+        self._looked, progress = now, [beat.progress for beat in read_posted(self.private).values()]
         if progress != self._progress:
             self._progress, self._moved, self._dumped = progress, now, False
         elif now - self._moved > 0.8 * self.timeout and not self._dumped:
@@ -188,14 +197,14 @@ class Supervisor:
 
     def _end(self) -> DsjobError:
         """Ends the remaining ranks after one has failed. Returns the first failure."""
-        began, beats, left = time.monotonic(), self._read_beats(), self._running()
+        began, beats, left = time.monotonic(), read_posted(self.private), self._running()
         stopped = frozenset(process.rank for process in left if process.is_stopped())
         self._ask_for_stacks(left)
         # The watchdogs of the remaining ranks see this file, and end their ranks.
         with open(os.path.join(self.private, FAILED_NAME), "w", encoding="utf-8"):
             pass
         while (running := self._running()) and not self._at_once:
-            beats_now = self._read_beats()
+            beats_now = read_posted(self.private)
             for process in running:
                 if process.rank in stopped or _is_overdue(beats_now.get(process.rank), began):
                     _kill(process)
@@ -228,15 +237,6 @@ class Supervisor:
             # A rank installs its handler before its first heartbeat; until then the signal would kill it.
             if os.path.exists(os.path.join(self.private, name_beat(process.rank))):
                 _send(process, STACK_SIGNAL)
-
-    def _read_beats(self) -> dict[int, Beat]:
-        beats = {}
-        for process in self._all:
-            path = os.path.join(self.private, name_beat(process.rank))
-            if os.path.exists(path):
-                with open(path, encoding="utf-8") as file:
-                    beats[process.rank] = Beat.from_text(file.read())
-        return beats
 
     def _read_stacks(self, process: _Process) -> str:
         path = os.path.join(self.private, name_stack(process.rank))

@@ -120,7 +120,7 @@ class Sharded(Strategy):
         self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
         self._has_buffers = any(True for _ in model.buffers())
         self._buffers_differ = True
-        show_whole_state(model, precision.compute)
+        show_whole_state(model, precision.compute, world)
 
     def _set_masters(self, zero: Zero, precision: Precision, left: dict[str, nn.Parameter]) -> None:
         """Sets the masters: the sharded parameters; or if only the optimizer is offloaded, copies of them on the host.

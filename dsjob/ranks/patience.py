@@ -14,3 +14,5 @@ TO_END = TO_NOTICE + TO_SAVE + TO_TELL + TO_SETTLE + 2.0  # in total; then a ran
 TO_BE_SEEN = 10.0  # for a network file system to show a file on another node
 TO_LEAVE = 10.0  # for one side of a comparison to end when told to
 TO_CATCH_UP = 2.0  # between the ends of the background saves of different ranks
+
+TO_SAY = 60.0  # before a rank says that it waits for the others to make the same call

@@ -22,6 +22,7 @@ RECORD_PREFIX = "nccl-rank-"  # NCCL's record of its collectives, in the folder 
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_BEAT = re.compile(r"beat-(\d+)\.json")
 _SECTION = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _DEEPEST = 12  # frames of a stack that are shown
 _WHO_STOPS = "dsjob ended it; SIGSTOP comes from a debugger, a scheduler that suspends jobs, or kill -STOP"
@@ -53,6 +54,16 @@ class Beat:
 def name_beat(rank: int) -> str:
     """The file with a rank's last beat."""
     return f"beat-{rank:05d}.json"
+
+
+def read_posted(folder: str) -> dict[int, Beat]:
+    """The last beat of each rank that has posted one to `folder`."""
+    beats = {}
+    for name in os.listdir(folder):
+        if match := _BEAT.fullmatch(name):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                beats[int(match[1])] = Beat.from_text(file.read())
+    return beats
 
 
 def name_stack(rank: int) -> str:

@@ -14,6 +14,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from os import _exit  # the real one, which `exits` replaces
 from typing import Protocol
@@ -31,11 +33,13 @@ from dsjob.ranks.stalls import (
     find_stalled,
     name_beat,
     name_stack,
+    read_posted,
 )
 from dsjob.torch_private import count_collectives, list_process_groups
 
 OBSERVERS = 4  # only the first ranks search for a late one, since reading all beats takes a message per rank
 _PERIOD = 0.5  # seconds between checks
+ENDED = "ended"  # what a rank is doing whose program is over
 _RATE = 128  # how many ranks may check the store per second
 
 
@@ -49,6 +53,7 @@ class Position:
         """Resets the progress when a run begins. (A sweep has several runs in one process.)"""
         self.step = self.micro_steps = 0
         self.doing = "starting"
+        self.board: Board | None = None  # where this rank's watchdog posts, if it has one
         # Waits for a background save, at most so many seconds.
         self.settle: Callable[[float], object] = lambda seconds: None
 
@@ -76,6 +81,9 @@ class Board(Protocol):
     def answer(self) -> None:
         """Answers requests of other ranks, such as for this rank's stack."""
 
+    def read_beats(self) -> dict[int, Beat]:
+        """The last beat of each rank."""
+
 
 class FolderBoard:
     """A folder that the launcher reads. It requests stacks with a signal, which works even if a rank hangs in C."""
@@ -101,6 +109,10 @@ class FolderBoard:
 
     def answer(self) -> None:
         """Does nothing: faulthandler answers the launcher's signal."""
+
+    def read_beats(self) -> dict[int, Beat]:
+        """The last beat of each rank."""
+        return read_posted(self._folder)
 
 
 class StoreBoard:
@@ -202,11 +214,14 @@ class Watchdog:
         self.told = False  # whether it has printed which rank is late, with its stack
         self._moved, self._last, self._warned, self._posted = time.monotonic(), (-1, -1, -1), False, 0.0
         self._stopped = threading.Event()
+        position.board = board
         threading.Thread(target=self._run, name="dsjob-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """Stops watching, because the run has ended on this rank. Failures of other ranks no longer matter."""
         self._stopped.set()
+        with suppress(RuntimeError, OSError):  # the store or the folder is gone
+            self._board.post(replace(read_beat(), doing=ENDED))
 
     def _run(self) -> None:
         looked = False

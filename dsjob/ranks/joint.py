@@ -1,0 +1,62 @@
+"""Calls that all ranks must make together: finds out that another rank does not come, before this one waits for ever.
+
+Inside a collective it would be too late: the other rank's next collective would pair with this one, and exchange
+unrelated data. So the ranks first meet at a key of their store.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from dsjob.errors import UsageError
+from dsjob.ranks import patience, watchdog
+from dsjob.ranks.mesh import World
+from dsjob.ranks.watchdog import ENDED, read_beat
+from dsjob.torch_private import get_store
+
+
+def meet(world: World, key: str, what: str, hint: str) -> None:
+    """Waits until all data-parallel ranks call this with the same `key`, which must be new. what: the call, for errors.
+
+    Raises UsageError once it is certain that another rank does not come: its watchdog tells that the rank has ended, or
+    waits in another collective; or the ranks' timeout is over.
+    """
+    if world.data_size == 1:
+        return
+    store, key = get_store(), f"dsjob/meet/{world.model.rank}/{key}"
+    store.append(key, f"{world.everyone.rank} ")  # type: ignore[attr-defined]
+    began, elsewhere_since, pause, noted = time.monotonic(), 0.0, 0.002, False
+    while len(here := set(store.get(key).decode().split())) < world.data_size:
+        now = time.monotonic()
+        ended, ahead = _find_elsewhere(world, here)
+        elsewhere_since = (elsewhere_since or now) if ahead else 0.0
+        # A background save may be ahead on one rank for a moment.
+        if ended or (ahead and now - elsewhere_since > patience.TO_NOTICE) or now - began > world.timeout:
+            does = "has ended" if ended else "does something else"
+            others = _name(ended or ahead) or "another rank"
+            raise UsageError(f"not all ranks call {what}: {others} {does}", hint=hint)
+        if not noted and now - began > patience.TO_SAY:
+            noted = True
+            os.write(2, f"dsjob: rank {world.everyone.rank} waits for the other ranks in {what}: {hint}\n".encode())
+        time.sleep(pause)
+        pause = min(0.2, 1.5 * pause)
+
+
+def _find_elsewhere(world: World, here: set[str]) -> tuple[list[int], list[int]]:
+    """The ranks that have ended, and those that have entered a collective which this one has not; without those `here`.
+
+    Model-parallel ranks have different groups, so that their numbers of collectives cannot be compared.
+    """
+    board = watchdog.position.board
+    if board is None or world.model.size > 1:
+        return [], []
+    own = read_beat().collectives
+    beats = {rank: beat for rank, beat in board.read_beats().items() if str(rank) not in here}
+    ended = [rank for rank, beat in beats.items() if beat.doing == ENDED]
+    return ended, [rank for rank, beat in beats.items() if beat.collectives > own]
+
+
+def _name(ranks: list[int]) -> str:
+    more = ", ..." if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}" if ranks else ""
