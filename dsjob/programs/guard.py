@@ -50,6 +50,9 @@ class Guard:
     def end(self, code: int, message: str) -> None:
         """The program has ended on this rank, with exit code `code`. Without a launcher, writes result.json."""
         self._over.set()
+        distributed: Any = sys.modules.get("torch.distributed")
+        if self._watchdog is None and self.folder and getattr(distributed, "is_initialized", bool)():
+            self._watch(distributed)  # the program was short; the other ranks must learn of its end
         if self._watchdog is not None and not code:  # else it may still hang
             self._watchdog.stop()
         if self.run_dir and not self.folder:

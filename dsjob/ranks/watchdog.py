@@ -215,12 +215,14 @@ class Watchdog:
         self._moved, self._last, self._warned, self._posted = time.monotonic(), (-1, -1, -1), False, 0.0
         self._stopped = threading.Event()
         position.board = board
+        self._posting = threading.Lock()
         threading.Thread(target=self._run, name="dsjob-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """Stops watching, because the run has ended on this rank. Failures of other ranks no longer matter."""
-        self._stopped.set()
-        with suppress(RuntimeError, OSError):  # the store or the folder is gone
+        # Under the lock, because the thread must not post afterwards that this rank still runs.
+        with self._posting, suppress(RuntimeError, OSError):  # the store or the folder is gone
+            self._stopped.set()
             self._board.post(replace(read_beat(), doing=ENDED))
 
     def _run(self) -> None:
@@ -245,7 +247,10 @@ class Watchdog:
             self._moved, self._last, self._warned = now, beat.progress, False
         # Without progress, post less often: thousands of ranks may share the store.
         if moved or now - self._posted > 4 * self._board.period:
-            self._board.post(beat)
+            with self._posting:
+                if self._stopped.is_set():
+                    return ""
+                self._board.post(beat)
             self._posted = now
         self._board.answer()
         failure = self._board.read_failure()
