@@ -189,5 +189,5 @@ class TestModel:
         with pytest.raises(TargetError, match=r"cannot load pretrained=.*\n.*folder"):
             build(pretrained=str(tmp_path))
         monkeypatch.setitem(sys.modules, "transformers", None)
-        with pytest.raises(TargetError, match=r"pip install 'dsjob\[hf\]'"):
+        with pytest.raises(TargetError, match=r"pip install 'transformers"):
             build()

@@ -69,5 +69,5 @@ def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="max_samples is 0"):
         Digits(max_samples=0)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(TargetError, match=r"pip install 'dsjob\[vision\]'"):
+    with pytest.raises(TargetError, match=r"pip install 'scikit-learn"):
         Digits()
