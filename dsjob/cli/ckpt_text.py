@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dsjob.checkpoint.root.inventory import Inventory
 
 SHOWN = 20  # lines of differences
+_AFTER_DAMAGE = (
+    "next: restore the damaged files from a copy, or resume from an older checkpoint: "
+    "dsjob run FOLDER checkpoint.on_corrupt=previous"
+)
 
 
 def show_inventory(inventory: Inventory) -> str:
@@ -73,6 +77,8 @@ def show_verified(found: Sequence[Verified]) -> str:
         verdict = f"DAMAGED in {_plural(len(files), 'file')}" if files else "intact"
         lines.append(f"{one.tag}  {verdict}  {what}")
         lines += [f"  {make_printable(_show_damages(file, found))}" for file, found in files.items()]
+    if any(one.damages for one in found):
+        lines.append(_AFTER_DAMAGE)
     return "\n".join(lines)
 
 

@@ -104,7 +104,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="CKPT",
         help="a run's folder, a folder of checkpoints, or a single checkpoint; a path or URL",
     )
-    out = "a folder, or a file *.safetensors, *.bin, *.pt, *.pth, *.ckpt (default: weights-TAG-DTYPE next to CKPT)"
+    out = "what to write: a folder, or a file whose name ends in .safetensors, .bin, .pt, .pth or .ckpt (default: the "
+    out += "folder weights-TAG-DTYPE next to CKPT; --to hf and deepspeed need OUT)"
     add("out", nargs="?", metavar="OUT", help=out)
     to = "fp32 (default), bf16, fp16: plain weights of this dtype; hf: a folder that transformers' from_pretrained "
     to += "loads; deepspeed: a DeepSpeed checkpoint"

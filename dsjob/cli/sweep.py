@@ -41,6 +41,7 @@ from dsjob.trust.user import read_environment
 # Settings of the sweep are passed to its runs through the environment, because Hydra's launchers may start the runs in
 # other processes.
 _ID_VARIABLE, _TRUST_VARIABLE = "DSJOB_SWEEP_ID", "DSJOB_SWEEP_TRUST"
+_ONE_RUN = "note: no key has several values, so this sweep is one run; for several: optimizer.params.lr=1e-3,3e-4"
 _OPTUNA = "hydra/sweeper=optuna"
 _FILE_VARIABLE, _DEBUG_VARIABLE, _DIR_VARIABLE = "DSJOB_SWEEP_FILE", "DSJOB_SWEEP_DEBUG", "DSJOB_SWEEP_DIR"
 
@@ -53,7 +54,10 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
     """
     samples = any(override.startswith("hydra/sweeper=") for override in overrides)
     if not samples:
-        require_few_runs(composition.count_runs(overrides))
+        count = composition.count_runs(overrides)
+        require_few_runs(count)
+        if count == 1 and launcher.is_first():
+            print(_ONE_RUN, file=sys.stderr)  # noqa: T201
     _refuse_secrets(overrides)
     each = composition.take_first(overrides)
     first = composition.compose(each, file=file, config_dir=config_dir, environment=read_environment())
@@ -177,7 +181,7 @@ def run_one(config: DictConfig) -> float:
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
     shown = [override for override in given if not override.startswith("+job_file=")]
     if launcher.is_first():
-        print(f"\n== run {hydra.job.num}: {' '.join(shown)}", flush=True)  # noqa: T201
+        print(f"\n== run {hydra.job.num}{': ' * bool(shown)}{' '.join(shown)}", flush=True)  # noqa: T201
     before = read_result(run_dir).get("overrides", shown)
     if before != shown:  # it would resume a run with other values
         print(f"dsjob: error: {run_dir} holds the run with {' '.join(before)}", file=sys.stderr)  # noqa: T201

@@ -91,7 +91,10 @@ class BatchSizes:
         if not full.is_valid(world_size):
             train, *factors = (f"{key} {getattr(full, key)}{name(key) or self._describe_origin(key)}" for key in _KEYS)
             origin = f" ({ranks})" if ranks else ""
-            if 0 < (full.train_batch or 0) < world_size:
+            alone = self.micro_batch is None and self.grad_accum is None
+            if alone and (full.train_batch or 0) > world_size:
+                message = f"{train} does not divide evenly among {world_size} data-parallel ranks{origin}"
+            elif 0 < (full.train_batch or 0) < world_size:
                 message = f"{train} is smaller than the number of data-parallel ranks, {world_size}{origin}"
             else:
                 message = f"{train} is not {' x '.join(factors)} x world size {world_size}{origin}"

@@ -324,6 +324,8 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
             )
         elif below.get("deprecated") and item != "auto" and status != "unsupported" and original != f"stage3_{key}":
             now = below.get("x-replaced-by") or original
-            problems.append(Problem("is an old spelling", here, "deprecated", f"use {now}", severity="warning"))
+            unset = item is False and below.get("default") is False
+            advice = "leave it out: this is the default" if unset else f"use {now}"
+            problems.append(Problem("is an old spelling", here, "deprecated", advice, severity="warning"))
         problems += _check_status(item, below, here)
     return problems

@@ -17,6 +17,7 @@ _USUAL: dict[str, Path] = {  # names that many training loops use
     "steps": ("trainer", "max_steps"),
     "batch_size": ("trainer", "micro_batch"),
 }
+_WARM_UP = ("warmup", "warm_up", "warmup_step")  # similar to several arguments of DeepSpeed's schedules
 # Numbers as JSON writes them; `suggest_literal` suggests them without quotes.
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -46,6 +47,8 @@ def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) 
         return "it belongs under deepspeed"
     if not bare and path in ((), ("trainer",)) and key in _USUAL:
         return f'did you mean "{_dotted(_USUAL[key][len(path) :])}"?'
+    if key in _WARM_UP and "warmup_num_steps" in known:
+        return 'did you mean "warmup_num_steps"?'
     in_config = bare or path[:1] == ("deepspeed",)
     argument = ARGUMENTS.get(key)
     if argument is None or path[:1] not in ((), ("trainer",), ("optimizer",), ("scheduler",), ("deepspeed",)):

@@ -29,7 +29,7 @@ def describe(keyword: str, rule: Any, value: Any, *, form: str = "") -> tuple[st
     found = f"but is {show(value)}"
     if keyword == "type":
         names = [rule] if isinstance(rule, str) else rule
-        wanted = " or ".join(_KINDS[name] for name in names if name in _KINDS)
+        wanted = _join([_KINDS[name] for name in names if name in _KINDS])
         return f"must be {wanted}, {found}", hints.suggest_literal(value, names)
     if keyword == "enum":
         return _describe_choice(rule, value)
@@ -61,6 +61,12 @@ def _describe_choice(options: list[Any], value: Any) -> tuple[str, str]:
     else:
         hint = hints.suggest(str(value), words)
     return f"must be {'one of ' if len(options) > 1 else ''}{shown}, but is {show(value)}", hint
+
+
+def _join(kinds: list[str]) -> str:
+    """`an object, true or false`."""
+    *first, last = " or ".join(kinds).split(" or ")
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _count(items: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,8 @@ from dsjob.run_folder import make_run_dir
 from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
 from dsjob.trust.grant import Trust
-from dsjob.trust.user import find_program
+from dsjob.trust.presence import find_absent
+from dsjob.trust.user import find_program, place_origins
 
 
 def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         from dsjob.launch.joined import join
 
         with placing_errors(composed):
-            check_folder = partial(_refuse_other_job, composed, document)
+            check_folder = partial(_refuse_other_job, composed, document, trust)
             return join(complete_job(document), trust=trust, check_folder=check_folder, run_dir=run_dir)
     job = complete_job(document)
     if run_dir is not None:
@@ -81,14 +83,16 @@ def _find_origin(composed: Composed) -> str | None:
 
 
 def _start(composed: Composed, job: ResolvedJob, run_dir: str, trust: Trust, debug: bool) -> dict[str, Any]:
-    _refuse_other_job(composed, job.document, run_dir)
+    _refuse_other_job(composed, job.document, trust, run_dir)
     with placing_errors(composed):
         return launcher.start(job, run_dir, trust=trust, debug=debug)
 
 
-def _refuse_other_job(composed: Composed, document: Mapping[str, Any], run_dir: str) -> None:
+def _refuse_other_job(composed: Composed, document: Mapping[str, Any], trust: Trust, run_dir: str) -> None:
+    """Raises DocumentError if `run_dir` holds the run of another job: one with other targets, which may be misspelt."""
     if problems := find_other_job(composed, document, run_dir):
-        raise DocumentError(problems)
+        absent = [replace(one, severity="error") for one in find_absent(document, trust)]
+        raise DocumentError([*place_origins(absent, composed), *problems])
 
 
 def _say_first(composed: Composed, world_size: int) -> None:

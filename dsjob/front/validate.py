@@ -58,7 +58,7 @@ def validate_file(
 
     def find() -> Iterator[Problem]:
         if os.path.isdir(url):
-            raise UsageError("is a folder, not a file", hint=f"dsjob validate {os.path.join(url, RESOLVED_NAME)}")
+            raise UsageError("this is a folder, not a job document", hint=_name_documents(url))
         text, source = read_text(url), name_source(url)
         texts[source] = text.replace("\r\n", "\n").replace("\r", "\n")
         document = documents.require_few(documents.parse_open(text, source))
@@ -88,6 +88,13 @@ def validate_recipe(
     return _collect(
         lambda: _check_composed(_compose_words(overrides, None), None, world_size, [], flags, deep=deep), ""
     )
+
+
+def _name_documents(folder: str) -> str:
+    """How to check a document in `folder`, such as that of a run; empty if there is none."""
+    names = sorted(os.listdir(folder), key=lambda name: (name != RESOLVED_NAME, name))
+    found = next((name for name in names if name.endswith((".yaml", ".yml", ".json"))), "")
+    return f"name a file: dsjob validate {os.path.normpath(os.path.join(folder, found))}" if found else ""
 
 
 def _collect(find: Callable[[], Iterable[Problem]], source: str) -> list[Problem]:

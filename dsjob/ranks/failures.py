@@ -39,7 +39,7 @@ from dsjob.ranks.stalls import (
     parse_stack,
     show_stack,
 )
-from dsjob.trust.frames import describe_failure, find_path, find_place, hint_at_failure, list_frames
+from dsjob.trust.frames import describe_failure, find_path, find_place, hint_at_failure, list_frames, read_message
 
 # Messages of gloo, NCCL and torch's stores on ranks that timed out waiting for another one.
 _WAITED = re.compile(
@@ -150,7 +150,7 @@ class End:
 def has_waited(error: BaseException) -> bool:
     """Whether an error means that the rank timed out waiting for another one."""
     found = _find_cause(error)
-    return found is not None and bool(_WAITED.search(str(found)))
+    return found is not None and bool(_WAITED.search(read_message(found)))
 
 
 def follows_from_another(error: BaseException) -> bool:
@@ -159,13 +159,13 @@ def follows_from_another(error: BaseException) -> bool:
     if found is None:
         return False
     named = any(kind.__name__ in _TORCH_ERRORS for kind in type(found).__mro__)
-    return named or has_waited(found) or bool(_LOST.search(str(found)))
+    return named or has_waited(found) or bool(_LOST.search(read_message(found)))
 
 
 def has_hung_up(error: BaseException) -> bool:
     """Whether an error only says that another rank has closed its connection."""
     found = _find_cause(error)
-    return found is not None and bool(_HUNG_UP.search(str(found)))
+    return found is not None and bool(_HUNG_UP.search(read_message(found)))
 
 
 def _find_cause(error: BaseException) -> BaseException | None:

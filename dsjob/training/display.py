@@ -5,6 +5,7 @@ Of the training room, only this module uses rich.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -82,7 +83,9 @@ class Display(Callback):
         self.say("eval", f"step {run.step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
     def on_save(self, run: RunView, url: str) -> None:
-        self.say("saved", url)
+        # The folders of later saves of a step end with a number: step-00000100-a0001.2.
+        again = re.search(r"-a\d+\.\d+$", url)
+        self.say("saved", f"{url} (again: its evaluation changed what it contains)" if again else url)
 
     def on_end(self, run: RunView) -> None:
         self.close()

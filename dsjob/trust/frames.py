@@ -38,7 +38,7 @@ def hint_at_failure(error: BaseException) -> str:
     kept = getattr(error, _TRACEBACK, "")
     more = f"the traceback is in {kept}" if kept else TRACEBACK_HINT
     # torch raises OutOfMemoryError on GPUs, and a RuntimeError with these words on the CPU.
-    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in read_message(error):
         return f"lower trainer.micro_batch, or see what fits with `dsjob plan`; {more}"
     return more
 
@@ -65,7 +65,16 @@ def describe_failure(error: BaseException) -> str:
         called = getattr(error, "called", "sys.exit")
         return mask(f"user code called {called}({error.code!r}) before the last step{place}")
     told = f"{blamed}: " if blamed else ""
-    return mask(f"{told}{type(error).__name__}{f': {error}' if str(error) else ''}{place}")
+    text = read_message(error)
+    return mask(f"{told}{type(error).__name__}{f': {text}' if text else ''}{place}")
+
+
+def read_message(error: BaseException) -> str:
+    """The text of an error; for one whose `__str__` fails, a note of that."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be shown: __str__ raised {type(failure).__name__})"
 
 
 def put_at(error: BaseException, path: tuple[str | int, ...]) -> None:

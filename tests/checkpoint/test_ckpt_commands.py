@@ -90,6 +90,13 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0
 # --- ls ---
 
 
+def test_ls_says_that_a_state_is_truncated(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(root / "step-00000120-a0002" / "state.json", 5)
+    (found,) = [e for e in answer(capsys, "ls", root)["checkpoints"] if e["step"] == 120]
+    assert found["state"] == "damaged"
+    assert "state.json does not match the sha256" in found["problem"]
+
+
 def test_ls_lists_every_state(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "ls", place)
     assert found["url"].endswith("run/checkpoints")
@@ -237,7 +244,8 @@ def test_verify_prints_one_line_for_a_truncated_file(root: Path, capsys: pytest.
     tensors = sorted({damage["tensor"] for damage in found["damages"] if damage["tensor"]})
     assert len(tensors) > 1
     ckpt("verify", root, code=1)
-    _, line = capsys.readouterr().out.splitlines()
+    _, line, advice = capsys.readouterr().out.splitlines()
+    assert advice.startswith("next: restore the damaged files from a copy")
     what = f"it has 9 bytes; the manifest says {size}; {len(tensors)} tensors damaged, such as {tensors[0]!r}"
     assert line == f"  {path.parent.name}/{path.name}: {what} (--json lists all)"
 

@@ -14,4 +14,5 @@ def test_the_number_of_damages_agrees_with_its_noun(count: int, verdict: str) ->
     found = Verified("step-00000001", "a", 4, 1, 0, tuple(damages))
     first, *rest = show_verified([found]).splitlines()
     assert first == f"step-00000001  {verdict}  1 chunk, 4 B of weights and optimizer"
-    assert len(rest) == count
+    assert len(rest) == count + bool(count)
+    assert rest[-1:] == [line for line in rest if line.startswith("next: restore the damaged files")]

@@ -555,3 +555,31 @@ def test_a_wrong_type_of_an_optimizer_hides_no_other_problem(validate: Any) -> N
     assert [line.split(": ")[:3] for line in out] == [
         ["job.yaml:1:9", "warning[untrusted-target]", "model._target_"],
     ]
+
+
+def test_a_folder_is_told_with_a_document_in_it(validate: Any) -> None:
+    write("job.yaml", GOOD_YAML)
+    code, _, err = validate(".")
+    assert (code, err) == (
+        2,
+        [".: error[unreadable]: this is a folder, not a job document; name a file: dsjob validate job.yaml"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("scheduler: {type: WarmupLR, params: {warmup: 3}}", 'did you mean "warmup_num_steps"?'),
+        ("zero_optimization: 3", "must be an object, true or false, but is 3"),
+        ("amp: {enabled: false}", "is an old spelling; leave it out: this is the default"),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_do(validate: Any, section: str, said: str) -> None:
+    _, out, err = validate(write("job.yaml", GOOD_YAML + section))
+    assert said in "\n".join(out + err)
+
+
+def test_what_is_not_supported_is_not_also_completed(validate: Any) -> None:
+    write("job.yaml", GOOD_YAML + "zero_optimization: {stage: 3, offload_param: {device: nvme}}")
+    (told,) = validate("job.yaml")[2]
+    assert '"nvme" is not supported by dsjob; use cpu' in told

@@ -84,7 +84,7 @@ def test_deepspeeds_own_cases_on_two_ranks(train: int, micro: int, accum: int, i
         (
             (10, None, None),
             4,
-            "train_batch 10 is not micro_batch 2 (derived) x grad_accum 1 (the default) x world size 4",
+            "train_batch 10 does not divide evenly among 4 data-parallel ranks",
             "use launch.nproc=5 (world size 5), or trainer.train_batch=8",
         ),
         (

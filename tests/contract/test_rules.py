@@ -136,12 +136,6 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/n"}),
     ),
     (
-        "nvme-path",
-        zero(3, offload_param={"device": "nvme"}),
-        "zero_optimization.offload_param",
-        zero(3, offload_param={"device": "nvme", "nvme_path": "/n"}),
-    ),
-    (
         "offload-ratio-stage",
         zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
         "zero_optimization.offload_optimizer.ratio",
@@ -600,7 +594,7 @@ def test_rules_say_nothing_near_a_mistake_of_shape(sections: dict[str, Any]) -> 
 
 def test_a_key_that_is_not_supported_has_a_shape_for_rules_to_look_at() -> None:
     found = check_job(make_job(**zero(2, offload_param={"device": "nvme"})))
-    assert {problem.rule for problem in found} == {"unsupported", "offload-param-stage", "nvme-path"}
+    assert {problem.rule for problem in found} == {"unsupported", "offload-param-stage"}
 
 
 # ---- where they are told
@@ -645,3 +639,8 @@ def test_keys_that_deepspeed_is_given_have_an_effect_there() -> None:
     ]
     (found,) = of_rule("no-effect", check_job(make_job(**idle, **BY_DEEPSPEED)))
     assert found.dotted == "deepspeed.wall_clock_breakdown"
+
+
+def test_an_automatic_length_of_a_schedule_is_told_to_have_no_meaning_in_a_program() -> None:
+    (found,) = RULES["no-total-steps"].find(schedule("WarmupCosineLR", total_num_steps="auto"))
+    assert found.message == '"auto" has no meaning here'

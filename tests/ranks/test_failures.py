@@ -179,6 +179,16 @@ def test_an_error_reads_the_same_from_all_ranks_as_from_one(
         assert (alone.message, alone.path) == (f"rank 1: {error.message}", ("data", "train"))
 
 
+def test_an_error_without_a_text_is_recorded() -> None:
+    class BrokenError(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    assert Failure.of(0, BrokenError()).message.startswith(
+        "BrokenError: (its text cannot be shown: __str__ raised KeyError)"
+    )
+
+
 def test_an_error_of_user_code_is_a_launch_error() -> None:
     found = Failure.of(3, KeyError("hidden")).to_error()
     assert type(found) is LaunchError

@@ -575,7 +575,10 @@ def plan_files(out: str, form: str, entries: dict[str, Entry], limit: int, overw
         many = f"{first}-%05d-of-{len(groups):05d}{last}" if groups[1:] else f"{first}{last}%.0s"
         files = {os.path.join(out, many % number): group for number, group in enumerate(groups, 1)}
     if taken and not overwrite:
-        raise Refused(f"{out} already contains converted weights", "choose another output, or add --overwrite")
+        raise Refused(
+            f"{out} already contains converted weights",
+            "choose another output, or set --overwrite (Python: overwrite=True)",
+        )
     return files
 
 

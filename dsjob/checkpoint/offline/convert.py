@@ -202,7 +202,10 @@ def _prepare(
         logger.info(note)
     there = [name for name in folder.beside if os.path.exists(os.path.join(out, name))]
     if there and not overwrite:
-        raise UsageError(f"{out} already contains {', '.join(there)}", hint="choose another output, or add --overwrite")
+        raise UsageError(
+            f"{out} already contains {', '.join(there)}",
+            hint="choose another output, or set --overwrite (Python: overwrite=True)",
+        )
     path = os.path.join(out, folder.weights) if folder.weights else out
     return path, rename(checkpoint, folder.names), folder.cast, folder.beside
 

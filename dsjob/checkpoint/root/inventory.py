@@ -1,6 +1,6 @@
 """Lists the checkpoints of a root, and describes the contents of one, without reading tensors. Imports no torch.
 
-Listing costs one directory listing, and one manifest per tag.
+Listing costs one directory listing, and the manifest and state.json of each tag.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Inventory:
 def take_inventory(url: str) -> Inventory:
     """Lists the root that `url` refers to (see source.find_root). Raises NoCheckpointError if it is empty.
 
-    Verifies manifests against commit records, and the sizes of files against manifests, but not the bytes of shards.
+    Verifies manifests against commit records, and state.json and the sizes of files against manifests, but not the
+    bytes of shards.
     """
     with renamed(f"list {url}"):
         root, _ = find_root(url)
@@ -134,6 +135,8 @@ def _look(root: layout.Folder, tag: str, folders: dict[str, _Contents], files: d
                 raise layout.Damaged(f"{root.root}/{folder}/{name} is missing")
             if length is not None and found != length:
                 raise layout.Damaged(f"{root.root}/{folder}/{name} has {found} bytes; the manifest says {length}")
+        digest = str(checkpoint.manifest.get("state_sha256") or "")
+        layout.read_object(root, f"{folder}/state.json", layout.MAX_MANIFEST, digest)  # no manifest has its size
     except layout.Damaged as error:
         return Listed("damaged", tag, folder, step, size, saved, problem=error.message)
     world_size, stage = (_count(checkpoint.manifest.get(key)) for key in ("world_size", "zero_stage"))

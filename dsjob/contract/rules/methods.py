@@ -194,5 +194,6 @@ def _total(document: Document) -> Iterator[Finding]:
     if "model" in document or document.get("models") or known or (total == _TOTALS[1] and kind not in _ENDING):
         return
     if params.get(total, "auto") == "auto":
+        wrong = '"auto" has no meaning here' if total in params else f"needs {total}"
         place = f"scheduler.params.{total}" if total in params else "scheduler"
-        yield place, f"needs {total}", "set it to the number of optimizer steps that the program takes"
+        yield place, wrong, "set it to the number of optimizer steps that the program takes"

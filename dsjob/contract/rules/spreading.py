@@ -174,15 +174,6 @@ def _nvme_stage(document: Document) -> Iterator[Finding]:
         )
 
 
-@enter("nvme-path")
-def _nvme_path(document: Document) -> Iterator[Finding]:
-    """Without a folder on the disk there is nowhere to swap to. DeepSpeed only notices when training starts."""
-    for what in ("param", "optimizer"):
-        if read_offload(document, what) == "nvme" and not read(document, f"zero_optimization.offload_{what}.nvme_path"):
-            place = f"zero_optimization.offload_{what}"
-            yield place, "device nvme needs nvme_path", 'for example nvme_path: "/local_nvme"'
-
-
 @enter("offload-ratio-stage")
 def _offload_ratio(document: Document) -> Iterator[Finding]:
     """Only stage 3 can offload a part of the optimizer state."""

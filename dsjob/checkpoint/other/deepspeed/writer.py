@@ -66,7 +66,10 @@ def write_deepspeed(
             "the checkpoint has no optimizer state, which DeepSpeed's format requires", hint="use --to fp32"
         )
     if os.path.exists(os.path.join(out, tag)) and not overwrite:
-        raise UsageError(f"{out} already has a checkpoint {tag}", hint="choose another output, or add --overwrite")
+        raise UsageError(
+            f"{out} already has a checkpoint {tag}",
+            hint="choose another output, or set --overwrite (Python: overwrite=True)",
+        )
     os.makedirs(out, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{tag}.", dir=out) as scratch:
         shards = layout.Shards(source, checkpoint)
