@@ -191,6 +191,13 @@ def test_a_sweep_goes_on_when_one_run_fails(job: Path) -> None:
     ]
 
 
+def test_a_sweep_without_lists_says_that_it_is_one_run(job: Path) -> None:
+    done = dsjob("-m", "cfg.json", cwd=job)
+    assert done.returncode == 0, done.stderr
+    assert "== run 0\n" in done.stdout
+    assert "note: no key has several values, so this sweep is one run" in done.stderr
+
+
 def test_a_sweep_tells_all_wrong_values_before_its_first_run(job: Path) -> None:
     done = dsjob("-m", "cfg.json", "optimizer.params.lr=1e-2,abc", "optimizer.type=AdamW,Adan", cwd=job)
     assert done.returncode == 2

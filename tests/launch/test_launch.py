@@ -312,6 +312,9 @@ def test_ranks_of_torchrun_do_not_resume_another_job(tmp_path: Path) -> None:
     done = run_program([*torchrun, "model._target_=my_model.NoLoss"], cwd=tmp_path)
     assert "error[another-job]: output.dir: run holds the run of another job" in done.stderr
     assert "does not match the model" not in done.stderr
+    done = dsjob("cfg.json", "model._target_=my_model.biuld", cwd=tmp_path)
+    assert "error[not-found]: model._target_: cannot import my_model.biuld" in done.stderr
+    assert "error[another-job]" in done.stderr
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

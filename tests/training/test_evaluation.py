@@ -163,7 +163,9 @@ def test_a_run_that_is_asked_to_end_saves_and_evaluates_when_it_goes_on(
         assert found["metrics"] == whole["metrics"]
 
 
-def test_a_schedule_that_follows_the_loss_goes_on_after_the_last_evaluation(tmp_path: Path) -> None:
+def test_a_schedule_that_follows_the_loss_goes_on_after_the_last_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The rate is halved by each evaluation but the first; the last of the shorter run is one of them."""
     sections: dict[str, Any] = {
         "data": {**EVALUATED, "eval": {"_target_": "rehearsed.Quiet"}},
@@ -172,6 +174,8 @@ def test_a_schedule_that_follows_the_loss_goes_on_after_the_last_evaluation(tmp_
     train(tmp_path / "whole", trainer={"eval_every": 2}, **sections)
     train(tmp_path / "longer", trainer={"eval_every": 2, "max_steps": 4}, **sections)
     assert read_commit(tmp_path / "longer", 4)["dir"] == "step-00000004-a0001.2"
+    printed = capsys.readouterr().out
+    assert "step-00000004-a0001.2 (again: its evaluation changed what it contains)" in printed
     assert not (tmp_path / "longer" / "checkpoints" / "step-00000004-a0001").exists()
     train(tmp_path / "longer", trainer={"eval_every": 2}, **sections)
     rates = {name: read_rates(tmp_path / name) for name in ("whole", "longer")}
