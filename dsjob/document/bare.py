@@ -15,7 +15,7 @@ from dsjob.contract.paths import Path, get_at
 from dsjob.contract.spec import EngineSpec, view
 from dsjob.contract.wording import show
 from dsjob.document.auto import resolve_auto
-from dsjob.document.normal import complete, normalise
+from dsjob.document.normal import complete, normalise, settle_torch_adam
 from dsjob.document.places import Locate, place_problems
 from dsjob.errors import ConfigError, DocumentError, Problem
 
@@ -69,7 +69,7 @@ def complete_config(given: Mapping[str, Any], spec: EngineSpec | None = None) ->
     """
     schema = contract.deepspeed_schema()
     config = contract.prune({key: value for key, value in given.items() if key in schema["properties"]}, schema)
-    config = resolve_auto(normalise(config, schema))[0]
+    config = resolve_auto(settle_torch_adam(normalise(config, schema)))[0]
     sizes = (spec.trainer.train_batch, spec.trainer.micro_batch, spec.trainer.grad_accum) if spec is not None else ()
     known: dict[str, Any] = {key: value for key, value in config.items() if value != "auto"}
     for key, section in schema["properties"].items():

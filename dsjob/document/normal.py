@@ -14,6 +14,8 @@ from dsjob.contract.paths import Path
 from dsjob.contract.schema import Schema
 from dsjob.document.auto import resolve_auto
 
+_OF_TORCH = 0.01  # the default weight_decay of torch.optim.AdamW
+
 
 def normalise(document: dict[str, Any], schema: Schema) -> dict[str, Any]:
     """A document with current keys, and with integers where `schema` requires them. It need not be valid."""
@@ -23,7 +25,7 @@ def normalise(document: dict[str, Any], schema: Schema) -> dict[str, Any]:
 
 def complete(job: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
     """A checked and normalised job with a value for every key, and a text by path on how each "auto" was resolved."""
-    job, derived = resolve_auto(job)
+    job, derived = resolve_auto(settle_torch_adam(job))
     job = {**job, "launch": _settle_gpus(job.get("launch", {}))} if "launch" in job else job
     return contract.fill_defaults(job, contract.job_schema()), derived
 
@@ -39,6 +41,18 @@ def _settle_gpus(launch: dict[str, Any]) -> dict[str, Any]:
     if "include" in settled:
         settled.setdefault("nproc", len(settled["include"]))
     return settled
+
+
+def settle_torch_adam(document: dict[str, Any]) -> dict[str, Any]:
+    """A document whose optimizer has torch's default weight decay where DeepSpeed would build torch's AdamW."""
+    method = document.get("optimizer")
+    params = method.get("params") if isinstance(method, dict) else None
+    if not isinstance(params, dict) or params.get("torch_adam") is not True:
+        return document
+    kind, decoupled = str(method.get("type", "")).lower(), params.get("adam_w_mode", True)
+    if kind == "adamw" or (kind == "adam" and decoupled):
+        return {**document, "optimizer": {**method, "params": {"weight_decay": _OF_TORCH, **params}}}
+    return document
 
 
 def use_integers(value: Any, schema: Schema) -> Any:

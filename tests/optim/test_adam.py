@@ -101,3 +101,23 @@ def test_shards_take_the_steps_of_the_whole() -> None:
     for weights in run_ranks(train_stages, 2):
         for weight in weights[1:]:
             torch.testing.assert_close(weight, weights[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decay"),
+    [
+        ("AdamW", {}, 0),
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0}, 0),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0),
+    ],
+)
+def test_torchs_own_adam_has_torchs_default_weight_decay_as_in_deepspeed(
+    kind: str, params: dict[str, Any], decay: float
+) -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": kind, "params": params}}
+    engine, optimizer, *_ = dsjob.initialize(model=nn.Linear(2, 1), config=config)
+    assert optimizer is not None
+    assert optimizer.param_groups[0]["weight_decay"] == decay
+    assert engine.config["optimizer"]["params"]["weight_decay"] == decay
