@@ -143,7 +143,9 @@ def _check_rules(document: dict[str, Any], problems: list[Problem], *, whole: bo
     broken = [problem.path for problem in problems if _is_shape(problem) and problem.rule != "unknown-key"]
     broken += [path[1:] for path in broken if path[:1] == ("deepspeed",)]
     sound = legacy.expand(_blank_broken(document, problems))
-    found = [problem for rule in RULES.values() if whole or not rule.whole for problem in rule.find(sound)]
+    found = [
+        problem for rule in RULES.values() if whole or not rule.whole for problem in rule.find(sound, bare=not whole)
+    ]
     return [_name_as_given(f, document) for f in found if not any(_is_near(f.path, path) for path in broken)]
 
 

@@ -140,8 +140,9 @@ class Zero:
 
     @property
     def offload(self) -> Literal["none", "optimizer", "param"]:
-        """What is offloaded to the host: nothing; optimizer state and masters; or these and the parameters too."""
-        if self.offload_param is not None and self.offload_param.device != "none":
+        """What is offloaded to the host: nothing; optimizer state and masters; or these and the parameters too, at
+        stage 3."""
+        if self.stage == 3 and self.offload_param is not None and self.offload_param.device != "none":
             return "param"
         return "optimizer" if self.offload_optimizer and self.offload_optimizer.device != "none" else "none"
 

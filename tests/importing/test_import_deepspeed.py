@@ -290,7 +290,9 @@ def test_what_contradicts_itself_is_to_be_mended(tmp_path: Path) -> None:
     command = "deepspeed --num_gpus 2 t.py"
     imported = import_texts(tmp_path, {"ds.json": {**config, "gradient_accumulation_steps": 2}}, command)
     mend = messages(imported, "mend")
-    assert "ds.json:5:4: zero_optimization.offload_param.device: needs stage 3, but the stage is 1" in mend
+    assert (
+        "ds.json:5:4: zero_optimization.offload_param.device: has no effect below stage 3, but the stage is 1" in mend
+    )
     assert "trainer.train_batch: train_batch 7 (" in mend
     assert list_unmentioned(imported) == []
 

@@ -16,7 +16,7 @@ from test_stages import make_net
 from torch import nn
 
 from dsjob.engine.engine import Engine
-from dsjob.errors import ConfigError
+from dsjob.errors import ConfigError, ConfigWarning
 from dsjob.optim.shards import local
 from dsjob.parallel import masters
 from dsjob.parallel.masters import choose_host
@@ -218,3 +218,14 @@ def test_nvme_is_refused_and_cpu_named() -> None:
     (problem,) = caught.value.problems
     assert problem.rule == "unsupported"
     assert "cpu" in problem.hint
+
+
+def train_with_ignored_key(world: World) -> list[list[float]]:
+    return [train_engine(make(2, asked), 0, 2) for asked in ({}, PARAM)]
+
+
+def test_below_stage_3_offload_param_has_no_effect_as_in_deepspeed() -> None:
+    for without, with_it in run_ranks(train_with_ignored_key, 2):
+        assert without == with_it
+    with pytest.warns(ConfigWarning, match="offload_param.device: has no effect below stage 3, but the stage is 2"):
+        make(2, PARAM)

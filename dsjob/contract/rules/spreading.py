@@ -139,15 +139,17 @@ def _compressing(document: Document) -> Iterator[Finding]:
 # ZeRO and offloading
 
 
-@enter("offload-param-stage")
+@enter("offload-param-stage", bare="warning")
 def _offload_param(document: Document) -> Iterator[Finding]:
-    """Only stage 3 shards parameters, so only stage 3 can offload them. DeepSpeed silently ignores the key
-    elsewhere."""
+    """Only stage 3 shards parameters, so only stage 3 can offload them. DeepSpeed silently ignores the key elsewhere,
+    and programs rely on that (accelerate's own do), so in a bare DeepSpeed config this is a warning, and the key has no
+    effect. In a job, it is an error.
+    """
     if read_offload(document, "param") != "none" and read_stage(document) != 3:
         yield (
             "zero_optimization.offload_param.device",
-            f"needs stage 3, but the stage is {read_stage(document)}",
-            "set stage to 3",
+            f"has no effect below stage 3, but the stage is {read_stage(document)}",
+            "set stage to 3, or leave it out",
         )
 
 

@@ -16,29 +16,31 @@ Check = Callable[[Document], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`reason`: why it is a mistake. `whole`: only applies to a whole job, not to a bare DeepSpeed config."""
+    """`reason`: why it is a mistake. `whole`: only applies to a whole job, not to a bare DeepSpeed config. `bare`: the
+    severity in a bare config, if it is another one there."""
 
     id: str
     reason: str
     check: Check
     severity: str = "error"
     whole: bool = False
+    bare: str = ""
 
-    def find(self, document: Document) -> Iterator[Problem]:
-        """The places in a document that break this rule, as problems."""
+    def find(self, document: Document, *, bare: bool = False) -> Iterator[Problem]:
+        """The places in a document, or in a bare DeepSpeed config, that break this rule, as problems."""
         for place, message, hint in self.check(document):
             path: Path = place if isinstance(place, tuple) else tuple(place.split(".")) if place else ()
-            yield Problem(message, path, self.id, hint, severity=self.severity)
+            yield Problem(message, path, self.id, hint, severity=(bare and self.bare) or self.severity)
 
 
 RULES: dict[str, Rule] = {}
 
 
-def enter(name: str, *, severity: str = "error", whole: bool = False) -> Callable[[Check], Check]:
+def enter(name: str, *, severity: str = "error", whole: bool = False, bare: str = "") -> Callable[[Check], Check]:
     """Registers a function as the rule `name`; the first use of its docstring is `dsjob validate --explain`."""
 
     def add(check: Check) -> Check:
-        RULES[name] = Rule(name, " ".join((check.__doc__ or "").split()), check, severity, whole)
+        RULES[name] = Rule(name, " ".join((check.__doc__ or "").split()), check, severity, whole, bare)
         return check
 
     return add
