@@ -46,7 +46,8 @@ def _settle_gpus(launch: dict[str, Any]) -> dict[str, Any]:
 def settle_torch_adam(document: dict[str, Any]) -> dict[str, Any]:
     """A document whose optimizer has torch's default weight decay where DeepSpeed would build torch's AdamW."""
     method = document.get("optimizer")
-    params = method.get("params") if isinstance(method, dict) else None
+    method = method if isinstance(method, dict) else {}
+    params = method.get("params")
     if not isinstance(params, dict) or params.get("torch_adam") is not True:
         return document
     kind, decoupled = str(method.get("type", "")).lower(), params.get("adam_w_mode", True)

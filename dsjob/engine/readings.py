@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class Readings:
     _grad_norm: Tensor | None
     _step_applied: bool | None
     _verdict: Verdict | None
+    _skips: bool
 
     def _settle(self) -> None:
         """If the device decides about steps, finds out whether the last one was taken. Waits for the device."""
@@ -68,9 +70,11 @@ class Readings:
         """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping. 0.0 before the
         first.
 
-        It is not affected by loss scaling. It is inf or nan if gradients were not finite.
+        It is not affected by loss scaling. It is inf if the step was skipped because gradients were not finite, and
+        inf or nan if the step was taken nevertheless.
         """
-        return float(self._grad_norm) if self._grad_norm is not None else 0.0
+        norm = float(self._grad_norm) if self._grad_norm is not None else 0.0
+        return math.inf if self._skips and math.isnan(norm) else norm
 
     def count_parameters(self) -> tuple[int, int]:
         """The number of elements of all parameters (tied ones once), and of the trained ones."""

@@ -1,6 +1,7 @@
 """Contradictions between a program's TrainingArguments and its DeepSpeed config, told with the places of both.
 
-transformers compares them and raises a ValueError that has the values only.
+transformers compares them and raises a ValueError that has the values only. It says nothing of an argument whose key is
+missing in the config: DeepSpeed then uses a default of its own.
 """
 
 from __future__ import annotations
@@ -17,15 +18,27 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from dsjob import document as documents
 from dsjob import storage
+from dsjob.contract import schema as contract
+from dsjob.contract.paths import get_at
 from dsjob.document.places import describe_place
 from dsjob.errors import ConfigError, DocumentError, Problem
 from dsjob.programs.origins import Told, tell_origin
 
 _LINE = re.compile(r"- ds (\S+?)=(.*) vs hf (.*?)=(.*)", re.DOTALL)
+_DEFAULT = "the default of TrainingArguments"
 # The arguments from which the Trainer calculates a value.
 _PARTS = {
     "train_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
     "num_training_steps": ("max_steps", "num_train_epochs"),
+}
+# The keys into which transformers writes arguments, but only where a key is "auto". Each has a default of its own.
+_FILLED = {
+    "gradient_clipping": ("max_grad_norm",),
+    "optimizer.params.lr": ("learning_rate",),
+    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
+    "optimizer.params.eps": ("adam_epsilon",),
+    "optimizer.params.weight_decay": ("weight_decay",),
+    "scheduler.params.warmup_num_steps": ("warmup_steps", "warmup_ratio"),
 }
 
 
@@ -45,6 +58,31 @@ def explain(lines: list[str], args: Any, told: Told) -> list[Problem]:
     return found
 
 
+def find_unused(config: dict[str, Any], args: Any, steps: int, told: Told) -> list[Problem]:
+    """The arguments that somebody has given in vain: a section lacks their key, so its default is used instead.
+
+    config: with the values that transformers has filled in. steps: of the whole training.
+    """
+    found = []
+    for key, names in _FILLED.items():
+        path = tuple(key.split("."))
+        default = contract.find_at(contract.deepspeed_schema(), path, config).get("default")
+        section = config.get(path[0]) if len(path) > 1 else config
+        if default is None or not isinstance(section, dict) or get_at(config, path, None) is not None:
+            continue
+        places = {name: _place_argument(name, args, told) for name in names if getattr(args, name, None) is not None}
+        given = {name: place for name, place in places.items() if place != _DEFAULT}
+        values = [getattr(args, name) for name in names if hasattr(args, name)]
+        value = args.get_warmup_steps(steps) if "warmup_steps" in names else values if len(names) > 1 else values[0]
+        if given and value != default:
+            listed = ", ".join(f"{name}={getattr(args, name)} ({place})" for name, place in given.items())
+            message = f"is missing, so its default of {default} would be used, but the program has {listed}"
+            hint = f'add "{path[-1]}": "auto" to use the argument, or leave the argument out'
+            source, at, column = told.origin.locate(path)
+            found.append(Problem(message, path, "contradiction", hint, source, line=at, column=column))
+    return found
+
+
 def _name(name: str) -> str:
     """Rewrites names such as `adam_beta1+adam_beta2`, `fp16|fp16_full_eval`, `train_batch_size (calculated)`."""
     return name.replace("+", ", ").replace("|", " or ").removesuffix(" (calculated)")
@@ -56,8 +94,8 @@ def _place(name: str, args: Any, told: Told) -> str:
     each = {part: _place_argument(part, args, told) for part in parts or words if hasattr(args, part)}
     if parts:
         return "from " + ", ".join(f"{part}={getattr(args, part)}: {place}" for part, place in each.items())
-    given = [place for part, place in each.items() if not place.startswith("the default")]
-    return ", ".join(dict.fromkeys(given)) or "the default of TrainingArguments"
+    given = [place for part, place in each.items() if place != _DEFAULT]
+    return ", ".join(dict.fromkeys(given)) or _DEFAULT
 
 
 def _place_argument(name: str, args: Any, told: Told) -> str:
@@ -76,7 +114,7 @@ def _place_argument(name: str, args: Any, told: Told) -> str:
                 if name in document.value and _is_read_as(str(document.value[name]), value):
                     return describe_place(document.locate((name,)))
     [default] = [field.default for field in dataclasses.fields(args) if field.name == name] or [None]
-    return "the default of TrainingArguments" if value == default else describe_place((*told.line, 0))
+    return _DEFAULT if value == default else describe_place((*told.line, 0))
 
 
 def _is_read_as(text: str, value: Any) -> bool:
@@ -93,12 +131,15 @@ def install() -> None:
     finalize: Callable[..., None] = HfTrainerDeepSpeedConfig.trainer_config_finalize
 
     def finalize_and_explain(self: Any, args: Any, model: Any, num_training_steps: Any) -> None:
+        told = tell_origin(self)
         try:
             finalize(self, args, model, num_training_steps)
         except ValueError:
-            told = tell_origin(self)
             if told is not None and self.mismatches and (problems := explain(self.mismatches, args, told)):
-                raise ConfigError(problems) from None
+                unused = find_unused(self.config, args, num_training_steps, told)
+                raise ConfigError([*problems, *unused]) from None
             raise
+        if told is not None and (unused := find_unused(self.config, args, num_training_steps, told)):
+            raise ConfigError(unused)
 
     HfTrainerDeepSpeedConfig.trainer_config_finalize = finalize_and_explain  # type: ignore[method-assign]

@@ -100,6 +100,14 @@ def test_bf16_steps_on_where_overflows_are_not_looked_for() -> None:
     assert not bool(engine.module.blocks[0].weight.isfinite().all())  # type: ignore[index,union-attr]
 
 
+@pytest.mark.parametrize("half", [{"bf16": True}, {"fp16": FP16}])
+def test_the_norm_of_a_skipped_step_is_infinite_as_in_deepspeed(half: dict[str, Any]) -> None:
+    engine = make_engine(0, net=Spiky(), **half)
+    spike(engine, math.nan)
+    assert not engine.was_step_applied()
+    assert engine.get_global_grad_norm() == math.inf
+
+
 def test_bf16_skips_for_a_while_and_not_for_ever() -> None:
     engine = make_engine(0, net=Spiky(), bf16=True)
     for _ in range(2):

@@ -61,3 +61,48 @@ def test_both_places_are_told(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert "train.py:9: error[contradiction]: optimizer.params.betas: [0.9, 0.99], but adam_beta1, " in done.stdout
     assert "adam_beta2=[0.8, 0.99] (train.py:9)" in done.stdout
+
+
+UNUSED = """
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+[args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+args.hf_deepspeed_config.trainer_config_finalize(args, torch.nn.Linear(1, 1), 10)
+print("trains")
+"""
+BARE = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "optimizer": {"type": "AdamW", "params": {"eps": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_argument_whose_key_is_missing_is_told_only_if_somebody_gave_it(tmp_path: Path, given: bool) -> None:
+    (tmp_path / "train.py").write_text(UNUSED)
+    (tmp_path / "ds.json").write_text(json.dumps(BARE, indent=1))
+    words = "--output_dir out --use_cpu --deepspeed ds.json --adam_epsilon 1e-6 --max_grad_norm 1.0"
+    more = " --learning_rate 1e-4 --weight_decay=0.1 --warmup_steps 5 --adam_beta2 0.98"
+    done = dsjob("exec", "--no_local_rank", "train.py", *(words + more * given).split(), cwd=tmp_path)
+    if not given:
+        assert (done.returncode, done.stdout) == (0, "trains\n"), done.stderr
+        return
+    assert done.returncode == 2, done.stderr
+    for place, key, default, told in [
+        ("5:3", "optimizer.params.lr", "0.001", "learning_rate=0.0001 (--learning_rate 1e-4 on the command line)"),
+        ("5:3", "optimizer.params.betas", "[0.9, 0.999]", "adam_beta2=0.98 (--adam_beta2 0.98 on the command line)"),
+        ("5:3", "optimizer.params.weight_decay", "0", "weight_decay=0.1 (--weight_decay=0.1 on the command line)"),
+        (
+            "11:3",
+            "scheduler.params.warmup_num_steps",
+            "1000",
+            "warmup_steps=5.0 (--warmup_steps 5 on the command line)",
+        ),
+    ]:
+        message = f"is missing, so its default of {default} would be used, but the program has {told}"
+        hint = f'add "{key.rpartition(".")[2]}": "auto" to use the argument, or leave the argument out'
+        assert f"ds.json:{place}: error[contradiction]: {key}: {message}; {hint}\n" in done.stderr
+    assert "gradient_clipping" not in done.stderr  # DeepSpeed's default is what the argument says
+    assert "params.eps" not in done.stderr
