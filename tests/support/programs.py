@@ -199,7 +199,7 @@ def _begin(command: list[str], cwd: str, environment: dict[str, str], folder: st
     from dsjob.ranks import patience
 
     patience.TO_NOTICE, patience.TO_ANSWER, patience.TO_BE_SEEN = PATIENCE
-    comparison.multiprocessing = types.SimpleNamespace(get_context=lambda _: get_context("fork"))  # type: ignore
+    comparison.multiprocessing = types.SimpleNamespace(get_context=lambda _: get_context("fork"))  # type: ignore[assignment]
     supervisor.start_process = Fork
     launch.replace_process = lambda _, command: execute(command)
     subprocess_handler.Popen = Fork  # type: ignore[attr-defined, misc, assignment]
