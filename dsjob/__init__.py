@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dsjob.front.run import run as run
     from dsjob.front.weights import convert as convert
     from dsjob.front.weights import load_model as load_model
+    from dsjob.monitors.monitor import Monitor as Monitor
+    from dsjob.monitors.monitor import Series as Series
     from dsjob.ranks.mpu import ModelParallelUnit as ModelParallelUnit
     from dsjob.ranks.rendezvous import init_distributed as init_distributed
     from dsjob.training.callbacks import Callback as Callback
@@ -39,9 +41,11 @@ _HOMES = {
     "Callback": "dsjob.training.callbacks",
     "Engine": "dsjob.engine.engine",
     "ModelParallelUnit": "dsjob.ranks.mpu",
+    "Monitor": "dsjob.monitors.monitor",
     "Problem": "dsjob.errors",
     "Result": "dsjob.front.run",
     "RunView": "dsjob.training.callbacks",
+    "Series": "dsjob.monitors.monitor",
     "add_config_arguments": "dsjob.engine.build",
     "convert": "dsjob.front.weights",
     "init_distributed": "dsjob.ranks.rendezvous",
@@ -57,9 +61,11 @@ __all__ = [
     "Callback",
     "Engine",
     "ModelParallelUnit",
+    "Monitor",
     "Problem",
     "Result",
     "RunView",
+    "Series",
     "__version__",
     "add_config_arguments",
     "checkpointing",

@@ -26,6 +26,7 @@ METRICS_NAME = "metrics.jsonl"
 LOGS_NAME = "logs"  # the folder for the output of ranks
 TRACEBACK_PREFIX = "traceback-"
 SUPERSEDED_METRICS_NAME = "metrics-superseded.jsonl"
+MONITORS_NAME = "monitors.json"  # what the monitors of a run have received
 SAVE_REQUEST = "save-now"  # users create this file to request a checkpoint
 
 
@@ -37,7 +38,7 @@ def make_run_dir(pattern: str, name: str) -> str:
     """
     record = _find_slurm_record(pattern, name)
     if record and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and os.path.exists(record):
-        return str(_read_json(record)["run_dir"])
+        return str(read_json(record)["run_dir"])
     chosen = _make_run_dir(pattern, name)
     if record:
         storage.write_bytes(record, json.dumps({"run_dir": os.path.abspath(chosen)}).encode())
@@ -87,7 +88,7 @@ def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
 
 def read_resolved(run_dir: str) -> dict[str, Any]:
     """The resolved document of the last run in a folder; empty if there is none."""
-    return _read_json(os.path.join(run_dir, RESOLVED_NAME))
+    return read_json(os.path.join(run_dir, RESOLVED_NAME))
 
 
 def describe_other_job(run_dir: str, document: Mapping[str, Any]) -> str:
@@ -114,7 +115,7 @@ def _mask(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_result(run_dir: str) -> dict[str, Any]:
     """A run's result.json; empty if there is none."""
-    return _read_json(os.path.join(run_dir, RESULT_NAME))
+    return read_json(os.path.join(run_dir, RESULT_NAME))
 
 
 def supersede_metrics(run_dir: str, step: int) -> None:
@@ -186,7 +187,8 @@ def _is_of(line: bytes, step: int) -> bool:
         return False
 
 
-def _read_json(path: str) -> dict[str, Any]:
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON object in a file; empty if there is no file. Raises DsjobError if it is something else."""
     if not os.path.exists(path):
         return {}
     try:

@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config", "importing", "trust"),
     ("torch_private",),
     ("ranks",),
-    ("compute", "data"),
+    ("compute", "data", "monitors"),
     ("optim", "checkpointing"),
     ("parallel", "checkpoint"),
     ("engine",),
@@ -72,6 +72,9 @@ HOMES: dict[str, set[str]] = {
     "rich": {"training.display", "cli.sweep", "cli.plan_text", "cli.bar"},
     "yaml": {"document", "document.hydra_errors", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
+    "wandb": {"monitors.wandb"},
+    "comet_ml": {"monitors.comet"},
+    "mlflow": {"monitors.mlflow"},
     "numpy": {"checkpoint", "data", "ranks.seeding"},
     "transformers": {
         "checkpoint.pretrained.architecture",

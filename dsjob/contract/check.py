@@ -104,7 +104,14 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
     document = {**deepspeed_keys.drop_moved(sound), **deepspeed_keys.to_job(sound)}
     found = _check_rules(document, [replace(p, path=deepspeed_keys.to_job_path(p.path)) for p in problems], whole=False)
     found = [deepspeed_keys.to_config_words(replace(p, path=deepspeed_keys.to_config_path(p.path))) for p in found]
-    return _drop_follow_ups(problems + found)
+    return _drop_follow_ups(problems + _find_monitors(config) + found)
+
+
+def _find_monitors(config: dict[str, Any]) -> list[Problem]:
+    """Warnings for the monitors of a bare config, which only jobs have."""
+    note = "a program logs its own metrics; a job has this as monitor.{}"
+    monitors = [key for key in ("tensorboard", "csv_monitor", "wandb", "comet") if isinstance(config.get(key), dict)]
+    return [Problem("has no effect here", (k,), "no-effect", note.format(k), severity="warning") for k in monitors]
 
 
 def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:

@@ -19,6 +19,10 @@ _MOVED: dict[str | int, tuple[str, str]] = {
     "train_micro_batch_size_per_gpu": ("trainer", "micro_batch"),
     "gradient_accumulation_steps": ("trainer", "grad_accum"),
     "steps_per_print": ("trainer", "log_every"),
+    "tensorboard": ("monitor", "tensorboard"),
+    "csv_monitor": ("monitor", "csv_monitor"),
+    "wandb": ("monitor", "wandb"),
+    "comet": ("monitor", "comet"),
 }
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Sections that a job document has under the same name and with the same meaning.

@@ -4,8 +4,7 @@ Credentials for stores come from where each store's own tools look for them (env
 a document. An argument that is named like a secret may only be `${oc.env:NAME}`. Every document that is printed or
 saved keeps that text; the variable is read when the target is called.
 
-Secrets are recognised by their names only: a literal secret under another name is not found. In sections of a DeepSpeed
-config that have no effect, a secret is only a warning, because dsjob does not save these sections.
+Secrets are recognised by their names only: a literal secret under another name is not found.
 """
 
 from __future__ import annotations

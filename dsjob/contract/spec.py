@@ -244,6 +244,52 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class MonitorFiles:
+    enabled: bool
+    output_path: str
+    job_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wandb:
+    enabled: bool
+    group: str | None
+    team: str | None
+    project: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comet:
+    enabled: bool
+    samples_log_interval: int
+    project: str | None
+    workspace: str | None
+    api_key: str | None
+    experiment_name: str | None
+    experiment_key: str | None
+    online: bool | None
+    mode: Literal["get", "create", "get_or_create"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mlflow:
+    enabled: bool
+    tracking_uri: str | None
+    experiment: str
+    run_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Monitors:
+    tensorboard: MonitorFiles | None
+    csv_monitor: MonitorFiles | None
+    wandb: Wandb | None
+    comet: Comet | None
+    mlflow: Mlflow | None
+    custom: Mapping[str, Target]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What the engine needs: everything that a DeepSpeed config can set."""
 
@@ -262,6 +308,7 @@ class EngineSpec:
     compile: Compile
     optimizer: Method | None
     scheduler: Method | None
+    monitor: Monitors
 
 
 @dataclass(frozen=True, slots=True)

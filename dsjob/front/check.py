@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsjob.contract.deepspeed_keys import find_origin
 from dsjob.document.origins import Composed
 from dsjob.document.places import place_problems
 from dsjob.document.resolve import Resolved, resolve_job
 from dsjob.errors import DocumentError, Problem
+from dsjob.monitors import find_missing
 from dsjob.run_folder import describe_other_job, list_commits
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import list_untrusted
@@ -54,7 +56,14 @@ def check_composed(
         named = list_untrusted(composed, composed.document, trust)
         untrusted = [one for one in named if one.path not in wrong]
         return Checked(None, [*unread, *found, *error.warnings], untrusted)
-    return Checked(resolved, [*unread, *resolved.warnings], list_untrusted(composed, resolved.document, trust))
+    config = composed.document.get("deepspeed") or {}
+    missing = place_problems(
+        list(find_missing(resolved.document)),
+        lambda path: composed.locate(find_origin(path, composed.document, config)),
+    )
+    return Checked(
+        resolved, [*unread, *missing, *resolved.warnings], list_untrusted(composed, resolved.document, trust)
+    )
 
 
 _LEFT_TO_UNREAD = ("batch", "no-total-steps")

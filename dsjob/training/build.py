@@ -30,8 +30,10 @@ from dsjob.contract.spec import Checkpoint, JobSpec, Target, Trainer
 from dsjob.engine.choice import build_job_engine
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, DataError
+from dsjob.monitors import SERVICES
+from dsjob.monitors.monitor import Monitor
 from dsjob.optim.schedules import settle_length
-from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.agreement import all_gather, on_rank_0
 from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import divide
@@ -276,6 +278,24 @@ def _build_callback(name: str, target: Target, trust: Trust) -> Callback:
             error.put_at((*where, "_target_"))
             raise error
     return built
+
+
+def build_monitors(spec: JobSpec, world: World, trust: Trust) -> dict[str, Monitor]:
+    """The monitors by name, on rank 0; {} on the other ranks. A collective if there are any.
+
+    Raises ContractError if one is not a Monitor, TargetError.
+    """
+    made: dict[str, Monitor] = {}
+
+    def build() -> None:
+        for name, service in SERVICES.items():
+            if (section := getattr(spec.monitor, name)) is not None and section.enabled:
+                made[name] = service.build(section)
+        for name, target in spec.monitor.custom.items():
+            made[name] = build_instance(target, Monitor, "a dsjob Monitor", trust, ("monitor", "custom", name))
+
+    on_rank_0(world.everyone, build)
+    return made
 
 
 def build_checkpointer(job: ResolvedJob, run_dir: str, world: World, objects: Kept | None = None) -> Checkpointer:

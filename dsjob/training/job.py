@@ -20,6 +20,7 @@ from dsjob.contract.resolved import ResolvedJob
 from dsjob.data import StreamLoader
 from dsjob.data.given import StatefulLoader
 from dsjob.errors import DsjobError
+from dsjob.monitors.delivery import Delivery
 from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
 from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, TRACEBACK_PREFIX, read_result, write_result
@@ -28,6 +29,7 @@ from dsjob.training.advice import note_few_samples, train_longer
 from dsjob.training.callbacks import MetricsFile, ResolvedFile
 from dsjob.training.display import Display, make_console, show_seconds
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data, share_samples
+from dsjob.training.monitoring import MonitorValues
 from dsjob.training.occasions import Occasions
 from dsjob.training.resume import resume
 from dsjob.training.run import Run
@@ -61,8 +63,11 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
     display = Display(console, shown=world.everyone.rank == 0)
     started = time.monotonic()
     try:
-        with refuse_exits(), matmul_precision(spec.trainer.matmul_precision):
-            run, loaded = _prepare(job, run_dir, world, display, trust)
+        # Before models are built: random generators are seeded then.
+        monitors = build.build_monitors(spec, world, trust)
+        delivery = Delivery(monitors, name=spec.name, run_dir=run_dir, document=job.document, say=display.say)
+        with refuse_exits(), matmul_precision(spec.trainer.matmul_precision), delivery:
+            run, loaded = _prepare(job, run_dir, world, display, trust, delivery)
             finished = run.step >= run.max_steps
             evaluates = finished and run.evaluator is not None and lacks_metrics(run)
             if not finished or evaluates:
@@ -123,7 +128,9 @@ def _count_epochs(run: Run) -> float | None:
     return run.step * run.spec.trainer.train_batch / samples if samples else None
 
 
-def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust) -> tuple[Run, Loaded | None]:
+def _prepare(
+    job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust, delivery: Delivery
+) -> tuple[Run, Loaded | None]:
     """Builds the run and loads the checkpoint that it resumes from; None if it starts from scratch."""
     spec = job.spec
     # The order below is fixed: all ranks call the same collectives in it, and random numbers are drawn in it.
@@ -158,7 +165,13 @@ def _prepare(job: ResolvedJob, run_dir: str, world: World, display: Display, tru
         max_steps=steps,
         checkpointer=build.build_checkpointer(job, run_dir, world, kept),
         occasions=Occasions(spec.checkpoint, world, os.path.join(run_dir, SAVE_REQUEST), grace=spec.launch.grace),
-        callbacks=[ResolvedFile(run_dir, job.document), display, MetricsFile(run_dir), *callbacks.values()],
+        callbacks=[
+            ResolvedFile(run_dir, job.document),
+            display,
+            MetricsFile(run_dir),
+            MonitorValues(delivery),
+            *callbacks.values(),
+        ],
         say=display.say,
         micro_step=micro_step,
         averaging=build.build_averaging(spec, engines),

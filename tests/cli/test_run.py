@@ -360,16 +360,17 @@ def test_a_sweep_with_a_secret_does_not_begin_and_does_not_repeat_it(job: Path, 
     assert [path for path in sorted(job.rglob("*")) if path not in before and "__pycache__" not in str(path)] == []
 
 
-def test_a_secret_of_a_deepspeed_file_that_has_no_effect_is_a_warning_and_is_not_saved(job: Path) -> None:
+def test_a_secret_of_a_deepspeed_file_is_refused_and_shown_nowhere(job: Path) -> None:
     (job / "ds.json").write_text(json.dumps({"comet": {"enabled": True, "api_key": CANARY}}))
     done = dsjob("cfg.json", "deepspeed=ds.json", "trainer.max_steps=1", cwd=job)
-    assert done.returncode == 0, done.stderr
-    assert "warning[secret-without-effect]: deepspeed.comet.api_key" in done.stderr
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error[secret-in-document]") == 1
+    assert "deepspeed.comet.api_key" in done.stderr
+    assert "set the environment variable COMET_API_KEY instead" in done.stderr
     shown = dsjob("cfg.json", "deepspeed=ds.json", "--cfg", "job", cwd=job)
     assert "***" in shown.stdout
     assert CANARY not in done.stdout + done.stderr + shown.stdout
-    files = [path for path in (job / "run").rglob("*") if path.is_file()]
-    assert [str(path) for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert not (job / "run").exists()
 
 
 def test_training_on_follows_the_longer_schedule(job: Path) -> None:

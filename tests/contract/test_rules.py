@@ -438,7 +438,7 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "secret-in-document",
         {"data": {"train": {"_target_": "a.b", "password": 5}}},
         "data.train.password",
-        {"deepspeed": {"comet": {"api_key": "abc"}}, "comet": {"api_key": "abc"}},
+        {"data": {"train": {"_target_": "a.b", "passwords": 5}}},
     ),
     (
         "secret-in-url",
@@ -447,10 +447,22 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"data": {"train": {"_target_": "a.b", "options": ["postgresql://h/db", "${oc.env:DB}"]}}},
     ),
     (
-        "secret-without-effect",
+        "secret-in-document",
         {"deepspeed": {"comet": {"api_key": "abc"}}},
         "deepspeed.comet.api_key",
-        {"deepspeed": {"comet": {"api_key": "${oc.env:COMET}"}, "optimizer": {"params": {"token": "a"}}}},
+        {"deepspeed": {"comet": {"api_key": "${oc.env:COMET}"}}},
+    ),
+    (
+        "secret-in-url",
+        {"monitor": {"mlflow": {"tracking_uri": "https://me:pw@host"}}},
+        "monitor.mlflow.tracking_uri",
+        {"monitor": {"mlflow": {"tracking_uri": "https://host"}}},
+    ),
+    (
+        "output-not-local",
+        {"monitor": {"csv_monitor": {"output_path": "s3://runs/a"}}},
+        "monitor.csv_monitor.output_path",
+        {"monitor": {"csv_monitor": {"output_path": "logs"}}},
     ),
     ("output-not-local", {"output": {"dir": "s3://runs/a"}}, "output.dir", {"output": {"dir": "runs/a"}}),
 ]

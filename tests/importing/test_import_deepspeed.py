@@ -111,10 +111,8 @@ def test_every_key_of_a_config_is_in_the_job(tmp_path: Path, name: str) -> None:
 
 def test_what_a_job_has_no_section_for_goes_to_deepspeed(tmp_path: Path) -> None:
     document = import_texts(tmp_path, {"ds.json": PLAIN["torch's own"][0]}).document
-    assert document["deepspeed"] == {
-        "sparse_gradients": True,
-        "tensorboard": {"enabled": True, "output_path": "logs"},
-    }
+    assert document["deepspeed"] == {"sparse_gradients": True}
+    assert document["monitor"] == {"tensorboard": {"enabled": True, "output_path": "logs"}}
 
 
 def test_the_ranks_of_a_whole_triad_are_found(tmp_path: Path) -> None:

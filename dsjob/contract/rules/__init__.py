@@ -80,6 +80,7 @@ _SHAPE = {
     "override": "The override on the command line cannot be parsed.",
     "job-document": "dsjob.initialize takes a DeepSpeed config; a job document can only be run by dsjob run.",
     "another-job": "The output folder holds the run of another model or dataset, which this run would resume.",
+    "missing-package": "The monitor needs a package that is not part of dsjob's own dependencies.",
     "auto": '"auto" stands for a value that is derived from others, but those are missing.',
 }
 EXPLANATIONS: dict[str, str] = {**_SHAPE, **{name: rule.reason for name, rule in RULES.items()}}

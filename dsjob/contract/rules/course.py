@@ -9,7 +9,6 @@ from typing import Any
 
 from dsjob.contract.paths import Path
 from dsjob.contract.rules.table import Document, Finding, enter, read
-from dsjob.contract.schema import job_schema
 from dsjob.contract.secrets import describe_secret, find_secrets, is_argument, is_reference, list_texts, redact
 from dsjob.errors import Problem
 
@@ -216,7 +215,7 @@ def _memory(document: Document) -> Iterator[Finding]:
 @enter("secret-in-url")
 def _secret(document: Document) -> Iterator[Finding]:
     """A document is copied into each checkpoint and each run folder. Credentials belong in the store's own tools."""
-    for place in ("checkpoint.dir", "checkpoint.resume"):
+    for place in ("checkpoint.dir", "checkpoint.resume", "monitor.mlflow.tracking_uri"):
         url = read(document, place, "")
         if isinstance(url, str) and (secret := describe_secret(url)):
             hint = "put it in the environment, or in a profile of the store's tools"
@@ -232,25 +231,12 @@ def _named_secret(document: Document) -> Iterator[Finding]:
     """A document is copied into each checkpoint and each run folder, and printed on request. A reference to an
     environment variable stays a reference in all of these."""
     for path, value in find_secrets(document):
-        if not is_reference(value) and not _is_idle(document, path):
+        if not is_reference(value):
             override = f"{Problem('', path, 'secret-in-document').dotted}='${{oc.env:NAME}}'"
             hint = f"put it in an environment variable and write {override}"
+            if path[-2:] == ("comet", "api_key"):  # no argument of a target, so it cannot be a reference
+                hint = "set the environment variable COMET_API_KEY instead"
             yield path, "is refused: documents may not contain secrets", hint
-
-
-@enter("secret-without-effect", severity="warning", whole=True)
-def _idle_secret(document: Document) -> Iterator[Finding]:
-    """A DeepSpeed config may hold API keys of services that dsjob does not call. dsjob does not save them anywhere, but
-    they are still in the file itself."""
-    for path, value in find_secrets(document):
-        if path[0] == "deepspeed" and not is_reference(value) and _is_idle(document, path[1:]):
-            yield path, "is a secret in a file, and has no effect here", "remove it"
-
-
-def _is_idle(document: Document, path: Path) -> bool:
-    """Whether `path` is in a section of the DeepSpeed config that job documents do not have."""
-    config, parts = document.get("deepspeed"), path[1:] if path[0] == "deepspeed" else path
-    return isinstance(config, dict) and parts[0] in config and parts[0] not in job_schema()["properties"]
 
 
 @enter("output-not-local", whole=True)
@@ -260,3 +246,7 @@ def _local_output(document: Document) -> Iterator[Finding]:
     if isinstance(directory, str) and "://" in directory:
         shown = redact(directory)
         yield "output.dir", f"must be a local folder, but is {shown}", f"for checkpoints, set checkpoint.dir: {shown}"
+    for place in ("monitor.tensorboard.output_path", "monitor.csv_monitor.output_path"):
+        folder = read(document, place, "")
+        if isinstance(folder, str) and "://" in folder:
+            yield place, f"must be a local folder, but is {redact(folder)}", "leave it out to write to the run's folder"

@@ -1,0 +1,51 @@
+"""CSV files, one for each value, as DeepSpeed writes them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Sequence
+
+from dsjob import storage
+from dsjob.contract.spec import MonitorFiles
+from dsjob.files import open_append
+from dsjob.monitors.monitor import Event, Monitor, Series
+
+
+class CsvMonitor(Monitor):
+    """Writes files to `output_path/job_name`, or to the folder `csv` in the run's folder: `Train_Samples_lr.csv` has
+    the columns `step` (samples seen) and `lr`."""
+
+    rewinds = True
+
+    def __init__(self, section: MonitorFiles) -> None:
+        self._section, self._folder = section, ""
+
+    def begin(self, series: Series) -> None:
+        self._folder = series.choose_folder(self._section, "csv")
+        os.makedirs(self._folder, exist_ok=True)
+        for name in os.listdir(self._folder):
+            if name.endswith(".csv"):
+                _cut(os.path.join(self._folder, name), series.begin)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
+            with io.TextIOWrapper(open_append(path), encoding="utf-8", newline="") as file:
+                rows = csv.writer(file)
+                if os.path.getsize(path) == 0:
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([samples, value])
+
+
+def _cut(path: str, samples: int) -> None:
+    """Removes the rows behind `samples`, and one that a kill has truncated."""
+    lines = storage.read_text(path).splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _is_kept(line.partition(",")[0], samples)]
+    if kept != lines:
+        storage.write_bytes(path, "".join(kept).encode())
+
+
+def _is_kept(step: str, samples: int) -> bool:
+    return step == "step" or (step.isdecimal() and int(step) <= samples)
