@@ -272,7 +272,8 @@ def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> DsjobError
     if scene.own_exits and scene.failures and early:
         left, lost = early[0].rank, min(scene.failures, key=lambda failure: failure.time)
         message = f"rank {left} has ended with exit code 0, but rank {lost.rank} waits for it"
-        return LaunchError(message, hint=f"rank {lost.rank}: {lost.message}\n  {lost.hint}")
+        shared = "from ZeRO stage 1 on, all ranks must call the model, and its state_dict(), together"
+        return LaunchError(message, hint=f"{shared}\n  rank {lost.rank}: {lost.message}\n  {lost.hint}")
     if scene.failures:
         return min(scene.failures, key=lambda failure: failure.time).to_error()
     if scene.ends:

@@ -59,4 +59,4 @@ def test_deepspeeds_tests_show_a_table_of_no_results(tmp_path: Path) -> None:
 def test_every_benchmark_is_run_here() -> None:
     started = {path for path in (ROOT / "benchmarks").rglob("*.py") if '__name__ == "__main__"' in path.read_text()}
     names = {path.parent.name if path.stem == "__main__" else path.stem for path in started}
-    assert names == {*TINY, "accelerate_tests", "deepspeed_tests", "gpu"}  # gpu: test_gpu_smoke.py
+    assert names == {*TINY, "library_tests", "deepspeed_tests", "gpu"}  # gpu: test_gpu_smoke.py

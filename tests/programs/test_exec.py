@@ -228,6 +228,7 @@ def test_a_rank_that_ends_too_early_is_named(folder: Path) -> None:
     done = execute(folder, "--num_gpus", "2", "train.py", "--at", "1", "--do", "leave")
     assert done.returncode == 1
     assert "dsjob: error: rank 1 has ended with exit code 0, but rank 0 waits for it" in done.stderr
+    assert "all ranks must call the model, and its state_dict(), together" in done.stderr
 
 
 def test_a_killed_rank_is_named(folder: Path) -> None:
