@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dsjob.front.look import validate as validate
     from dsjob.front.run import Result as Result
     from dsjob.front.run import run as run
+    from dsjob.front.tasks import Evaluation as Evaluation
+    from dsjob.front.tasks import evaluate as evaluate
     from dsjob.front.weights import convert as convert
     from dsjob.front.weights import load_model as load_model
     from dsjob.monitors.monitor import Monitor as Monitor
@@ -40,6 +42,7 @@ _HOMES = {
     "BatchConfig": "dsjob.config",
     "Callback": "dsjob.training.callbacks",
     "Engine": "dsjob.engine.engine",
+    "Evaluation": "dsjob.front.tasks",
     "ModelParallelUnit": "dsjob.ranks.mpu",
     "Monitor": "dsjob.monitors.monitor",
     "Problem": "dsjob.errors",
@@ -48,6 +51,7 @@ _HOMES = {
     "Series": "dsjob.monitors.monitor",
     "add_config_arguments": "dsjob.engine.build",
     "convert": "dsjob.front.weights",
+    "evaluate": "dsjob.front.tasks",
     "init_distributed": "dsjob.ranks.rendezvous",
     "initialize": "dsjob.engine.build",
     "load_model": "dsjob.front.weights",
@@ -60,6 +64,7 @@ __all__ = [
     "BatchConfig",
     "Callback",
     "Engine",
+    "Evaluation",
     "ModelParallelUnit",
     "Monitor",
     "Problem",
@@ -71,6 +76,7 @@ __all__ = [
     "checkpointing",
     "convert",
     "errors",
+    "evaluate",
     "init_distributed",
     "initialize",
     "load_model",

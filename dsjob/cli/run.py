@@ -68,7 +68,7 @@ def main(arguments: list[str], debug: bool) -> int:
             f"the run reached step {result['step']}, but its final state could not be saved: {result['error']}",
             hint=f"fix the cause, then repeat the steps since the last checkpoint: dsjob run {result['run_dir']}",
         )
-    if result.get("checkpoint") and launcher.is_first():
+    if result.get("checkpoint") and "train" in composed.document.get("tasks", ["train"]) and launcher.is_first():
         _print_next(result, composed, args.config_dir)
     if launcher.read_world_size() is not None:
         end_rank(0)

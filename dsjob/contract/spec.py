@@ -318,6 +318,7 @@ class JobSpec(EngineSpec):
     name: str
     model: Target | None
     models: Mapping[str, Mapping[str, Any]] | None
+    tasks: Sequence[str]
     data: Data
     loss: Target | None
     metrics: Mapping[str, Metric]
@@ -326,6 +327,11 @@ class JobSpec(EngineSpec):
     callbacks: Mapping[str, Target]
     launch: Launch
     output: Output
+
+    @property
+    def trains(self) -> bool:
+        """Whether training is among the job's tasks."""
+        return "train" in self.tasks
 
     @property
     def driven(self) -> bool:

@@ -90,7 +90,8 @@ def _start(composed: Composed, job: ResolvedJob, run_dir: str, trust: Trust, deb
 
 def _refuse_other_job(composed: Composed, document: Mapping[str, Any], trust: Trust, run_dir: str) -> None:
     """Raises DocumentError if `run_dir` holds the run of another job: one with other targets, which may be misspelt."""
-    if problems := find_other_job(composed, document, run_dir):
+    problems = find_other_job(composed, document, run_dir) if "train" in document["tasks"] else []
+    if problems:
         absent = [replace(one, severity="error") for one in find_absent(document, trust)]
         raise DocumentError([*place_origins(absent, composed), *problems])
 

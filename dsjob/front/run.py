@@ -71,19 +71,19 @@ def run(
     job's own code.
     """
     flags = make_flags(trust, trust_remote_code, unpinned)
-    with _one_at_a_time(), allowing(flags), watch_output(), telling_places():
+    with one_at_a_time(), allowing(flags), watch_output(), telling_places():
         source = read_given(document, recipe, overrides)
         composed = source.compose_known(config_dir)
         here = launcher.read_world_size() is not None or read_nproc(composed.document) == 1
         if here:
             require_no_group()
-        with keeping_process(torch=here), _naming_no_flags(here):
+        with keeping_process(torch=here), naming_no_flags(here):
             result = run_composed(composed, grant(source.file, flags), debug=False)
     return _make_result(result)
 
 
 @contextmanager
-def _naming_no_flags(here: bool) -> Iterator[None]:
+def naming_no_flags(here: bool) -> Iterator[None]:
     """Removes the flag --debug from hints. In this process (`here`) Python shows the traceback anyway."""
     try:
         yield
@@ -93,7 +93,7 @@ def _naming_no_flags(here: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def one_at_a_time() -> Iterator[None]:
     """Allows one run at a time: runs change process-wide state, such as random generators."""
     if not _running.acquire(blocking=False):
         raise UsageError("a run is under way in this process", hint="wait until it ends, or start another process")

@@ -158,14 +158,14 @@ def read_source(source: str, overrides: Sequence[str], *, bare: bool = False) ->
             raise UsageError(f"{source} is not a run folder: there is no {RESOLVED_NAME} in it", hint=hint)
         document = read_document(resolved)
         _require_same_places(source.rstrip("/") or "/", document.value, rest)
-        here = f"output.dir={_quote(source.rstrip('/') or '/')}"
+        here = f"output.dir={quote(source.rstrip('/') or '/')}"
         return document, ["checkpoint.resume=auto", *rest, here]
     if not ("://" in source or source == "-" or os.path.exists(source)):
         raise refuse_missing(source)
     document = read_document(source)
     if is_deepspeed(document.value):
         if bare and source != "-":
-            return None, [f"deepspeed={_quote(source)}", *rest]
+            return None, [f"deepspeed={quote(source)}", *rest]
         raise UsageError(
             f"{source} is a DeepSpeed config: it says how to train, but not what",
             hint=f"build a job on it: dsjob +recipe=quickstart deepspeed={source}",
@@ -178,7 +178,7 @@ def read_source(source: str, overrides: Sequence[str], *, bare: bool = False) ->
         if isinstance(output, str) and os.path.abspath(os.path.expanduser(output)) == os.path.abspath(
             folder
         ):  # a new run, not more of that one
-            rest = [f"output.dir={_quote(output.rstrip('/') + '-%time')}", *rest]
+            rest = [f"output.dir={quote(output.rstrip('/') + '-%time')}", *rest]
     return document, rest
 
 
@@ -202,5 +202,6 @@ def _require_same_places(folder: str, document: Any, overrides: Sequence[str]) -
         )
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
+    """A text as the value of an override."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

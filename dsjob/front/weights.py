@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsjob import storage
-from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.zero_to_fp32 import Written
 from dsjob.checkpoint.offline import convert as conversion
 from dsjob.checkpoint.pretrained.folder import Pretrained
-from dsjob.checkpoint.root.run_state import read_job
-from dsjob.checkpoint.root.source import locate, renamed
 from dsjob.contract.models import list_models
 from dsjob.document import Document
-from dsjob.document.origins import Composed, read_document
+from dsjob.document.origins import Composed
 from dsjob.errors import UsageError
+from dsjob.front.checkpoint import choose_checkpoint
 from dsjob.front.places import placing_errors
 from dsjob.front.process import keeping_process
 from dsjob.front.source import allowing, make_flags, require_path
-from dsjob.run_folder import RESOLVED_NAME
 from dsjob.trust.grant import Trust
-from dsjob.trust.user import Flags, comes_from_elsewhere, grant
+from dsjob.trust.user import Flags
 
 if TYPE_CHECKING:
     from torch import nn
@@ -168,10 +162,10 @@ def load_model(
     flags = make_flags(trust, trust_remote_code, unpinned)
     source = require_path(checkpoint, "a checkpoint")
     with allowing(flags), keeping_process(torch=True):
-        document, granted, file = _read_document(source, tag, flags)
-        name = _choose_model(document, model)
-        with placing_errors(Composed(document, file)) if file is not None else nullcontext():
-            return _build(document, name, granted, conversion.read_weights(source, tag=tag, model=model))
+        file, granted = _read_document(source, tag, flags)
+        name = _choose_model(file.value, model)
+        with placing_errors(Composed(file.value, file)):
+            return _build(file.value, name, granted, conversion.read_weights(source, tag=tag, model=model))
 
 
 def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str, Any]) -> nn.Module:
@@ -194,21 +188,12 @@ def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str,
     return made.eval()
 
 
-def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[dict[str, Any], Trust, Document | None]:
-    """The resolved document of the run that wrote a checkpoint, what it may import, and its file.
-
-    The file is None if the document is the copy in the checkpoint.
-    """
-    with renamed(f"load {source}"):
-        place, record = locate(source, tag)
-        kept = read_job(place, layout.read_checkpoint(place, record))
-    resolved = os.path.join(os.path.dirname(place.root.rstrip("/")), RESOLVED_NAME)
-    if storage.is_local(place.root) and os.path.isfile(resolved) and not comes_from_elsewhere(resolved):
-        file = read_document(resolved)
-        return file.value, grant(file, flags), file
-    if kept is None:
+def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[Document, Trust]:
+    """The resolved document of the run that wrote a checkpoint, and what it may import."""
+    chosen = choose_checkpoint(source, tag)
+    if chosen.file is None:
         raise UsageError(f"{source} does not contain its job", hint="dsjob.convert exports its weights")
-    return kept, replace(grant(None, flags), local=False), None
+    return chosen.file, chosen.grant(flags)
 
 
 def _choose_model(document: dict[str, Any], wanted: str | None) -> str:

@@ -80,7 +80,8 @@ def _run(
 ) -> dict[str, Any]:
     settled, run_dir = on_rank_0(world.everyone, lambda: _settle_folder(job, run_dir))
     on_rank_0(world.everyone, lambda: check_folder(run_dir))
-    check_shared(settled.spec.checkpoint.dir or os.path.join(run_dir, "checkpoints"), world)
+    if job.spec.trains:
+        check_shared(settled.spec.checkpoint.dir or os.path.join(run_dir, "checkpoints"), world)
     if os.path.isdir(run_dir):  # may be missing on other nodes if checkpoints go to an object store
         place_records(run_dir)
     telling = telling_what_is_kept(run_dir, settled.document) if world.everyone.rank == 0 else nullcontext()
@@ -110,7 +111,7 @@ def _settle_folder(job: ResolvedJob, run_dir: str | None) -> tuple[ResolvedJob, 
     if earlier is not None:
         os.makedirs(earlier, exist_ok=True)
         policy = job.spec.checkpoint.resume
-        if policy in ("auto", "required") or "/" in policy:
+        if policy in ("auto", "required") or "/" in policy or not job.spec.trains:
             return job, earlier
         return job.resuming(), earlier  # the first start already followed `never` or the tag; a restart must resume
     run_dir = run_dir or make_run_dir(job.document["output"]["dir"], job.spec.name)

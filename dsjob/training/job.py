@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from dsjob import storage
 from dsjob.checkpoint.live.committed import Loaded
@@ -32,23 +33,13 @@ from dsjob.training.loaders import build_collate, build_evaluation_sets, build_t
 from dsjob.training.monitoring import MonitorValues
 from dsjob.training.occasions import Occasions
 from dsjob.training.resume import resume
-from dsjob.training.run import Run
+from dsjob.training.run import Result, Run
 from dsjob.training.saves import lacks_metrics
 from dsjob.training.summary import describe_run
+from dsjob.training.tasks import Outcome, Tasks, build_tasks, choose_sets, list_roles, run_alone
 from dsjob.trust.exits import refuse_exits
 from dsjob.trust.frames import needs_traceback, point_to_traceback
 from dsjob.trust.grant import Trust
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The outcome of a run."""
-
-    step: int  # the last step
-    epochs: float | None  # passes over the data; None for a stream
-    metrics: dict[str, float]  # of the last log record and the last evaluation
-    checkpoint: str | None  # the folder of the last checkpoint
-    pretrained: bool  # whether it contains a single model of transformers, so that it can be converted to its format
 
 
 def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Result:
@@ -63,11 +54,14 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
     display = Display(console, shown=world.everyone.rank == 0)
     started = time.monotonic()
     try:
+        if not spec.trains:
+            with refuse_exits(), matmul_precision(spec.trainer.matmul_precision):
+                return run_alone(job, run_dir, world, display, trust)
         # Before models are built: random generators are seeded then.
         monitors = build.build_monitors(spec, world, trust)
         delivery = Delivery(monitors, name=spec.name, run_dir=run_dir, document=job.document, say=display.say)
         with refuse_exits(), matmul_precision(spec.trainer.matmul_precision), delivery:
-            run, loaded = _prepare(job, run_dir, world, display, trust, delivery)
+            run, tasks, loaded = _prepare(job, run_dir, world, display, trust, delivery)
             finished = run.step >= run.max_steps
             evaluates = finished and run.evaluator is not None and lacks_metrics(run)
             if not finished or evaluates:
@@ -75,16 +69,17 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
             if evaluates:
                 loop.finish(run)
             if finished:
-                return _say_finished(run, run_dir, display)
+                return _say_finished(run, tasks, run_dir, display)
             with _keeping_traceback(run, run_dir):
                 loop.train(run)
+                outcome = tasks.run(display.say)
     finally:
         display.close()
     progress = run.progress
     metrics: dict[str, float] = {
         name: progress.last_record[name] for name in ("loss", "lr") if name in progress.last_record
     }
-    result = _make_result(run, {**metrics, **progress.last_evaluation})
+    result = _make_result(run, {**metrics, **progress.last_evaluation}, outcome)
     if world.everyone.rank == 0:
         ended = {"status": "unsaved", "error": progress.unsaved} if progress.unsaved else {"status": "done"}
         write_result(run_dir, {**ended, **dataclasses.asdict(result)})
@@ -112,12 +107,12 @@ def _keeping_traceback(run: Run, run_dir: str) -> Iterator[None]:
         raise
 
 
-def _make_result(run: Run, metrics: dict[str, float]) -> Result:
+def _make_result(run: Run, metrics: dict[str, float], outcome: Outcome) -> Result:
     engines = list(run.engines.values())
     return Result(
         step=run.step,
         epochs=_count_epochs(run),
-        metrics=metrics,
+        metrics={**metrics, **outcome.metrics},
         checkpoint=run.progress.last_saved,
         pretrained=len(engines) == 1 and bool(describe_pretrained(engines[0].module)),
     )
@@ -130,8 +125,9 @@ def _count_epochs(run: Run) -> float | None:
 
 def _prepare(
     job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust, delivery: Delivery
-) -> tuple[Run, Loaded | None]:
-    """Builds the run and loads the checkpoint that it resumes from; None if it starts from scratch."""
+) -> tuple[Run, Tasks, Loaded | None]:
+    """Builds the run and the tasks after it, and loads the checkpoint that it resumes from; None if it starts from
+    scratch."""
     spec = job.spec
     # The order below is fixed: all ranks call the same collectives in it, and random numbers are drawn in it.
     world = build.divide_ranks(spec, world, trust)
@@ -140,7 +136,7 @@ def _prepare(
     # Data before engines: the length of an epoch sets the length of schedules.
     loader = build_training_data(spec, world, collate, trust)
     share_samples(loader, world)
-    sets = build_evaluation_sets(spec, world, collate, trust, "eval")
+    sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec))
     if note := note_few_samples(loader.samples_per_epoch, spec.trainer.train_batch):
         display.say("note", note)
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
@@ -153,11 +149,10 @@ def _prepare(
     stateful = {"train": loader} if isinstance(loader, StatefulLoader | StreamLoader) else {}
     kept = Kept(display.say, callbacks=callbacks, metrics=eval_metrics, training_metrics=metrics, data=stateful)
     micro_step = build.build_micro_step(spec, loss, measures, trust)
-    evaluator = (
-        build.build_evaluator(spec, engines, sets, trust, collate=collate, loss=loss, measures=eval_measures)
-        if spec.data.eval
-        else None
-    )
+    given: dict[str, Any] = {"collate": collate, "loss": loss, "measures": eval_measures}
+    evaluated = choose_sets(spec, sets, "eval")
+    evaluator = build.build_evaluator(spec, engines, evaluated, trust, **given) if evaluated else None
+    tasks = build_tasks(spec, engines, sets, trust, **given)
     run = Run(
         spec=spec,
         engines=engines,
@@ -180,11 +175,12 @@ def _prepare(
         kept=kept,
     )
     # Last, since it loads into everything that was built.
-    return run, resume(run, job)
+    return run, tasks, resume(run, job)
 
 
-def _say_finished(run: Run, run_dir: str, display: Display) -> Result:
-    """Reports that nothing is left to train. Keeps the existing result file, unless there was a new evaluation."""
+def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Result:
+    """Reports that nothing is left to train, and runs the other tasks. Keeps the existing result file, unless something
+    was evaluated or predicted."""
     trainer = run.spec.trainer
     longer = train_longer(trainer.max_steps, trainer.max_epochs, step=run.step, epochs=_count_epochs(run))
     beyond = f"{run.step:,} steps are done, more than the {run.max_steps:,} of this job"
@@ -194,7 +190,9 @@ def _say_finished(run: Run, run_dir: str, display: Display) -> Result:
     display.say("already finished", f"{done}: {undone}; to train longer, set {longer}; {new}")
     before = read_result(run_dir)
     before = before if "step" in before else {}  # that of a run that failed after its last step
-    result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation})
-    if run.engine.global_rank == 0 and (not before or run.progress.last_evaluation):
+    outcome = tasks.run(display.say)
+    result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation}, outcome)
+    has_news = run.progress.last_evaluation or outcome.metrics
+    if run.engine.global_rank == 0 and (not before or has_news):
         write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})
     return result

@@ -35,6 +35,17 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Result:
+    """The outcome of a run, or of tasks that run alone."""
+
+    step: int  # the last step; of tasks alone, that of the weights
+    epochs: float | None  # passes over the data; None for a stream
+    metrics: dict[str, float]  # of the last log record, the last evaluation and the task eval
+    checkpoint: str | None  # the folder of the last checkpoint; of tasks alone, the one that was loaded
+    pretrained: bool  # whether it contains a single model of transformers, so that it can be converted to its format
+
+
+@dataclass(frozen=True)
 class Run:
     """All parts of a training run. Only `progress`, the engines and stateful parts change while it trains."""
 

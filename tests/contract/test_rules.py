@@ -321,6 +321,7 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "trainer.model_parallel_size",
         course(model_parallel_size=1),
     ),
+    ("no-task-data", {"tasks": ["train", "eval"]}, "tasks", {"tasks": ["train", "eval"], "data": EVAL}),
     ("no-eval-data", course(eval_step=CALLED), "trainer.eval_step", {**course(eval_step=CALLED), "data": EVAL}),
     ("no-eval-data", course(eval_every=5), "trainer.eval_every", {**course(eval_every=5), "data": EVAL}),
     ("no-eval-data", course(eval_at_start=True), "trainer.eval_at_start", course(eval_at_start=False)),

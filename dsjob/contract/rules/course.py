@@ -27,10 +27,16 @@ def _finite(document: Document) -> Iterator[Finding]:
         places += [((*path, key), item) for key, item in items]
 
 
+def _trains(document: Document) -> bool:
+    return "train" in read(document, "tasks", ["train"])
+
+
 @enter("no-end", whole=True)
 def _end(document: Document) -> Iterator[Finding]:
     """A job that sets neither a number of steps nor of epochs would never end."""
     trainer = read(document, "trainer", {})
+    if not _trains(document):
+        return
     if "max_steps" not in trainer and "max_epochs" not in trainer:
         yield (
             "trainer",
@@ -42,7 +48,8 @@ def _end(document: Document) -> Iterator[Finding]:
 @enter("no-optimizer", whole=True)
 def _optimizer(document: Document) -> Iterator[Finding]:
     """Training without an optimizer changes nothing."""
-    if "optimizer" not in document and not document.get("models"):  # each of several models is checked on its own
+    several = document.get("models")  # each of them is checked on its own
+    if _trains(document) and "optimizer" not in document and not several:
         hint = "add one, for example optimizer: {type: AdamW, params: {lr: 1e-3}}"
         yield "optimizer", "is missing: nothing would be trained", hint
 
@@ -88,14 +95,24 @@ def _eval_data(document: Document) -> Iterator[Finding]:
         return
     advice = "add data.eval, or leave this out"
     for key in ("eval_every", "eval_batches", "eval_at_start"):
-        if read(document, f"trainer.{key}"):
+        if _trains(document) and read(document, f"trainer.{key}"):
             yield f"trainer.{key}", "is set, but there is no data.eval", advice
-    if read(document, "trainer.eval_step"):
+    tests = "test" in read(document, "data", {}) and read(document, "tasks", ["train"]) != ["train"]
+    if read(document, "trainer.eval_step") and not tests:
         yield "trainer.eval_step", "is set, but there is no data.eval", advice
-    if any("eval" in phases for phases in _list_phases(document).values()):
+    if not tests and any("eval" in phases for phases in _list_phases(document).values()):
         yield "metrics", "are set, but there is no data.eval", advice
-    if read(document, "checkpoint.best") is not None:
+    if _trains(document) and read(document, "checkpoint.best") is not None:
         yield "checkpoint.best", "is set, but there is no data.eval to determine the best", advice
+
+
+@enter("no-task-data", whole=True)
+def _task_data(document: Document) -> Iterator[Finding]:
+    """Evaluating and predicting need data of their own. Results on the training set would say little."""
+    if not {"eval", "test"} & read(document, "data", {"eval": True}).keys():
+        for task in read(document, "tasks", []):
+            if task != "train":
+                yield "tasks", f"{task} needs data.eval or data.test", "add one of them"
 
 
 @enter("unknown-metric", whole=True)

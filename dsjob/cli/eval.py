@@ -1,0 +1,57 @@
+"""`dsjob eval`: evaluates a checkpoint with the job that saved it."""
+
+from __future__ import annotations
+
+import argparse
+
+from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
+from dsjob.cli.overrides import is_override
+from dsjob.errors import UsageError
+from dsjob.front.checkpoint import choose_checkpoint
+from dsjob.front.execute import run_composed
+from dsjob.front.tasks import Task, make_task
+from dsjob.launch import launcher
+from dsjob.launch.rank import end_rank
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Evaluates, and prints the metrics."""
+    parser = make_task_parser(
+        "eval",
+        "Evaluate a checkpoint on data.eval and data.test of the job that saved it. The metrics are printed, and "
+        "written to result.json in the folder eval-TAG of the run.",
+        (
+            "dsjob eval runs/a",
+            "dsjob eval runs/a --tag step-00000100 launch.nproc=2",
+            "dsjob eval s3://bucket/a/checkpoints trainer.micro_batch=64 output.dir=evaluated",
+        ),
+    )
+    return perform("eval", parser.parse_intermixed_args(arguments), debug)
+
+
+def make_task_parser(task: Task, description: str, examples: tuple[str, ...]) -> argparse.ArgumentParser:
+    """The parser of a command that performs a task with a checkpoint."""
+    parser = make_parser(task, description, examples, usage=f"dsjob {task} RUN|CKPT [flags] [key=value ...]")
+    source = "a run's folder, a folder of checkpoints, or a single checkpoint, a path or URL; then key=value changes "
+    source += "of the job that saved it"
+    parser.add_argument("words", nargs="*", metavar="RUN|CKPT|key=value", help=source)
+    parser.add_argument("-t", "--tag", help="tag of the checkpoint (default: the newest)")
+    add_arguments(parser)
+    return parser
+
+
+def perform(task: Task, args: argparse.Namespace, debug: bool) -> int:
+    """Performs a task with the checkpoint that the arguments name."""
+    allow_protocols(args.trust)
+    sources = [word for word in args.words if not is_override(word)]
+    if len(sources) != 1:
+        given = f"one checkpoint, not {', '.join(sources)}" if sources else "a run's folder or a checkpoint"
+        raise UsageError(f"dsjob {task} needs {given}", hint=f"dsjob {task} outputs/mine")
+    chosen = choose_checkpoint(sources[0], args.tag)
+    source = make_task(task, chosen, [word for word in args.words if is_override(word)])
+    result = run_composed(source.compose(), chosen.grant(read_flags(args)), debug)
+    if launcher.is_first():
+        print(f"result  {result['run_dir']}/result.json")  # noqa: T201
+    if launcher.read_world_size() is not None:
+        end_rank(0)
+    return 0

@@ -1,0 +1,153 @@
+"""The tasks of a job besides training: evaluating sets of data, after training or alone.
+
+A task that runs alone builds only what it needs: no training data, no optimizer, no schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dsjob import storage
+from dsjob.checkpoint.live.checkpointer import Checkpointer
+from dsjob.checkpoint.other.elsewhere import is_own
+from dsjob.checkpoint.root.source import locate, renamed
+from dsjob.contract.resolved import ResolvedJob
+from dsjob.contract.spec import JobSpec
+from dsjob.engine.several import Engines
+from dsjob.errors import NoCheckpointError
+from dsjob.ranks.agreement import on_rank_0
+from dsjob.ranks.mesh import World
+from dsjob.ranks.seeding import seed_rng
+from dsjob.ranks.watchdog import position
+from dsjob.run_folder import write_resolved, write_result
+from dsjob.training import build
+from dsjob.training.display import Display
+from dsjob.training.evaluation import Evaluator, name_data
+from dsjob.training.loaders import build_collate, build_evaluation_sets
+from dsjob.training.run import Result
+from dsjob.trust.grant import Trust
+
+Say = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights that a task uses. url: of the checkpoint; None: the model as it was built."""
+
+    url: str | None = None
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of tasks besides training."""
+
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks of a job besides training, in their order. None: not a task of this job, or nothing is left to do."""
+
+    evaluator: Evaluator | None
+
+    def run(self, say: Say) -> Outcome:
+        """Runs the tasks, and shows what they found. A collective."""
+        metrics: dict[str, float] = {}
+        if self.evaluator is not None:
+            position.doing = "evaluating"
+            metrics = self.evaluator.evaluate()
+            say("eval", "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        return Outcome(metrics)
+
+
+def list_roles(spec: JobSpec) -> tuple[Literal["eval", "test"], ...]:
+    """The roles of the sets that the tasks of a job read."""
+    return ("eval", "test") if set(spec.tasks) - {"train"} else ("eval",)
+
+
+def choose_sets(spec: JobSpec, sets: Mapping[str, Any], *roles: Literal["eval", "test"]) -> dict[str, Any]:
+    """Those of `sets` that have these roles."""
+    return {prefix: sets[prefix] for prefix in spec.data.list_sets(*roles)}
+
+
+def build_tasks(
+    spec: JobSpec, engines: Engines, sets: Mapping[str, Any], trust: Trust, *, collate: Any, **given: Any
+) -> Tasks:
+    """The tasks of a job besides training. given: as for `build_evaluator`. Raises TargetError."""
+    # The last evaluation of a training has the final weights: only the test set is left.
+    roles: tuple[Literal["eval", "test"], ...] = ("test",) if spec.trains else ("eval", "test")
+    evaluated = choose_sets(spec, sets, *roles) if "eval" in spec.tasks else {}
+    evaluator = build.build_evaluator(spec, engines, evaluated, trust, collate=collate, **given) if evaluated else None
+    return Tasks(evaluator)
+
+
+def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust) -> Result:
+    """Runs the tasks of a job that does not train, and writes their result. A collective."""
+    spec = job.spec
+    # The same order as in training; see `dsjob.training.job`.
+    world = build.divide_ranks(spec, world, trust)
+    models = build.build_models(job, trust)
+    collate = build_collate(spec, trust)
+    sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec))
+    engines = build.build_engines(models, job, world, trust)
+    seed_rng(spec.trainer.seed + world.data_rank)
+    loss = build.build_loss(spec, world.device, trust)
+    measures = build.build_measures("eval", spec, world, trust)[0] if "eval" in spec.tasks else None
+    tasks = build_tasks(spec, engines, sets, trust, collate=collate, loss=loss, measures=measures)
+    source = _load(job, engines, run_dir, world, display.say)
+    display.table(f"dsjob {spec.name}", _describe(tasks, source, world, run_dir))
+    if world.everyone.rank == 0:
+        write_resolved(run_dir, job.document)
+    outcome = tasks.run(display.say)
+    result = Result(source.step, None, outcome.metrics, source.url, pretrained=False)
+    if world.everyone.rank == 0:
+        write_result(run_dir, {"status": "done", **asdict(result)})
+    return result
+
+
+def _load(job: ResolvedJob, engines: Engines, run_dir: str, world: World, say: Say) -> Source:
+    """Loads the weights that `checkpoint.resume` names. Raises NoCheckpointError, CheckpointError."""
+    spec, savable = job.spec, engines if job.spec.models else engines.first
+    checkpointer = build.build_checkpointer(job, run_dir, world)
+    url = _find_url(spec, checkpointer)
+    if url is None:
+        say("note", "there is no checkpoint: the model is used as it was built")
+        return Source()
+    if not on_rank_0(world.everyone, lambda: is_own(url)):
+        loaded = Checkpointer(url, world=world).load(
+            savable, strict=spec.checkpoint.strict, optimizer=False, scheduler=False
+        )
+        return Source(loaded.url, loaded.step)
+    matched = checkpointer.load_weights(savable, url, strict=spec.checkpoint.strict)
+
+    def read_step() -> int:
+        with renamed(f"read {url}"):
+            return int(locate(url)[1]["step"])
+
+    return Source(matched.url, on_rank_0(world.everyone, read_step))
+
+
+def _find_url(spec: JobSpec, checkpointer: Checkpointer) -> str | None:
+    policy = spec.checkpoint.resume
+    if "/" in policy:
+        return policy
+    tags = checkpointer.tags() if policy != "never" else []
+    if policy in ("auto", "never", "required"):
+        if not tags and policy == "required":
+            raise NoCheckpointError(f"checkpoint.resume is required, but {checkpointer.url} contains no checkpoint")
+        return storage.join(checkpointer.url, tags[0]) if tags else None
+    return storage.join(checkpointer.url, policy)
+
+
+def _describe(tasks: Tasks, source: Source, world: World, run_dir: str) -> list[tuple[str, str]]:
+    """(title, text) rows with what a user may want to check before waiting for the tasks."""
+    sets = list(tasks.evaluator.sets) if tasks.evaluator is not None else []
+    return [
+        ("weights", f"{source.url} at step {source.step:,}" if source.url else "the model as it was built"),
+        ("data", ", ".join(map(name_data, sets))),
+        ("device", f"{world.device.type}, {world.everyone.size} rank{'s' * (world.everyone.size > 1)}"),
+        ("output", run_dir),
+    ]
