@@ -123,13 +123,13 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
-def merge(path: str, rows: list[dict[str, Any]]) -> None:
-    """Merges rows into the file; replaces rows of the same cells."""
+def merge(path: str, rows: list[dict[str, Any]], keys: tuple[str, ...] = KEY) -> None:
+    """Merges rows into the file; replaces rows whose `keys` are equal."""
     before: list[dict[str, Any]] = []
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
             before = json.load(file)["cells"]
-    by_key = {tuple(row[key] for key in KEY): row for row in [*before, *rows]}
+    by_key = {tuple(row[key] for key in keys): row for row in [*before, *rows]}
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"machine": machine, "cells": [by_key[key] for key in sorted(by_key)]}, file, indent=2)
