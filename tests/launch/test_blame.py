@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import dsjob, make_job
@@ -66,14 +70,13 @@ class Net(Plain):
 """
 
 
-def run(folder: Path, rank: int, end: str, *arguments: str, **env: str) -> tuple[int, str]:
-    """Runs the job to its end, where none of its ranks lives on; its exit code and standard error."""
+def start(folder: Path, rank: int, end: str, *arguments: str) -> Killable:
+    """Starts the job whose `rank` ends, or stops, in its third step."""
     model = {"_target_": "failing_net.Net", "rank": rank, "end": end}
     trainer = {"train_batch": 12, "max_steps": 20, "log_every": 1}
     make_job(folder, model=model, trainer=trainer, data={"train": {"_target_": "my_model.Data"}})
     (folder / "failing_net.py").write_text(MODULE)
-    with Killable("cfg.json", *arguments, cwd=folder, **env) as job:
-        return job.wait(), job.errors
+    return Killable("cfg.json", *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,8 @@ def run(folder: Path, rank: int, end: str, *arguments: str, **env: str) -> tuple
 )
 def test_the_rank_that_fails_is_named(tmp_path: Path, rank: int, end: str, said: str) -> None:
     workers = ["data.num_workers=1"] if end == "SIGKILL" else []
-    code, errors = run(tmp_path, rank, end, "launch.nproc=2", "trainer.train_batch=8", *workers)
+    with start(tmp_path, rank, end, "launch.nproc=2", "trainer.train_batch=8", *workers) as job:
+        code, errors = job.wait(), job.errors
     assert code == 1, errors
     (line,) = [line for line in errors.splitlines() if line.startswith("dsjob: error:")]
     said = said.format(file=tmp_path / "failing_net.py")
@@ -105,26 +109,40 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, rank: int, end: str, said:
         assert f"{tmp_path}/failing_net.py:" in errors
 
 
-@pytest.mark.parametrize(
-    ("rank", "end", "said"),
-    [
-        (1, "sleep", "rank 1 has stalled in step 3 (training), at {file}:"),
-        (0, "sleep", "rank 0 has stalled in step 3 (training), at {file}:"),
-        (1, "SIGSTOP", "rank 1 was stopped by a signal: its process is in state T; it was last seen in step "),
-        (2, "collective", "ranks wait for each other in different collectives: rank 2 at {file}:"),
-    ],
-)
+STALLS = [
+    (1, "sleep", "rank 1 has stalled in step 3 (training), at {file}:"),
+    (0, "sleep", "rank 0 has stalled in step 3 (training), at {file}:"),
+    (1, "SIGSTOP", "rank 1 was stopped by a signal: its process is in state T; it was last seen in step "),
+    (2, "collective", "ranks wait for each other in different collectives: rank 2 at {file}:"),
+]
+
+
+@pytest.fixture(scope="module")
+def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[int, str], tuple[Killable, Path]]]:
+    """Jobs that stall, all at once: they wait for most of their time."""
+    with ExitStack() as running:
+        jobs = {}
+        for rank, end, _ in STALLS:
+            folder = tmp_path_factory.mktemp("stalling")
+            jobs[rank, end] = (
+                running.enter_context(start(folder, rank, end, "launch.nproc=3", "launch.timeout=5")),
+                folder,
+            )
+        yield jobs
+
+
+@pytest.mark.parametrize(("rank", "end", "said"), STALLS)
 def test_a_rank_that_the_others_wait_for_is_named_with_its_stack(
-    tmp_path: Path, rank: int, end: str, said: str
+    stalling: dict[tuple[int, str], tuple[Killable, Path]], rank: int, end: str, said: str
 ) -> None:
-    code, errors = run(tmp_path, rank, end, "launch.nproc=3", "launch.timeout=5")
-    assert code == 1, errors
-    assert f"dsjob: error: {said.format(file=tmp_path / 'failing_net.py')}" in errors
-    assert "SIGCONT" not in errors
+    job, folder = stalling[rank, end]
+    assert job.wait() == 1, job.errors
+    assert f"dsjob: error: {said.format(file=folder / 'failing_net.py')}" in job.errors
+    assert "SIGCONT" not in job.errors
     if end == "sleep":
-        assert f"stack of rank {rank}, innermost first:" in errors
-        assert "in forward" in errors
-        assert (tmp_path / "run" / "logs" / f"stacks-{rank:05d}.txt").exists()
+        assert f"stack of rank {rank}, innermost first:" in job.errors
+        assert "in forward" in job.errors
+        assert (folder / "run" / "logs" / f"stacks-{rank:05d}.txt").exists()
 
 
 def test_workers_that_load_data_end_with_their_rank(tmp_path: Path) -> None:
@@ -194,20 +212,35 @@ class Net(Plain):
 """
 
 
-@pytest.mark.parametrize(("nproc", "rank"), [(1, 0), (2, 0), (2, 1)])
-@pytest.mark.parametrize("saves", [False, True])
+DEAF = list(itertools.product((False, True), ((1, 0), (2, 0), (2, 1))))
+
+
+@pytest.fixture(scope="module")
+def deaf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, tuple[Killable, Path]]]:
+    """Jobs, all at once, that SIGTERM finds in a sleep."""
+    with ExitStack() as running:
+        jobs = {}
+        for saves, (nproc, rank) in DEAF:
+            folder = tmp_path_factory.mktemp("deaf")
+            data = {"train": {"_target_": "my_model.Data"}}
+            make_job(folder, model={"_target_": "sleeping.Net", "rank": rank}, data=data)
+            (folder / "sleeping.py").write_text(SLEEPING)
+            options = [f"launch.nproc={nproc}", "launch.grace=1", *(["checkpoint.every=2"] if saves else [])]
+            jobs[saves, (nproc, rank)] = running.enter_context(Killable("cfg.json", *options, cwd=folder)), folder
+        for job, folder in jobs.values():
+            wait_until((folder / "asleep").exists, 60, "it never gets to sleep")
+            os.kill(job.pid, signal.SIGTERM)
+        yield jobs
+
+
+@pytest.mark.parametrize(("saves", "ranks"), DEAF)
 def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
-    tmp_path: Path, nproc: int, rank: int, saves: bool
+    deaf: dict[Any, tuple[Killable, Path]], saves: bool, ranks: tuple[int, int]
 ) -> None:
-    make_job(tmp_path, model={"_target_": "sleeping.Net", "rank": rank}, data={"train": {"_target_": "my_model.Data"}})
-    (tmp_path / "sleeping.py").write_text(SLEEPING)
-    options = [f"launch.nproc={nproc}", "launch.grace=1", *(["checkpoint.every=2"] if saves else [])]
-    with Killable("cfg.json", *options, cwd=tmp_path) as job:
-        wait_until((tmp_path / "asleep").exists, 60, "it never gets to sleep")
-        os.kill(job.pid, signal.SIGTERM)
-        code, errors = job.wait(), job.errors
+    (nproc, rank), (job, folder) = ranks, deaf[saves, ranks]
+    code, errors = job.wait(), job.errors
     assert code == 143, errors
-    place = f"at {tmp_path}/sleeping.py:"
+    place = f"at {folder}/sleeping.py:"
     who = f"rank {rank} has stalled in step 4 (training)," if nproc > 1 else "step 4 (training) is"
     assert f"dsjob: error: stopped by SIGTERM, then no progress for 1 s: {who} {place}" in errors
     kept = (
