@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from dsjob.front.run import Result as Result
     from dsjob.front.run import run as run
     from dsjob.front.tasks import Evaluation as Evaluation
+    from dsjob.front.tasks import Predictions as Predictions
     from dsjob.front.tasks import evaluate as evaluate
+    from dsjob.front.tasks import predict as predict
     from dsjob.front.weights import convert as convert
     from dsjob.front.weights import load_model as load_model
     from dsjob.monitors.monitor import Monitor as Monitor
@@ -45,6 +47,7 @@ _HOMES = {
     "Evaluation": "dsjob.front.tasks",
     "ModelParallelUnit": "dsjob.ranks.mpu",
     "Monitor": "dsjob.monitors.monitor",
+    "Predictions": "dsjob.front.tasks",
     "Problem": "dsjob.errors",
     "Result": "dsjob.front.run",
     "RunView": "dsjob.training.callbacks",
@@ -56,6 +59,7 @@ _HOMES = {
     "initialize": "dsjob.engine.build",
     "load_model": "dsjob.front.weights",
     "plan": "dsjob.front.look",
+    "predict": "dsjob.front.tasks",
     "resolve": "dsjob.front.look",
     "run": "dsjob.front.run",
     "validate": "dsjob.front.look",
@@ -67,6 +71,7 @@ __all__ = [
     "Evaluation",
     "ModelParallelUnit",
     "Monitor",
+    "Predictions",
     "Problem",
     "Result",
     "RunView",
@@ -81,6 +86,7 @@ __all__ = [
     "initialize",
     "load_model",
     "plan",
+    "predict",
     "resolve",
     "run",
     "validate",

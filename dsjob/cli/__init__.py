@@ -34,6 +34,7 @@ dsjob: train PyTorch models from a job document
   dsjob import FILE... [-- COMMAND ...]  turn DeepSpeed configs, Trainer arguments, ... into a job
   dsjob plan FILE | +recipe=NAME         predict memory, communication and checkpoint size
   dsjob eval RUN|CKPT [key=value ...]    evaluate a checkpoint on data.eval and data.test
+  dsjob predict RUN|CKPT [key=value ...] write its outputs for data.test, in the order of the data
   dsjob compare-engines FILE             run a few steps with dsjob and DeepSpeed, and compare
   dsjob convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights
   dsjob ckpt COMMAND CKPT                manage checkpoints: ls, info, verify, diff, gc, copy
@@ -55,10 +56,10 @@ examples:
   dsjob -m cfg.yaml optimizer.params.lr=1e-3,3e-4
 """
 
-_WITH_OVERRIDES = ("run", "eval", "validate", "show", "plan", "compare-engines")
+_WITH_OVERRIDES = ("run", "eval", "predict", "validate", "show", "plan", "compare-engines")
 COMMANDS = (
-    *("run", "exec", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "eval", "convert"),
-    "ckpt",
+    *("run", "exec", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "eval", "predict"),
+    *("convert", "ckpt"),
 )
 _LOCAL_RANK = ("--local-rank=", "--local_rank=")  # torch.distributed.launch puts it first; RANK says the same
 

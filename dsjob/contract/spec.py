@@ -188,6 +188,13 @@ class Method:
         return self.type or (self.target.path if self.target else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Predict:
+    outputs: Mapping[str, str] | None
+    format: Literal["jsonl", "safetensors"]
+    dir: str | None
+
+
 METRIC_KEYS = ("inputs", "reduce", "phases")  # dsjob's keys, next to the target's own arguments
 
 
@@ -320,6 +327,7 @@ class JobSpec(EngineSpec):
     models: Mapping[str, Mapping[str, Any]] | None
     tasks: Sequence[str]
     data: Data
+    predict: Predict
     loss: Target | None
     metrics: Mapping[str, Metric]
     engine: Literal["dsjob", "deepspeed"]

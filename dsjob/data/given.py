@@ -171,6 +171,11 @@ class LoaderEvaluation:
         self._world = world
         self._counted = self._share.length
 
+    @property
+    def divided(self) -> bool:
+        """Whether the loader gives each rank batches of its own."""
+        return self._share.divided
+
     def limit(self, max_batches: int | None) -> EvaluationPass:
         """One evaluation with at most `max_batches` batches per rank."""
         share, ranks = self._share, self._world.data_size

@@ -1,4 +1,4 @@
-"""`dsjob.evaluate`: evaluates a checkpoint with the job that saved it."""
+"""`dsjob.evaluate` and `dsjob.predict`: use a checkpoint with the job that saved it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ class Evaluation:
     run_dir: str
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """The result of predicting.
+
+    files: the path or URL of each set's file, in the order of the sets. The other fields are those of `Evaluation`.
+    """
+
+    files: Sequence[str]
+    checkpoint: str
+    step: int
+    run_dir: str
+
+
 def evaluate(
     checkpoint: str | os.PathLike[str],
     *,
@@ -53,6 +66,25 @@ def evaluate(
     """
     result = _perform("eval", checkpoint, tag, overrides, trust, trust_remote_code, unpinned)
     return Evaluation(result["metrics"], result["checkpoint"], result["step"], result["run_dir"])
+
+
+def predict(
+    checkpoint: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    overrides: Sequence[str] = (),
+    trust: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    unpinned: bool = False,
+) -> Predictions:
+    """Writes what the model of a checkpoint returns for each sample of data.test, or without one, of data.eval. Like
+    the command `dsjob predict`.
+
+    overrides: changes to the job that saved the checkpoint, such as `predict.format=safetensors`. The other arguments,
+    and what is raised, are as for `evaluate`.
+    """
+    result = _perform("predict", checkpoint, tag, overrides, trust, trust_remote_code, unpinned)
+    return Predictions(result["predictions"], result["checkpoint"], result["step"], result["run_dir"])
 
 
 def _perform(

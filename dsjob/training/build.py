@@ -43,7 +43,7 @@ from dsjob.training.callbacks import Callback
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measure, Measures, make_measure
-from dsjob.training.steps import MicroStep, make_micro_step
+from dsjob.training.steps import MicroStep, UserStep, make_micro_step
 from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
 from dsjob.trust.targets import (
@@ -229,6 +229,11 @@ def build_micro_step(spec: JobSpec, loss: LossFunction | None, measures: Measure
     return make_micro_step(step, loss, measures, _list_taken(spec))
 
 
+def build_eval_step(spec: JobSpec, trust: Trust) -> UserStep | None:
+    """`trainer.eval_step`, if there is one. Raises TargetError."""
+    return build_callable(spec.trainer.eval_step, "trainer.eval_step", trust) if spec.trainer.eval_step else None
+
+
 def build_evaluator(
     spec: JobSpec,
     engines: Engines,
@@ -243,14 +248,13 @@ def build_evaluator(
 
     `measures`: the metrics of phase `eval`. Raises TargetError.
     """
-    step = build_callable(spec.trainer.eval_step, "trainer.eval_step", trust) if spec.trainer.eval_step else None
     return Evaluator(
         spec,
         engines,
         sets,
         collate=collate,
         loss=loss,
-        step=step,
+        step=build_eval_step(spec, trust),
         averaging=build_averaging(spec, engines),
         measures=measures if measures is not None else Measures(),
         taken=_list_taken(spec),

@@ -114,6 +114,7 @@ def _make_result(run: Run, metrics: dict[str, float], outcome: Outcome) -> Resul
         epochs=_count_epochs(run),
         metrics={**metrics, **outcome.metrics},
         checkpoint=run.progress.last_saved,
+        predictions=list(outcome.predictions.values()),
         pretrained=len(engines) == 1 and bool(describe_pretrained(engines[0].module)),
     )
 
@@ -152,7 +153,7 @@ def _prepare(
     given: dict[str, Any] = {"collate": collate, "loss": loss, "measures": eval_measures}
     evaluated = choose_sets(spec, sets, "eval")
     evaluator = build.build_evaluator(spec, engines, evaluated, trust, **given) if evaluated else None
-    tasks = build_tasks(spec, engines, sets, trust, **given)
+    tasks = build_tasks(spec, engines, sets, trust, run_dir, **given)
     run = Run(
         spec=spec,
         engines=engines,
@@ -192,7 +193,7 @@ def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Res
     before = before if "step" in before else {}  # that of a run that failed after its last step
     outcome = tasks.run(display.say)
     result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation}, outcome)
-    has_news = run.progress.last_evaluation or outcome.metrics
+    has_news = run.progress.last_evaluation or outcome.metrics or outcome.predictions
     if run.engine.global_rank == 0 and (not before or has_news):
         write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})
     return result

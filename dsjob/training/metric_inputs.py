@@ -36,7 +36,7 @@ class Inputs:
     def read(self, seen: Seen) -> dict[str, Any]:
         """The arguments by name, detached. Raises ContractError for a path that does not exist."""
         if self._paths:
-            given = {key: self._follow(key, path, seen) for key, path in self._paths.items()}
+            given = {key: follow(path, seen, f"metrics.{self._name}.inputs.{key}") for key, path in self._paths.items()}
         else:
             given = {name: _KNOWN[name](self._name, seen) for name in self._names or ("outputs", "batch")}
         # Metrics may keep their inputs, and with a graph, these would keep all activations of a batch in memory.
@@ -50,15 +50,19 @@ class Inputs:
             return function(**given)
         return function(*given.values())
 
-    def _follow(self, key: str, path: str, seen: Seen) -> Any:
-        root, *steps = path.split(".")
-        found: Any = {"outputs": seen.outputs, "batch": seen.batch, "loss": seen.loss}[root]
-        for number, step in enumerate(steps):
-            if step == "argmax" and number == len(steps) - 1 and isinstance(found, Tensor):
-                return found.argmax(-1)
-            above = ".".join([root, *steps[:number]])
-            found = _descend(found, step, f"metrics.{self._name}.inputs.{key}", above)
-        return found
+
+def follow(path: str, seen: Seen, where: str) -> Any:
+    """The value at a path such as `outputs.logits`. where: the path's own place in the document, for messages.
+
+    Raises ContractError if there is no such value.
+    """
+    root, *steps = path.split(".")
+    found: Any = {"outputs": seen.outputs, "batch": seen.batch, "loss": seen.loss}[root]
+    for number, step in enumerate(steps):
+        if step == "argmax" and number == len(steps) - 1 and isinstance(found, Tensor):
+            return found.argmax(-1)
+        found = _descend(found, step, where, ".".join([root, *steps[:number]]))
+    return found
 
 
 def list_outputs(paths: Mapping[str, str] | None) -> set[str]:

@@ -48,7 +48,7 @@ class Measures:
     ) -> None:
         self._phase, self._measures = phase, dict(measures or {})
         self._everyone = world.everyone if world is not None else None
-        self._counts = bool(measures) and world is not None and _is_counted(world)
+        self._counts = bool(measures) and world is not None and is_counted(world)
 
     def __len__(self) -> int:
         return len(self._measures)
@@ -119,9 +119,9 @@ def _copy(measure: Measure) -> Measure | None:
         return None
 
 
-def _is_counted(world: World) -> bool:
-    """Whether this rank feeds its batches to metrics: of the ranks of one model, the first that reports and reads
-    data."""
+def is_counted(world: World) -> bool:
+    """Whether this rank feeds its batches to metrics, and writes predictions: of the ranks of one model, the first that
+    reports and reads data. A collective."""
     everyone = world.everyone
     ranks = all_gather(everyone, (world.data_rank, not world.reports, not world.loads))
     own = [(quiet, idle, number) for number, (data, quiet, idle) in enumerate(ranks) if data == world.data_rank]

@@ -43,6 +43,7 @@ class Result:
     metrics: dict[str, float]  # of the last log record, the last evaluation and the task eval
     checkpoint: str | None  # the folder of the last checkpoint; of tasks alone, the one that was loaded
     pretrained: bool  # whether it contains a single model of transformers, so that it can be converted to its format
+    predictions: list[str]  # the files of the task predict
 
 
 @dataclass(frozen=True)

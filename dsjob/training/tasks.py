@@ -26,6 +26,7 @@ from dsjob.training import build
 from dsjob.training.display import Display
 from dsjob.training.evaluation import Evaluator, name_data
 from dsjob.training.loaders import build_collate, build_evaluation_sets
+from dsjob.training.predict import Predictor
 from dsjob.training.run import Result
 from dsjob.trust.grant import Trust
 
@@ -45,6 +46,7 @@ class Outcome:
     """The outcome of tasks besides training."""
 
     metrics: dict[str, float]
+    predictions: dict[str, str]  # the files, by the prefix of their set
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,22 @@ class Tasks:
     """The tasks of a job besides training, in their order. None: not a task of this job, or nothing is left to do."""
 
     evaluator: Evaluator | None
+    predictor: Predictor | None
 
     def run(self, say: Say) -> Outcome:
         """Runs the tasks, and shows what they found. A collective."""
         metrics: dict[str, float] = {}
+        predictions: dict[str, str] = {}
         if self.evaluator is not None:
             position.doing = "evaluating"
             metrics = self.evaluator.evaluate()
             say("eval", "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-        return Outcome(metrics)
+        if self.predictor is not None:
+            position.doing = "predicting"
+            predictions = self.predictor.predict()
+            for prefix, url in predictions.items():
+                say("predicted", f"{name_data(prefix)}  {url}")
+        return Outcome(metrics, predictions)
 
 
 def list_roles(spec: JobSpec) -> tuple[Literal["eval", "test"], ...]:
@@ -74,14 +83,19 @@ def choose_sets(spec: JobSpec, sets: Mapping[str, Any], *roles: Literal["eval", 
 
 
 def build_tasks(
-    spec: JobSpec, engines: Engines, sets: Mapping[str, Any], trust: Trust, *, collate: Any, **given: Any
+    spec: JobSpec, engines: Engines, sets: Mapping[str, Any], trust: Trust, run_dir: str, *, collate: Any, **given: Any
 ) -> Tasks:
     """The tasks of a job besides training. given: as for `build_evaluator`. Raises TargetError."""
     # The last evaluation of a training has the final weights: only the test set is left.
     roles: tuple[Literal["eval", "test"], ...] = ("test",) if spec.trains else ("eval", "test")
     evaluated = choose_sets(spec, sets, *roles) if "eval" in spec.tasks else {}
     evaluator = build.build_evaluator(spec, engines, evaluated, trust, collate=collate, **given) if evaluated else None
-    return Tasks(evaluator)
+    predictor = None
+    if "predict" in spec.tasks:
+        predicted = choose_sets(spec, sets, "test" if spec.data.test else "eval")
+        step = build.build_eval_step(spec, trust)
+        predictor = Predictor(spec, engines, predicted, spec.predict.dir or run_dir, collate, step)
+    return Tasks(evaluator, predictor)
 
 
 def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust) -> Result:
@@ -96,13 +110,13 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     seed_rng(spec.trainer.seed + world.data_rank)
     loss = build.build_loss(spec, world.device, trust)
     measures = build.build_measures("eval", spec, world, trust)[0] if "eval" in spec.tasks else None
-    tasks = build_tasks(spec, engines, sets, trust, collate=collate, loss=loss, measures=measures)
+    tasks = build_tasks(spec, engines, sets, trust, run_dir, collate=collate, loss=loss, measures=measures)
     source = _load(job, engines, run_dir, world, display.say)
     display.table(f"dsjob {spec.name}", _describe(tasks, source, world, run_dir))
     if world.everyone.rank == 0:
         write_resolved(run_dir, job.document)
     outcome = tasks.run(display.say)
-    result = Result(source.step, None, outcome.metrics, source.url, pretrained=False)
+    result = Result(source.step, None, outcome.metrics, source.url, False, list(outcome.predictions.values()))
     if world.everyone.rank == 0:
         write_result(run_dir, {"status": "done", **asdict(result)})
     return result
@@ -144,7 +158,7 @@ def _find_url(spec: JobSpec, checkpointer: Checkpointer) -> str | None:
 
 def _describe(tasks: Tasks, source: Source, world: World, run_dir: str) -> list[tuple[str, str]]:
     """(title, text) rows with what a user may want to check before waiting for the tasks."""
-    sets = list(tasks.evaluator.sets) if tasks.evaluator is not None else []
+    sets = dict.fromkeys(prefix for task in (tasks.evaluator, tasks.predictor) if task for prefix in task.sets)
     return [
         ("weights", f"{source.url} at step {source.step:,}" if source.url else "the model as it was built"),
         ("data", ", ".join(map(name_data, sets))),

@@ -66,6 +66,7 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = arguments in ((str, Target), (str, Metric)) and is_target(below)
         agrees = agrees and (arguments[1] is Metric) == ("phases" in below["properties"])
         # Of several models the spec has what the document says: `resolve_model` makes a view of each.
+        agrees = agrees or (arguments == (str, str) and below["type"] == "string")
         agrees = agrees or (arguments == (str, Mapping[str, Any]) and "x-inherits" in schema)
     else:
         agrees = schema.get("type") == JSON_TYPES[hint]

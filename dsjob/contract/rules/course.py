@@ -224,15 +224,16 @@ def _saved(document: Document) -> Iterator[Finding]:
 @enter("memory-between-ranks", whole=True)
 def _memory(document: Document) -> Iterator[Finding]:
     """`memory://` is the memory of one process: ranks do not see what other ranks have saved there."""
-    directory, nproc = read(document, "checkpoint.dir", ""), read(document, "launch.nproc", 1)
-    if isinstance(directory, str) and directory.startswith("memory:") and nproc != 1:
-        yield "checkpoint.dir", f"{directory} cannot be shared by {nproc} ranks", "use a folder, or an object store"
+    for place in ("checkpoint.dir", "predict.dir"):
+        directory, nproc = read(document, place, ""), read(document, "launch.nproc", 1)
+        if isinstance(directory, str) and directory.startswith("memory:") and nproc != 1:
+            yield place, f"{directory} cannot be shared by {nproc} ranks", "use a folder, or an object store"
 
 
 @enter("secret-in-url")
 def _secret(document: Document) -> Iterator[Finding]:
     """A document is copied into each checkpoint and each run folder. Credentials belong in the store's own tools."""
-    for place in ("checkpoint.dir", "checkpoint.resume", "monitor.mlflow.tracking_uri"):
+    for place in ("checkpoint.dir", "checkpoint.resume", "predict.dir", "monitor.mlflow.tracking_uri"):
         url = read(document, place, "")
         if isinstance(url, str) and (secret := describe_secret(url)):
             hint = "put it in the environment, or in a profile of the store's tools"

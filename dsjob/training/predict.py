@@ -1,0 +1,126 @@
+"""Prediction: runs the models over sets of data on all ranks, and writes what they return for each sample."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsjob import storage
+from dsjob.compute.calls import call_model
+from dsjob.contract.spec import JobSpec
+from dsjob.data import LoaderEvaluation, to_device
+from dsjob.engine.several import Engines
+from dsjob.errors import ContractError, DataError
+from dsjob.ranks.agreement import gather_on_rank_0, on_rank_0
+from dsjob.ranks.watchdog import position
+from dsjob.training.evaluation import name_data, read_set
+from dsjob.training.metric_inputs import Seen, follow
+from dsjob.training.metrics import is_counted
+from dsjob.training.prediction_files import Part, Rows, merge
+from dsjob.training.steps import UserStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictor:
+    """Everything that predictions need. It requires neither an optimizer nor training data, nor labels.
+
+    sets: by the prefix of their metrics; see `build_evaluation_sets`. folder: a path or URL, for the files. step: the
+    user's `trainer.eval_step`, instead of the model's forward pass; what it returns are the outputs.
+    """
+
+    spec: JobSpec
+    engines: Engines
+    sets: Mapping[str, Any]
+    folder: str
+    collate: Callable[[list[Any]], Any] | None = None
+    step: UserStep | None = None
+
+    def predict(self) -> dict[str, str]:
+        """Writes a file for each set: one entry per sample, in the order of the data. Returns the files by prefix. A
+        collective.
+
+        Leaves models in training mode. Raises ContractError, DataError, StorageError.
+        """
+        return {prefix: self._predict(prefix) for prefix in self.sets}
+
+    @torch.no_grad()
+    def _predict(self, prefix: str) -> str:
+        engine, form = self.engines.first, self.spec.predict.format
+        world, name = engine.world, name_data(prefix)
+        _require_in_order(self.sets[prefix], name, world.data_size)
+        url = storage.join(self.folder, f"predictions-{prefix.replace('/', '-')}.{form}")
+        parts = f"{url}.parts"
+        on_rank_0(world.everyone, lambda: _begin(parts))
+        counts = is_counted(world)
+        self.engines.eval()
+        with Part(parts, world.everyone.rank, form) as part:
+            for batch, samples in read_set(self.spec, world, self.sets[prefix], name, collate=self.collate):
+                position.micro_steps += 1
+                batch = to_device(batch, engine.device)
+                outputs = call_model(engine, batch) if self.step is None else self.step(self.engines, batch)
+                # A batch without samples only keeps the ranks of a sharded model together.
+                if samples and counts:
+                    part.add(self._choose(Seen(outputs, batch, None, samples)), samples)
+        self.engines.train()
+        written = gather_on_rank_0(world.everyone, lambda: (world.data_rank, world.everyone.rank, part.written))
+
+        def finish() -> None:
+            in_turn = {rank: found for _, rank, found in sorted(written, key=lambda entry: entry[:2])}
+            merge(url, parts, in_turn, form)
+            storage.delete(parts)
+
+        on_rank_0(world.everyone, finish)
+        return url
+
+    def _choose(self, seen: Seen) -> Rows:
+        """What `predict.outputs` names, by name."""
+        paths = self.spec.predict.outputs
+        if paths is None:
+            return _check_rows({"logits": _find_logits(seen.outputs)}, seen.samples)
+        found = {key: follow(path, seen, f"predict.outputs.{key}") for key, path in paths.items()}
+        return _check_rows(found, seen.samples)
+
+
+def _begin(parts: str) -> None:
+    """Prepares an empty folder for parts, without those of a run that was killed."""
+    storage.delete(parts)
+    storage.make_folder(parts)
+
+
+def _require_in_order(data: Any, name: str, ranks: int) -> None:
+    if isinstance(data, LoaderEvaluation) and data.divided and ranks > 1:
+        raise DataError(
+            f"{name} is a loader that divides its samples among the ranks itself, so their order is not known",
+            hint="make it return a dataset, or predict on one rank",
+        )
+
+
+def _find_logits(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if found is None:
+        what = f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise ContractError(
+            f"the model's output ({what}) has no logits to predict", hint="set predict.outputs: {NAME: outputs.KEY}"
+        )
+    return found
+
+
+def _check_rows(rows: Rows, samples: int) -> Rows:
+    """Raises ContractError unless every value has one entry per sample."""
+    for name, value in rows.items():
+        if isinstance(value, Tensor):
+            fits, what = value.dim() > 0 and value.shape[0] == samples, f"a tensor of shape {list(value.shape)}"
+        else:
+            fits, what = isinstance(value, (list, tuple)) and len(value) == samples, type(value).__name__
+        if not fits:
+            raise ContractError(
+                f"predict.outputs: {name} is {what}, but the batch has {samples} samples",
+                hint="choose a value with one entry per sample",
+            )
+    return rows
