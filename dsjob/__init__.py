@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dsjob.front.look import validate as validate
     from dsjob.front.run import Result as Result
     from dsjob.front.run import run as run
+    from dsjob.front.runs import RunInfo as RunInfo
+    from dsjob.front.runs import list_runs as list_runs
     from dsjob.front.tasks import Evaluation as Evaluation
     from dsjob.front.tasks import Predictions as Predictions
     from dsjob.front.tasks import evaluate as evaluate
@@ -50,6 +52,7 @@ _HOMES = {
     "Predictions": "dsjob.front.tasks",
     "Problem": "dsjob.errors",
     "Result": "dsjob.front.run",
+    "RunInfo": "dsjob.front.runs",
     "RunView": "dsjob.training.callbacks",
     "Series": "dsjob.monitors.monitor",
     "add_config_arguments": "dsjob.engine.build",
@@ -57,6 +60,7 @@ _HOMES = {
     "evaluate": "dsjob.front.tasks",
     "init_distributed": "dsjob.ranks.rendezvous",
     "initialize": "dsjob.engine.build",
+    "list_runs": "dsjob.front.runs",
     "load_model": "dsjob.front.weights",
     "plan": "dsjob.front.look",
     "predict": "dsjob.front.tasks",
@@ -74,6 +78,7 @@ __all__ = [
     "Predictions",
     "Problem",
     "Result",
+    "RunInfo",
     "RunView",
     "Series",
     "__version__",
@@ -84,6 +89,7 @@ __all__ = [
     "evaluate",
     "init_distributed",
     "initialize",
+    "list_runs",
     "load_model",
     "plan",
     "predict",

@@ -61,6 +61,18 @@ def open_update(path: str) -> BinaryIO:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
+def open_read(path: str) -> BinaryIO:
+    """Opens a regular file to read, unbuffered. Raises StorageError for anything else."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise StorageError(f"cannot read {path}: it is not a regular file")
+    return open(handle, "rb", buffering=0)
+
+
 def read_lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """The lines of an unbuffered file from the last to the first, without empty ones, each with its offset.
 

@@ -7,18 +7,20 @@ records of steps that a run repeats are moved to metrics-superseded.jsonl, like 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 from dsjob import storage
 from dsjob.contract.environment import mask_texts
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import DsjobError, StorageError
-from dsjob.files import open_append, open_update, read_lines_backwards, sync_names
+from dsjob.files import open_append, open_read, open_update, read_lines_backwards, sync_names
 
 RESOLVED_NAME = "resolved.json"
 RESULT_NAME = "result.json"
@@ -27,6 +29,7 @@ LOGS_NAME = "logs"  # the folder for the output of ranks
 TRACEBACK_PREFIX = "traceback-"
 SUPERSEDED_METRICS_NAME = "metrics-superseded.jsonl"
 MONITORS_NAME = "monitors.json"  # what the monitors of a run have received
+RUNNING_NAME = "running"  # locked while a run is under way
 SAVE_REQUEST = "save-now"  # users create this file to request a checkpoint
 
 
@@ -72,6 +75,62 @@ def _make_run_dir(pattern: str, name: str) -> str:
             raise DsjobError(
                 f"cannot create the folder {chosen}: {error.strerror}", hint="choose another output.dir"
             ) from error
+
+
+@contextmanager
+def marking_running(run_dir: str) -> Iterator[None]:
+    """While the block runs, locks the file `running` in a run's folder. A kill releases the lock and leaves the file.
+
+    Does nothing where files cannot be locked, and if another process has the lock.
+    """
+    path = os.path.join(run_dir, RUNNING_NAME)
+    file = _lock(path)
+    try:
+        yield
+    finally:
+        if file is not None:
+            with suppress(OSError):
+                os.unlink(path)
+            _held.discard(file.fileno())
+            file.close()
+
+
+def _lock(path: str) -> BinaryIO | None:
+    """The locked file; None if it cannot be locked."""
+    with suppress(StorageError):
+        file = open_append(path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _held.add(file.fileno())
+            return file
+        except OSError:
+            file.close()
+    return None
+
+
+_held: set[int] = set()  # file descriptors of this process's locks
+
+
+def _close_held() -> None:
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+# A lock lasts as long as any process has the file open, and workers of data loaders outlive a killed run for seconds.
+os.register_at_fork(after_in_child=_close_held)
+
+
+def is_running(run_dir: str) -> bool:
+    """Whether a run is under way in a folder, on this machine or on one that shares its locks."""
+    try:
+        with open_read(os.path.join(run_dir, RUNNING_NAME)) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except (OSError, StorageError):
+        return False
 
 
 def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ dsjob: train PyTorch models from a job document
   dsjob predict RUN|CKPT [key=value ...] write its outputs for data.test, in the order of the data
   dsjob compare-engines FILE             run a few steps with dsjob and DeepSpeed, and compare
   dsjob convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights
+  dsjob runs [DIR]                       list runs; dsjob runs diff A B compares two
   dsjob ckpt COMMAND CKPT                manage checkpoints: ls, info, verify, diff, gc, copy
 
   dsjob COMMAND --help                   show a command's options; so does dsjob help COMMAND
@@ -59,7 +60,7 @@ examples:
 _WITH_OVERRIDES = ("run", "eval", "predict", "validate", "show", "plan", "compare-engines")
 COMMANDS = (
     *("run", "exec", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "eval", "predict"),
-    *("convert", "ckpt"),
+    *("convert", "runs", "ckpt"),
 )
 _LOCAL_RANK = ("--local-rank=", "--local_rank=")  # torch.distributed.launch puts it first; RANK says the same
 

@@ -29,11 +29,11 @@ def show_inventory(inventory: Inventory) -> str:
     rows = [("state", "tag", "step", "saved", "all files", "ranks", "ZeRO", "")]
     for entry in inventory.checkpoints:
         note = "newest" if entry.newest else entry.problem or (entry.folder if entry.state != "committed" else "")
-        age = "?" if entry.saved is None else f"{describe_age(now - entry.saved)} ago"
+        age = "?" if entry.saved is None else f"{show_age(now - entry.saved)} ago"
         numbers = ("" if n is None else str(n) for n in (entry.world_size, entry.zero_stage))
         step = "" if entry.step is None else str(entry.step)
         rows.append((entry.state, entry.tag, step, age, show_bytes(entry.size), *numbers, note))  # type: ignore[arg-type]
-    return f"{make_printable(inventory.url)}\n\n{_align(rows)}"
+    return f"{make_printable(inventory.url)}\n\n{align(rows)}"
 
 
 def show_checkpoint(found: dict[str, Any], *, tensors: bool) -> str:
@@ -56,13 +56,13 @@ def show_checkpoint(found: dict[str, Any], *, tensors: bool) -> str:
         ("shards", f"{_plural(len(found['files']), 'file')}, {show_bytes(found['bytes'])} of weights and optimizer"),
         *((key, value) for key, value in counters.items()),
     ]
-    lines = _align([(name, str(value)) for name, value in rows if value is not None])
+    lines = align([(name, str(value)) for name, value in rows if value is not None])
     if not tensors:
         return lines
     listed = [("tensor", "role", "dtype", "shape", "size")]
     for name, entry in found["tensors"].items():
         listed.append((name, entry["role"], entry["dtype"], str(entry["shape"]), show_bytes(entry["bytes"])))
-    return f"{lines}\n\n{_align(listed)}"
+    return f"{lines}\n\n{align(listed)}"
 
 
 def show_verified(found: Sequence[Verified]) -> str:
@@ -102,7 +102,7 @@ def show_differences(found: Sequence[Difference]) -> str:
         numbers = (f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.elements:,} of {one.size:,}")
         what = " | ".join(part for part in (one.a, one.b) if part) if one.kind != "values" else one.a
         rows.append((one.name, one.kind, *(numbers if measured else ("", "", "")), what))
-    lines = [_align(rows)] if other else []
+    lines = [align(rows)] if other else []
     if len(other) > SHOWN:
         lines.append(f"... and {len(other) - SHOWN} more (--json lists all)")
     same = len(found) - len(other)
@@ -118,7 +118,7 @@ def show_garbage(root: str, found: Sequence[Garbage], uploads: int, *, dry_run: 
             one.kind,
             one.path,
             show_bytes(one.size),
-            "?" if one.age is None else f"{describe_age(one.age)} ago",
+            "?" if one.age is None else f"{show_age(one.age)} ago",
             one.kept,
         )
         for one in found
@@ -126,16 +126,16 @@ def show_garbage(root: str, found: Sequence[Garbage], uploads: int, *, dry_run: 
     total = show_bytes(sum(one.size for one in gone))
     end = f"{'would delete' if dry_run else 'deleted'} {len(gone)}, {total}" if gone else "nothing to delete"
     ended = [f"aborted {_plural(uploads, 'unfinished upload')}"] if uploads else []
-    return "\n".join([make_printable(root), *([_align(rows)] if rows else []), end, *ended])
+    return "\n".join([make_printable(root), *([align(rows)] if rows else []), end, *ended])
 
 
 def show_copied(found: Sequence[Copied]) -> str:
     """One line per checkpoint."""
     sizes = [f"{show_bytes(one.size)} of weights and optimizer" if one.size else "already there" for one in found]
-    return _align([(one.tag, size, one.url) for one, size in zip(found, sizes, strict=True)])
+    return align([(one.tag, size, one.url) for one, size in zip(found, sizes, strict=True)])
 
 
-def describe_age(seconds: float) -> str:
+def show_age(seconds: float) -> str:
     """An age in its largest unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -151,7 +151,7 @@ def _sum(sums: dict[str, int]) -> str:
     return f"{sums['tensors']}, {show_bytes(sums['bytes'])}"
 
 
-def _align(rows: Sequence[tuple[str, ...]]) -> str:
+def align(rows: Sequence[tuple[str, ...]]) -> str:
     """Aligned columns, two spaces apart, without empty ones."""
     columns = [i for i in range(len(rows[0])) if any(row[i] for row in rows)]
     rows = [tuple(make_printable(row[i]) for i in columns) for row in rows]

@@ -21,7 +21,7 @@ from dsjob.front.check import check_composed, find_other_job
 from dsjob.front.places import placing_errors
 from dsjob.launch import launcher
 from dsjob.launch.surroundings import quiet_torch
-from dsjob.run_folder import make_run_dir
+from dsjob.run_folder import make_run_dir, marking_running
 from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
 from dsjob.trust.grant import Trust
@@ -54,11 +54,12 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
             return join(complete_job(document), trust=trust, check_folder=check_folder, run_dir=run_dir)
     job = complete_job(document)
     if run_dir is not None:
-        with launcher.telling_what_is_kept(run_dir, document):
+        with launcher.telling_what_is_kept(run_dir, document), marking_running(run_dir):
             return _start(composed, job, run_dir, trust, debug)
     wanted = document["output"]["dir"], document["name"]
     existing, run_dir = find_existing(*wanted), make_run_dir(*wanted)
-    with launcher.telling_what_is_kept(run_dir, document), taking_back(run_dir, existing):
+    telling = launcher.telling_what_is_kept(run_dir, document)
+    with telling, taking_back(run_dir, existing), marking_running(run_dir):
         return _start(composed, job, run_dir, trust, debug)
 
 

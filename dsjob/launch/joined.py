@@ -30,7 +30,7 @@ from dsjob.ranks.watchdog import (
     explain_stall,
     position,
 )
-from dsjob.run_folder import make_run_dir, read_result
+from dsjob.run_folder import make_run_dir, marking_running, read_result
 from dsjob.torch_private import get_store
 from dsjob.training.job import run_job
 from dsjob.trust.frames import drop_path
@@ -84,8 +84,9 @@ def _run(
         check_shared(settled.spec.checkpoint.dir or os.path.join(run_dir, "checkpoints"), world)
     if os.path.isdir(run_dir):  # may be missing on other nodes if checkpoints go to an object store
         place_records(run_dir)
-    telling = telling_what_is_kept(run_dir, settled.document) if world.everyone.rank == 0 else nullcontext()
-    with telling, _dropping_foreign_places(job, settled):
+    first = world.everyone.rank == 0
+    telling = telling_what_is_kept(run_dir, settled.document) if first else nullcontext()
+    with telling, marking_running(run_dir) if first else nullcontext(), _dropping_foreign_places(job, settled):
         run_job(settled, run_dir, world, trust)
     result = on_rank_0(world.everyone, lambda: read_result(run_dir))
     leave_world()  # not after a failure: it would wait for ranks that are stuck in a collective
