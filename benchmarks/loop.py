@@ -35,6 +35,7 @@ from dsjob.engine.several import Engines
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.training import loop
 from dsjob.training.callbacks import Callback
+from dsjob.training.objective import Objective
 from dsjob.training.run import Run
 from dsjob.training.steps import make_micro_step
 from dsjob.trust.targets import call_target
@@ -78,7 +79,7 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
     run = Run(
         spec=spec,
         engines=Engines({SOLE: engine}),
-        micro_step=make_micro_step(None, None),
+        micro_step=make_micro_step(None, Objective()),
         loader=load_training(dataset, micro_batch=spec.trainer.micro_batch, world=world, seed=0),
         max_steps=spec.trainer.max_steps or 0,
         checkpointer=Checkpointer(folder, world=world),

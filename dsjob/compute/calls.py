@@ -39,12 +39,22 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """Calls the model with a batch: a mapping as keyword arguments, a tuple or list as positional arguments, anything
     else as a single argument."""
     args, keywords = spread(batch)
+    return call_with(model, args, keywords, f"the batch, a {type(batch).__name__}, is")
+
+
+def call_with(
+    model: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], described: str = "inputs are"
+) -> Any:
+    """Calls the model. described: what the arguments are, for messages.
+
+    Raises ContractError if they do not match the signature of its `forward`.
+    """
     try:
         return model(*args, **keywords)
     except TypeError as error:
-        # Either the batch does not match the signature, which gets a clearer message, or the TypeError comes from the
+        # Either the arguments do not match the signature, which gets a clearer message, or the TypeError comes from the
         # model's own code.
-        _require_taken(model, batch, error)
+        _require_taken(model, args, keywords, described, error)
         raise
 
 
@@ -55,11 +65,12 @@ def spread(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return (batch if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def _require_taken(model: Any, batch: Any, error: TypeError) -> None:
-    """Raises ContractError if the signature of the model's `forward` does not match the batch."""
+def _require_taken(
+    model: Any, args: Sequence[Any], keywords: Mapping[str, Any], described: str, error: TypeError
+) -> None:
+    """Raises ContractError if the signature of the model's `forward` does not match the arguments."""
     module = getattr(model, "module", model)
     forward = getattr(module, "forward", module)
-    args, keywords = spread(batch)
     try:
         taken = inspect.signature(forward)
     except (TypeError, ValueError):
@@ -67,12 +78,11 @@ def _require_taken(model: Any, batch: Any, error: TypeError) -> None:
     try:
         taken.bind(*args, **keywords)
     except TypeError as why:
-        by_name = isinstance(batch, Mapping)
-        way = f"as keywords: {', '.join(map(str, batch)) or 'none'}" if by_name else f"by position, here {len(args)}"
-        takes, kind = ", ".join(taken.parameters) or "nothing", type(batch).__name__
+        way = f"by position, here {len(args)}" if args else f"as keywords: {', '.join(map(str, keywords)) or 'none'}"
+        takes = ", ".join(taken.parameters) or "nothing"
         raise ContractError(
             f"the model's forward does not match the batch: {why}",
-            hint=f"forward takes {takes}; the batch, a {kind}, is passed {way}",
+            hint=f"forward takes {takes}; {described} passed {way}",
         ) from error
 
 
@@ -83,11 +93,7 @@ def find_loss(outputs: Any, batch: Any, function: LossFunction | None) -> Loss:
     Raises ContractError if there is no loss, or if it is not a scalar tensor.
     """
     if function is not None:
-        given, where = function(outputs, batch), f"the loss function ({_name(function)}) returned"
-        if isinstance(given, (tuple, list)) and len(given) == 2:
-            total = _require_scalar(given[0], f"{where} a pair, whose first element is")
-            return Loss(total, _read_count(given[1], total, f"{where} a pair, whose second element is"))
-        return Loss(_require_scalar(given, where))
+        return read_loss(function(outputs, batch), function)
     if getattr(outputs, "loss", None) is not None:
         loss, where = outputs.loss, "the model's output .loss is"
     elif isinstance(outputs, Mapping):
@@ -103,11 +109,23 @@ def find_loss(outputs: Any, batch: Any, function: LossFunction | None) -> Loss:
     return Loss(_require_scalar(loss, where))
 
 
-def _require_scalar(loss: Any, where: str) -> Tensor:
+def read_loss(given: Any, function: LossFunction, advice: str = _ADVICE) -> Loss:
+    """The loss that `function` has returned: a mean, or a pair (sum, count). advice: what to return instead.
+
+    Raises ContractError for anything else.
+    """
+    where = f"the loss function ({_name(function)}) returned"
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        total = _require_scalar(given[0], f"{where} a pair, whose first element is", advice)
+        return Loss(total, _read_count(given[1], total, f"{where} a pair, whose second element is"))
+    return Loss(_require_scalar(given, where, advice))
+
+
+def _require_scalar(loss: Any, where: str, advice: str = _ADVICE) -> Tensor:
     if not isinstance(loss, Tensor):
-        raise ContractError(f"{where} {type(loss).__name__}, not a loss", hint=_ADVICE)
+        raise ContractError(f"{where} {type(loss).__name__}, not a loss", hint=advice)
     if loss.numel() != 1:
-        raise ContractError(f"{where} a tensor of shape {list(loss.shape)}, not a scalar loss", hint=_ADVICE)
+        raise ContractError(f"{where} a tensor of shape {list(loss.shape)}, not a scalar loss", hint=advice)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ContractError(
             "the loss does not depend on any trainable parameter",

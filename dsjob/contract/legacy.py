@@ -27,6 +27,10 @@ def expand(document: dict[str, Any]) -> dict[str, Any]:
         document["zero_optimization"] = {"stage": int(zero)}
     elif isinstance(zero, dict):
         document["zero_optimization"] = _expand_offload(zero)
+    data = document.get("data")
+    if isinstance(data, dict) and "label_names" in data:
+        document["data"] = {key: value for key, value in data.items() if key != "label_names"}
+        document.setdefault("targets", data["label_names"])
     return document
 
 
@@ -34,6 +38,8 @@ def find_spelling(path: Path, document: dict[str, Any]) -> Path:
     """The place in `document` that the expanded form's `path` comes from: `path` itself, or an old spelling."""
     if path[:1] == ("bf16",) and "bfloat16" in document and "bf16" not in document:
         return ("bfloat16", *path[1:])
+    if path[:1] == ("targets",) and "targets" not in document and "label_names" in document.get("data", {}):
+        return ("data", "label_names", *path[1:])
     if path[:1] != ("zero_optimization",):
         return path
     zero = document.get("zero_optimization", {})

@@ -92,7 +92,7 @@ def _list_keys(entry: Entry) -> Iterator[Entry]:
     for types, variant in schema.get("x-variants", {}).items():
         yield from _list_keys(replace(inside, schema=variant, types=types))
     rest, items = schema.get("additionalProperties"), schema.get("items")
-    if isinstance(rest, dict):
+    if isinstance(rest, dict) and "description" in rest:  # otherwise, the type of the map says all there is to say
         yield replace(inside, path=(*entry.path, ANY), schema=rest)
     if isinstance(items, dict):
         yield from _list_keys(replace(inside, schema=items))

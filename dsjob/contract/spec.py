@@ -195,6 +195,24 @@ class Predict:
     dir: str | None
 
 
+# Values of a batch or of a model's output: a list of keys (texts and integers) for positional arguments, or a mapping
+# of argument names to keys.
+Keys = NewType("Keys", object)
+
+LOSS_KEYS = ("weight", "outputs", "targets")  # dsjob's keys, next to the target's own arguments
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLoss:
+    """One of several losses: its target, its factor in the sum, and what it is called with instead of the job's
+    predictions and targets."""
+
+    target: Target
+    weight: float
+    outputs: Keys | None
+    targets: Keys | None
+
+
 METRIC_KEYS = ("inputs", "reduce", "phases")  # dsjob's keys, next to the target's own arguments
 
 
@@ -328,7 +346,12 @@ class JobSpec(EngineSpec):
     tasks: Sequence[str]
     data: Data
     predict: Predict
+    inputs: Keys | None
+    targets: Keys | None
+    outputs: Keys | None
     loss: Target | None
+    losses: Mapping[str, NamedLoss]
+    label_smoothing: float
     metrics: Mapping[str, Metric]
     engine: Literal["dsjob", "deepspeed"]
     checkpoint: Checkpoint
@@ -376,11 +399,14 @@ def _convert(hint: Any, value: Any) -> Any:
         rest = {key: item for key, item in value.items() if key != "param_groups"}
         target = make_target(rest) if "_target_" in rest else None
         return Method(value.get("type"), value.get("params", {}), target, groups)
+    if hint is NamedLoss:
+        target = make_target({key: item for key, item in value.items() if key not in LOSS_KEYS})
+        return NamedLoss(target, value.get("weight", 1.0), value.get("outputs"), value.get("targets"))
     if hint is Metric:
         return _make_metric(value)
     if is_dataclass(hint):
         return view(cast("type[Any]", hint), value)
-    if origin is Mapping and typing.get_args(hint)[1] in (Target, Metric):
+    if origin is Mapping and typing.get_args(hint)[1] in (Target, Metric, NamedLoss):
         return {name: _convert(typing.get_args(hint)[1], item) for name, item in value.items()}
     return value
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from dsjob.compute.activation.recompute import is_costly
-from dsjob.compute.calls import call_model, find_loss
 from dsjob.compute.find_blocks import find_blocks
 from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.spec import ActivationCheckpointing, JobSpec
 from dsjob.planning.report import Activations
 from dsjob.torch_private import FakeTensorMode, TorchDispatchMode, address_of, tree_leaves, tree_map_only
-from dsjob.training.build import build_loss
+from dsjob.training.objective import build_objective
 from dsjob.trust.grant import Trust
 
 
@@ -39,7 +38,7 @@ def measure_activations(
     if section.mode == "none":
         section = replace(section, mode="full", interval=1, cpu_checkpointing=False)
     try:
-        function = build_loss(spec, torch.device("cpu"), trust)
+        objective = build_objective(spec, model, torch.device("cpu"), trust)
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             warnings.simplefilter("ignore")
             dtype = Precision.of(spec, torch.device("cpu")).compute
@@ -53,8 +52,8 @@ def measure_activations(
                 return torch.func.functional_call(model, tensors, args, kwargs)
 
             with saved.watch():
-                outputs = call_model(call, batch)
-                find_loss(outputs, batch, function)
+                outputs = objective.call(call, batch)
+                objective.find(outputs, batch)
             saved.add(leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor))
     except Exception as error:
         told = str(error).strip().splitlines()

@@ -4,13 +4,14 @@ The loss of a micro batch is a mean over its own targets, and the engine average
 the mean over all targets, each loss is multiplied by (its targets) x (micro batches) / (targets of the step). Targets
 are counted where the labels are, usually on the host. The sum over ranks is reduced while the first micro batch runs.
 
-If all counts are equal, the factor is exactly 1, so no bit changes. Programs that call `engine.backward`,
-`trainer.step`, and `engine: deepspeed` average micro batches with equal weight, as DeepSpeed does.
+Each of several losses is averaged by its own targets. If all counts are equal, the factor is exactly 1, so no bit
+changes. Programs that call `engine.backward`, `trainer.step`, and `engine: deepspeed` average micro batches with equal
+weight, as DeepSpeed does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsjob.compute.calls import Loss
-from dsjob.data.batches import count_targets
 from dsjob.engine.engine import Engine
 from dsjob.errors import ContractError, DataError
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
+from dsjob.training.objective import Count, Objective
+
+Counts = Sequence[Count]  # one for each loss
 
 _OFF = "set trainer.loss_average=batches to average per-batch means"
 
@@ -31,23 +34,27 @@ _OFF = "set trainer.loss_average=batches to average per-batch means"
 class Averaging:
     """Averages steps by targets if batches have labels and `by_targets` is true; otherwise with equal weights.
 
-    shifts: whether the model shifts labels; see `count_targets`.
+    objective: counts the targets of each loss.
     """
 
-    def __init__(self, world: World | None = None, *, by_targets: bool = False, shifts: bool = False) -> None:
-        self._world, self.by_targets, self._shifts = world, by_targets, shifts
+    def __init__(
+        self, world: World | None = None, *, by_targets: bool = False, objective: Objective | None = None
+    ) -> None:
+        self._world, self.by_targets, self._objective = world, by_targets, objective or Objective()
         self._labelled: bool | None = None if by_targets else False
 
-    def count(self, batch: Any) -> Tensor | int | None:
-        """The targets of a batch; None if they do not count. A tensor if the labels are on a GPU."""
-        return count_targets(batch, shifted=self._shifts) if self.by_targets else None
+    def count(self, batch: Any) -> Counts | None:
+        """The targets of a batch for each loss; None if they do not count. Tensors if the labels are on a GPU."""
+        return self._objective.count(batch) if self.by_targets else None
 
-    def measure(self, loss: Loss, batch: Any, samples: int) -> Tensor | int:
-        """The weight of an evaluation batch: the count that its loss returned, its targets, or its samples."""
-        if loss.count is not None and self.by_targets:
-            return loss.count
-        targets = self.count(batch)
-        return samples if targets is None else targets
+    def measure(self, losses: Sequence[Loss], batch: Any, samples: int) -> Counts:
+        """The weights of an evaluation batch, one for each loss: the count that the loss returned, its targets, or its
+        samples."""
+        targets = self.count(batch) or [samples] * len(losses)
+        return [
+            loss.count if loss.count is not None and self.by_targets else count
+            for loss, count in zip(losses, targets, strict=True)
+        ]
 
     def read(self, batches: Iterator[Any], micro_steps: int) -> Iterator[tuple[Any, Part]]:
         """Yields the micro batches of one step, each with its Part. A collective of the data-parallel ranks.
@@ -69,12 +76,12 @@ class Averaging:
         # Read all micro batches of the step first: each weight contains the sum over the step.
         read = [first, *islice(batches, micro_steps - 1)]
         counts = [self._require_count(batch) for batch in read]
-        step = Step(self._world, micro_steps, targets=sum(counts), sums=True)
+        step = Step(self._world, micro_steps, targets=[sum(each) for each in zip(*counts, strict=True)], sums=True)
         # pop, so that a micro batch is freed once it is used.
         for count in counts:
             yield read.pop(0), Part(step, count)
 
-    def _require_count(self, batch: Any) -> Tensor | int:
+    def _require_count(self, batch: Any) -> Counts:
         count = self.count(batch)
         if count is None:
             raise ContractError("a batch has no `labels`, but the first batch of this run had them", hint=_OFF)
@@ -96,40 +103,41 @@ class Averaging:
 class Step:
     """One optimizer step: the mean over `micro_steps` micro batches of each rank.
 
-    targets: of this rank, if they count. sums: whether a loss function that returns (sum, count) is averaged by its
-    counts.
+    targets: of this rank for each loss, if they count. sums: whether a loss function that returns (sum, count) is
+    averaged by its counts.
     """
 
     def __init__(
-        self, world: World | None, micro_steps: int, *, targets: Tensor | int | None = None, sums: bool = False
+        self, world: World | None, micro_steps: int, *, targets: Counts | None = None, sums: bool = False
     ) -> None:
         self._group = world.data_group if world is not None else None
         self._ranks = world.data_size if world is not None else 1
         self._batches, self._sums = micro_steps * self._ranks, sums
         self._counted: Tensor | None = None  # the sum of the counts that a loss function returned
         self._reduction: Any = None
-        self._total: Tensor | int | None = targets
+        self._totals: Sequence[Count] | Tensor | None = targets
         if world is not None and self._ranks > 1 and targets is not None:
-            if isinstance(targets, Tensor):
-                # A copy, since the all-reduce below overwrites it.
-                self._total = targets.to(world.device, copy=True)
-            else:
-                self._total = torch.full((), targets, dtype=torch.int64, device=world.device)
+            # int64 [losses]
+            self._totals = torch.stack([_to_device(each, world.device) for each in targets])
             # Asynchronous, so that it overlaps with the first forward pass. `_expect` waits for it before the first
             # backward pass.
-            self._reduction = dist.all_reduce(self._total, group=world.data_group, async_op=True)
+            self._reduction = dist.all_reduce(self._totals, group=world.data_group, async_op=True)
 
-    def weigh(self, loss: Loss, targets: Tensor | int | None) -> Tensor:
-        """The loss to backpropagate, weighted so that the engine's mean over micro batches is the mean of the step."""
-        if loss.count is not None and self._sums:
+    def weigh(self, losses: Sequence[Loss], targets: Counts | None) -> list[Tensor]:
+        """The losses, weighted so that the engine's mean over micro batches is the mean of the step."""
+        if len(losses) == 1 and losses[0].count is not None and self._sums:
+            loss, count = losses[0], losses[0].count
             # The total of the counts is known only after the last forward pass. Until then, use the expected number of
             # targets; `settle` corrects the gradients before the optimizer steps.
-            self._counted = loss.count if self._counted is None else self._counted + loss.count
-            return loss.value * _as(self._batches / self._expect(), loss.value)
+            self._counted = count if self._counted is None else self._counted + count
+            return [loss.value * _as(self._batches / self._expect(0), loss.value)]
         if targets is None:
-            return loss.mean
+            return [loss.mean for loss in losses]
         # The engine divides by `_batches` (micro steps x ranks), so each target's weight is 1 / targets of the step.
-        return loss.mean * _as(targets * self._batches / self._expect(), loss.value)
+        return [
+            _mask(loss.mean * _as(count * self._batches / self._expect(number), loss.value), count)
+            for number, (loss, count) in enumerate(zip(losses, targets, strict=True))
+        ]
 
     def settle(self, engine: Engine) -> None:
         """Call it before the step. Corrects the gradients if a loss function returned counts; a collective then."""
@@ -138,46 +146,54 @@ class Step:
         # float64 []: the sum over all ranks. Every rank reaches this, since all ranks use the same loss function.
         if self._ranks > 1:
             dist.all_reduce(self._counted, group=self._group)
-        engine.divide_gradients(self._counted / self._expect())
+        engine.divide_gradients(self._counted / self._expect(0))
 
     def finish(self, loss: Tensor) -> Tensor:
         """The step's loss on this rank, from the mean of the results of `Part.detach`."""
-        return loss if self._counted is None else loss / _as(self._counted / self._expect(), loss)
+        return loss if self._counted is None else loss / _as(self._counted / self._expect(0), loss)
 
-    def _expect(self) -> Tensor | float:
-        """The targets of the step on all ranks, as counted from labels; if they do not count, its micro batches."""
+    def _expect(self, number: int) -> Tensor | float:
+        """The targets of a loss in the step on all ranks; if they do not count, the micro batches of the step."""
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = None
-        if isinstance(self._total, Tensor):
-            # fp32 would round counts above 2^24.
-            self._total = self._total.double()
-        if self._total is None:
+        if self._totals is None:
             return self._batches
-        known = isinstance(self._total, int) or self._total.device.type == "cpu"  # on a GPU, checking would wait for it
-        if known and not self._total:
+        several, total = len(self._totals) > 1, self._totals[number]
+        if isinstance(total, Tensor) and total.device.type != "cpu":  # checking it would wait for the device
+            # fp32 would round counts above 2^24.
+            return total.double().clamp(min=1) if several else total.double()
+        if total == 0 and (not several or not any(int(each) for each in self._totals)):
             raise DataError(
                 "a step has no targets: all labels in its micro batches are -100",
                 hint="maybe samples are truncated before their answers begin; remove such samples from data.train",
             )
-        return self._total
+        # One of several losses may have no target in a step: it adds nothing.
+        return max(int(total), 1) if not isinstance(total, Tensor) else total.double().clamp(min=1)
 
 
 class Part:
-    """A micro batch's part in its step. targets: how many it has, if they count."""
+    """A micro batch's part in its step. targets: how many it has for each loss, if they count."""
 
-    def __init__(self, step: Step, targets: Tensor | int | None = None) -> None:
+    def __init__(self, step: Step, targets: Counts | None = None) -> None:
         self.step, self._targets = step, targets
 
-    def weigh(self, loss: Loss) -> Tensor:
+    def weigh(self, losses: Sequence[Loss]) -> list[Tensor]:
         """See `Step.weigh`."""
-        return self.step.weigh(loss, self._targets)
+        return self.step.weigh(losses, self._targets)
 
-    def detach(self, weighed: Tensor) -> Tensor:
-        """The result of `weigh`, detached; zero for a micro batch without targets, whose mean is NaN."""
-        if isinstance(self._targets, Tensor):
-            return torch.where(self._targets == 0, torch.zeros_like(weighed), weighed.detach())
-        return torch.zeros_like(weighed) if self._targets == 0 else weighed.detach()
+
+def _mask(loss: Tensor, count: Count) -> Tensor:
+    """The loss; zero, still part of the graph, for a micro batch without targets, whose mean is NaN."""
+    if isinstance(count, int):
+        return loss if count else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+    return torch.where(count == 0, 0.0, loss)
+
+
+def _to_device(count: Count, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(device)
+    return torch.full((), count, dtype=torch.int64, device=device)
 
 
 def _as(weight: Tensor | float, loss: Tensor) -> Tensor | float:

@@ -22,7 +22,6 @@ from dsjob import storage
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.objects import Kept
 from dsjob.checkpoint.root.retention import Best, Retention
-from dsjob.compute.calls import LossFunction, shifts_labels
 from dsjob.contract.models import is_trainable
 from dsjob.contract.paths import Path
 from dsjob.contract.resolved import ResolvedJob, ResolvedModel
@@ -43,6 +42,7 @@ from dsjob.training.callbacks import Callback
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measure, Measures, make_measure
+from dsjob.training.objective import Objective, build_objective
 from dsjob.training.steps import MicroStep, UserStep, make_micro_step
 from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
@@ -174,16 +174,8 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
     return min(limits)
 
 
-def build_loss(spec: JobSpec, device: torch.device, trust: Trust) -> LossFunction | None:
-    """The loss function of the job, on `device` if it is a module; None if the model computes its own loss.
-
-    Raises TargetError.
-    """
-    return _to_device(build_callable(spec.loss, "loss", trust), device) if spec.loss else None
-
-
 def _to_device(made: T, device: torch.device) -> T:
-    """Moves a loss or metric to the device if it is a module."""
+    """Moves a metric to the device if it is a module."""
     return made.to(device) if isinstance(made, nn.Module) else made
 
 
@@ -212,21 +204,21 @@ def _build_reduce(target: Target | None, name: str, trust: Trust) -> Callable[[l
     return build_callable(target, f"metrics.{name}.reduce", trust, ("metrics", name, "reduce"))
 
 
-def build_averaging(spec: JobSpec, engines: Engines) -> Averaging:
+def build_averaging(spec: JobSpec, engines: Engines, objective: Objective) -> Averaging:
     """The weights of batches in a mean: proportional to their number of targets, or equal."""
     by_targets = spec.trainer.loss_average == "targets" and spec.trainer.step is None
     # DeepSpeed's engine cannot correct gradients by counts that are known only after the last forward pass.
     by_targets = by_targets and engines.first.divides_gradients
-    return Averaging(engines.first.world, by_targets=by_targets, shifts=shifts_labels(engines.first.module))
+    return Averaging(engines.first.world, by_targets=by_targets, objective=objective)
 
 
-def build_micro_step(spec: JobSpec, loss: LossFunction | None, measures: Measures, trust: Trust) -> MicroStep:
-    """The training step for one micro batch: `trainer.step`, or the model's forward pass and `loss`.
+def build_micro_step(spec: JobSpec, objective: Objective, measures: Measures, trust: Trust) -> MicroStep:
+    """The training step for one micro batch: `trainer.step`, or the forward pass and loss of `objective`.
 
     Raises TargetError.
     """
     step = build_callable(spec.trainer.step, "trainer.step", trust) if spec.trainer.step else None
-    return make_micro_step(step, loss, measures, _list_taken(spec))
+    return make_micro_step(step, objective, measures, _list_taken(spec))
 
 
 def build_eval_step(spec: JobSpec, trust: Trust) -> UserStep | None:
@@ -241,21 +233,23 @@ def build_evaluator(
     trust: Trust,
     *,
     collate: Any = None,
-    loss: LossFunction | None = None,
+    objective: Objective | None = None,
     measures: Measures | None = None,
 ) -> Evaluator:
-    """The evaluator of `sets` (see `build_evaluation_sets`). It uses `trainer.eval_step`, or the model and `loss`.
+    """The evaluator of `sets` (see `build_evaluation_sets`). It uses `trainer.eval_step`, or the model and `objective`
+    (see `build_objective`).
 
     `measures`: the metrics of phase `eval`. Raises TargetError.
     """
+    objective = objective or build_objective(spec, engines.first.module, engines.first.device, trust)
     return Evaluator(
         spec,
         engines,
         sets,
         collate=collate,
-        loss=loss,
+        objective=objective,
         step=build_eval_step(spec, trust),
-        averaging=build_averaging(spec, engines),
+        averaging=build_averaging(spec, engines, objective),
         measures=measures if measures is not None else Measures(),
         taken=_list_taken(spec),
     )

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dsjob.checkpoint.live.rng import capture_rng, restore_rng
-from dsjob.compute.calls import LossFunction, call_model, find_loss
 from dsjob.contract.spec import JobSpec
 from dsjob.data import EvaluationBatches, LoaderEvaluation, to_device
 from dsjob.data.given import EvaluationPass
@@ -24,6 +23,7 @@ from dsjob.ranks.mpu import share, share_length
 from dsjob.ranks.watchdog import position
 from dsjob.training.averaging import Averaging
 from dsjob.training.metrics import Measures
+from dsjob.training.objective import Objective
 from dsjob.training.steps import Names, UserStep, read_scalars
 
 
@@ -73,15 +73,16 @@ def name_data(prefix: str) -> str:
 class Evaluator:
     """Everything that an evaluation needs. It requires neither an optimizer nor training data.
 
-    sets: by the prefix of their metrics; see `build_evaluation_sets`. step: the user's, instead of the model's forward
-    pass and `loss`. averaging: the weight of each batch. taken: names in the result of `step` that only `measures` use.
+    sets: by the prefix of their metrics; see `build_evaluation_sets`. step: the user's, instead of the forward pass and
+    loss of `objective`. averaging: the weight of each batch. taken: names in the result of `step` that only `measures`
+    use.
     """
 
     spec: JobSpec
     engines: Engines
     sets: Mapping[str, Any]
     collate: Callable[[list[Any]], Any] | None = None
-    loss: LossFunction | None = None
+    objective: Objective = dataclasses.field(default_factory=Objective)
     step: UserStep | None = None
     averaging: Averaging = dataclasses.field(default_factory=Averaging)
     measures: Measures = dataclasses.field(default_factory=Measures)
@@ -176,11 +177,13 @@ class Evaluator:
         names, together = list(sums), torch.stack(list(sums.values()))
         if engine.world.everyone.size > 1:
             dist.all_reduce(together)
-        means = (together[:, 0] / together[:, 1]).tolist()
+        means = dict(zip(names, (together[:, 0] / together[:, 1]).tolist(), strict=True))
+        if self.step is None:
+            means = self.objective.complete(means)
         follows = any(isinstance(each.lr_scheduler, ReduceLROnPlateau) for each in self.engines.values())
-        if follows and "loss" not in names:
+        if follows and "loss" not in means:
             raise ContractError("trainer.eval_step returned no `loss`, which ReduceLROnPlateau requires")
-        return dict(zip((f"{prefix}/{name}" for name in names), means, strict=True))
+        return {f"{prefix}/{name}": mean for name, mean in means.items()}
 
     def _evaluate_batch(self, host_batch: Any, samples: int) -> dict[str, tuple[Tensor, Tensor | float]]:
         """The means of a batch by name, each with its weight."""
@@ -194,11 +197,13 @@ class Evaluator:
             if samples:
                 self.measures.feed(given, batch, None, samples)
             return {name: (scalars[name], samples) for name in sorted(scalars)}
-        outputs = call_model(engine, batch)
-        loss = find_loss(outputs, batch, self.loss)
+        outputs = self.objective.call(engine, batch)
+        losses = self.objective.find(outputs, batch)
+        means = [loss.mean for loss in losses]
         if samples:
-            self.measures.feed(outputs, batch, loss.mean, samples)
-        return {"loss": (loss.mean, self.averaging.measure(loss, host_batch, samples))}
+            self.measures.feed(outputs, batch, self.objective.add(means), samples, self.objective)
+        weights = self.averaging.measure(losses, host_batch, samples)
+        return self.objective.name(list(zip(means, weights, strict=True)))
 
 
 def _pair(value: Tensor | float, weight: Tensor | float, device: torch.device) -> Tensor:

@@ -31,6 +31,7 @@ from dsjob.training.callbacks import MetricsFile, ResolvedFile
 from dsjob.training.display import Display, make_console, show_seconds
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data, share_samples
 from dsjob.training.monitoring import MonitorValues
+from dsjob.training.objective import build_objective
 from dsjob.training.occasions import Occasions
 from dsjob.training.resume import resume
 from dsjob.training.run import Result, Run
@@ -143,14 +144,14 @@ def _prepare(
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
     engines = build.build_engines(models, job, world, trust, steps=steps)
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on
-    loss = build.build_loss(spec, world.device, trust)
+    objective = build_objective(spec, engines.first.module, world.device, trust)
     callbacks = build.build_callbacks(spec, trust)
     eval_measures, eval_metrics = build.build_measures("eval", spec, world, trust)
     measures, metrics = build.build_measures("train", spec, world, trust)
     stateful = {"train": loader} if isinstance(loader, StatefulLoader | StreamLoader) else {}
     kept = Kept(display.say, callbacks=callbacks, metrics=eval_metrics, training_metrics=metrics, data=stateful)
-    micro_step = build.build_micro_step(spec, loss, measures, trust)
-    given: dict[str, Any] = {"collate": collate, "loss": loss, "measures": eval_measures}
+    micro_step = build.build_micro_step(spec, objective, measures, trust)
+    given: dict[str, Any] = {"collate": collate, "objective": objective, "measures": eval_measures}
     evaluated = choose_sets(spec, sets, "eval")
     evaluator = build.build_evaluator(spec, engines, evaluated, trust, **given) if evaluated else None
     tasks = build_tasks(spec, engines, sets, trust, run_dir, **given)
@@ -170,7 +171,7 @@ def _prepare(
         ],
         say=display.say,
         micro_step=micro_step,
-        averaging=build.build_averaging(spec, engines),
+        averaging=build.build_averaging(spec, engines, objective),
         measures=measures,
         evaluator=evaluator,
         kept=kept,

@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from dsjob.errors import ContractError
 from dsjob.torch_private import tree_map_only
+from dsjob.training.objective import Objective
+from dsjob.training.selection import Chosen, descend
 
+T = TypeVar("T")
 _LABELS = ("labels", "label", "targets", "target", "y")
 
 
 class Seen(NamedTuple):
-    """What a metric can read of a batch: the model's outputs, the batch, its loss (a scalar), the number of samples."""
+    """What a metric can read of a batch: the model's outputs, the batch, its loss (a scalar), the number of samples;
+    and, by the objective, the predictions and targets that the document chooses."""
 
     outputs: Any
     batch: Any
     loss: Tensor | None
     samples: int
+    objective: Objective | None = None
+
+    @property
+    def predictions(self) -> Chosen | None:
+        """The predictions; None if the document chooses neither them nor the targets."""
+        chooses = self.objective is not None and (self.objective.outputs or self.objective.targets)
+        return self.objective.predict(self.outputs) if self.objective is not None and chooses else None
+
+    @property
+    def targets(self) -> Chosen | None:
+        """The targets that the document chooses."""
+        chosen = self.objective.targets if self.objective is not None else None
+        return None if chosen is None else chosen.read(self.batch)
 
 
 class Inputs:
     """The arguments of metrics.<name>. paths: by argument name. Without paths, the parameter names of `takes` decide.
 
-    Without `takes` either, a metric receives (outputs, batch). Raises ContractError for parameters with unknown names.
+    Without `takes` either, a metric receives what a loss would: (outputs, batch), or the predictions and targets that
+    the document chooses. Raises ContractError for parameters with unknown names.
     """
 
     def __init__(self, name: str, paths: Mapping[str, str] | None, takes: Callable[..., Any] | None) -> None:
@@ -39,12 +57,14 @@ class Inputs:
             given = {key: follow(path, seen, f"metrics.{self._name}.inputs.{key}") for key, path in self._paths.items()}
         else:
             given = {name: _KNOWN[name](self._name, seen) for name in self._names or ("outputs", "batch")}
-        # Metrics may keep their inputs, and with a graph, these would keep all activations of a batch in memory.
-        detached: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, given)
-        return detached
+        return _detach(given)
 
     def call(self, function: Callable[..., Any], seen: Seen) -> Any:
         """Calls `function` with the arguments."""
+        predictions, targets = (None, None) if self._paths or self._names else (seen.predictions, seen.targets)
+        if predictions is not None and targets is not None:
+            predictions, targets = _detach(predictions), _detach(targets)
+            return function(*predictions.args, *targets.args, **predictions.keywords, **targets.keywords)
         given = self.read(seen)
         if self._paths or self._names:
             return function(**given)
@@ -61,8 +81,17 @@ def follow(path: str, seen: Seen, where: str) -> Any:
     for number, step in enumerate(steps):
         if step == "argmax" and number == len(steps) - 1 and isinstance(found, Tensor):
             return found.argmax(-1)
-        found = _descend(found, step, where, ".".join([root, *steps[:number]]))
+        try:
+            found = descend(found, step, ".".join([root, *steps[:number]]))
+        except KeyError as error:
+            raise ContractError(f"{where}: {error.args[0]}") from None
     return found
+
+
+def _detach(given: T) -> T:
+    """Metrics may keep their inputs, and with a graph, these would keep all activations of a batch in memory."""
+    detached: T = tree_map_only(Tensor, Tensor.detach, given)
+    return detached
 
 
 def list_outputs(paths: Mapping[str, str] | None) -> set[str]:
@@ -71,26 +100,9 @@ def list_outputs(paths: Mapping[str, str] | None) -> set[str]:
     return {steps[1] for steps in split if steps[0] == "outputs" and len(steps) > 1}
 
 
-def _descend(found: Any, step: str, where: str, above: str) -> Any:
-    if isinstance(found, Mapping):
-        if step in found:
-            return found[step]
-        there = ", ".join(map(str, found))
-    elif isinstance(found, Sequence) and not isinstance(found, str) and step.isdigit():
-        if int(step) < len(found):
-            return found[int(step)]
-        there = f"{len(found)} elements"
-    else:
-        value = getattr(found, step, None)
-        if value is not None and not callable(value):
-            return value
-        there = ", ".join(vars(found)) if hasattr(found, "__dict__") and not isinstance(found, Tensor) else ""
-    raise ContractError(
-        f"{where}: {above}, of type {type(found).__name__}, has no {step!r}{there and f', but {there}'}"
-    )
-
-
 def _find_predictions(name: str, seen: Seen) -> Any:
+    if (predictions := seen.predictions) is not None:
+        return predictions.value
     outputs = seen.outputs
     if isinstance(outputs, Tensor):
         return outputs
@@ -110,6 +122,8 @@ def _find_classes(name: str, seen: Seen) -> Any:
 
 
 def _find_targets(name: str, seen: Seen) -> Any:
+    if (targets := seen.targets) is not None:
+        return targets.value
     batch = seen.batch
     if isinstance(batch, Mapping):
         key = next((key for key in _LABELS if key in batch), None)

@@ -24,6 +24,7 @@ from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.torch_private import tree_map_only
 from dsjob.training.metric_inputs import Inputs, Seen
+from dsjob.training.objective import Objective
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 
 T = TypeVar("T")
@@ -67,11 +68,16 @@ class Measures:
                 measure.start(alone=self._everyone is None or self._everyone.size == 1)
 
     @torch.no_grad()
-    def feed(self, outputs: Any, batch: Any, loss: Tensor | None, samples: int) -> None:
-        """Feeds a batch to all metrics, unless another rank feeds the data of this rank's model."""
+    def feed(
+        self, outputs: Any, batch: Any, loss: Tensor | None, samples: int, objective: Objective | None = None
+    ) -> None:
+        """Feeds a batch to all metrics, unless another rank feeds the data of this rank's model.
+
+        objective: chooses predictions and targets, if the document does.
+        """
         # Padding batches do not get here: the evaluator feeds only batches with samples.
         if self._counts:
-            seen = Seen(outputs, batch, loss, samples)
+            seen = Seen(outputs, batch, loss, samples, objective)
             for name, measure in self._measures.items():
                 with _RaiseAsMetricError(name):
                     measure.feed(seen)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsjob.compute.calls import LossFunction, call_model, find_loss, to_scalar
+from dsjob.compute.calls import to_scalar
 from dsjob.data.batches import count_samples
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError
@@ -17,39 +17,43 @@ from dsjob.ranks.mesh import World
 from dsjob.training.averaging import Part
 from dsjob.training.display import RECORD_KEYS
 from dsjob.training.metrics import Measures
+from dsjob.training.objective import Objective
 
 UserStep = Callable[[Engines, Any], Any]
 MicroStep = Callable[[Engines, Any, Part], dict[str, Tensor]]
 
 
 def make_micro_step(
-    own: UserStep | None, loss: LossFunction | None, measures: Measures | None = None, taken: Collection[str] = ()
+    own: UserStep | None, objective: Objective, measures: Measures | None = None, taken: Collection[str] = ()
 ) -> MicroStep:
-    """A function that trains on a batch and returns detached scalars by name: `loss` first, the others sorted.
+    """A function that trains on a batch and returns detached scalars by name, `loss` first.
 
-    measures: training metrics, which are fed each batch. taken: names in the result of `own` that only metrics use.
+    own: the user's step, instead of the forward pass and loss of `objective`. measures: training metrics, which are fed
+    each batch. taken: names in the result of `own` that only metrics use.
     """
     if own is None:
-        return lambda engines, batch, part: _train_one(engines, batch, part, loss, measures)
+        return lambda engines, batch, part: _train_one(engines, batch, part, objective, measures)
     return lambda engines, batch, part: _call_own(own, engines, batch, measures, taken)
 
 
 def _train_one(
-    engines: Engines, batch: Any, part: Part, loss: LossFunction | None, measures: Measures | None
+    engines: Engines, batch: Any, part: Part, objective: Objective, measures: Measures | None
 ) -> dict[str, Tensor]:
     engine = engines.first
-    outputs = call_model(engine, batch)
-    found = find_loss(outputs, batch, loss)
-    # []: the mean over the micro batch times its share of the step's targets, so that `backward` can divide by the
+    outputs = objective.call(engine, batch)
+    found = objective.find(outputs, batch)
+    # []: each the mean over the micro batch times its share of the step's targets, so that `backward` can divide by the
     # number of micro batches as usual.
     weighed = part.weigh(found)
-    engine.backward(weighed)
+    loss = objective.add(weighed)
+    engine.backward(loss)
     if measures:
-        measures.feed(outputs, batch, found.mean, count_samples(batch))
+        mean = objective.add([each.mean for each in found])
+        measures.feed(outputs, batch, mean, count_samples(batch), objective)
     if engine.is_gradient_accumulation_boundary():  # all gradients of the step are there, but not reduced yet
         part.step.settle(engine)
     engine.step()
-    return {"loss": part.detach(weighed)}
+    return {"loss": loss.detach(), **{name: each.detach() for name, each in objective.name(weighed).items()}}
 
 
 def _call_own(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
@@ -69,13 +69,27 @@ def find_misfits(
     return found + [Misfit("", f'{name} needs the argument "{n}"') for n in missing if f'mean "{n}"' not in hints]
 
 
-def find_role_misfits(name: str, role: str, made: Any) -> list[Misfit]:
+def name_loss_arguments(outputs: Any, targets: Any) -> tuple[Sequence[str], Sequence[str]]:
+    """What a loss is called with, given `outputs` and `targets` of the document: the names of the positional arguments,
+    and of the keyword arguments."""
+    if targets is None:
+        return _PASSED["loss"], ()
+    parts = [["predictions"] if outputs is None else outputs, targets]
+    positional = [str(key) for part in parts if not isinstance(part, Mapping) for key in part]
+    return positional, [str(key) for part in parts if isinstance(part, Mapping) for key in part]
+
+
+def find_role_misfits(
+    name: str, role: str, made: Any, passed: tuple[Sequence[str], Sequence[str]] | None = None
+) -> list[Misfit]:
     """The problems with how the loop calls `made`, the callable of the target `name` at `role`. Empty for other roles.
 
-    If `made` is a class, its instances are called.
+    If `made` is a class, its instances are called. passed: the names of positional and keyword arguments, if the role
+    does not determine them.
     """
-    if role not in _PASSED:
+    if passed is None and role not in _PASSED:
         return []
+    positional, keywords = passed or (_PASSED[role], ())
     if inspect.isclass(made):
         function = vars(made).get("forward" if _calls_forward(made) else "__call__")
         if not inspect.isfunction(function):  # inherited: the class may replace what calls it
@@ -83,8 +97,8 @@ def find_role_misfits(name: str, role: str, made: Any) -> list[Misfit]:
         called: Any = functools.partial(function, None)  # `self`
     else:
         called = made.forward if _calls_forward(type(made)) and not _has_pre_hooks(made) else made
-    hint = f"{role} is called with ({', '.join(_PASSED[role])})"
-    found = find_misfits(name, called, len(_PASSED[role]), (), unwrap=False)
+    hint = f"{role} is called with ({', '.join([*positional, *(f'{key}=' for key in keywords)])})"
+    found = find_misfits(name, called, len(positional), keywords, unwrap=False)
     return [replace(misfit, hint=hint) for misfit in found]
 
 

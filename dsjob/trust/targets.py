@@ -115,11 +115,14 @@ def build_callable(
     role: str,
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     where: Path = (),
+    *,
+    passed: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Callable[..., Any]:
     """The callable that the loop uses as `role`: an instance of a class, or a function with bound arguments.
 
     `_partial_` overrides this: false calls a function that returns the callable, true binds the arguments of a class.
-    Raises TargetError if the result is not callable, or not with what the loop passes.
+    `passed`: the names of the positional and keyword arguments that it is called with, if `role` does not determine
+    them. Raises TargetError if the result is not callable, or not with what the loop passes.
     """
     where = where or tuple(role.split(".", 1))
     made: Any = build_object(target, trust, where)
@@ -127,7 +130,7 @@ def build_callable(
         error = TargetError(f"{role}: {target.path} returned {type(made).__name__}, which cannot be called")
         error.put_at((*where, "_target_"))
         raise error
-    for misfit in find_role_misfits(target.path, role, made):
+    for misfit in find_role_misfits(target.path, role, made, passed):
         error = TargetError(misfit.message, hint=misfit.hint)
         error.put_at((*where, "_target_"))
         raise error

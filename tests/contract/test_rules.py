@@ -297,6 +297,10 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"model": None, "models": TWO, **course(step=CALLED)},
     ),
     ("model-or-models", {"loss": CALLED, **course(step=CALLED)}, "loss", {"loss": CALLED}),
+    ("model-or-models", {"inputs": ["x"], **course(step=CALLED)}, "inputs", {"inputs": ["x"]}),
+    ("one-loss", {"loss": CALLED, "losses": {"a": CALLED}}, "losses", {"losses": {"a": CALLED}}),
+    ("one-loss", {"loss": CALLED, "label_smoothing": 0.1}, "label_smoothing", {"loss": CALLED, "label_smoothing": 0}),
+    ("one-loss", {"label_smoothing": 0.1, "targets": ["a", "b"]}, "targets", {"label_smoothing": 0.1}),
     (
         "resume-word",
         {"checkpoint": {"resume": "nver"}, "output": {"dir": "run"}},

@@ -14,7 +14,7 @@ from job_documents import make_job, resolve
 
 from dsjob.contract.deepspeed_keys import to_config_path, to_job
 from dsjob.contract.schema import Schema, deepspeed_schema, is_target, job_schema
-from dsjob.contract.spec import EngineSpec, JobSpec, Method, Metric, Sets, Target, make_target, view
+from dsjob.contract.spec import EngineSpec, JobSpec, Keys, Method, Metric, NamedLoss, Sets, Target, make_target, view
 
 NOT_IN_THE_SPEC = {"$schema", "deepspeed", "resolved"}
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -54,6 +54,8 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = is_target(schema) and (hint is Sets) == ("else" in schema) and "type" not in schema["properties"]
     elif hint is Method:
         agrees = is_target(schema) and {"type", "params"} <= set(schema["properties"])
+    elif hint is Keys:
+        agrees = schema["type"] == ["array", "object"]
     elif is_dataclass(hint):
         yield from differences(hint, schema, f"{path}.")  # type: ignore[arg-type]
         return
@@ -63,8 +65,9 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = "array" in schema["type"] and schema["items"]["type"] == JSON_TYPES[arguments[0]]
     elif origin is Mapping:
         below = schema["additionalProperties"]
-        agrees = arguments in ((str, Target), (str, Metric)) and is_target(below)
+        agrees = arguments in ((str, Target), (str, Metric), (str, NamedLoss)) and is_target(below)
         agrees = agrees and (arguments[1] is Metric) == ("phases" in below["properties"])
+        agrees = agrees and (arguments[1] is NamedLoss) == ("weight" in below["properties"])
         # Of several models the spec has what the document says: `resolve_model` makes a view of each.
         agrees = agrees or (arguments == (str, str) and below["type"] == "string")
         agrees = agrees or (arguments == (str, Mapping[str, Any]) and "x-inherits" in schema)
@@ -109,7 +112,12 @@ def test_the_engine_spec_holds_what_a_deepspeed_config_can_say() -> None:
 def test_a_resolved_document_is_seen_with_its_types() -> None:
     document = make_job(
         model={"_target_": "mine.build", "width": 8, "inner": {"_target_": "mine.part"}},
-        loss={"_target_": "mine.loss"},
+        inputs=["x", 0],
+        targets={"target": "y"},
+        losses={
+            "a": {"_target_": "mine.loss", "weight": 2, "power": 3},
+            "b": {"_target_": "mine.loss", "outputs": ["z"], "targets": [1]},
+        },
         data={"train": {"_target_": "mine.Data"}, "eval": {"_target_": "mine.Data"}},
         metrics={
             "accuracy": {"_target_": "mine.accuracy", "_partial_": True},
@@ -125,7 +133,11 @@ def test_a_resolved_document_is_seen_with_its_types() -> None:
     )
     spec = view(JobSpec, resolve(document))
     assert spec.model == Target("mine.build", {"width": 8, "inner": {"_target_": "mine.part"}})
-    assert spec.loss == Target("mine.loss", {})
+    assert (spec.inputs, spec.targets, spec.outputs, spec.loss) == (["x", 0], {"target": "y"}, None, None)
+    assert spec.losses == {
+        "a": NamedLoss(Target("mine.loss", {"power": 3}), 2, None, None),
+        "b": NamedLoss(Target("mine.loss", {}), 1.0, ["z"], [1]),
+    }
     assert spec.metrics == {
         "accuracy": Metric(Target("mine.accuracy", {"_partial_": True}), None, None, ("eval",)),
         "f1": Metric(Target("mine.count", {}), {"preds": "outputs.logits"}, Target("mine.f1", {}), ["train"]),

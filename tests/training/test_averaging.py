@@ -23,8 +23,8 @@ def test_counts_of_a_device_weigh_as_numbers_do(targets: tuple[int, int]) -> Non
     losses = [torch.tensor(value if count else torch.nan) for value, count in zip((1.5, 2.25), targets, strict=True)]
     found = []
     for counts in (targets, tuple(map(torch.tensor, targets))):
-        step = Step(None, 2, targets=sum(counts))
-        parts = [Part(step, count) for count in counts]
-        found.append([part.detach(part.weigh(Loss(loss))) for part, loss in zip(parts, losses, strict=True)])
+        step = Step(None, 2, targets=[sum(counts)])
+        parts = [Part(step, [count]) for count in counts]
+        found.append([part.weigh([Loss(loss)])[0] for part, loss in zip(parts, losses, strict=True)])
     torch.testing.assert_close(found[1], found[0])
     assert sum(found[1]).item() / 2 == pytest.approx((targets[0] * 1.5 + targets[1] * 2.25) / sum(targets))

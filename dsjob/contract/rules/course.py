@@ -58,8 +58,9 @@ def _optimizer(document: Document) -> Iterator[Finding]:
 def _models(document: Document) -> Iterator[Finding]:
     """The loop can train one model. How several models train together is defined by a function of the user."""
     evaluates = "eval" in read(document, "data", {}) and not read(document, "trainer.eval_step")
-    if read(document, "trainer.step") and "loss" in document and not evaluates:
-        yield "loss", "is not used with trainer.step", "compute the loss in trainer.step"
+    for key in ("inputs", "targets", "outputs", "loss", "losses", "label_smoothing"):
+        if read(document, "trainer.step") and document.get(key) and not evaluates:
+            yield key, "is not used with trainer.step", "call the model and compute the loss in trainer.step"
     if not document.get("models"):
         return
     if "model" in document:
@@ -74,6 +75,17 @@ def _models(document: Document) -> Iterator[Finding]:
     if not read(document, "trainer.step"):
         hint = "add trainer: {step: {_target_: my_module.step}}, a function of (engines, batch)"
         yield "models", "need trainer.step", hint
+
+
+@enter("one-loss", whole=True)
+def _losses(document: Document) -> Iterator[Finding]:
+    """`loss`, `losses` and `label_smoothing` each define the whole loss."""
+    given = [key for key in ("loss", "losses", "label_smoothing") if document.get(key)]
+    for key in given[1:]:
+        own = "a loss of torch.nn has an argument label_smoothing of its own" if key == "label_smoothing" else ""
+        yield key, f"cannot be combined with {given[0]}", own or "move loss below losses, under a name"
+    if document.get("label_smoothing") and len(read(document, "targets", ["labels"])) != 1:
+        yield "targets", "label_smoothing needs exactly one target", "for example targets: [labels]"
 
 
 @enter("no-mpu", whole=True)
@@ -125,7 +137,8 @@ def _metric(document: Document) -> Iterator[Finding]:
         return  # broken, which is reported already
     evaluated, prefixes = "eval" in data, _list_prefixes(document)
     names = [name for name, phases in _list_phases(document).items() if "eval" in phases]
-    losses = {f"{prefix}/loss" for prefix in prefixes}
+    parts = ["loss", *(f"loss/{name}" for name in read(document, "losses", {}))]
+    losses = {f"{prefix}/{part}" for prefix in prefixes for part in parts}
     known = losses | {f"{prefix}/{name}" for prefix in prefixes for name in names}
     there = f"available: {', '.join(sorted(known))}" if known else "add data.eval"
     for name, callback in read(document, "callbacks", {}).items():
