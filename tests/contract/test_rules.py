@@ -344,6 +344,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         "unknown-metric",
+        {**stops_on("eval/loss/b"), "losses": {"a": CALLED}, "data": EVAL},
+        "callbacks.stop.monitor",
+        {**stops_on("eval/loss/a"), "losses": {"a": CALLED}, "data": EVAL},
+    ),
+    (
+        "unknown-metric",
         {**stops_on("eval/acc"), **accuracy("accuracy")},
         "callbacks.stop.monitor",
         {**stops_on("eval/acc"), **accuracy("acc")},
