@@ -92,7 +92,7 @@ def _list_keys(entry: Entry) -> Iterator[Entry]:
     for types, variant in schema.get("x-variants", {}).items():
         yield from _list_keys(replace(inside, schema=variant, types=types))
     rest, items = schema.get("additionalProperties"), schema.get("items")
-    if isinstance(rest, dict) and "description" in rest:  # otherwise, the type of the map says all there is to say
+    if isinstance(rest, dict):
         yield replace(inside, path=(*entry.path, ANY), schema=rest)
     if isinstance(items, dict):
         yield from _list_keys(replace(inside, schema=items))
@@ -334,7 +334,10 @@ def _render(entry: Entry, level: int) -> Iterator[str]:
 
 
 def _has_keys(entry: Entry) -> bool:
-    return any(not _is_call(below.schema) for below in _list_keys(entry)) and not _is_call(entry.schema)
+    # What may also be a list is a map of plain values, which its own description explains.
+    if _is_call(entry.schema) or entry.schema.get("type") == ["array", "object"]:
+        return False
+    return any(not _is_call(below.schema) for below in _list_keys(entry))
 
 
 def _has_page(entry: Entry) -> bool:
