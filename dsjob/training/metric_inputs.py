@@ -30,7 +30,7 @@ class Seen(NamedTuple):
     @property
     def predictions(self) -> Chosen | None:
         """The predictions; None if the document chooses neither them nor the targets."""
-        chooses = self.objective is not None and (self.objective.outputs or self.objective.targets)
+        chooses = self.objective is not None and self.objective.chooses
         return self.objective.predict(self.outputs) if self.objective is not None and chooses else None
 
     @property

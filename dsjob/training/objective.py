@@ -103,6 +103,17 @@ class Objective:
         """The predictions in the model's output. Raises ContractError."""
         return self.outputs.read(outputs) if self.outputs is not None else Chosen((find_predictions(outputs),))
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the document chooses the predictions or the targets."""
+        return self.outputs is not None or self.targets is not None
+
+    def name_predictions(self, outputs: Any) -> dict[str, Any]:
+        """The predictions by name: an argument's, or the key in the output; `logits` if the document names none."""
+        if self.outputs is None:
+            return {"logits": find_predictions(outputs)}
+        return self.outputs.name(outputs)
+
     def find(self, outputs: Any, batch: Any) -> list[Loss]:
         """The losses of a micro batch, one for each term; a single one if the model returns its loss.
 

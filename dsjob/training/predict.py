@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dsjob import storage
-from dsjob.compute.calls import call_model
 from dsjob.contract.spec import JobSpec
 from dsjob.data import LoaderEvaluation, to_device
 from dsjob.engine.several import Engines
@@ -20,6 +19,7 @@ from dsjob.ranks.watchdog import position
 from dsjob.training.evaluation import name_data, read_set
 from dsjob.training.metric_inputs import Seen, follow
 from dsjob.training.metrics import is_counted
+from dsjob.training.objective import Objective
 from dsjob.training.prediction_files import Part, Rows, merge
 from dsjob.training.steps import UserStep
 
@@ -29,7 +29,7 @@ class Predictor:
     """Everything that predictions need. It requires neither an optimizer nor training data, nor labels.
 
     sets: by the prefix of their metrics; see `build_evaluation_sets`. folder: a path or URL, for the files. step: the
-    user's `trainer.eval_step`, instead of the model's forward pass; what it returns are the outputs.
+    user's `trainer.eval_step`, instead of the forward pass of `objective`; what it returns are the outputs.
     """
 
     spec: JobSpec
@@ -38,6 +38,7 @@ class Predictor:
     folder: str
     collate: Callable[[list[Any]], Any] | None = None
     step: UserStep | None = None
+    objective: Objective = dataclasses.field(default_factory=Objective)
 
     def predict(self) -> dict[str, str]:
         """Writes a file for each set: one entry per sample, in the order of the data. Returns the files by prefix. A
@@ -61,7 +62,7 @@ class Predictor:
             for batch, samples in read_set(self.spec, world, self.sets[prefix], name, collate=self.collate):
                 position.micro_steps += 1
                 batch = to_device(batch, engine.device)
-                outputs = call_model(engine, batch) if self.step is None else self.step(self.engines, batch)
+                outputs = self.objective.call(engine, batch) if self.step is None else self.step(self.engines, batch)
                 # A batch without samples only keeps the ranks of a sharded model together.
                 if samples and counts:
                     part.add(self._choose(Seen(outputs, batch, None, samples)), samples)
@@ -79,6 +80,8 @@ class Predictor:
     def _choose(self, seen: Seen) -> Rows:
         """What `predict.outputs` names, by name."""
         paths = self.spec.predict.outputs
+        if paths is None and self.step is None and self.objective.chooses:
+            return _check_rows(self.objective.name_predictions(seen.outputs), seen.samples)
         if paths is None:
             return _check_rows({"logits": _find_logits(seen.outputs)}, seen.samples)
         found = {key: follow(path, seen, f"predict.outputs.{key}") for key, path in paths.items()}

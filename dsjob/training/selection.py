@@ -44,6 +44,12 @@ class Selection:
         found = [(name, self._find(value, name, key)) for name, key in self._keys]
         return Chosen((), dict(found)) if self._named else Chosen(tuple(item for _, item in found))
 
+    def name(self, value: Any) -> dict[str, Any]:
+        """The chosen values by the names of the arguments or, in a list, by their keys."""
+        chosen = self.read(value)
+        names = [str(name if self._named else key) for name, key in self._keys]
+        return dict(zip(names, (*chosen.args, *chosen.keywords.values()), strict=True))
+
     def _find(self, value: Any, name: Any, key: Any) -> Any:
         if key == WHOLE:
             return value

@@ -26,6 +26,8 @@ from dsjob.training import build
 from dsjob.training.display import Display
 from dsjob.training.evaluation import Evaluator, name_data
 from dsjob.training.loaders import build_collate, build_evaluation_sets
+from dsjob.training.metrics import Measures
+from dsjob.training.objective import Objective, build_objective
 from dsjob.training.predict import Predictor
 from dsjob.training.run import Result
 from dsjob.trust.grant import Trust
@@ -83,18 +85,29 @@ def choose_sets(spec: JobSpec, sets: Mapping[str, Any], *roles: Literal["eval", 
 
 
 def build_tasks(
-    spec: JobSpec, engines: Engines, sets: Mapping[str, Any], trust: Trust, run_dir: str, *, collate: Any, **given: Any
+    spec: JobSpec,
+    engines: Engines,
+    sets: Mapping[str, Any],
+    trust: Trust,
+    run_dir: str,
+    *,
+    collate: Any,
+    objective: Objective,
+    measures: Measures | None,
 ) -> Tasks:
-    """The tasks of a job besides training. given: as for `build_evaluator`. Raises TargetError."""
+    """The tasks of a job besides training. Its arguments are those of `build_evaluator`. Raises TargetError."""
     # The last evaluation of a training has the final weights: only the test set is left.
     roles: tuple[Literal["eval", "test"], ...] = ("test",) if spec.trains else ("eval", "test")
     evaluated = choose_sets(spec, sets, *roles) if "eval" in spec.tasks else {}
-    evaluator = build.build_evaluator(spec, engines, evaluated, trust, collate=collate, **given) if evaluated else None
-    predictor = None
+    evaluator = predictor = None
+    if evaluated:
+        evaluator = build.build_evaluator(
+            spec, engines, evaluated, trust, collate=collate, objective=objective, measures=measures
+        )
     if "predict" in spec.tasks:
         predicted = choose_sets(spec, sets, "test" if spec.data.test else "eval")
         step = build.build_eval_step(spec, trust)
-        predictor = Predictor(spec, engines, predicted, spec.predict.dir or run_dir, collate, step)
+        predictor = Predictor(spec, engines, predicted, spec.predict.dir or run_dir, collate, step, objective)
     return Tasks(evaluator, predictor)
 
 
@@ -108,9 +121,9 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec))
     engines = build.build_engines(models, job, world, trust)
     seed_rng(spec.trainer.seed + world.data_rank)
-    loss = build.build_loss(spec, world.device, trust)
+    objective = build_objective(spec, engines.first.module, world.device, trust)
     measures = build.build_measures("eval", spec, world, trust)[0] if "eval" in spec.tasks else None
-    tasks = build_tasks(spec, engines, sets, trust, run_dir, collate=collate, loss=loss, measures=measures)
+    tasks = build_tasks(spec, engines, sets, trust, run_dir, collate=collate, objective=objective, measures=measures)
     source = _load(job, engines, run_dir, world, display.say)
     display.table(f"dsjob {spec.name}", _describe(tasks, source, world, run_dir))
     if world.everyone.rank == 0:
