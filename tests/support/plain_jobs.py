@@ -120,3 +120,8 @@ def train_by_hand(
 def compare(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """A loss function of outputs and batch."""
     return F.mse_loss(outputs["score"], batch["score"])
+
+
+def compare_both(score: Tensor, classes: Tensor, given: Tensor, label: Tensor) -> Tensor:
+    """A loss function of two predictions and two targets."""
+    return F.mse_loss(score, given) + F.cross_entropy(classes, label)

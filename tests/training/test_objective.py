@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from typing import Any
 
@@ -269,3 +270,14 @@ def test_a_loss_without_targets_adds_nothing_to_a_step_of_several(device: bool) 
 def test_a_single_value_is_given_as_it_is() -> None:
     assert (Chosen((1,)).value, Chosen((), {"a": 1}).value) == (1, 1)
     assert (Chosen((1, 2)).value, Chosen((), {"a": 1, "b": 2}).value) == ((1, 2), {"a": 1, "b": 2})
+
+
+def test_predictions_are_written_by_the_keys_that_the_document_chooses(tmp_path: Any) -> None:
+    given = {**FORMS["a dict by position"], "outputs": ["score", "classes"], "targets": ["score", "label"]}
+    token_jobs.run(
+        plain_jobs.make_document(
+            tmp_path / "run", **given, tasks=["train", "predict"], loss={"_target_": "plain_jobs.compare_both"}
+        )
+    )
+    first, *_ = (tmp_path / "run" / "predictions-eval.jsonl").read_text().splitlines()
+    assert list(json.loads(first)) == ["index", "score", "classes"]
