@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NewType, TypeVar, cast
 
+from dsjob.contract.monitors import Comet, Mlflow, MonitorFiles, Wandb
+
 T = TypeVar("T")
 Dtype = Literal["fp32", "bf16", "fp16"]
 DtypeName = Literal[
@@ -266,42 +268,6 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Output:
     dir: str
-
-
-@dataclass(frozen=True, slots=True)
-class MonitorFiles:
-    enabled: bool
-    output_path: str
-    job_name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wandb:
-    enabled: bool
-    group: str | None
-    team: str | None
-    project: str
-
-
-@dataclass(frozen=True, slots=True)
-class Comet:
-    enabled: bool
-    samples_log_interval: int
-    project: str | None
-    workspace: str | None
-    api_key: str | None
-    experiment_name: str | None
-    experiment_key: str | None
-    online: bool | None
-    mode: Literal["get", "create", "get_or_create"] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Mlflow:
-    enabled: bool
-    tracking_uri: str | None
-    experiment: str
-    run_name: str | None
 
 
 @dataclass(frozen=True, slots=True)
