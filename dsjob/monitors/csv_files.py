@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 
 from dsjob import storage
-from dsjob.contract.spec import MonitorFiles
+from dsjob.contract.monitors import MonitorFiles
 from dsjob.files import open_append
 from dsjob.monitors.monitor import Event, Monitor, Series
 

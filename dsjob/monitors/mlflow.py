@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob.contract.spec import Mlflow
+from dsjob.contract.monitors import Mlflow
 from dsjob.monitors.monitor import Event, Monitor, Series, flatten
 
 _TAG = "dsjob.key"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsjob.contract.spec import MonitorFiles
+from dsjob.contract.monitors import MonitorFiles
 
 Event = tuple[str, float, int]  # a value's name, the value, and the samples that the run had seen, as in DeepSpeed
 UNNAMED = "DeepSpeedJobName"  # DeepSpeed's default for job_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob.contract.spec import MonitorFiles
+from dsjob.contract.monitors import MonitorFiles
 from dsjob.monitors.monitor import Event, Monitor, Series
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob.contract.spec import Wandb
+from dsjob.contract.monitors import Wandb
 from dsjob.monitors.monitor import Event, Monitor, Series
 
 
