@@ -107,6 +107,13 @@ def exists(url: str) -> bool:
         return True
 
 
+def is_folder(url: str) -> bool:
+    """Whether `url` is a folder, and not a file. Raises StorageError if that cannot be determined."""
+    with _renamed("look at", url):
+        fs, path = _open_file_system(url)
+        return bool(fs.isdir(path))
+
+
 def size(url: str) -> int:
     """A file's size in bytes."""
     with _renamed("look at", url):
@@ -130,12 +137,22 @@ def find_files(url: str, *, deep: bool = True) -> dict[str, Found]:
         fs, path = _open_file_system(url)
         if is_local(url):
             return {name: Found(status.st_size, status.st_mtime) for name, status in walk_files(path, deep)}
-        found, keys = {}, ("LastModified", "last_modified", "mtime", "created")
-        for name, entry in _list_entries(fs, path, deep):
-            when = next((entry[key] for key in keys if key in entry), None)
-            written = when.timestamp() if isinstance(when, datetime) else when if isinstance(when, float) else None
-            found[name[len(path.rstrip("/")) + 1 :]] = Found(int(entry["size"] or 0), written)
-        return found
+        entries = _list_entries(fs, path, deep)
+        return {name[len(path.rstrip("/")) + 1 :]: _view_entry(entry) for name, entry in entries}
+
+
+def describe(url: str) -> Found:
+    """One file. Raises StorageError."""
+    with _renamed("look at", url):
+        fs, path = _open_file_system(url)
+        return _view_entry(fs.info(path))
+
+
+def _view_entry(entry: dict[str, Any]) -> Found:
+    """A file as fsspec lists it."""
+    when = next((entry[key] for key in ("LastModified", "last_modified", "mtime", "created") if key in entry), None)
+    written = when.timestamp() if isinstance(when, datetime) else when if isinstance(when, float) else None
+    return Found(int(entry["size"] or 0), written)
 
 
 def _list_entries(fs: Any, path: str, deep: bool) -> list[tuple[str, Any]]:
@@ -189,6 +206,17 @@ def read_bytes(url: str, start: int | None = None, end: int | None = None) -> by
         if is_local(url) and not is_plain(path):
             raise StorageError(f"cannot read {url}: not a regular file", hint="give the path of a file")
         return bytes(fs.cat_file(path, start=start, end=end))
+
+
+@contextmanager
+def open_read(url: str) -> Iterator[BinaryIO]:
+    """Opens a file for reading. Raises StorageError, also for pipes and devices, and while the file is read."""
+    with _renamed("read", url):
+        fs, path = _open_file_system(url)
+        if is_local(url) and not is_plain(path):
+            raise StorageError(f"cannot read {url}: not a regular file", hint="give the path of a file")
+        with fs.open(path, "rb") as file:
+            yield file
 
 
 def read_text(url: str, limit: int | None = None) -> str:

@@ -101,6 +101,7 @@ class Listed(NamedTuple):
 
 LISTED: tuple[Listed, ...] = (
     Listed("dsjob.recipes", r"[a-z]\w*\.[A-Za-z]\w*", r"dsjob\.recipes\.\w+"),
+    Listed("dsjob.text", r"Text|Pad|Mixture", r"dsjob\.text\.\w+"),
     Listed("dsjob.optim.schedules", r"[A-Z]\w*", r"dsjob\.optim\.schedules"),
     Listed("torch", r"tensor|zeros|ones|full|arange|rand|randn|randint|Generator|device", r"torch(\._C)?"),
     Listed("torch.nn", r"[A-Z]\w*", r"torch\.nn\..+"),
@@ -319,7 +320,7 @@ def loads_models(path: str, found: Any) -> bool:
     """Whether calling this makes transformers load a model by its name."""
     owner = getattr(found, "__self__", None)
     classes = inspect.getmro(owner) if inspect.isclass(owner) else ()
-    ours = path.startswith("dsjob.recipes.")
+    ours = path.startswith(("dsjob.recipes.", "dsjob.text."))
     return ours or (
         getattr(found, "__name__", "") in _BUILDERS and any(c.__module__.startswith("transformers.") for c in classes)
     )

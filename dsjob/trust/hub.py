@@ -117,7 +117,7 @@ def _find_names(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str
     target = str(value.get("_target_"))
     loader = target.rpartition(".")[2]
     keys = {"pretrained", "pretrained_model_name_or_path", "_adapter_model_path"}
-    if target.startswith("dsjob.recipes."):
+    if target.startswith(("dsjob.recipes.", "dsjob.text.")) and value.get("tokenizer") != "bytes":
         keys.add("tokenizer")
     if value.get("use_pretrained_backbone"):
         keys.add("backbone")

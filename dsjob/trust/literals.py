@@ -19,7 +19,7 @@ from dsjob.contract.shown import shorten
 from dsjob.errors import Problem
 
 _READERS = re.compile(
-    r"datasets\.(load_\w+|Dataset\.from_\w+)|transformers\.(?!\w*DataCollator|default_data_collator|get_\w+|Adafactor)\w.*"
+    r"dsjob\.text\.Text|datasets\.(load_\w+|Dataset\.from_\w+)|transformers\.(?!\w*DataCollator|default_data_collator|get_\w+|Adafactor)\w.*"
 )
 LOADERS = ("from_pretrained", "from_config", "load_dataset", "load_from_disk")  # under any module's name
 _CONFIG = re.compile(r"transformers\.[A-Z]\w*Config(\.from_pretrained)?")
@@ -31,7 +31,7 @@ _OPTIONS = (
     "trust_env",
 )  # fmt: skip
 _KERNEL = ("proc", "dev", "sys")  # folders whose files expose the state of processes and devices
-_FOLDERS = ("path", "data_dir", "data_files", "dataset_path", "_args_")  # arguments that may not be "/"
+_FOLDERS = ("path", "data_dir", "data_files", "dataset_path", "source", "_args_")  # arguments that may not be "/"
 _ROWS = ("datasets.Dataset.from_dict", "datasets.Dataset.from_list")  # their arguments are data, not paths
 
 

@@ -1,0 +1,5 @@
+"""Text as training data: files are tokenised once, and read from a memory-mapped cache."""
+
+from dsjob.text.collate import Pad as Pad
+from dsjob.text.dataset import Text as Text
+from dsjob.text.mixture import Mixture as Mixture

@@ -1,0 +1,137 @@
+"""The token cache: the ids of all texts in one file, which every process maps into its memory.
+
+One process of a machine builds it, under a lock that the kernel releases if the process is killed; the others wait. No
+collective is involved, so waiting has no time limit. Files:
+
+    tokens       the ids of all texts, one after the other: uint16 or uint32
+    ends         int64 [texts]: where each text ends in `tokens`
+    prompts      int64 [texts]: how many ids at the start of each text are its prompt
+    about.json   the number type of `tokens`, and what they were made of
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dsjob.errors import DataError, StorageError
+from dsjob.text.records import Record
+from dsjob.text.tokenizers import Tokenizer
+
+_TOGETHER = 1000  # texts that are tokenised in one call
+_POLL = 0.1  # seconds
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """The tokens of texts. tokens: [total]; ends, prompts: int64 [texts]. All are mapped, not loaded."""
+
+    tokens: npt.NDArray[Any]
+    ends: npt.NDArray[np.int64]
+    prompts: npt.NDArray[np.int64]
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Where text `index` begins and ends in `tokens`."""
+        return int(self.ends[index - 1]) if index else 0, int(self.ends[index])
+
+
+def open_cache(folder: Path, build: Callable[[Path], None]) -> TokenCache:
+    """Opens the cache in `folder`, after one process has called `build` with the folder to write. Raises
+    StorageError."""
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not folder.is_dir():
+            with _locked(folder.with_suffix(".lock")):
+                if not folder.is_dir():
+                    unfinished = folder.with_suffix(".unfinished")
+                    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+                    unfinished.mkdir(mode=0o700)
+                    build(unfinished)
+                    unfinished.rename(folder)
+        found = json.loads((folder / "about.json").read_text())
+        tokens = _map(folder / "tokens", np.dtype(found["dtype"]))
+        return TokenCache(tokens, *(_map(folder / name, np.dtype(np.int64)) for name in ("ends", "prompts")))
+    except OSError as error:
+        hint = "name another folder with cache_dir"
+        raise StorageError(f"cannot use the token cache {folder}: {error.strerror or error}", hint=hint) from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a cache. The kernel releases it when the process ends, however it ends."""
+    with open(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # does not block, so that signals are handled
+                break
+            except BlockingIOError:
+                time.sleep(_POLL)
+        yield
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def write_cache(
+    folder: Path, records: Iterable[Record], tokenizer: Tokenizer, *, end: bool, most: int | None, source: str
+) -> None:
+    """Tokenises texts into the files of a cache, in bounded memory.
+
+    end: whether the end marker follows each text. most: at most so many texts. Raises DataError if there are none.
+    """
+    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    total = count = prompt = 0
+    with (
+        open(folder / "tokens", "wb") as tokens,
+        open(folder / "ends", "wb") as ends,
+        open(folder / "prompts", "wb") as prompts,
+    ):
+        begins = True  # whether the next record begins a text
+        for record, ids in _tokenise(records, tokenizer):
+            if begins and count == most:
+                break
+            prompt = len(ids[0]) if begins else prompt
+            marker = [tokenizer.eos] if end and record.ends and tokenizer.eos is not None else []
+            written = np.array([*ids[0], *ids[1], *marker], dtype)
+            tokens.write(written.tobytes())
+            total, begins = total + len(written), record.ends
+            if record.ends:
+                count += 1
+                ends.write(np.int64(total).tobytes())
+                prompts.write(np.int64(prompt).tobytes())
+    if not total:
+        raise DataError(f"{source} has no text")
+    about = {"dtype": dtype.name, "texts": count, "tokens": total, "source": source}
+    (folder / "about.json").write_text(json.dumps(about, indent=2))
+
+
+def _tokenise(records: Iterable[Record], tokenizer: Tokenizer) -> Iterator[tuple[Record, tuple[list[int], list[int]]]]:
+    """Each record with the ids of its prompt and of its text."""
+    iterator, begins = iter(records), True
+    while together := list(islice(iterator, _TOGETHER)):
+        # Special tokens come before the prompt if there is one, and only where a text begins.
+        firsts = [begins, *(record.ends for record in together[:-1])]
+        begins = together[-1].ends
+        prompts = iter(tokenizer.encode([r.prompt for r in together if r.prompt is not None], begins=True))
+        opened = [record.prompt is None and first for record, first in zip(together, firsts, strict=True)]
+        texts = {
+            flag: iter(
+                tokenizer.encode([r.text for r, o in zip(together, opened, strict=True) if o is flag], begins=flag)
+            )
+            for flag in (True, False)
+        }
+        for record, flag in zip(together, opened, strict=True):
+            yield record, (next(prompts) if record.prompt is not None else [], next(texts[flag]))

@@ -1,0 +1,149 @@
+"""The dataset of texts that a document names as `dsjob.text.Text`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dsjob import storage
+from dsjob.data.batches import IGNORED
+from dsjob.errors import DataError
+from dsjob.text.cache import open_cache, write_cache
+from dsjob.text.records import Source, list_files
+from dsjob.text.tokenizers import BYTES, load_tokenizer
+
+_VERSION = 1  # of what a cache contains
+
+
+class Text(Dataset[dict[str, Tensor]]):
+    """Tokenised texts for causal language models: `input_ids` and `labels`, int64 [tokens].
+
+    Labels equal the ids, since models shift them; they are -100 where nothing is to be learnt: in prompts. With `pack`,
+    a sample is a window of `max_length` ids of all texts joined; `position_ids` begin at 0 with each text in it, so
+    that models of transformers attend to nothing outside of a text, and the first label of each text is -100.
+
+    The texts are tokenised once. The ids are in a cache of the user's, which is mapped into memory, so a dataset larger
+    than the memory is no problem, and the processes of a machine share it.
+
+    Args:
+        source: a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; also .gz), a folder of such files, a folder that
+            `datasets` has saved, or a list of these; paths or URLs.
+        tokenizer: "bytes" (ids 0 to 255, and 256 as end marker), the folder of a tokenizer, or its name on the hub.
+        revision: the commit of a tokenizer on the hub.
+        columns: the names of the columns with the `text`, and with the `prompt` before it, if any.
+        max_length: the most ids in a sample; texts that are longer are cut. Required with `pack`.
+        max_samples: the most texts.
+        pack: join the texts and cut them into windows.
+        end: put the tokenizer's end marker after each text.
+        lines: of text files, whether each line is a text of its own; otherwise the file is one.
+        cache_dir: where the cache is; by default $XDG_CACHE_HOME/dsjob/text or ~/.cache/dsjob/text.
+
+    Raises:
+        DataError: no such file, no text, an unknown format, a missing column or package.
+        StorageError: a file cannot be read, or the cache cannot be written.
+    """
+
+    def __init__(
+        self,
+        source: str | Sequence[str],
+        *,
+        tokenizer: str = BYTES,
+        revision: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        max_length: int | None = None,
+        max_samples: int | None = None,
+        pack: bool = False,
+        end: bool = True,
+        lines: bool = True,
+        cache_dir: str | None = None,
+    ) -> None:
+        for name, value in (("max_length", max_length), ("max_samples", max_samples)):
+            if value is not None and value < 1:
+                raise DataError(f"{name} is {value}; it has to be at least 1")
+        if pack and max_length is None:
+            raise DataError("pack needs max_length", hint="max_length is the number of ids in a window")
+        named = {"text": "text"} | dict(columns or {})
+        if unknown := sorted(named.keys() - {"text", "prompt"}):
+            raise DataError(f"columns has no key {unknown[0]!r}", hint="its keys are text and prompt")
+        texts, words = Source(list_files(source), named, lines), load_tokenizer(tokenizer, revision)
+        told = ", ".join(texts.files[:3]) + (", ..." if texts.files[3:] else "")
+        made_of = [_VERSION, words.fingerprint, named, max_samples, end, lines, _describe_files(texts.files)]
+        digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
+        self._cache = open_cache(
+            _find_folder(cache_dir) / digest,
+            lambda folder: write_cache(folder, texts.read(), words, end=end, most=max_samples, source=told),
+        )
+        self._length, self._pack = max_length, pack
+        if pack and not len(self):
+            raise DataError(f"{told} has {len(self._cache.tokens):,} tokens; a window needs {max_length:,}")
+
+    def __len__(self) -> int:
+        if self._pack and self._length is not None:
+            return len(self._cache.tokens) // self._length
+        return len(self._cache.ends)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The number of ids in each sample. int64 [len(self)]."""
+        if self._pack:
+            return np.full(len(self), self._length, np.int64)
+        found = np.diff(self._cache.ends, prepend=0)
+        return found if self._length is None else np.minimum(found, self._length)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._read_window(index) if self._pack else self._read_text(index)
+
+    def _read_text(self, index: int) -> dict[str, Tensor]:
+        begin, end = self._cache.find(index)
+        if self._length is not None:
+            end = min(end, begin + self._length)
+        ids = self._take(begin, end)
+        labels = ids.clone()
+        labels[: int(self._cache.prompts[index])] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
+    def _read_window(self, index: int) -> dict[str, Tensor]:
+        assert self._length is not None
+        first, last = index * self._length, (index + 1) * self._length
+        ids = self._take(first, last)
+        labels, positions = ids.clone(), torch.empty_like(ids)
+        text = int(np.searchsorted(self._cache.ends, first, side="right"))
+        begin = first
+        while begin < last:
+            start, end = self._cache.find(text)
+            end = min(end, last)
+            # A text that began in the window before counts from 0 again: what came before cannot be seen.
+            positions[begin - first : end - first] = torch.arange(end - begin)
+            hidden = max(start + int(self._cache.prompts[text]), begin + 1)  # labels before it are not learnt
+            labels[begin - first : hidden - first] = IGNORED
+            begin, text = end, text + 1
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    def _take(self, begin: int, end: int) -> Tensor:
+        return torch.from_numpy(self._cache.tokens[begin:end].astype(np.int64))
+
+
+def _find_folder(given: str | None) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(given or os.path.join(home, "dsjob", "text")))
+
+
+def _describe_files(files: Sequence[str]) -> list[list[Any]]:
+    """What changes with the content of the files: their names, sizes and times of change."""
+    found = []
+    for url in files:
+        entries = storage.find_files(url) if storage.is_folder(url) else {"": storage.describe(url)}
+        found.append([url, [[name, each.size, each.written] for name, each in sorted(entries.items())]])
+    return found

@@ -1,0 +1,307 @@
+"""Texts become samples: formats, columns, tokenizers, packing, and one cache for all processes."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsjob import storage
+from dsjob.errors import DataError, StorageError
+from dsjob.text import Mixture, Pad, Text
+
+TEXTS = ["one", "two is\nlonger, with “quotes”", "drei", ""]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "dsjob" / "text"
+
+
+def write_texts(folder: Path, kind: str, texts: list[str] = TEXTS, column: str = "text") -> str:
+    path = folder / f"texts.{kind}"
+    rows = [{"id": number, column: text} for number, text in enumerate(texts)]
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind in ("csv", "tsv"):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["id", column], delimiter="\t" if kind == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind == "parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif kind == "saved":
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(str(path))
+    return str(path)
+
+
+def decode(ids: Tensor) -> str:
+    return bytes(number for number in ids.tolist() if number < 256).decode()
+
+
+def list_texts(dataset: Text) -> list[str]:
+    return [decode(dataset[index]["input_ids"]) for index in range(len(dataset))]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "tsv", "parquet", "saved"])
+def test_every_format_gives_the_texts_in_order(tmp_path: Path, kind: str) -> None:
+    dataset = Text(write_texts(tmp_path, kind, column="body"), columns={"text": "body"})
+    assert list_texts(dataset) == TEXTS
+    assert dataset[0]["input_ids"].tolist() == [*b"one", 256] == dataset[0]["labels"].tolist()
+    assert dataset.lengths.tolist() == [len(text.encode()) + 1 for text in TEXTS]
+
+
+def test_lines_of_text_files_are_texts_or_a_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "b.txt").write_text("three")
+    (tmp_path / "ignored.bin").write_bytes(b"\xff")
+    assert list_texts(Text(str(tmp_path))) == ["one", "two", "three"]
+    monkeypatch.setattr("dsjob.text.records._PIECE", 2)  # read in pieces
+    assert list_texts(Text(str(tmp_path), lines=False)) == ["one\n\ntwo\n", "three"]
+    listed = [str(tmp_path / "b.txt"), str(tmp_path / "a.txt")]
+    assert list_texts(Text(listed, max_samples=2)) == ["three", "one"]
+
+
+def test_texts_come_from_urls() -> None:
+    storage.write_bytes("memory://texts/a.jsonl", b'{"text": "far"}\n')
+    assert list_texts(Text("memory://texts/a.jsonl")) == ["far"] == list_texts(Text("memory://texts"))
+
+
+def test_prompts_are_not_learnt(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"q": "1+1=", "a": "2"}\n{"q": "", "a": "so"}\n')
+    columns = {"prompt": "q", "text": "a"}
+    first, second = Text(str(path), columns=columns)
+    assert first["input_ids"].tolist() == [*b"1+1=2", 256]
+    assert first["labels"].tolist() == [-100] * 4 + [*b"2", 256]
+    assert second["labels"].tolist() == [*b"so", 256]
+    cut = Text(str(path), columns=columns, max_length=3)[0]
+    assert cut["labels"].tolist() == [-100] * 3
+    (window,) = Text(str(path), columns=columns, max_length=9, pack=True)
+    assert window["labels"].tolist() == [-100] * 4 + [*b"2", 256] + [-100, *b"o", 256]
+
+
+def test_windows_know_the_texts_in_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("abc\nde\nfghijkl\n")
+    windows = Text(str(path), max_length=5, pack=True)
+    assert len(windows) == 3  # 15 ids with the end markers
+    joined = torch.cat([window["input_ids"] for window in windows]).tolist()
+    assert joined == [*b"abc", 256, *b"de", 256, *b"fghijkl", 256]
+    assert [window["position_ids"].tolist() for window in windows] == [
+        [0, 1, 2, 3, 0],
+        [0, 1, 0, 1, 2],
+        [0, 1, 2, 3, 4],
+    ]
+    hidden = [[label == -100 for label in window["labels"].tolist()] for window in windows]
+    assert hidden == [[True, False, False, False, True], [True, False, True, False, False], [True] + [False] * 4]
+    for window in windows:
+        learnt = window["labels"] != -100
+        assert torch.equal(window["labels"][learnt], window["input_ids"][learnt])
+
+
+def make_llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=257, **sizes)).eval()
+
+
+def test_a_model_of_transformers_sees_nothing_outside_of_a_text(tmp_path: Path) -> None:
+    """The loss of packed texts is that of the texts alone, of one window at a time and of a batch."""
+    path, model = tmp_path / "a.txt", make_llama()
+    path.write_text("abc\nde\nfghi\nabc\nde\nfghi\n")
+    windows = [*Text(str(path), max_length=12, pack=True)]
+    assert len(windows) == 2
+    alone = Pad()([Text(str(path))[index] for index in range(3)])
+    with torch.no_grad():
+        expected = model(**alone).loss.item()
+        for window in windows:
+            assert model(**Pad()([window])).loss.item() == pytest.approx(expected, abs=1e-6)
+        assert model(**Pad()(windows)).loss.item() == pytest.approx(expected, abs=1e-6)
+        unaware = {"input_ids": windows[0]["input_ids"][None], "labels": windows[0]["labels"][None]}
+        assert abs(model(**unaware).loss.item() - expected) > 1e-5  # the test can tell
+
+
+def test_samples_are_padded_to_the_longest(tmp_path: Path) -> None:
+    dataset = Text(write_texts(tmp_path, "jsonl", ["a", "bcd"]))
+    batch = Pad(pad_id=9, multiple_of=4)([dataset[0], dataset[1]])
+    assert batch["input_ids"].tolist() == [[97, 256, 9, 9], [98, 99, 100, 256]]
+    assert batch["labels"].tolist() == [[97, 256, -100, -100], [98, 99, 100, 256]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert Pad(multiple_of=8)([dataset[0]])["input_ids"].shape == (1, 8)
+
+
+def make_tokenizer(folder: Path, words: list[str]) -> str:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *words])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(str(folder))
+    return str(folder)
+
+
+def test_tokenizers_of_transformers_put_their_markers_where_a_text_begins_and_ends(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "words", ["one", "two"])
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"text": "one two three", "prompt": "two"}\n')
+    assert Text(str(path), tokenizer=tokenizer)[0]["input_ids"].tolist() == [1, 3, 4, 0, 2]
+    assert Text(str(path), tokenizer=tokenizer, end=False)[0]["input_ids"].tolist() == [1, 3, 4, 0]
+    both = Text(str(path), tokenizer=tokenizer, columns={"prompt": "prompt"})[0]
+    assert both["input_ids"].tolist() == [1, 4, 3, 4, 0, 2]
+    assert both["labels"].tolist() == [-100, -100, 3, 4, 0, 2]
+
+
+def test_the_cache_is_used_until_something_changes(tmp_path: Path, cache: Path) -> None:
+    path = write_texts(tmp_path, "jsonl")
+    tokenizer = make_tokenizer(tmp_path / "words", ["one"])
+
+    def count() -> int:
+        return len([entry for entry in cache.iterdir() if entry.is_dir()])
+
+    Text(path), Text(path, max_length=3), Text(path, max_length=4, pack=True)
+    assert count() == 1
+    Text(path, max_samples=1), Text(path, end=False), Text(path, tokenizer=tokenizer)
+    assert count() == 4
+    make_tokenizer(tmp_path / "words", ["one", "two"])
+    Text(path, tokenizer=tokenizer)
+    assert count() == 5
+    write_texts(tmp_path, "jsonl", [*TEXTS, "more"])
+    assert list_texts(Text(path))[-1] == "more"
+    assert count() == 6
+    assert cache.stat().st_mode & 0o077 == 0
+
+
+BUILD = """
+import sys, time
+from dsjob.text import Text
+import dsjob.text.tokenizers as tokenizers
+encode = tokenizers.ByteTokenizer.encode
+def slow(self, texts, *, begins):
+    if texts: print("building", flush=True); time.sleep(float(sys.argv[2]))
+    return encode(self, texts, begins=begins)
+tokenizers.ByteTokenizer.encode = slow
+print(len(Text(sys.argv[1])), flush=True)
+"""
+
+
+def start(path: str, seconds: float) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", BUILD, path, str(seconds)], stdout=subprocess.PIPE, text=True)
+
+
+def test_one_process_builds_while_the_others_wait_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
+    path = write_texts(tmp_path, "jsonl")
+    first = start(path, 600)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "building\n"
+    others = [start(path, 0.5) for _ in range(2)]
+    time.sleep(0.3)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    said = sorted(other.communicate(timeout=60)[0] for other in others)
+    assert said == [f"{len(TEXTS)}\n", f"building\n{len(TEXTS)}\n"]
+
+
+def test_a_huge_dataset_starts_at_once_and_is_never_loaded(tmp_path: Path, cache: Path) -> None:
+    """100 GB of tokens in a sparse file: a stand-in with which a real cache is replaced."""
+    dataset = Text(write_texts(tmp_path, "jsonl"), max_length=1000, pack=False)
+    (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
+    samples, tokens = 10_000_000, 50_000_000_000
+    with open(folder / "tokens", "r+b") as file:
+        file.truncate(2 * tokens)
+    for name in ("ends", "prompts"):
+        np.memmap(folder / name, np.int64, "w+", shape=(samples,))[-1] = tokens if name == "ends" else 0
+    script = (
+        "import resource, sys; import torch; from dsjob.text import Text\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "dataset = Text(sys.argv[1], max_length=2048, pack=True)\n"
+        "found = dataset[len(dataset) - 1]['input_ids'].shape, len(dataset)\n"
+        "print(found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)\n"
+    )
+    del dataset
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "texts.jsonl")], capture_output=True, text=True)
+    assert done.stdout.startswith(f"(torch.Size([2048]), {tokens // 2048}) "), done.stderr
+    assert int(done.stdout.split()[-1]) < 100  # MB
+
+
+def test_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
+    parts = []
+    for name, length in (("a", 30), ("b", 10)):
+        (tmp_path / name).mkdir()
+        parts.append(Text(write_texts(tmp_path / name, "jsonl", [f"{name}{number}" for number in range(length)])))
+    whole = Mixture(parts)
+    assert sorted(decode(whole[index]["input_ids"]) for index in range(40)) == sorted(
+        [f"a{number}" for number in range(30)] + [f"b{number}" for number in range(10)]
+    )
+    even = Mixture(parts, weights=[1, 1])
+    found = [decode(even[index]["input_ids"]) for index in range(len(even))]
+    assert len(found) == 40
+    assert len({text for text in found if text.startswith("a")}) == 20  # some of its 30
+    assert sorted(text for text in found if text.startswith("b")) == sorted(2 * [f"b{number}" for number in range(10)])
+    assert even.lengths.tolist() == [len(text) + 1 for text in found]
+    with pytest.raises(IndexError):
+        even[40]
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("inf")]])
+def test_weights_of_a_mixture_are_checked(weights: list[float]) -> None:
+    with pytest.raises(DataError, match=r"weights is .*, but there are 2 datasets"):
+        Mixture([[1], [2]], weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": 1}', r"a.jsonl:1: text is not text, but int"),
+        ("a.jsonl", '{"text": "a"}\n{"body": "b"}', r"a.jsonl:2 has no column 'text'; it has: body"),
+        ("a.jsonl", '{"text": "a"}\n{oops', r"a.jsonl:2 is not JSON: "),
+        ("a.jsonl", "[1]", r"a.jsonl:1 is not an object, but list"),
+        ("a.json", '{"text": "a"}', r"a.json is not a list of objects"),
+        ("a.csv", "id,body\n1,x\n", r"a.csv:2 has no column 'text'; it has: body, id"),
+        ("a.txt", "a\n\xff", r"a.txt:2 is not UTF-8 text"),
+        ("a.txt", "\n\n", r"a.txt has no text"),
+        ("a.docx", "a", r"cannot tell the format of .*a.docx from its name"),
+        ("a.jsonl.gz", "not gzip", r"cannot (read|use).*gz"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises((DataError, StorageError), match=message):
+        Text(str(tmp_path / name))
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    path = write_texts(tmp_path, "jsonl")
+    for options, message in (
+        ({"pack": True}, "pack needs max_length"),
+        ({"max_length": 0}, "max_length is 0; it has to be at least 1"),
+        ({"columns": {"txt": "a"}}, "columns has no key 'txt'"),
+        ({"pack": True, "max_length": 1000}, "tokens; a window needs 1,000"),
+        ({"tokenizer": str(tmp_path)}, "cannot load tokenizer="),
+    ):
+        with pytest.raises(DataError, match=message):
+            Text(path, **options)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="there is no file or folder at /nowhere"):
+        Text("/nowhere/a.txt")
