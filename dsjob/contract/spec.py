@@ -52,6 +52,7 @@ class Data:
     loader: Target | None
     collate: Target | None
     shuffle: bool
+    group_by_length: bool
     num_workers: int | None
     pin_memory: bool
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dsjob.contract.spec import Data
 from dsjob.data.batches import count_samples
-from dsjob.data.order import RankBatches, SampleOrder
+from dsjob.data.order import GroupedOrder, RankBatches, SampleOrder
 from dsjob.data.passes import Passes
 from dsjob.data.samples import (
     Batches,
@@ -32,7 +32,11 @@ _WORKERS = 2  # one prepares the next batch while the batch of the other is wait
 
 class TrainingLoader:
     """This rank's micro batches of a map-style dataset with `length` samples, endlessly, in the order of a
-    `SampleOrder`. `seek` moves to the position of a resumed run."""
+    `SampleOrder`. `seek` moves to the position of a resumed run.
+
+    grouped: the samples of a batch over all ranks, if samples of similar length are to be together. Raises DataError
+    if the dataset does not tell lengths.
+    """
 
     def __init__(
         self,
@@ -43,18 +47,22 @@ class TrainingLoader:
         world: World,
         seed: int,
         shuffle: bool = True,
+        grouped: int | None = None,
         collate: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         name: str = "data.train",
     ) -> None:
         self.dataset = dataset
-        self._micro_batch, self._world, self._seed, self._shuffle = micro_batch, world, seed, shuffle
+        self._micro_batch, self._world = micro_batch, world
         self._samples = Samples(dataset, collate, name, seed)
         self._options = choose_options(world, seed, num_workers=num_workers, pin_memory=pin_memory)
         self._name = name
         self._start = 0
-        self._length = length
+        self._order = SampleOrder(length, seed, shuffle)
+        if grouped is not None:
+            lengths = read_lengths(dataset, length, name)
+            self._order = GroupedOrder(length, seed, shuffle, lengths=lengths, train_batch=grouped)
         self.samples_per_epoch: int | None = length
         self.passes = Passes(name)
 
@@ -63,10 +71,9 @@ class TrainingLoader:
         self._start = samples
 
     def __iter__(self) -> Iterator[Any]:
-        order = SampleOrder(self._length, self._seed, self._shuffle)
         chosen: Iterable[list[Any]]
         chosen = batches = RankBatches(
-            order,
+            self._order,
             start=self._start,
             micro_batch=self._micro_batch,
             rank=self._world.data_rank,
@@ -110,6 +117,19 @@ class _Numbered:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for batch, first in zip(self._batches, count(self._first, self._stride)):
             yield [(index, first + place) for place, index in enumerate(batch)]
+
+
+def read_lengths(dataset: Any, length: int, name: str) -> Any:
+    """The lengths of a dataset's samples, for `data.group_by_length`. Raises DataError."""
+    kind, lengths = type(dataset).__name__, getattr(dataset, "lengths", None)
+    if lengths is None:
+        raise DataError(
+            f"data.group_by_length needs the lengths of the samples, and {name} ({kind}) does not tell them",
+            hint="give the dataset an attribute `lengths`: a sequence with one number per sample",
+        )
+    if len(lengths) != length:
+        raise DataError(f"{name} ({kind}) has {length:,} samples, but {len(lengths):,} lengths")
+    return lengths
 
 
 def count_dataset(dataset: Any, name: str) -> int | None:

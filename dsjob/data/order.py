@@ -27,6 +27,7 @@ def mix_seed(seed: int, number: int) -> int:
 
 # Epochs up to this length are drawn by torch.randperm, which can result in any permutation, and kept in memory (8 MB).
 _MOST_DRAWN = 1 << 20
+_GROUPED = 50  # batches whose samples are sorted by length together, as in transformers' LengthGroupedSampler
 
 
 class _Places:
@@ -70,6 +71,40 @@ class SampleOrder:
         if self.length > _MOST_DRAWN:
             return Permutation(self.length, seed)
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(seed)).numpy()
+
+
+class GroupedOrder(SampleOrder):
+    """The order with samples of similar length together.
+
+    Of each 50 batches, the samples are sorted by length and cut into batches, and the batches are shuffled. The first
+    batch of the run has the longest samples, so that a job that does not fit fails in its first step.
+    """
+
+    def __init__(self, length: int, seed: int, shuffle: bool, *, lengths: npt.ArrayLike, train_batch: int) -> None:
+        super().__init__(length, seed, shuffle)
+        self._lengths, self._train_batch = np.asarray(lengths), train_batch
+        self._size = _GROUPED * train_batch
+        self._group: tuple[int, list[int]] = (-1, [])  # the number of the group used last, and its indices
+
+    def take(self, start: int, size: int) -> list[int]:
+        """The indices of `size` samples of the run, from sample number `start` on."""
+        indices: list[int] = []
+        while len(indices) < size:
+            number, place = divmod(start + len(indices), self._size)
+            if self._group[0] != number:
+                self._group = number, self._sort(number)
+            indices += self._group[1][place : place + size - len(indices)]
+        return indices
+
+    def _sort(self, number: int) -> list[int]:
+        indices = np.array(super().take(number * self._size, self._size))
+        longest_first = np.argsort(-self._lengths[indices], kind="stable")
+        batches = indices[longest_first].reshape(_GROUPED, self._train_batch)
+        order = np.random.default_rng(mix_seed(self._seed, number)).permutation(_GROUPED)
+        if number == 0:
+            order = np.array([0, *order[order != 0]])
+        found: list[int] = batches[order].reshape(-1).tolist()
+        return found
 
 
 class RankBatches(Sampler[list[int]]):

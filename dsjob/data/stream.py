@@ -25,13 +25,16 @@ from dsjob.ranks.mesh import World
 
 
 def load_training(
-    dataset: Any, *, name: str = "data.train", shuffle: bool = True, **options: Any
+    dataset: Any, *, name: str = "data.train", shuffle: bool = True, grouped: int | None = None, **options: Any
 ) -> TrainingLoader | StreamLoader:
     """The loader of a dataset for training; see the classes for the options. Raises DataError."""
     length = count_dataset(dataset, name)
-    if length is None:
-        return StreamLoader(dataset, name=name, **options)
-    return TrainingLoader(dataset, length, name=name, shuffle=shuffle, **options)
+    if length is not None:
+        return TrainingLoader(dataset, length, name=name, shuffle=shuffle, grouped=grouped, **options)
+    if grouped is not None:
+        kind = type(dataset).__name__
+        raise DataError(f"data.group_by_length needs a dataset with a length; {name} ({kind}) is iterable")
+    return StreamLoader(dataset, name=name, **options)
 
 
 class StreamLoader:

@@ -59,7 +59,8 @@ def _split(winners: Mapping[Path, Given], draft: Draft) -> list[dict[Path, Given
             same = [given for given in found if given.rank == rank and given.value != "auto"]
             for index, given in enumerate(same):
                 layers.setdefault((rank, index), {})[path] = given
-    kinds = {path: given for path, given in winners.items() if path[1:] == ("type",)}  # determines the schema of params
+    # These decide what the keys beside them may be.
+    kinds = {path: given for path, given in winners.items() if path[1:] in (("type",), ("eval", "_target_"))}
     return [{**kinds, **values} for values in layers.values()]
 
 

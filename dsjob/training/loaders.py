@@ -46,7 +46,7 @@ def build_training_data(spec: JobSpec, world: World, collate: Collate, trust: Tr
     if not world.loads:
         return NoLoader()
     data = _call_data(spec.data.train, ("train",), trust)
-    given = [key for key in ("loader", "collate") if getattr(spec.data, key) is not None]
+    given = [key for key in ("loader", "collate", "group_by_length") if getattr(spec.data, key) not in (None, False)]
     if is_loader(data) and given:
         raise DataError(
             f"data.train ({type(data).__name__}) is already a loader, so data.{given[0]} has no effect",
@@ -62,6 +62,7 @@ def build_training_data(spec: JobSpec, world: World, collate: Collate, trust: Tr
     return load_training(
         data,
         shuffle=spec.data.shuffle,
+        grouped=spec.trainer.train_batch if spec.data.group_by_length else None,
         collate=collate,
         **choose_loading(spec.data, data, world),
         **common,

@@ -2,11 +2,18 @@
 
 import tracemalloc
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjob.data.order import RankBatches, SampleOrder
+from dsjob.data import load_training
+from dsjob.data.order import GroupedOrder, RankBatches, SampleOrder
+from dsjob.errors import DataError
+from dsjob.ranks.mesh import World
+
+CPU = torch.device("cpu")
 
 
 def epoch(order: SampleOrder, number: int) -> list[int]:
@@ -58,6 +65,49 @@ def _compare_ranks(order: SampleOrder, world_size: int, micro_batch: int) -> Non
     for step in range(2, 9):
         seen = [index for _ in range(accumulation) for batches in ranks for index in next(batches)]
         assert seen == order.take(step * train_batch, train_batch)
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 1000, 3001)
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 12), (2, 3), (3, 4)])
+def test_grouping_by_length_keeps_samples_of_similar_length_together(world_size: int, micro_batch: int) -> None:
+    order = GroupedOrder(3001, 5, True, lengths=LENGTHS, train_batch=12)
+    _compare_ranks(order, world_size, micro_batch)
+    assert sorted(order.take(0, 600)) == sorted(SampleOrder(3001, 5, True).take(0, 600))
+    assert sorted(order.take(600 - 7, 14)) == sorted(order.take(600 - 7, 7) + order.take(600, 7))
+
+    def pad(batches: list[list[int]]) -> float:
+        found = [LENGTHS[batch] for batch in batches]
+        return float(1 - sum(batch.sum() for batch in found) / sum(batch.max() * len(batch) for batch in found))
+
+    def read(of: SampleOrder) -> list[list[int]]:
+        ranks = [iter(RankBatches(of, start=0, micro_batch=4, rank=rank, world_size=3)) for rank in range(3)]
+        return [next(batches) for _ in range(250) for batches in ranks]
+
+    assert pad(read(SampleOrder(3001, 5, True))) > 0.3  # the share of padding
+    assert pad(read(order)) < 0.02
+    means = [LENGTHS[order.take(12 * step, 12)].mean() for step in range(50)]
+    assert means[0] == max(means)
+    assert abs(np.corrcoef(means[1:], range(49))[0, 1]) < 0.5  # shuffled, not sorted
+
+
+def test_grouping_by_length_needs_lengths() -> None:
+    class Short(list[int]):
+        lengths = (1, 2)
+
+    def load(dataset: object) -> None:
+        load_training(
+            dataset, micro_batch=1, world=World(data_rank=0, local_rank=0, data_size=1, device=CPU), seed=0, grouped=2
+        )
+
+    for dataset, message in (
+        ([1, 2, 3], r"data.train \(list\) does not tell them"),
+        (Short([1, 2, 3]), r"data.train \(Short\) has 3 samples, but 2 lengths"),
+        ({1, 2}, r"needs a dataset with a length; data.train \(set\) is iterable"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(dataset)
 
 
 def test_a_run_starts_anywhere_in_a_billion_samples() -> None:
