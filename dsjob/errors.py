@@ -105,8 +105,10 @@ def limit_problems(problems: Sequence[Problem]) -> list[Problem]:
 
 # The optional packages that hints name, with the versions that the extras in pyproject.toml ask for.
 OPTIONAL = {
+    "datasets": "datasets>=3",
     "deepspeed": "deepspeed>=0.19,<0.20",
     "peft": "peft>=0.17",
+    "pyarrow": "pyarrow>=15",
     "scikit-learn": "scikit-learn>=1.4",
     "transformers": "transformers>=4.57",
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from dsjob import storage
-from dsjob.errors import DataError
+from dsjob.errors import DataError, how_to_install
 
 FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "txt")
 _PIECE = 1 << 20  # characters that are tokenised at once of a file that is one text
@@ -107,7 +107,7 @@ def _read_saved(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"{url} needs the package datasets", hint="pip install datasets") from error
+        raise DataError(f"{url} needs the package datasets", hint=how_to_install("datasets")) from error
     for number, row in enumerate(datasets.load_from_disk(storage.local_path(url))):
         yield f"{url}: row {number}", row
 
@@ -116,7 +116,7 @@ def _read_parquet(file: BinaryIO, columns: list[str], url: str) -> Iterator[tupl
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise DataError(f"{url} needs the package pyarrow", hint="pip install pyarrow") from error
+        raise DataError(f"{url} needs the package pyarrow", hint=how_to_install("pyarrow")) from error
     number = 0
     opened = parquet.ParquetFile(file)
     names = set(opened.schema_arrow.names)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dsjob.errors import DataError
+from dsjob.errors import DataError, how_to_install
 
 BYTES = "bytes"
 
@@ -47,7 +47,7 @@ class PretrainedTokenizer:
         try:
             import transformers
         except ImportError as error:
-            hint = f"pip install transformers, or use tokenizer: {BYTES}"
+            hint = f"{how_to_install('transformers')}, or use tokenizer: {BYTES}"
             raise DataError(f"tokenizer={name!r} needs the package transformers", hint=hint) from error
         try:
             made: Any = transformers.AutoTokenizer.from_pretrained(

@@ -18,6 +18,7 @@ TINY = {
     "loop": "--ranks 2 --rounds 1 --steps 1 --warm-up 1",
     "memory": "--ranks 1 --smoke",
     "programs": "--smoke",
+    "text": "--rounds 1 --steps 1",
     "validate": "--rounds 1",
 }
 FRESH = ("validate",)  # started as from a clone; the others are forks, which has no influence on whether they work

@@ -1,0 +1,40 @@
+"""A document may name texts, but no files of the kernel, no results of other targets, and no hub that may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_jobs import make_document
+
+from dsjob.trust.grant import Trust, check_document
+
+
+def list_rules(**arguments: Any) -> list[str]:
+    train = {"_target_": "dsjob.text.Text", **arguments}
+    return [problem.rule for problem in check_document({"data": {"train": train}}, Trust())]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rules"),
+    [
+        ({"source": "a.jsonl"}, []),
+        ({"source": ["s3://bucket/a.jsonl"], "tokenizer": "bytes"}, []),
+        ({"source": "/proc/self/environ"}, ["kernel-file"]),
+        ({"source": ["a.txt", "/sys/../proc/self/environ"]}, ["kernel-file"]),
+        ({"source": "/"}, ["kernel-file"]),
+        ({"source": {"_target_": "datasets.load_dataset", "path": "json"}}, ["nested-target"]),
+        ({"source": "a.jsonl", "_partial_": True}, ["bound-reader"]),
+        ({"source": "a.jsonl", "tokenizer": "someone/words"}, ["unpinned"]),
+        ({"source": "a.jsonl", "tokenizer": "someone/words", "revision": 40 * "a"}, []),
+        ({"source": "sftp://host/a.jsonl"}, ["untrusted-protocol"]),
+        ({"source": "a.jsonl", "cache_dir": "/etc/cron.d"}, ["outside-folder"]),
+    ],
+)
+def test_what_texts_may_name(arguments: dict[str, Any], rules: list[str]) -> None:
+    assert list_rules(**arguments) == rules
+
+
+def test_the_rest_of_the_room_is_not_for_documents() -> None:
+    document = make_document("runs/a", data={"train": {"_target_": "dsjob.text.cache.write_cache"}})
+    assert "untrusted-target" in [problem.rule for problem in check_document(document, Trust())]
