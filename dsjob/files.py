@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import uuid
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -140,6 +141,37 @@ def write_temporary(path: str, data: bytes) -> str:
         os.unlink(temporary)
         raise
     return temporary
+
+
+def replace_file(path: str, data: bytes) -> None:
+    """Replaces a file atomically and durably: readers see either the old bytes or the new ones."""
+    temporary = write_temporary(path, data)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    sync_names(os.path.dirname(path))
+
+
+def create_file(path: str, data: bytes) -> None:
+    """Creates a file durably. Raises FileExistsError if there is one with other bytes."""
+    temporary = write_temporary(path, data)
+    try:
+        os.link(temporary, path)  # exclusive and atomic: the file appears whole, or FileExistsError
+    except FileExistsError:
+        with open(path, "rb") as file:
+            if file.read() != data:  # equal bytes: our own link succeeded, but NFS lost the answer
+                raise
+    finally:
+        os.unlink(temporary)
+    sync_names(os.path.dirname(path))
+
+
+def start_writeback(handle: int, start: int, end: int) -> None:
+    """Makes the kernel start writing these bytes to disk at once, so that the final fsync has little left to do."""
+    if sys.platform == "linux":  # on other systems, the hint does not start writing
+        os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def sync_names(path: str) -> None:

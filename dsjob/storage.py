@@ -8,7 +8,6 @@ own credentials.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +17,10 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
 
+from dsjob import files
 from dsjob.contract.locations import explain_url, shorten
 from dsjob.contract.secrets import describe_secret, redact
 from dsjob.errors import DsjobError, StorageError
-from dsjob.files import FOLDER_MODE, is_plain, open_new, sync_names, walk_files, write_temporary
 
 _BEHIND = 32 << 20  # write to disk whenever this many bytes are waiting
 _PATIENCE, _BLOCK = 15, 1 << 16  # for a document from the web: seconds in total, bytes per read
@@ -116,9 +115,7 @@ def is_folder(url: str) -> bool:
 
 def size(url: str) -> int:
     """A file's size in bytes."""
-    with _renamed("look at", url):
-        fs, path = _open_file_system(url)
-        return int(fs.info(path)["size"])
+    return describe(url).size
 
 
 class Found(NamedTuple):
@@ -136,7 +133,7 @@ def find_files(url: str, *, deep: bool = True) -> dict[str, Found]:
     with _renamed("list", url):
         fs, path = _open_file_system(url)
         if is_local(url):
-            return {name: Found(status.st_size, status.st_mtime) for name, status in walk_files(path, deep)}
+            return {name: Found(status.st_size, status.st_mtime) for name, status in files.walk_files(path, deep)}
         entries = _list_entries(fs, path, deep)
         return {name[len(path.rstrip("/")) + 1 :]: _view_entry(entry) for name, entry in entries}
 
@@ -192,19 +189,17 @@ def make_folder(url: str) -> None:
             path = os.path.dirname(path)
         for folder in reversed(missing):
             try:
-                os.mkdir(folder, FOLDER_MODE)
+                os.mkdir(folder, files.FOLDER_MODE)
             except FileExistsError:  # another rank was faster
                 pass
-            sync_names(os.path.dirname(folder))  # a folder's name must be as durable as its content
+            files.sync_names(os.path.dirname(folder))  # a folder's name must be as durable as its content
         os.makedirs(missing[0] if missing else path, exist_ok=True)  # raises if a file has this name
 
 
 def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:
     """A file's bytes, or those from `start` to `end`. Raises StorageError for pipes and devices: they may never end."""
     with _renamed("read", url):
-        fs, path = _open_file_system(url)
-        if is_local(url) and not is_plain(path):
-            raise StorageError(f"cannot read {url}: not a regular file", hint="give the path of a file")
+        fs, path = _open_plain(url)
         return bytes(fs.cat_file(path, start=start, end=end))
 
 
@@ -212,11 +207,16 @@ def read_bytes(url: str, start: int | None = None, end: int | None = None) -> by
 def open_read(url: str) -> Iterator[BinaryIO]:
     """Opens a file for reading. Raises StorageError, also for pipes and devices, and while the file is read."""
     with _renamed("read", url):
-        fs, path = _open_file_system(url)
-        if is_local(url) and not is_plain(path):
-            raise StorageError(f"cannot read {url}: not a regular file", hint="give the path of a file")
+        fs, path = _open_plain(url)
         with fs.open(path, "rb") as file:
             yield file
+
+
+def _open_plain(url: str) -> tuple[Any, str]:
+    fs, path = _open_file_system(url)
+    if is_local(url) and not files.is_plain(path):
+        raise StorageError(f"cannot read {url}: not a regular file", hint="give the path of a file")
+    return fs, path
 
 
 def read_text(url: str, limit: int | None = None) -> str:
@@ -252,7 +252,7 @@ def open_write(url: str) -> Iterator[BinaryIO]:
     """Opens a file for writing. It is durable when the block ends. If the block raises, the file is deleted."""
     with _renamed("write", url):
         fs, path = _open_file_system(url, write=True)
-        file: Any = open_new(path) if is_local(url) else fs.open(path, "wb")
+        file: Any = files.open_new(path) if is_local(url) else fs.open(path, "wb")
     try:
         yield cast(BinaryIO, _Renamed(file, url))
         with _renamed("write", url):
@@ -289,15 +289,9 @@ class _Renamed:
             count = int(self._file.write(data))
             self._written += count
             if self._written - self._begun >= _BEHIND and is_local(self._url):
-                _start_writeback(self._file.fileno(), self._begun, self._written)
+                files.start_writeback(self._file.fileno(), self._begun, self._written)
                 self._begun = self._written
             return count
-
-
-def _start_writeback(handle: int, start: int, end: int) -> None:
-    """Makes the kernel start writing these bytes to disk at once, so that the final fsync has little left to do."""
-    if sys.platform == "linux":  # on other systems, the hint does not start writing
-        os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def write_bytes(url: str, data: bytes) -> None:
@@ -307,13 +301,7 @@ def write_bytes(url: str, data: bytes) -> None:
         if not is_local(url):
             fs.pipe_file(path, data)
             return
-        temporary = write_temporary(path, data)
-        try:
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        sync_names(os.path.dirname(path))
+        files.replace_file(path, data)
 
 
 def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
@@ -333,15 +321,7 @@ def create_bytes(url: str, data: bytes, *, exclusive: bool = True) -> None:
         if not is_local(url):
             _create_object(fs, path, data)
             return
-        temporary = write_temporary(path, data)
-        try:
-            os.link(temporary, path)  # exclusive and atomic: the file appears whole, or FileExistsError
-        except FileExistsError:
-            if read_bytes(url) != data:  # equal bytes: our own link succeeded, but NFS lost the answer
-                raise
-        finally:
-            os.unlink(temporary)
-        sync_names(os.path.dirname(path))
+        files.create_file(path, data)
 
 
 def _create_object(fs: Any, path: str, data: bytes) -> None:
@@ -371,7 +351,7 @@ def sync_folder(url: str) -> None:
     """Makes the names in a folder durable. Does nothing for object stores, which do not need it."""
     if is_local(url):
         with _renamed("write", url):
-            sync_names(local_path(url))
+            files.sync_names(local_path(url))
 
 
 def delete(url: str, *, recursive: bool = True) -> None:
@@ -383,7 +363,7 @@ def delete(url: str, *, recursive: bool = True) -> None:
         except FileNotFoundError:
             return
         if is_local(url):
-            sync_names(os.path.dirname(path))
+            files.sync_names(os.path.dirname(path))
 
 
 def abort_uploads(url: str, *, hours: float, of: Callable[[str], bool] = bool) -> int:
