@@ -66,8 +66,8 @@ def initialize(
     default all trainable ones. `training_data`: a dataset or a loader for the dataloader, which yields this rank's
     micro batches; each iteration over it is one epoch. `mpu`: divides the ranks into data-parallel and model-parallel
     ones (`dsjob.ranks.mpu`). `mesh_param`: (number of ranks, 1). `trust`: prefixes that a `_target_` in the config may
-    name, in addition to `dsjob.trust.grant.LISTED` and to modules in the current folder and in the folder of the config
-    file; `protocol:NAME` allows URLs of checkpoints beyond those of `dsjob.contract.locations`.
+    name, in addition to `dsjob.trust.listed.LISTED` and to modules in the current folder and in the config file's
+    folder; `protocol:NAME` allows URLs of checkpoints beyond those of `dsjob.contract.locations`.
 
     The engine is an `Engine`. `dsjob.deepspeed.initialize` returns one with all of DeepSpeed's getters.
 

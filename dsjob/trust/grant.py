@@ -25,13 +25,14 @@ from functools import cache, partial
 from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsjob.contract.locations import GRANT, GRANT_FOLDER, check_folders, check_keys, check_texts
 from dsjob.contract.paths import Path
 from dsjob.contract.secrets import check_references
 from dsjob.errors import Problem, UsageError
 from dsjob.trust.hub import check_arguments
+from dsjob.trust.listed import LISTED, is_listed, matches
 from dsjob.trust.literals import LOADERS, check_literals, check_options, is_reader
 
 
@@ -91,57 +92,11 @@ class Trust:
         return any(path == prefix or path.startswith(prefix + ".") for prefix in self.prefixes)
 
 
-class Listed(NamedTuple):
-    """Callables of one module: their names, and where they must be defined (regular expressions, matched in full)."""
-
-    module: str
-    names: str
-    home: str
-
-
-LISTED: tuple[Listed, ...] = (
-    Listed("dsjob.recipes", r"[a-z]\w*\.[A-Za-z]\w*", r"dsjob\.recipes\.\w+"),
-    Listed("dsjob.text", r"Text|Pad|Mixture", r"dsjob\.text\.\w+"),
-    Listed("dsjob.optim.schedules", r"[A-Z]\w*", r"dsjob\.optim\.schedules"),
-    Listed("torch", r"tensor|zeros|ones|full|arange|rand|randn|randint|Generator|device", r"torch(\._C)?"),
-    Listed("torch.nn", r"[A-Z]\w*", r"torch\.nn\..+"),
-    Listed("torch.optim", r"[A-Z]\w*", r"torch\.optim\..+"),
-    Listed("torch.optim.lr_scheduler", r"[A-Z]\w*", r"torch\.optim\.lr_scheduler"),
-    Listed(
-        "torch.utils.data",
-        r"(Tensor|Concat|Chain|Stack)Dataset|Subset|random_split|[A-Z]\w*Sampler|DataLoader|default_collate",
-        r"torch\.utils\.data\..+",
-    ),
-    # Metrics of text and image are excluded: several of them download weights and unpickle them.
-    Listed("torchmetrics", r"[A-Z]\w*", r"torchmetrics\.(aggregation|classification|collections|regression)(\..+)?"),
-    Listed("torchmetrics.classification", r"[A-Z]\w*", r"torchmetrics\.classification\..+"),
-    Listed("torchmetrics.regression", r"[A-Z]\w*", r"torchmetrics\.regression\..+"),
-    Listed(
-        "transformers",
-        # Rag's retrievers read pickled indexes, and Timm's models come from another hub.
-        r"(?!Rag|Timm)[A-Z]\w*(Config|Model|For[A-Z]\w*)(\.from_pretrained|\.from_config)?"
-        r"|Auto(Tokenizer|Processor|ImageProcessor|FeatureExtractor)\.from_pretrained",
-        r"transformers\.(models|data)\..+",
-    ),
-    Listed("transformers", r"(Default)?DataCollator\w*|default_data_collator", r"transformers\.data\.data_collator"),
-    Listed("transformers", r"get_\w+_schedule\w*|Adafactor", r"transformers\.optimization"),
-    Listed("datasets", r"load_dataset|load_from_disk", r"datasets\.load"),
-    Listed("datasets", r"Dataset\.from_(dict|list|csv|json|parquet|text)", r"datasets\.arrow_dataset"),
-)
 SHARED = "anyone can write to it"  # the reason for rejecting a folder
 _BUILDERS = ("from_pretrained", "from_config")  # alternative constructors, which a class may inherit
 
 
 # ---- decisions by name and location, before anything is imported
-
-
-def is_listed(path: str) -> bool:
-    """Whether a dotted path matches `LISTED`, as a string."""
-    return any(_matches(row, path) for row in LISTED)
-
-
-def _matches(row: Listed, path: str) -> bool:
-    return path.startswith(row.module + ".") and bool(re.fullmatch(row.names, path[len(row.module) + 1 :]))
 
 
 def explain_distrust(path: str, trust: Trust) -> str:
@@ -305,7 +260,7 @@ def _is_listed_object(found: Any) -> bool:
     for row in LISTED:
         if not re.fullmatch(row.home, home):
             continue
-        if _matches(row, f"{home}.{name}"):
+        if matches(row, f"{home}.{name}"):
             return True
         for spelling in {
             name,

@@ -30,6 +30,7 @@ from dsjob.trust.exits import refuse_exits
 from dsjob.trust.frames import describe_failure, put_at
 from dsjob.trust.grant import Trust
 from dsjob.trust.hub import check_models
+from dsjob.trust.listed import is_listed
 from dsjob.trust.presence import explain_no_module
 from dsjob.trust.signatures import find_misfits, find_role_misfits, takes_keyword
 
@@ -255,9 +256,7 @@ def _descend(found: Any, parts: list[str], length: int, trust: Trust) -> Callabl
             names = [name for name in (*dir(found), *(each.name for each in inside)) if not name.startswith("_")]
             raise TargetError(f"cannot import {path}: {owner} has no {part!r}", hint=suggest(part, names))
         above, found = found, getattr(found, part)
-        if isinstance(found, ModuleType) and not (
-            trusting.is_trusted_module(found.__name__, trust) or trusting.is_listed(path)
-        ):
+        if isinstance(found, ModuleType) and not (trusting.is_trusted_module(found.__name__, trust) or is_listed(path)):
             _require(path, f"{owner}.{part} is the module {found.__name__}, which {owner} has imported", trust)
     if not callable(found):
         raise TargetError(f"{path} is {type(found).__name__}, which cannot be called")

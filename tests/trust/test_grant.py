@@ -20,7 +20,8 @@ import dsjob
 from dsjob.contract.resources import read_schema
 from dsjob.contract.spec import Target
 from dsjob.errors import TargetError, UsageError
-from dsjob.trust.grant import LISTED, Listed, Trust, check_document, explain_distrust, is_listed
+from dsjob.trust.grant import Trust, check_document, explain_distrust
+from dsjob.trust.listed import LISTED, Listed, is_listed
 from dsjob.trust.targets import call_target, find_target
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -230,7 +231,8 @@ def test_a_document_from_elsewhere_names_no_local_module(folder: Path, monkeypat
     assert find_target("torch.nn.Linear", trust)
     assert find_target("trust_own.build", here(local=False, prefixes=("trust_own",)))
     (folder / "trust_gone.py").write_text("def build(): ...\n")  # a library that is listed, but not installed
-    monkeypatch.setattr("dsjob.trust.grant.LISTED", (*LISTED, Listed("trust_gone", "build", "trust_gone")))
+    for module in ("grant", "listed"):
+        monkeypatch.setattr(f"dsjob.trust.{module}.LISTED", (*LISTED, Listed("trust_gone", "build", "trust_gone")))
     assert "comes from elsewhere" in explain_distrust("trust_gone.build", trust)
 
 
