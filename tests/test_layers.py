@@ -58,6 +58,7 @@ WITHOUT_TORCH = {room for room, floor in FLOOR_OF.items() if floor < FLOOR_OF["t
     "ranks.stalls",
     "training.advice",
     "training.failed_starts",
+    "training.form",
 }
 
 # Who may import a third party, at whatever level.

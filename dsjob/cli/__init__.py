@@ -47,6 +47,7 @@ dsjob: train PyTorch models from a job document
   --trust PREFIX                         trust a module or callable
   --trust protocol:NAME, folder:PATH     allow a protocol of URLs; allow writing to a folder
   --trust-remote-code, --unpinned        allow code from a hub; hub names without a revision
+  --quiet, --json                        of a run: show only problems; print JSON lines
   --debug                                show tracebacks
   --version                              print the version
 

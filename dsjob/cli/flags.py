@@ -61,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unpinned", action="store_true", help="allow names on a hub without a revision")
 
 
+def add_form(parser: argparse.ArgumentParser) -> None:
+    """The flags --quiet and --json."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--quiet", "-q", action="store_true", help="print only problems")
+    form.add_argument("--json", action="store_true", help="print one JSON object per line instead of text")
+
+
 def read_flags(args: argparse.Namespace) -> Flags:
     """The trust flags among a command's arguments."""
     return Flags(tuple(args.trust), remote_code=args.trust_remote_code, unpinned=args.unpinned)

@@ -4,12 +4,13 @@ Hydra's own flags."""
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
+from dsjob.cli.flags import add_arguments, add_form, allow_protocols, make_parser, read_flags
 from dsjob.cli.overrides import is_override
 from dsjob.contract.secrets import hide_secrets
 from dsjob.document import Document
@@ -22,6 +23,7 @@ from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
 from dsjob.run_folder import RESOLVED_NAME
 from dsjob.training.advice import train_longer
+from dsjob.training.form import Form, showing
 from dsjob.trust.user import grant, read_environment
 
 _SWEEP = "optimizer.params.lr=1e-3,3e-4"
@@ -29,7 +31,7 @@ _SWEEP = "optimizer.params.lr=1e-3,3e-4"
 
 def main(arguments: list[str], debug: bool) -> int:
     """Runs a recipe or a job file, runs a sweep, or handles one of Hydra's flags."""
-    args = composition.parse_arguments(arguments, add_arguments)
+    args = composition.parse_arguments(arguments, _add_flags)
     if args.help:
         sys.stdout.write(make_help().format_help())
         return 0
@@ -40,12 +42,14 @@ def main(arguments: list[str], debug: bool) -> int:
         )
     file, overrides = split_source(args.overrides)
     trust = grant(file, read_flags(args))
+    form: Form = "json" if args.json else "quiet" if args.quiet else ""
     if args.multirun:
         if file is not None and file.source == STDIN:
             raise UsageError("a sweep reads its document for each run: pass a file, not standard input")
         from dsjob.cli import sweep
 
-        return sweep.main(overrides, file, args.config_dir, debug, trust)
+        with showing(form):
+            return sweep.main(overrides, file, args.config_dir, debug, trust)
     if args.cfg == "job":
         composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
         _print_yaml(composed.document, args.package)
@@ -62,17 +66,26 @@ def main(arguments: list[str], debug: bool) -> int:
         return 0
     environment = read_environment()
     composed = composition.compose_known(overrides, file=file, config_dir=args.config_dir, environment=environment)
-    result = run_composed(composed, trust, debug)
+    with showing(form):
+        result = run_composed(composed, trust, debug)
     if result.get("status") == "unsaved" and launcher.is_first():
         raise UnsavedError(
             f"the run reached step {result['step']}, but its final state could not be saved: {result['error']}",
             hint=f"fix the cause, then repeat the steps since the last checkpoint: dsjob run {result['run_dir']}",
         )
-    if result.get("checkpoint") and "train" in composed.document.get("tasks", ["train"]) and launcher.is_first():
+    if form == "json" and launcher.is_first():
+        print(json.dumps({"event": "result", **result}))  # noqa: T201
+    trains = "train" in composed.document.get("tasks", ["train"])
+    if not form and result.get("checkpoint") and trains and launcher.is_first():
         _print_next(result, composed, args.config_dir)
     if launcher.read_world_size() is not None:
         end_rank(0)
     return 0
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_form(parser)
+    add_arguments(parser)
 
 
 def make_help() -> argparse.ArgumentParser:
@@ -85,6 +98,7 @@ def make_help() -> argparse.ArgumentParser:
             "dsjob run cfg.yaml trainer.max_steps=100 launch.nproc=2",
             "dsjob run outputs/mine trainer.max_steps=200",
             "dsjob run -m cfg.yaml optimizer.params.lr=1e-3,3e-4",
+            "dsjob run cfg.yaml --json | jq .loss",
             "dsjob run cfg.yaml --cfg job",
         ),
         usage="dsjob [run] [flags] [FILE | FOLDER] [+recipe=NAME] [key=value ...]",
@@ -112,7 +126,7 @@ def make_help() -> argparse.ArgumentParser:
             parser.add_argument(*names, metavar=metavar, help=text)
         else:
             parser.add_argument(*names, action="store_true", help=text)
-    add_arguments(parser)
+    _add_flags(parser)
     return parser
 
 

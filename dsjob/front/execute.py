@@ -24,6 +24,7 @@ from dsjob.launch.surroundings import quiet_torch
 from dsjob.run_folder import make_run_dir, marking_running
 from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
+from dsjob.training.form import read_form
 from dsjob.trust.grant import Trust
 from dsjob.trust.presence import find_absent
 from dsjob.trust.user import find_program, place_origins
@@ -43,7 +44,7 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         for note in composed.notes:
             print(note, file=sys.stderr)  # noqa: T201
         _print_warnings([*told, *place_problems(_warn_of_cores(document), composed.locate)])
-        if run_dir is None:
+        if run_dir is None and not read_form():
             _say_first(composed, world_size)
     if joined:
         quiet_torch()

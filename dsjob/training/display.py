@@ -1,21 +1,33 @@
-"""Shows a run to the user, on rank 0: a progress bar on a terminal, otherwise one line per record.
+"""Shows a run to the user, on rank 0: one line per record, and on a terminal a progress bar below.
+
+With `--json`, each line is a JSON object. With `--quiet`, only problems are shown, on standard error.
 
 Of the training room, only this module uses rich.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from dsjob.planning.plot import spark
+from dsjob.run_folder import drop_non_finite
 from dsjob.training.callbacks import Callback, RunView
+from dsjob.training.form import read_form
+
+_PROBLEMS = ("damaged", "idle", "not saved", "skipped", "unsaved")  # titles of what --quiet shows
+_NARROW = 60  # columns of a terminal that is too narrow for a bar
+_CURVE = 16  # characters of the curve of losses
+_MOST_LOSSES = 256
 
 
 def make_console() -> Console:
@@ -27,6 +39,13 @@ def make_console() -> Console:
     return Console(highlight=False, force_jupyter=False, force_terminal=shown, width=None if shown else 10_000)
 
 
+def make_display(*, shown: bool) -> Display:
+    """The display in the form that the command has chosen; one that shows nothing unless `shown`."""
+    if not shown:
+        return Display(make_console(), shown=False)
+    return {"": Display, "json": JsonDisplay, "quiet": QuietDisplay}[read_form()](make_console(), shown=True)
+
+
 class Display(Callback):
     """Shows the progress of training on a console."""
 
@@ -34,6 +53,7 @@ class Display(Callback):
         self.console, self._shown = console, shown
         self._bar: Progress | None = None
         self._task = TaskID(0)
+        self._losses: list[float] = []  # of the curve in the bar
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Prints a compact table with two columns."""
@@ -61,23 +81,23 @@ class Display(Callback):
     def on_start(self, run: RunView) -> None:
         if not (self._shown and self.console.is_terminal):
             return
-        columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
-        self._bar = Progress(*columns, console=self.console, expand=True)
+        self._bar = Progress(*_choose_columns(self.console.width), console=self.console, expand=True)
         self._bar.start()
-        self._task = self._bar.add_task("train", total=run.max_steps, completed=run.step, text="")
+        self._task = self._bar.add_task("train", total=run.max_steps, completed=run.step, eta="-:--", curve="")
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
         if not self._shown:
             return
-        text = describe_record(record)
+        width = len(str(run.max_steps))
+        share = 100 * run.step // run.max_steps
+        line = f"step {run.step:>{width}}/{run.max_steps} {share:>3}%  {describe_record(record)}"
+        self.console.print(line, highlight=False, soft_wrap=self._bar is None)
         if self._bar is not None:
-            self._bar.update(self._task, completed=run.step, text=text.replace("  ", " "))
-        else:
-            width = len(str(run.max_steps))
-            share = 100 * run.step // run.max_steps
-            self.console.print(
-                f"step {run.step:>{width}}/{run.max_steps} {share:>3}%  {text}", highlight=False, soft_wrap=True
-            )
+            if len(self._losses) == _MOST_LOSSES:
+                del self._losses[::2]  # a curve of the whole run in bounded memory
+            self._losses.append(record["loss"])
+            eta = show_seconds(record["eta_seconds"])
+            self._bar.update(self._task, completed=run.step, eta=eta, curve=spark(self._losses, _CURVE))
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
         self.say("eval", f"step {run.step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
@@ -95,6 +115,51 @@ class Display(Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _choose_columns(width: int) -> Sequence[ProgressColumn]:
+    """The columns of the bar. A narrow terminal has only the step and the time left."""
+    step, eta = MofNCompleteColumn(), TextColumn("eta {task.fields[eta]}")
+    if width < _NARROW:
+        return step, eta
+    return BarColumn(bar_width=None), step, TextColumn("{task.fields[curve]}"), eta
+
+
+class QuietDisplay(Display):
+    """Shows only problems, on standard error."""
+
+    def __init__(self, console: Console, *, shown: bool) -> None:
+        super().__init__(console, shown=False)
+        self._tells = shown
+
+    def say(self, title: str, text: str) -> None:
+        if self._tells and title in _PROBLEMS:
+            print(f"dsjob: {title}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class JsonDisplay(Display):
+    """Prints JSON objects, one on each line: `event` says what happened."""
+
+    def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        self._print("start", {"title": title, "summary": dict(rows)})
+
+    def say(self, title: str, text: str) -> None:
+        self._print("message", {"title": title, "text": text})
+
+    def on_start(self, run: RunView) -> None:
+        """There is no bar."""
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        self._print("log", record)
+
+    def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        self._print("eval", {"step": run.step, **metrics})
+
+    def on_save(self, run: RunView, url: str) -> None:
+        self._print("save", {"step": run.step, "url": url})
+
+    def _print(self, event: str, values: Mapping[str, Any]) -> None:
+        print(json.dumps({"event": event, **drop_non_finite(values)}), flush=True)  # noqa: T201
 
 
 # The keys of dsjob's own values in log records. A user's step may add others.

@@ -28,7 +28,7 @@ from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, TRACEBACK_PREFIX, read_res
 from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
 from dsjob.training.callbacks import MetricsFile, ResolvedFile
-from dsjob.training.display import Display, make_console, show_seconds
+from dsjob.training.display import Display, make_display, show_seconds
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data, share_samples
 from dsjob.training.monitoring import MonitorValues
 from dsjob.training.objective import build_objective
@@ -51,8 +51,7 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
     """
     locations.allow(lambda: trust.protocols)
     spec = job.spec
-    console = make_console()
-    display = Display(console, shown=world.everyone.rank == 0)
+    display = make_display(shown=world.everyone.rank == 0)
     started = time.monotonic()
     try:
         if not spec.trains:
