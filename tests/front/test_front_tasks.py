@@ -1,4 +1,4 @@
-"""`dsjob.evaluate` and `dsjob eval`: a checkpoint is evaluated with the job that saved it."""
+"""`dsjob.evaluate` and `dsjob.predict`, and their commands: they use a checkpoint with the job that saved it."""
 
 from __future__ import annotations
 
@@ -123,3 +123,34 @@ def test_a_checkpoint_without_a_job_is_refused(folder: Path, tmp_path: Path) -> 
         copy.unlink()
     with pytest.raises((errors.UsageError, errors.CorruptCheckpointError)):
         dsjob.evaluate(place)
+
+
+OUTPUTS = "+predict.outputs.y=batch.1"
+
+
+def test_predictions_are_those_of_the_checkpoint_on_any_number_of_ranks(folder: Path) -> None:
+    """my_model returns its loss alone, so what is written comes from the batch."""
+    files = []
+    for ranks in (1, 2):
+        changes = [OUTPUTS, f"launch.nproc={ranks}", "trainer.micro_batch=3", f"predict.dir=out{ranks}"]
+        found = dsjob.predict("run", overrides=changes)
+        assert found.files == [f"out{ranks}/predictions-eval.jsonl"]
+        assert (found.step, found.run_dir) == (2, "run/predict-step-00000002")
+        files.append(Path(found.files[0]).read_bytes())
+    assert files[0] == files[1]
+    assert [json.loads(line)["index"] for line in files[0].splitlines()] == list(range(13))
+
+
+def test_the_command_prints_the_files(folder: Path) -> None:
+    done = run_command("predict", "run", "predict.outputs={y: batch.1}", "predict.format=safetensors", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    file = "run/predict-step-00000002/predictions-eval.safetensors"
+    assert f"predicted  data.eval  {file}" in done.stdout
+    assert (folder / file).exists()
+
+
+def test_a_model_without_logits_is_told(folder: Path) -> None:
+    done = run_command("predict", "run", cwd=folder)
+    assert done.returncode == 1
+    assert "logits is a tensor of shape []" in done.stderr
+    assert "Traceback" not in done.stderr
