@@ -8,9 +8,10 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+from dsjob.checkpoint.root.best import choose_tag
 from dsjob.cli import ckpt_text as text
 from dsjob.cli.bar import show_progress
-from dsjob.cli.flags import describe, make_parser
+from dsjob.cli.flags import add_choice, describe, make_parser
 from dsjob.errors import UsageError
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -24,7 +25,7 @@ EXAMPLES = {
         "dsjob ckpt diff runs/a weights.safetensors",
     ),
     "gc": ("dsjob ckpt gc runs/a --dry-run", "dsjob ckpt gc runs/a --older-than 7d"),
-    "copy": ("dsjob ckpt copy runs/a s3://bucket/a", "dsjob ckpt copy runs/a best --tag step-00000100"),
+    "copy": ("dsjob ckpt copy runs/a s3://bucket/a", "dsjob ckpt copy --best runs/a best"),
 }
 
 
@@ -84,7 +85,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     copy = add("copy", _copy, "copy checkpoints to another path or URL, and verify them", ("SRC", "DST"))
     for one in (info, verify, copy):
         default = "all" if one is copy else "the newest"
-        one.add_argument("-t", "--tag", help=f"tag of the checkpoint (default: {default})")
+        add_choice(one, default=default)
     return parser.parse_args(arguments)
 
 
@@ -103,7 +104,7 @@ def _list(args: argparse.Namespace) -> int:
 def _describe(args: argparse.Namespace) -> int:
     from dsjob.checkpoint.root.inventory import describe
 
-    found = describe(args.ckpt, args.tag)
+    found = describe(args.ckpt, choose_tag(args.ckpt, args.tag, best=args.best))
     _print(found if args.json else text.show_checkpoint(found, tensors=args.tensors))
     return 0
 
@@ -111,10 +112,13 @@ def _describe(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from dsjob.checkpoint.offline.verify import verify
 
-    if args.all and args.tag:
-        raise UsageError("--all and --tag cannot be combined", hint="leave one of them out")
+    if args.all and (args.tag or args.best):
+        raise UsageError(
+            f"--all and --{'best' if args.best else 'tag'} cannot be combined", hint="leave one of them out"
+        )
+    tag = choose_tag(args.ckpt, args.tag, best=args.best)
     with show_progress("verifying") as progress:
-        found = verify(args.ckpt, args.tag, every=args.all, progress=progress)
+        found = verify(args.ckpt, tag, every=args.all, progress=progress)
     _print([asdict(one) for one in found] if args.json else text.show_verified(found))
     return int(any(one.damages for one in found))
 
@@ -149,7 +153,8 @@ def _collect(args: argparse.Namespace) -> int:
 def _copy(args: argparse.Namespace) -> int:
     from dsjob.checkpoint.offline.transfer import copy
 
+    tag = choose_tag(args.src, args.tag, best=args.best)
     with show_progress("copying") as progress:
-        found = copy(args.src, args.dst, tag=args.tag, progress=progress)
+        found = copy(args.src, args.dst, tag=tag, progress=progress)
     _print([asdict(one) for one in found] if args.json else text.show_copied(found))
     return 0

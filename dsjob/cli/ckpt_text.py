@@ -28,7 +28,8 @@ def show_inventory(inventory: Inventory) -> str:
     now = time.time()
     rows = [("state", "tag", "step", "saved", "all files", "ranks", "ZeRO", "")]
     for entry in inventory.checkpoints:
-        note = "newest" if entry.newest else entry.problem or (entry.folder if entry.state != "committed" else "")
+        marks = ", ".join(["newest"] * entry.newest + ["best"] * entry.best)
+        note = marks or entry.problem or (entry.folder if entry.state != "committed" else "")
         age = "?" if entry.saved is None else f"{show_age(now - entry.saved)} ago"
         numbers = ("" if n is None else str(n) for n in (entry.world_size, entry.zero_stage))
         step = "" if entry.step is None else str(entry.step)

@@ -12,7 +12,7 @@ from dsjob.checkpoint.format import zero_to_fp32 as plain
 from dsjob.checkpoint.format.rounding import DTYPES
 from dsjob.checkpoint.offline import convert as conversion
 from dsjob.cli.bar import show_progress
-from dsjob.cli.flags import make_parser
+from dsjob.cli.flags import add_choice, make_parser
 from dsjob.errors import UsageError
 from dsjob.front.weights import convert
 
@@ -31,6 +31,7 @@ def main(arguments: list[str], debug: bool) -> int:
             to=args.to,
             dtype=args.dtype,
             tag=args.tag,
+            best=args.best,
             model=args.model,
             form=args.format,
             max_shard_size=args.max_shard_size,
@@ -90,7 +91,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "Convert a checkpoint to plain weights, to a folder for transformers, or to a DeepSpeed checkpoint.",
         (
             "dsjob convert runs/a",
-            "dsjob convert --to bf16 runs/a weights.safetensors",
+            "dsjob convert --best --to bf16 runs/a weights.safetensors",
             "dsjob convert --to hf runs/a/checkpoints model",
             "dsjob convert --to deepspeed runs/a ds --zero-stage 3 --world-size 8",
         ),
@@ -112,7 +113,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--to", choices=(*DTYPES, "hf", "deepspeed"), default="fp32", help=to)
     form = "format of the files in a folder (default: safetensors)"
     add("--format", choices=("safetensors", "torch"), default="", help=form)
-    add("-t", "--tag", help="tag of the checkpoint to convert (default: the newest)")
+    add_choice(parser, " to convert")
     add("--model", metavar="NAME", help="convert only one of the job's models (default: all)")
     add("--strip", default="", metavar="TEXT", help="remove this prefix from names, for example module.")
     add("--prefix", default="", metavar="TEXT", help="add this prefix to names")

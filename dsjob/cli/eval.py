@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
+from dsjob.cli.flags import add_arguments, add_choice, allow_protocols, make_parser, read_flags
 from dsjob.cli.overrides import is_override
 from dsjob.errors import UsageError
 from dsjob.front.checkpoint import choose_checkpoint
@@ -22,7 +22,8 @@ def main(arguments: list[str], debug: bool) -> int:
         "written to result.json in the folder eval-TAG of the run.",
         (
             "dsjob eval runs/a",
-            "dsjob eval runs/a --tag step-00000100 launch.nproc=2",
+            "dsjob eval runs/a --best launch.nproc=2",
+            "dsjob eval runs/a --tag step-00000100",
             "dsjob eval s3://bucket/a/checkpoints trainer.micro_batch=64 output.dir=evaluated",
         ),
     )
@@ -35,7 +36,7 @@ def make_task_parser(task: Task, description: str, examples: tuple[str, ...]) ->
     source = "a run's folder, a folder of checkpoints, or a single checkpoint, a path or URL; then key=value changes "
     source += "of the job that saved it"
     parser.add_argument("words", nargs="*", metavar="RUN|CKPT|key=value", help=source)
-    parser.add_argument("-t", "--tag", help="tag of the checkpoint (default: the newest)")
+    add_choice(parser)
     add_arguments(parser)
     return parser
 
@@ -47,7 +48,7 @@ def perform(task: Task, args: argparse.Namespace, debug: bool) -> int:
     if len(sources) != 1:
         given = f"one checkpoint, not {', '.join(sources)}" if sources else "a run's folder or a checkpoint"
         raise UsageError(f"dsjob {task} needs {given}", hint=f"dsjob {task} outputs/mine")
-    chosen = choose_checkpoint(sources[0], args.tag)
+    chosen = choose_checkpoint(sources[0], args.tag, best=args.best)
     source = make_task(task, chosen, [word for word in args.words if is_override(word)])
     result = run_composed(source.compose(), chosen.grant(read_flags(args)), debug)
     if launcher.is_first():

@@ -68,6 +68,13 @@ def add_form(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print one JSON object per line instead of text")
 
 
+def add_choice(parser: argparse.ArgumentParser, purpose: str = "", default: str = "the newest") -> None:
+    """The flags --tag and --best, which exclude each other; see `choose_tag`."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("-t", "--tag", help=f"tag of the checkpoint{purpose} (default: {default})")
+    group.add_argument("--best", action="store_true", help="the best checkpoint by checkpoint.best of its job")
+
+
 def read_flags(args: argparse.Namespace) -> Flags:
     """The trust flags among a command's arguments."""
     return Flags(tuple(args.trust), remote_code=args.trust_remote_code, unpinned=args.unpinned)

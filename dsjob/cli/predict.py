@@ -13,7 +13,7 @@ def main(arguments: list[str], debug: bool) -> int:
         "the order of the data. The section predict of the job chooses outputs and format. The files go to "
         "predict.dir, or to the folder predict-TAG of the run.",
         (
-            "dsjob predict runs/a",
+            "dsjob predict runs/a --best",
             "dsjob predict runs/a predict.outputs='{class: outputs.logits.argmax}'",
             "dsjob predict runs/a launch.nproc=2 predict.format=safetensors predict.dir=s3://bucket/predictions",
         ),

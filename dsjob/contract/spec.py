@@ -247,6 +247,7 @@ class Checkpoint:
     keep: int
     keep_every: int
     best: BestCheckpoints | None
+    load_best_at_end: bool
     save_on_error: Literal["stop", "warn"]
     resume: str
     strict: bool

@@ -51,6 +51,7 @@ def evaluate(
     checkpoint: str | os.PathLike[str],
     *,
     tag: str | None = None,
+    best: bool = False,
     overrides: Sequence[str] = (),
     trust: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -59,12 +60,13 @@ def evaluate(
     """Evaluates a checkpoint on data.eval and data.test, like the command `dsjob eval`.
 
     checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it. tag: the
-    checkpoint to evaluate (default: the newest). overrides: changes to the job that saved it, such as
-    `data.eval.split=test` or `launch.nproc=2`. The number of ranks, the ZeRO stage and the micro batch are free.
+    checkpoint to evaluate (default: the newest). best: evaluate the best one by checkpoint.best of the job. overrides:
+    changes to the job that saved it, such as `data.eval.split=test` or `launch.nproc=2`. The number of ranks, the ZeRO
+    stage and the micro batch are free.
 
     The process and the trust rules are as for `run` and `load_model`. Raises the errors of both.
     """
-    result = _perform("eval", checkpoint, tag, overrides, trust, trust_remote_code, unpinned)
+    result = _perform("eval", checkpoint, tag, best, overrides, trust, trust_remote_code, unpinned)
     return Evaluation(result["metrics"], result["checkpoint"], result["step"], result["run_dir"])
 
 
@@ -72,6 +74,7 @@ def predict(
     checkpoint: str | os.PathLike[str],
     *,
     tag: str | None = None,
+    best: bool = False,
     overrides: Sequence[str] = (),
     trust: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -83,7 +86,7 @@ def predict(
     overrides: changes to the job that saved the checkpoint, such as `predict.format=safetensors`. The other arguments,
     and what is raised, are as for `evaluate`.
     """
-    result = _perform("predict", checkpoint, tag, overrides, trust, trust_remote_code, unpinned)
+    result = _perform("predict", checkpoint, tag, best, overrides, trust, trust_remote_code, unpinned)
     return Predictions(result["predictions"], result["checkpoint"], result["step"], result["run_dir"])
 
 
@@ -91,6 +94,7 @@ def _perform(
     task: Task,
     checkpoint: object,
     tag: str | None,
+    best: bool,
     overrides: Sequence[str],
     trust: Sequence[str],
     trust_remote_code: bool,
@@ -99,7 +103,7 @@ def _perform(
     """The contents of result.json."""
     flags = make_flags(trust, trust_remote_code, unpinned)
     with one_at_a_time(), allowing(flags), watch_output(), telling_places():
-        chosen = choose_checkpoint(require_path(checkpoint, "a checkpoint"), tag)
+        chosen = choose_checkpoint(require_path(checkpoint, "a checkpoint"), tag, best=best)
         source = make_task(task, chosen, list_words(None, overrides))
         composed = source.compose()
         here = launcher.read_world_size() is not None or read_nproc(composed.document) == 1

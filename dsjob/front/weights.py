@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dsjob.checkpoint.format.zero_to_fp32 import Written
 from dsjob.checkpoint.offline import convert as conversion
 from dsjob.checkpoint.pretrained.folder import Pretrained
+from dsjob.checkpoint.root.best import choose_tag
 from dsjob.contract.models import list_models
 from dsjob.document import Document
 from dsjob.document.origins import Composed
@@ -49,6 +50,7 @@ def convert(
     to: Literal["fp32", "bf16", "fp16", "hf", "deepspeed"] = "fp32",
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     tag: str | None = None,
+    best: bool = False,
     model: str | None = None,
     strip: str = "",
     prefix: str = "",
@@ -72,7 +74,7 @@ def convert(
     folder.
     to: the dtype of the weights, or "hf" or "deepspeed". dtype: with "hf", the dtype of the weights (default: fp32);
     with "deepspeed", that of the run that resumes (default: the job's). tag: the checkpoint to convert (default: the
-    newest). model: one of the job's models (default: all).
+    newest). best: convert the best one by checkpoint.best of the job. model: one of the job's models (default: all).
     strip, prefix: texts to remove from the start of names, and then to add. exclude_frozen: leave out parameters that
     were not trained. form: the format of the files in a folder (default: safetensors). max_shard_size: of a file, in
     bytes or as "5GB". overwrite: replace earlier output of the same kind.
@@ -86,6 +88,7 @@ def convert(
     """
     _require_fitting(to, locals())
     source, target = require_path(checkpoint, "a checkpoint"), _to_text(out)
+    tag = choose_tag(source, tag, best=best)
     if to == "deepspeed":
         return _write_deepspeed(source, target, zero_stage, world_size, dtype=dtype, tag=tag, overwrite=overwrite)
     pretrained = Pretrained(_to_text(tokenizer), merge, adapter, _to_text(adapter_config))
@@ -145,6 +148,7 @@ def load_model(
     checkpoint: _Url,
     *,
     tag: str | None = None,
+    best: bool = False,
     model: str | None = None,
     trust: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -153,7 +157,8 @@ def load_model(
     """Loads the model of a checkpoint with its weights: on the CPU, in fp32, in evaluation mode.
 
     checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it, such as
-    `Result.checkpoint`. tag: the checkpoint to load (default: the newest). model: one of the job's models, if it has
+    `Result.checkpoint`. tag: the checkpoint to load (default: the newest). best: load the best one by
+    checkpoint.best of the job. model: one of the job's models, if it has
     several.
 
     The job in the checkpoint defines the model. It may name your own modules if the checkpoint is in a run's folder
@@ -162,6 +167,7 @@ def load_model(
     flags = make_flags(trust, trust_remote_code, unpinned)
     source = require_path(checkpoint, "a checkpoint")
     with allowing(flags), keeping_process(torch=True):
+        tag = choose_tag(source, tag, best=best)
         file, granted = _read_document(source, tag, flags)
         name = _choose_model(file.value, model)
         with placing_errors(Composed(file.value, file)):

@@ -33,7 +33,7 @@ from dsjob.training.loaders import build_collate, build_evaluation_sets, build_t
 from dsjob.training.monitoring import MonitorValues
 from dsjob.training.objective import build_objective
 from dsjob.training.occasions import Occasions
-from dsjob.training.resume import resume
+from dsjob.training.resume import load_best, resume
 from dsjob.training.run import Result, Run
 from dsjob.training.saves import lacks_metrics
 from dsjob.training.summary import describe_run
@@ -191,6 +191,8 @@ def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Res
     display.say("already finished", f"{done}: {undone}; to train longer, set {longer}; {new}")
     before = read_result(run_dir)
     before = before if "step" in before else {}  # that of a run that failed after its last step
+    if tasks.evaluator is not None or tasks.predictor is not None:
+        load_best(run)
     outcome = tasks.run(display.say)
     result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation}, outcome)
     has_news = run.progress.last_evaluation or outcome.metrics or outcome.predictions

@@ -21,6 +21,7 @@ from dsjob.ranks import patience
 from dsjob.ranks.watchdog import position
 from dsjob.training.occasions import Occasions
 from dsjob.training.records import Meter, note_skipped, record
+from dsjob.training.resume import load_best
 from dsjob.training.run import Run
 from dsjob.training.saves import describe_end, ends_period, is_among_best, lacks_metrics, rate, save, settle
 
@@ -147,6 +148,7 @@ def _train(run: Run, occasions: Occasions) -> None:
         meter.start()
     # A background save of the last steps may still be running.
     settle(run)
+    load_best(run)
 
 
 def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:

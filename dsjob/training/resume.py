@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsjob import storage
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.committed import Loaded, Matched
 from dsjob.checkpoint.other.elsewhere import is_own
+from dsjob.checkpoint.root.retention import Best
 from dsjob.contract.models import list_models
 from dsjob.contract.paths import Path, get_at
 from dsjob.contract.resolved import ResolvedJob
@@ -149,6 +151,23 @@ def _compare(before: Any, now: Any, path: Path) -> list[str]:
     # Outside targets, a key that only one of them has is a default of the version of dsjob that resolved it.
     keys = {**before, **now} if "_target_" in now else [key for key in now if key in before]
     return [text for key in keys for text in _compare(before.get(key), now.get(key), (*path, key))]
+
+
+def load_best(run: Run) -> None:
+    """Loads the weights of the best checkpoint, if `checkpoint.load_best_at_end` asks for it. A collective.
+
+    Call it after the last save has settled. Raises CorruptCheckpointError, CheckpointError, StorageError.
+    """
+    section = run.spec.checkpoint
+    if not section.load_best_at_end or section.best is None:
+        return
+    chosen = Best(section.best.metric, section.best.mode, 1).choose(run.checkpointer.rated())
+    if not chosen:
+        run.say("note", f"no checkpoint has {section.best.metric}: the weights stay those of step {run.step}")
+        return
+    tag, value = chosen[0]["tag"], chosen[0]["metrics"][section.best.metric]
+    run.checkpointer.load_weights(run.savable, storage.join(run.checkpointer.url, tag))
+    run.say("best", f"{tag}, {section.best.metric} {value:.4f}: its weights are loaded")
 
 
 def _begin_from(run: Run, url: str, *, own: bool) -> Loaded | None:

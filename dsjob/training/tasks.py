@@ -97,7 +97,8 @@ def build_tasks(
 ) -> Tasks:
     """The tasks of a job besides training. Its arguments are those of `build_evaluator`. Raises TargetError."""
     # The last evaluation of a training has the final weights: only the test set is left.
-    roles: tuple[Literal["eval", "test"], ...] = ("test",) if spec.trains else ("eval", "test")
+    done = spec.trains and not spec.checkpoint.load_best_at_end
+    roles: tuple[Literal["eval", "test"], ...] = ("test",) if done else ("eval", "test")
     evaluated = choose_sets(spec, sets, *roles) if "eval" in spec.tasks else {}
     evaluator = predictor = None
     if evaluated:

@@ -150,6 +150,7 @@ class Checkpointer:
 
     def _add(self, tag: str, metrics: Mapping[str, float], attempt: Attempt) -> None:
         self._catalog.rate(tag, metrics, attempt)
+        self._catalog.mark_best(self._retention.best)
         self._catalog.retire(self._retention, attempt)
 
     def save_behind(
@@ -313,6 +314,7 @@ class Checkpointer:
         attempt = self._attempt
         manifest = save.complete(records, self._job)
         notes = self._catalog.commit(save.folder, manifest, attempt, latest=latest, replace=replace, metrics=metrics)
+        notes += noting(lambda: self._catalog.mark_best(self._retention.best))
         notes += noting(lambda: self._catalog.retire(self._retention, attempt))
         return sum(entry["size"] for entry in manifest["files"].values()), notes
 

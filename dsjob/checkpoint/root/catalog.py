@@ -16,7 +16,7 @@ from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.values import encode_file
 from dsjob.checkpoint.root.attempts import FOLDER, Attempt, fences
-from dsjob.checkpoint.root.retention import Retention
+from dsjob.checkpoint.root.retention import Best, Retention
 from dsjob.checkpoint.root.source import open_root, renamed
 from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, FencedError, StorageError
 
@@ -30,6 +30,7 @@ class Catalog:
     def __init__(self, url: str) -> None:
         self.url = url
         self._has_script = False
+        self._marked = ""  # the tag in the file `best`, as far as known
         self._uncertain: set[str] = set()  # folders whose commit record an object store may still create
 
     def find(self, tag: str | None) -> dict[str, Any]:
@@ -132,6 +133,13 @@ class Catalog:
         attempt.require_newest()
         record = {**self.find(tag), **({"metrics": dict(metrics)} if metrics else {})}
         storage.write_bytes(self._commit_url(tag), encode_file(record, self._commit_url(tag), layout.MAX_RECORD))
+
+    def mark_best(self, best: Best | None) -> None:
+        """Writes the tag of the best checkpoint into the file `best`, if there is one."""
+        chosen = best.choose(self.records()) if best is not None else []
+        if chosen and chosen[0]["tag"] != self._marked:
+            self._marked = str(chosen[0]["tag"])
+            storage.write_bytes(storage.join(self.url, "best"), f"{self._marked}\n".encode())
 
     def _write_latest(self, tag: str) -> None:
         storage.write_bytes(storage.join(self.url, "latest"), f"{tag}\n".encode())

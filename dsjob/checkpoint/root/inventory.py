@@ -15,8 +15,9 @@ from typing import Any, Literal
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.root.attempts import FOLDER
+from dsjob.checkpoint.root.best import find_best
 from dsjob.checkpoint.root.source import find_root, locate, renamed
-from dsjob.errors import NoCheckpointError
+from dsjob.errors import DsjobError, NoCheckpointError
 
 # For fullmatch: the files of a save, relative to its folder. A folder with any other file does not belong to dsjob.
 SAVED = re.compile(
@@ -31,9 +32,10 @@ class Listed:
     """A checkpoint, or the folder of a save that is not one.
 
     `state`: `committed`; `damaged`: it has a commit record, but also a `problem`; `partial`: a folder without a commit
-    record; `superseded`: a folder whose record was set aside when a run was rewound. `size`: bytes of all files in the
-    folder. `saved`, in seconds since 1970: the time in the record (copies have one), otherwise when the record was
-    written, or the last file of a folder without a record; None if the file system does not say.
+    record; `superseded`: a folder whose record was set aside when a run was rewound. `best`: see `find_best`. `size`:
+    bytes of all files in the folder. `saved`, in seconds since 1970: the time in the record (copies have one),
+    otherwise when the record was written, or the last file of a folder without a record; None if the file system does
+    not say.
     """
 
     state: State
@@ -45,6 +47,7 @@ class Listed:
     world_size: int | None = None
     zero_stage: int | None = None
     newest: bool = False
+    best: bool = False
     problem: str = ""
 
 
@@ -76,9 +79,22 @@ def take_inventory(url: str) -> Inventory:
         listed += list_unfinished(names, files, {entry.folder for entry in listed})
         if not listed:
             raise NoCheckpointError(f"no checkpoint in {root.root}", hint="name a run's folder or a checkpoint folder")
+        best = _find_best_tag(root)
     last = max((e for e in listed if e.state == "committed"), key=lambda e: (e.step or 0, e.tag), default=None)
-    marked = [Listed(**{**asdict(entry), "newest": entry is last}) for entry in listed]
+    marked = [
+        Listed(**{**asdict(entry), "newest": entry is last, "best": entry.tag == best and entry.state == "committed"})
+        for entry in listed
+    ]
     return Inventory(root.root, tuple(sorted(marked, key=lambda e: (e.step is None, e.step or 0, e.tag, e.folder))))
+
+
+def _find_best_tag(root: layout.Folder) -> str:
+    """The tag of the best checkpoint; empty if there is none, or if the newest one, whose job decides, is damaged."""
+    try:
+        record = find_best(root)
+    except (layout.Problem, DsjobError):
+        return ""
+    return str(record["tag"]) if record is not None else ""
 
 
 def list_unfinished(names: Iterable[str], files: Mapping[str, storage.Found], taken: Collection[str]) -> list[Listed]:

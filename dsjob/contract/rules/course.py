@@ -234,6 +234,15 @@ def _saved(document: Document) -> Iterator[Finding]:
         )
 
 
+@enter("no-best", whole=True)
+def _best(document: Document) -> Iterator[Finding]:
+    """Which checkpoint is the best depends on a metric, which only `checkpoint.best` names."""
+    section = read(document, "checkpoint", {})
+    if read(document, "checkpoint.load_best_at_end") is True and "best" not in section:
+        hint = "add checkpoint: {best: {metric: eval/loss}}"
+        yield "checkpoint.load_best_at_end", "is set without checkpoint.best", hint
+
+
 @enter("memory-between-ranks", whole=True)
 def _memory(document: Document) -> Iterator[Finding]:
     """`memory://` is the memory of one process: ranks do not see what other ranks have saved there."""
