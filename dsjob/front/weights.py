@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsjob.checkpoint.format.zero_to_fp32 import Written
@@ -168,10 +169,10 @@ def load_model(
     source = require_path(checkpoint, "a checkpoint")
     with allowing(flags), keeping_process(torch=True):
         tag = choose_tag(source, tag, best=best)
-        file, granted = _read_document(source, tag, flags)
-        name = _choose_model(file.value, model)
-        with placing_errors(Composed(file.value, file)):
-            return _build(file.value, name, granted, conversion.read_weights(source, tag=tag, model=model))
+        document, granted, file = _read_document(source, tag, flags)
+        name = _choose_model(document, model)
+        with placing_errors(Composed(document, file)) if file is not None else nullcontext():
+            return _build(document, name, granted, conversion.read_weights(source, tag=tag, model=model))
 
 
 def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str, Any]) -> nn.Module:
@@ -194,12 +195,15 @@ def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str,
     return made.eval()
 
 
-def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[Document, Trust]:
-    """The resolved document of the run that wrote a checkpoint, and what it may import."""
+def _read_document(source: str, tag: str | None, flags: Flags) -> tuple[dict[str, Any], Trust, Document | None]:
+    """The resolved document of the run that wrote a checkpoint, what it may import, and its file.
+
+    The file is None if the document is the copy in the checkpoint.
+    """
     chosen = choose_checkpoint(source, tag)
     if chosen.file is None:
         raise UsageError(f"{source} does not contain its job", hint="dsjob.convert exports its weights")
-    return chosen.file, chosen.grant(flags)
+    return chosen.file.value, chosen.grant(flags), chosen.file if chosen.run_dir is not None else None
 
 
 def _choose_model(document: dict[str, Any], wanted: str | None) -> str:
