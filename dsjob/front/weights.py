@@ -88,11 +88,9 @@ def convert(
     Raises UsageError, NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     _require_fitting(to, locals())
-    source, target = require_path(checkpoint, "a checkpoint"), _to_text(out)
-    tag = choose_tag(source, tag, best=best)
+    target, tag = _to_text(out), choose_tag(source := require_path(checkpoint, "a checkpoint"), tag, best=best)
     if to == "deepspeed":
         return _write_deepspeed(source, target, zero_stage, world_size, dtype=dtype, tag=tag, overwrite=overwrite)
-    pretrained = Pretrained(_to_text(tokenizer), merge, adapter, _to_text(adapter_config))
     return conversion.convert(
         source,
         target,
@@ -103,7 +101,7 @@ def convert(
         overwrite=overwrite,
         form=form,
         names=conversion.Names(strip, prefix, exclude_frozen),
-        pretrained=pretrained if to == "hf" else None,
+        pretrained=Pretrained(_to_text(tokenizer), merge, adapter, _to_text(adapter_config)) if to == "hf" else None,
         progress=progress,
     )
 
@@ -158,9 +156,8 @@ def load_model(
     """Loads the model of a checkpoint with its weights: on the CPU, in fp32, in evaluation mode.
 
     checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it, such as
-    `Result.checkpoint`. tag: the checkpoint to load (default: the newest). best: load the best one by
-    checkpoint.best of the job. model: one of the job's models, if it has
-    several.
+    `Result.checkpoint`. tag: the checkpoint to load (default: the newest). best: load the best one by checkpoint.best
+    of the job. model: one of the job's models, if it has several.
 
     The job in the checkpoint defines the model. It may name your own modules if the checkpoint is in a run's folder
     that belongs to you. For any other checkpoint, only names that `trust` allows are imported.
