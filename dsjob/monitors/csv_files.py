@@ -40,10 +40,13 @@ class CsvMonitor(Monitor):
 
 
 def _cut(path: str, samples: int) -> None:
-    """Removes the rows behind `samples`, and one that a kill has truncated."""
+    """Moves the rows behind `samples`, and one that a kill has truncated, to `NAME.csv.superseded`: they may be those
+    of another run that had the same output_path and job_name."""
     lines = storage.read_text(path).splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and _is_kept(line.partition(",")[0], samples)]
     if kept != lines:
+        with open_append(f"{path}.superseded") as file:
+            file.write("".join(line for line in lines if line not in kept).encode())
         storage.write_bytes(path, "".join(kept).encode())
 
 

@@ -88,11 +88,13 @@ class Delivery:
 
     def _write_state(self) -> None:
         try:
-            require_own(self._path)
+            temporary = f"{self._path}.tmp"
+            for path in (self._path, temporary):
+                require_own(path)
             # Replaced, so that a kill leaves it whole; not synced, since it is written with every record.
-            with open(f"{self._path}.tmp", "w", encoding="utf-8") as file:
+            with open(temporary, "w", encoding="utf-8") as file:
                 json.dump({"key": self._key, "sent": self._sent}, file)
-            os.replace(f"{self._path}.tmp", self._path)
+            os.replace(temporary, self._path)
         except (OSError, DsjobError) as error:
             self._drop("monitors", error, [*self._monitors])
 

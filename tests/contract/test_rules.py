@@ -476,6 +476,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"monitor": {"mlflow": {"tracking_uri": "https://host"}}},
     ),
     (
+        "monitor-off",
+        {"monitor": {"wandb": {"project": "a"}}},
+        "monitor.wandb",
+        {"monitor": {"wandb": {"project": "a", "enabled": False}, "custom": {"mine": {"_target_": "a.B"}}}},
+    ),
+    (
         "output-not-local",
         {"monitor": {"csv_monitor": {"output_path": "s3://runs/a"}}},
         "monitor.csv_monitor.output_path",

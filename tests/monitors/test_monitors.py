@@ -103,6 +103,8 @@ def test_csv_files_have_deepspeeds_names_and_columns(tmp_path: Path) -> None:
             header, *rows = csv.reader(file)
         assert header == ["step", name.rpartition("/")[2]]
         assert [(int(step), float(value)) for step, value in rows] == values
+    aside = (tmp_path / "logs" / "a" / "Train_Samples_train_loss.csv.superseded").read_text().splitlines()
+    assert [int(row.split(",")[0]) for row in aside] == [40, 48]  # what the killed run has taken after step 4
 
 
 def test_folders_of_runs_differ(tmp_path: Path) -> None:

@@ -218,6 +218,18 @@ def _resume(document: Document) -> Iterator[Finding]:
         yield "checkpoint.resume", f'"{policy}" is read as the tag of a checkpoint', hint
 
 
+@enter("monitor-off", severity="warning", whole=True)
+def _monitors(document: Document) -> Iterator[Finding]:
+    """As in DeepSpeed, a monitor writes nothing unless it is enabled."""
+    for name, section in read(document, "monitor", {}).items():
+        if name != "custom" and isinstance(section, dict) and section and "enabled" not in section:
+            yield (
+                f"monitor.{name}",
+                "is set, but not enabled, so it writes nothing",
+                f"add monitor.{name}.enabled: true",
+            )
+
+
 @enter("nothing-saved", severity="warning", whole=True)
 def _saved(document: Document) -> Iterator[Finding]:
     """A run that never saves leaves no checkpoint behind."""
