@@ -27,6 +27,7 @@ from dsjob.errors import UsageError
 from dsjob.parallel import Strategy, parameters, residence
 from dsjob.parallel.strategy import MicroBatch
 from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.joint import Meetings
 from dsjob.ranks.mesh import World
 
 # DeepSpeed's most common names that only the engine of `dsjob.deepspeed` has, and what Engine has instead.
@@ -87,6 +88,7 @@ class Engine(Saving):
         self._syncs = True  # False inside no_sync
         self._scaled = False  # `scale` was called, for the program's own backward pass
         self._aliases = find_aliases(self.module)
+        self._meetings = Meetings(world)
         parameters.register(self)
 
     def __repr__(self) -> str:

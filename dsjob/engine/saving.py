@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.checkpoint.live import export
@@ -23,7 +24,18 @@ from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.shards import own_part, whole
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.joint import Meetings
 from dsjob.ranks.mesh import World
+
+_SAVED_BY_ALL = (
+    "every rank must call it, because each one saves its own part: move it out of `if rank == 0:`. The ranks do not "
+    "overwrite each other's files"
+)
+_LOADED_BY_ALL = "every rank must call it, because each one loads its own part: move it out of `if rank == 0:`"
+_GATHERED_BY_ALL = (
+    "every rank must call it, because each one has only a part of the model: move it out of `if rank == 0:`. Rank 0 "
+    "alone may write the result"
+)
 
 
 class Saving(Readings):
@@ -34,6 +46,7 @@ class Saving(Readings):
     precision: Precision
     lr_scheduler: LRScheduler | None
     _aliases: dict[str, str]
+    _meetings: Meetings
 
     def state(self) -> TrainingState:
         """The state for checkpoints. Loading writes into the same tensors."""
@@ -80,6 +93,7 @@ class Saving(Readings):
         tuples, dicts, sets, bytes, dates, paths, namespaces, and arrays and tensors of any size, such as states of
         random generators.
         """
+        self._meetings.meet("engine.save_checkpoint()", _SAVED_BY_ALL)
         # A checkpointer per call: programs may save to a different folder each time.
         checkpointer = Checkpointer(_require_folder(save_dir), world=self.world)
         saved = checkpointer.save(
@@ -116,6 +130,7 @@ class Saving(Readings):
         are kept.
         Returns the checkpoint's folder and client_state; (None, None) if there is no checkpoint, as in DeepSpeed.
         """
+        self._meetings.meet("engine.load_checkpoint()", _LOADED_BY_ALL)
         checkpointer = Checkpointer(_require_folder(load_dir), world=self.world)
         counters = self.counters()
         chosen, note = (str(tag), "") if tag is not None else checkpointer.follow_latest()
@@ -175,6 +190,7 @@ class Saving(Readings):
         state, url = self.state(), os.path.join(_require_folder(save_dir), save_filename)
         if exclude_frozen_parameters:
             state = state.without_frozen()
+        self._meet_if_sharded("engine.save_16bit_model()", state)
         export.save_model(url, state, dtype=self.precision.compute, writes=self.world.data_rank == 0)
         return True
 
@@ -192,6 +208,7 @@ class Saving(Readings):
         """
         found = {} if destination is None else destination
         state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
+        self._meet_if_sharded("engine.module_state_dict()", state)
         found.update({prefix + name: value for name, value in self._gather(state)})
         found.update(
             {prefix + n: found[prefix + first] for n, first in state.aliases.items() if prefix + first in found}
@@ -201,10 +218,15 @@ class Saving(Readings):
     def _state_dict_on_rank_0(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Like `module_state_dict`, but in host memory and only on rank 0; None elsewhere. Gathers tensor by tensor."""
         state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
+        self._meet_if_sharded("engine._zero3_consolidated_16bit_state_dict()", state)
         keeps = self.world.everyone.rank == 0
         found = {name: value.cpu() for name, value in self._gather(state) if keeps}
         found.update({name: found[first] for name, first in state.aliases.items() if first in found})
         return found if keeps else None
+
+    def _meet_if_sharded(self, what: str, state: TrainingState) -> None:
+        if any(isinstance(tensor, DTensor) for tensor in state.weights.values()):
+            self._meetings.meet(what, _GATHERED_BY_ALL)
 
     def _gather(self, state: TrainingState) -> Iterator[tuple[str, Tensor]]:
         """Copies of the weights and buffers, whole and in the compute dtype. All ranks must take all of them."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dsjob.optim.shards import local, own_part, whole
 from dsjob.parallel import Strategy
+from dsjob.ranks.joint import Meetings
 
 
 class Owner(Protocol):
@@ -25,6 +26,10 @@ class Owner(Protocol):
 
     strategy: Strategy
     optimizer: Optimizer | None
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far."""
 
 
 class Owned(NamedTuple):
@@ -72,13 +77,19 @@ class Owned(NamedTuple):
         return value if isinstance(value, Tensor) else None
 
 
+_ENTERED_BY_ALL = (
+    "every rank must enter and leave it, with the same parameters, because each one has only a part of them: put "
+    "`if rank == 0:` inside the `with`, not around it"
+)
+# For each engine: the meetings of its ranks before they gather parameters, and the step of the last one.
+_met: WeakKeyDictionary[Owner, tuple[Meetings, int]] = WeakKeyDictionary()
 # For each engine: (name, tensor) by id(tensor). Keeping the tensor keeps its id from being reused.
 _known: WeakKeyDictionary[Owner, dict[int, tuple[str, Tensor]]] = WeakKeyDictionary()
 
 
 def register(owner: Owner) -> None:
     """Registers the parameters of an engine, for as long as it exists."""
-    _known[owner] = {}
+    _known[owner], _met[owner] = {}, (Meetings(owner.strategy.world), -1)
 
 
 def forget(owner: Owner) -> None:
@@ -97,6 +108,18 @@ def find_owned(parameter: Tensor) -> Owned | None:
         if found is parameter:
             return Owned(owner, name)
     return None
+
+
+def meet_to_gather(parameters: Iterable[Tensor]) -> None:
+    """Raises UsageError if another rank does not gather parameters of the same engines now.
+
+    Checks only the first call in each step: programs gather parameter by parameter, and each meeting takes messages.
+    """
+    for owner in {id(owned.owner): owned.owner for each in parameters if (owned := find_owned(each))}.values():
+        meetings, step = _met[owner]
+        if step != owner.global_steps:
+            _met[owner] = meetings, owner.global_steps
+            meetings.meet("GatheredParameters", _ENTERED_BY_ALL)
 
 
 def _read(

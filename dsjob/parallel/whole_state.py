@@ -8,7 +8,6 @@ save shards.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from itertools import count
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsjob.optim.shards import whole
-from dsjob.ranks.joint import meet
+from dsjob.ranks.joint import Meetings
 from dsjob.ranks.mesh import World
 
 _ON_ALL = (
@@ -24,7 +23,6 @@ _ON_ALL = (
     "at stage 3 engine._zero3_consolidated_16bit_state_dict(); one rank may call it inside "
     "`with deepspeed.zero.GatheredParameters(list(model.parameters()))`, which all ranks enter"
 )
-_models = count()  # ranks create their engines in the same order
 
 
 def show_whole_state(model: nn.Module, dtype: torch.dtype, world: World) -> None:
@@ -33,13 +31,13 @@ def show_whole_state(model: nn.Module, dtype: torch.dtype, world: World) -> None
 
     Raises UsageError, in that call, if another rank does not make it.
     """
-    number, calls = next(_models), count()
+    meetings = Meetings(world)
 
     def gather(module: nn.Module, state: MutableMapping[str, Any], prefix: str, name: str) -> None:
         if prefix and module is not model:  # part of a larger state dict, whose own hook gathers everything at the end
             return
         if any(isinstance(value, DTensor) for value in state.values()):
-            meet(world, f"state/{number}/{name}/{next(calls)}", "state_dict() of a sharded model", _ON_ALL)
+            meetings.meet(f"{name + '.' if name else ''}state_dict() of a sharded model", _ON_ALL)
         # Tied parameters stay one tensor, so that they can be saved once. Iterate by name, because all ranks must
         # gather in the same order.
         owners = {prefix + name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}

@@ -31,7 +31,7 @@ from dsjob.compute.find_blocks import find_by_name, find_by_suffix, find_of_clas
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
-from dsjob.parallel.parameters import find_owned
+from dsjob.parallel.parameters import find_owned, meet_to_gather
 from dsjob.parallel.presharded import ShardStatus, announce, shard_parameters
 from dsjob.ranks.mesh import World, join_world
 from dsjob.ranks.mpu import divide
@@ -204,6 +204,7 @@ class GatheredParameters:
         self._announced: list[Tensor] = []
 
     def __enter__(self) -> GatheredParameters:
+        meet_to_gather(p for p in self._params if isinstance(p, DTensor) and not isinstance(p, _Gathered))
         for parameter in self._params:
             # On a single rank, whole parameters may have the attributes of shards.
             if (
@@ -214,8 +215,7 @@ class GatheredParameters:
                 self._announced.append(parameter)
             # An outer context may have gathered it already; then only that one puts it back.
             if isinstance(parameter, DTensor) and not isinstance(parameter, _Gathered):
-                # A collective, so all ranks must list the same parameters in the same order. The result has the whole
-                # shape.
+                # A collective: all ranks must list the same parameters in the same order. `whole` has the whole shape.
                 whole = nn.Parameter(gather(parameter.detach()), requires_grad=parameter.requires_grad)
                 parameter._whole = whole  # type: ignore[attr-defined]
                 # Changing the class keeps the object, so every reference to the parameter sees the whole value.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
+from itertools import count
 
 from dsjob.errors import UsageError
 from dsjob.ranks import patience, watchdog
@@ -15,25 +17,40 @@ from dsjob.ranks.mesh import World
 from dsjob.ranks.watchdog import ENDED, read_beat
 from dsjob.torch_private import get_store
 
+_made = count()
 
-def meet(world: World, key: str, what: str, hint: str) -> None:
-    """Waits until all data-parallel ranks call this with the same `key`, which must be new. what: the call, for errors.
 
-    Raises UsageError once it is certain that another rank does not come: its watchdog tells that the rank has ended, or
-    waits in another collective; or the ranks' timeout is over.
+class Meetings:
+    """The calls of one object, such as an engine, that all data-parallel ranks must make in the same order.
+
+    Ranks must create such objects in the same order, too.
     """
-    if world.data_size == 1:
-        return
+
+    def __init__(self, world: World) -> None:
+        self._world, self._number, self._calls = world, next(_made), Counter[str]()
+
+    def meet(self, what: str, hint: str) -> None:
+        """Waits until all data-parallel ranks have called this as often as this one. what: the call, for errors.
+
+        Raises UsageError once it is certain that another rank does not come: its watchdog tells that the rank has
+        ended, or waits in another collective; or the ranks' timeout is over.
+        """
+        self._calls[what] += 1
+        if self._world.data_size > 1:
+            _meet(self._world, f"{self._number}/{what}/{self._calls[what]}", what, hint)
+
+
+def _meet(world: World, key: str, what: str, hint: str) -> None:
+    """Waits until all data-parallel ranks call this with the same `key`, which must be new."""
     store, key = get_store(), f"dsjob/meet/{world.model.rank}/{key}"
     store.append(key, f"{world.everyone.rank} ")  # type: ignore[attr-defined]
     began, elsewhere_since, pause, noted = time.monotonic(), 0.0, 0.002, False
     while len(here := set(store.get(key).decode().split())) < world.data_size:
         now = time.monotonic()
-        ended, ahead = _find_elsewhere(world, here)
+        ended, ahead = _find_elsewhere(here)
         elsewhere_since = (elsewhere_since or now) if ahead else 0.0
-        # A background save may be ahead on one rank for a moment.
-        if ended or (ahead and now - elsewhere_since > patience.TO_NOTICE) or now - began > world.timeout:
-            does = "has ended" if ended else "does something else"
+        if ended or (ahead and now - elsewhere_since > patience.TO_BE_SURE) or now - began > world.timeout:
+            does = "ended" if ended else "went on to something else" if ahead else "did not within the ranks' timeout"
             others = _name(ended or ahead) or "another rank"
             raise UsageError(f"not all ranks call {what}: {others} {does}", hint=hint)
         if not noted and now - began > patience.TO_SAY:
@@ -43,18 +60,16 @@ def meet(world: World, key: str, what: str, hint: str) -> None:
         pause = min(0.2, 1.5 * pause)
 
 
-def _find_elsewhere(world: World, here: set[str]) -> tuple[list[int], list[int]]:
-    """The ranks that have ended, and those that have entered a collective which this one has not; without those `here`.
-
-    Model-parallel ranks have different groups, so that their numbers of collectives cannot be compared.
-    """
+def _find_elsewhere(here: set[str]) -> tuple[list[int], list[int]]:
+    """The ranks that have ended, and those that have entered a collective of all ranks which this one has not; without
+    those `here`."""
     board = watchdog.position.board
-    if board is None or world.model.size > 1:
+    if board is None:
         return [], []
-    own = read_beat().collectives
+    own = read_beat().joint
     beats = {rank: beat for rank, beat in board.read_beats().items() if str(rank) not in here}
     ended = [rank for rank, beat in beats.items() if beat.doing == ENDED]
-    return ended, [rank for rank, beat in beats.items() if beat.collectives > own]
+    return ended, [rank for rank, beat in beats.items() if beat.joint > own]
 
 
 def _name(ranks: list[int]) -> str:

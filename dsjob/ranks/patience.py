@@ -15,4 +15,6 @@ TO_BE_SEEN = 10.0  # for a network file system to show a file on another node
 TO_LEAVE = 10.0  # for one side of a comparison to end when told to
 TO_CATCH_UP = 2.0  # between the ends of the background saves of different ranks
 
-TO_SAY = 60.0  # before a rank says that it waits for the others to make the same call
+# When all ranks must make the same call:
+TO_BE_SURE = 6.0  # for a rank that is ahead of the others; a background save may put it ahead for a moment
+TO_SAY = 20.0  # before a rank says that it waits for the others

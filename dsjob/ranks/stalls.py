@@ -30,13 +30,17 @@ _WHO_STOPS = "dsjob ended it; SIGSTOP comes from a debugger, a scheduler that su
 
 @dataclass(frozen=True)
 class Beat:
-    """The progress of a rank: its optimizer step, micro steps, collectives entered, and current activity."""
+    """The progress of a rank: its optimizer step, micro steps, collectives entered, and current activity.
+
+    joint: the collectives of groups of all ranks. Only these have the same number at the same line of a program.
+    """
 
     step: int
     micro_steps: int
     collectives: int
     doing: str
     time: float = 0.0  # seconds since the epoch
+    joint: int = 0
 
     @property
     def progress(self) -> tuple[int, int, int]:

@@ -291,12 +291,14 @@ class Watchdog:
 
 def read_beat() -> Beat:
     """The current progress of this rank."""
-    entered = 0
+    entered = joint = 0
     # Sequence numbers count the collectives entered, whether or not they have finished.
     if dist.is_initialized():
         for group in list_process_groups():
             try:
-                entered += count_collectives(group)
+                number = count_collectives(group)
             except RuntimeError:  # a backend without sequence numbers, or a group that is being destroyed
                 continue
-    return Beat(position.step, position.micro_steps, entered, position.doing, time.time())
+            entered += number
+            joint += number if group.size() == dist.get_world_size() else 0
+    return Beat(position.step, position.micro_steps, entered, position.doing, time.time(), joint)

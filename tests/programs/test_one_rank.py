@@ -1,4 +1,4 @@
-"""`state_dict()` of a sharded model on one rank only: `if rank == 0: torch.save(engine.module.state_dict(), ...)`."""
+"""Calls on one rank only that all ranks must make, such as `if rank == 0: engine.save_checkpoint(...)`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ranks import run_ranks
 from dsjob import initialize
 from dsjob.errors import UsageError
 from dsjob.parallel.zero import GatheredParameters
+from dsjob.ranks.joint import Meetings
 from dsjob.ranks.mesh import World
 
 PROGRAM = """
@@ -34,26 +35,59 @@ def train():
 
 train()
 if engine.global_rank == 0:
-    torch.save(engine.module.state_dict(), "model.pt")
+    CALL
 if sys.argv[2] == "train":
     train()
+if sys.argv[2] == "barrier":
+    torch.distributed.barrier()
 """
+SAVE = "engine.save_checkpoint('saved')"
+GATHER = "with deepspeed.zero.GatheredParameters(list(engine.module.parameters())): pass"
+
+
+def call_alone(folder: Path, stage: str, then: str, call: str) -> str:
+    """What a user sees of two ranks, of which the first makes the call alone."""
+    (folder / "train.py").write_text(PROGRAM.replace("CALL", call))
+    began = time.monotonic()
+    done = dsjob("exec", "--num_gpus", "2", "--no_local_rank", "train.py", stage, then, cwd=folder)
+    assert time.monotonic() - began < 60  # not the timeout of a collective
+    assert "train.py:19" in done.stderr
+    assert done.returncode == 2, done.stderr
+    return done.stderr
 
 
 @pytest.mark.parametrize(("stage", "then"), [("3", "train"), ("1", "end")])
 def test_the_rank_that_calls_alone_gets_an_error_that_names_the_other_ways(
     tmp_path: Path, stage: str, then: str
 ) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    began = time.monotonic()
-    done = dsjob("exec", "--num_gpus", "2", "--no_local_rank", "train.py", stage, then, cwd=tmp_path)
-    assert time.monotonic() - began < 60  # not the timeout of a collective
-    does = "does something else" if then == "train" else "has ended"
-    assert f"rank 0: not all ranks call state_dict() of a sharded model: rank 1 {does}\n" in done.stderr
+    told = call_alone(tmp_path, stage, then, "torch.save(engine.module.state_dict(), 'model.pt')")
+    does = "went on to something else" if then == "train" else "ended"
+    assert f"rank 0: not all ranks call state_dict() of a sharded model: rank 1 {does}\n" in told
     for name in ("save_16bit_model", "deepspeed.zero.GatheredParameters", "_zero3_consolidated_16bit_state_dict"):
-        assert name in done.stderr
-    assert "train.py:19" in done.stderr
-    assert done.returncode == 2
+        assert name in told
+
+
+@pytest.mark.parametrize(
+    ("stage", "then", "call", "what"),
+    [
+        ("0", "train", SAVE, "engine.save_checkpoint()"),
+        ("3", "end", SAVE, "engine.save_checkpoint()"),
+        ("0", "end", "engine.load_checkpoint('saved')", "engine.load_checkpoint()"),
+        ("1", "barrier", "engine.save_16bit_model('saved')", "engine.save_16bit_model()"),
+        ("2", "end", "engine.module_state_dict()", "engine.module_state_dict()"),
+        ("3", "train", GATHER, "GatheredParameters"),
+    ],
+)
+def test_saving_on_one_rank_is_an_error_that_says_to_call_it_on_all(
+    tmp_path: Path, stage: str, then: str, call: str, what: str
+) -> None:
+    told = call_alone(tmp_path, stage, then, call)
+    assert (
+        f"rank 0: not all ranks call {what}: rank 1 {'ended' if then == 'end' else 'went on to something else'}\n"
+        in told
+    )
+    assert "every rank must" in told
+    assert "`if rank == 0:`" in told
 
 
 def call_unequally(world: World) -> tuple[list[str], str]:
@@ -67,10 +101,8 @@ def call_unequally(world: World) -> tuple[list[str], str]:
             found += list(model.state_dict())
     error = ""
     if world.data_rank == 0:
-        from dsjob.ranks.joint import meet
-
         with pytest.raises(UsageError) as caught:
-            meet(replace(world, timeout=0.5), "alone", "it()", "call it on all ranks")
+            Meetings(replace(world, timeout=0.5)).meet("it()", "call it on all ranks")
         error = str(caught.value)
     return found, error
 
@@ -78,4 +110,4 @@ def call_unequally(world: World) -> tuple[list[str], str]:
 def test_ranks_may_be_late_or_have_gathered_before() -> None:
     (first, error), (second, _) = run_ranks(call_unequally, 2)
     assert (first, second) == (["weight", "bias"] * 2, ["weight", "bias"])
-    assert "not all ranks call it(): another rank does something else" in error
+    assert "not all ranks call it(): another rank did not within" in error
