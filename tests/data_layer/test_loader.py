@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -218,3 +219,13 @@ def test_workers_read_ahead_on_a_gpu(said: int | None, device: str, dataset: Any
     assert (
         choose_loading(spec.data, dataset, dataclasses.replace(make_world(), device=torch.device(device))) == expected
     )
+
+
+def test_the_first_batches_of_a_huge_set_cost_no_list_of_its_indices() -> None:
+    tracemalloc.start()
+    pairs = iter(EvaluationBatches(range(10**9), micro_batch=4, world=make_world(1, 3), collate=None, max_batches=None))
+    found = [(batch.tolist(), samples) for batch, samples in islice(pairs, 2)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == [([4, 5, 6, 7], 4), ([16, 17, 18, 19], 4)]
+    assert peak < 1 << 20

@@ -187,3 +187,14 @@ def test_outputs_that_cannot_be_written_are_told(tmp_path: Path, predicted: dict
 def test_names_of_outputs_are_checked_first() -> None:
     problems = find_problems(make("x", predict={"outputs": {"index": "outputs.logits", "y": "loss"}}))
     assert sorted(p.dotted for p in problems) == ["predict.outputs", "predict.outputs.y"]
+
+
+def predict_to_s3(world: World, folder: str, url: str) -> None:
+    predict(world, folder, {"predict": {"dir": url, "format": "safetensors"}})
+
+
+def test_ranks_predict_to_an_object_store(tmp_path: Path, s3: str) -> None:
+    run_ranks(predict_to_s3, 2, str(tmp_path), f"{s3}/predicted")
+    found = load_safetensors(storage.read_bytes(f"{s3}/predicted/predictions-test.safetensors"))
+    assert torch.equal(found["logits"], Rare(37).x)
+    assert list(storage.find_files(f"{s3}/predicted")) == ["predictions-test.safetensors"]
