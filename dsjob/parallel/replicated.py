@@ -84,6 +84,7 @@ class Replicated(Strategy):
             # there, logits included, in each micro step, so that programs may change them in place. `_give_out` returns
             # aliases instead.
             keep_outputs(self._ddp)
+            _free_group_last(self._ddp)
             if precision.autocast is not None:
                 self._ddp.register_comm_hook(self._how, _reduce_each)
             elif precision.reduce != precision.compute or before != world.data_size:
@@ -166,6 +167,18 @@ class Replicated(Strategy):
     def close(self) -> None:
         super().close()
         self._ddp = None
+
+
+def _free_group_last(ddp: DistributedDataParallel) -> None:
+    """Makes Python free DDP's process group after its reducer.
+
+    Attributes are freed in the order in which they were set. If the program has destroyed the process group before, the
+    reducer would be its last owner, and would end gloo's threads while it holds the GIL. A thread that is just freeing
+    the tensors of its last collective needs the GIL, so both would wait forever. Python's own reference releases it.
+    """
+    group = ddp.process_group
+    del ddp.process_group
+    ddp.process_group = group
 
 
 class _How(NamedTuple):
