@@ -86,16 +86,21 @@ def test_commands_and_the_script_in_a_checkpoint_read_it(ours: dict[str, Any], f
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """What all cases record on both engines, and what dsjob's records when it resumes a checkpoint of the other."""
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """What the cases of the selected tests record on both engines. "resumed NAME": with a checkpoint of DeepSpeed's."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install '.[deepspeed]'")
+    tests = test_every_program_records_the_same_on_both_engines, test_deepspeeds_checkpoints_are_resumed_at_every_stage
+    selected = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    whole, resumed = ([item.callspec.params["name"] for item in selected if item.function is test] for test in tests)
     base = tmp_path_factory.mktemp("both")
     start = base / "start"
-    theirs = {name: make_run(CASES[name], base / "deepspeed" / name, start) for name in CASES}
+    theirs = {
+        name: make_run(CASES[name], base / "deepspeed" / name, start) for name in dict.fromkeys([*whole, *resumed])
+    }
     their_records = run_on("deepspeed", [make_start(start), *theirs.values()])[1:]
-    ours = {name: make_run(CASES[name], base / "dsjob" / name, start) for name in CASES}
-    for name in RESUMED:
+    ours = {name: make_run(CASES[name], base / "dsjob" / name, start) for name in whole}
+    for name in resumed:
         more = ["--resume_from_checkpoint", str(theirs[name].folder / "out" / "checkpoint-2")]
         ours[f"resumed {name}"] = make_run(CASES[name], base / "resumed" / name, start, *more)
     found = dict(zip(ours, run_on("dsjob", list(ours.values())), strict=True))
