@@ -80,9 +80,8 @@ class Replicated(Strategy):
                 find_unused_parameters=True,
                 init_sync=False,
             )
-            # To allow parameters without gradient, DDP adds an autograd node after all outputs. It copies the outputs
-            # there, logits included, in each micro step, so that programs may change them in place. `_give_out` returns
-            # aliases instead.
+            # For parameters without gradient, DDP adds an autograd node, which copies all outputs, logits included, so
+            # that programs may change them in place. `_give_out` returns aliases instead.
             keep_outputs(self._ddp)
             _free_group_last(self._ddp)
             if precision.autocast is not None:
