@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+from dsjob.callbacks.callback import Callback
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.contract.models import SOLE
 from dsjob.contract.spec import JobSpec, view
@@ -34,7 +35,6 @@ from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.training import loop
-from dsjob.training.callbacks import Callback
 from dsjob.training.objective import Objective
 from dsjob.training.run import Run
 from dsjob.training.steps import make_micro_step

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsjob import checkpointing as checkpointing
     from dsjob import errors as errors
+    from dsjob.callbacks.callback import Callback as Callback
+    from dsjob.callbacks.callback import RunView as RunView
     from dsjob.config import BatchConfig as BatchConfig
     from dsjob.engine.build import add_config_arguments as add_config_arguments
     from dsjob.engine.build import initialize as initialize
@@ -36,15 +38,13 @@ if TYPE_CHECKING:
     from dsjob.monitors.monitor import Series as Series
     from dsjob.ranks.mpu import ModelParallelUnit as ModelParallelUnit
     from dsjob.ranks.rendezvous import init_distributed as init_distributed
-    from dsjob.training.callbacks import Callback as Callback
-    from dsjob.training.callbacks import RunView as RunView
 
     __version__: str
 
 _MODULES = ("checkpointing", "errors")
 _HOMES = {
     "BatchConfig": "dsjob.config",
-    "Callback": "dsjob.training.callbacks",
+    "Callback": "dsjob.callbacks.callback",
     "Engine": "dsjob.engine.engine",
     "Evaluation": "dsjob.front.tasks",
     "ModelParallelUnit": "dsjob.ranks.mpu",
@@ -53,7 +53,7 @@ _HOMES = {
     "Problem": "dsjob.errors",
     "Result": "dsjob.front.run",
     "RunInfo": "dsjob.front.runs",
-    "RunView": "dsjob.training.callbacks",
+    "RunView": "dsjob.callbacks.callback",
     "Series": "dsjob.monitors.monitor",
     "add_config_arguments": "dsjob.engine.build",
     "convert": "dsjob.front.weights",

@@ -31,6 +31,7 @@ SUPERSEDED_METRICS_NAME = "metrics-superseded.jsonl"
 MONITORS_NAME = "monitors.json"  # what the monitors of a run have received
 RUNNING_NAME = "running"  # locked while a run is under way
 SAVE_REQUEST = "save-now"  # users create this file to request a checkpoint
+STOP_REQUEST = "stop-now"  # users create this file to end a run as after its last step
 
 
 def make_run_dir(pattern: str, name: str) -> str:

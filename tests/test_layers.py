@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("optim", "checkpointing", "text"),
     ("parallel", "checkpoint"),
     ("engine",),
+    ("callbacks",),
     ("deepspeed", "training"),
     ("launch",),
     ("front", "programs"),

@@ -26,12 +26,13 @@ _running = threading.Lock()
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run that has reached its last step.
+    """The result of a run that has reached its last step, or that a callback or the file `stop-now` has stopped.
 
     status: `done`, or `unsaved` if the final state could not be saved and `checkpoint.save_on_error: warn` let the run
     finish; `error` then says why. step: the last step. metrics: the last training and evaluation metrics, by name.
     checkpoint: the newest checkpoint; None if there is none. run_dir: the run's folder. history: the records of
-    metrics.jsonl, including those of earlier runs in the same folder.
+    metrics.jsonl, including those of earlier runs in the same folder. stopped: why the run was stopped before its last
+    step; empty if it was not.
     """
 
     status: Literal["done", "unsaved"]
@@ -41,6 +42,7 @@ class Result:
     run_dir: str
     history: Sequence[Mapping[str, Any]] = field(repr=False)
     error: str = ""
+    stopped: str = ""
 
 
 def run(
@@ -112,6 +114,7 @@ def _make_result(result: Mapping[str, Any]) -> Result:
         run_dir=result["run_dir"],
         history=_read_history(result["run_dir"]),
         error=result.get("error", ""),
+        stopped=result.get("stopped", ""),
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from dsjob.callbacks.callback import Callback, RunView
 from dsjob.contract import schema as contract
 from dsjob.contract.environment import mask, watch_output
 from dsjob.document.resolve import complete_job
@@ -26,7 +27,6 @@ from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank, end_with_parent
 from dsjob.ranks import patience
 from dsjob.ranks.signals import handling
-from dsjob.training.callbacks import Callback, RunView
 from dsjob.trust.frames import describe_failure, hint_at_failure
 from dsjob.trust.grant import Trust
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dsjob import storage
+from dsjob.callbacks.callback import Callback
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.objects import Kept
 from dsjob.checkpoint.root.retention import Best, Retention
@@ -38,7 +39,6 @@ from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.seeding import seed_rng
 from dsjob.training.averaging import Averaging
-from dsjob.training.callbacks import Callback
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measure, Measures, make_measure

@@ -19,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from dsjob.callbacks.callback import Callback, RunView
 from dsjob.planning.plot import spark
 from dsjob.run_folder import drop_non_finite
-from dsjob.training.callbacks import Callback, RunView
 from dsjob.training.form import read_form
 
 _PROBLEMS = ("damaged", "idle", "not saved", "skipped", "unsaved")  # titles of what --quiet shows

@@ -18,23 +18,25 @@ from dsjob.compute.precision import matmul_precision
 from dsjob.contract import locations
 from dsjob.contract.environment import mask
 from dsjob.contract.resolved import ResolvedJob
+from dsjob.contract.spec import JobSpec
 from dsjob.data import StreamLoader
 from dsjob.data.given import StatefulLoader
 from dsjob.errors import DsjobError
 from dsjob.monitors.delivery import Delivery
 from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
-from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, TRACEBACK_PREFIX, read_result, write_result
+from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, STOP_REQUEST, TRACEBACK_PREFIX, read_result, write_result
 from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
-from dsjob.training.callbacks import MetricsFile, ResolvedFile
 from dsjob.training.display import Display, make_display, show_seconds
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data, share_samples
 from dsjob.training.monitoring import MonitorValues
 from dsjob.training.objective import build_objective
 from dsjob.training.occasions import Occasions
+from dsjob.training.requests import Requests
 from dsjob.training.resume import load_best, resume
 from dsjob.training.run import Result, Run
+from dsjob.training.run_files import MetricsFile, ResolvedFile
 from dsjob.training.saves import lacks_metrics
 from dsjob.training.summary import describe_run
 from dsjob.training.tasks import Outcome, Tasks, build_tasks, choose_sets, list_roles, run_alone
@@ -70,8 +72,13 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
                 loop.finish(run)
             if finished:
                 return _say_finished(run, tasks, run_dir, display)
+            begun_at = run.step
             with _keeping_traceback(run, run_dir):
                 loop.train(run)
+                if run.requests.ended:
+                    display.say("stopped", f"after step {run.step:,} of {run.max_steps:,}: {run.requests.ended}")
+                if run.step == begun_at:
+                    return _end_untrained(run, tasks, run_dir, display)
                 outcome = tasks.run(display.say)
     finally:
         display.close()
@@ -116,6 +123,7 @@ def _make_result(run: Run, metrics: dict[str, float], outcome: Outcome) -> Resul
         checkpoint=run.progress.last_saved,
         predictions=list(outcome.predictions.values()),
         pretrained=len(engines) == 1 and bool(describe_pretrained(engines[0].module)),
+        stopped=run.requests.ended,
     )
 
 
@@ -154,13 +162,16 @@ def _prepare(
     evaluated = choose_sets(spec, sets, "eval")
     evaluator = build.build_evaluator(spec, engines, evaluated, trust, **given) if evaluated else None
     tasks = build_tasks(spec, engines, sets, trust, run_dir, **given)
+    requests = Requests()
     run = Run(
         spec=spec,
         engines=engines,
         loader=loader,
         max_steps=steps,
         checkpointer=build.build_checkpointer(job, run_dir, world, kept),
-        occasions=Occasions(spec.checkpoint, world, os.path.join(run_dir, SAVE_REQUEST), grace=spec.launch.grace),
+        occasions=_watch_occasions(spec, run_dir, world, requests),
+        requests=requests,
+        folder=run_dir,
         callbacks=[
             ResolvedFile(run_dir, job.document),
             display,
@@ -179,9 +190,15 @@ def _prepare(
     return run, tasks, resume(run, job)
 
 
+def _watch_occasions(spec: JobSpec, run_dir: str, world: World, requests: Requests) -> Occasions:
+    save_request, stop_request = (os.path.join(run_dir, name) for name in (SAVE_REQUEST, STOP_REQUEST))
+    return Occasions(
+        spec.checkpoint, world, save_request, grace=spec.launch.grace, stop_request=stop_request, requests=requests
+    )
+
+
 def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Result:
-    """Reports that nothing is left to train, and runs the other tasks. Keeps the existing result file, unless something
-    was evaluated or predicted."""
+    """Reports that nothing is left to train, and runs the other tasks."""
     trainer = run.spec.trainer
     longer = train_longer(trainer.max_steps, trainer.max_epochs, step=run.step, epochs=_count_epochs(run))
     beyond = f"{run.step:,} steps are done, more than the {run.max_steps:,} of this job"
@@ -189,6 +206,12 @@ def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Res
     undone = "nothing was trained" if run.progress.last_evaluation else "nothing was trained or evaluated"
     new = "to train with other settings, set a new output.dir"
     display.say("already finished", f"{done}: {undone}; to train longer, set {longer}; {new}")
+    return _end_untrained(run, tasks, run_dir, display)
+
+
+def _end_untrained(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Result:
+    """Runs the other tasks of a run that took no step. Keeps the existing result file, unless something was evaluated
+    or predicted."""
     before = read_result(run_dir)
     before = before if "step" in before else {}  # that of a run that failed after its last step
     if tasks.evaluator is not None or tasks.predictor is not None:

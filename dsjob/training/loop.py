@@ -19,20 +19,21 @@ from dsjob.data.batches import count_elements, is_tokens
 from dsjob.errors import ContractError
 from dsjob.ranks import patience
 from dsjob.ranks.watchdog import position
+from dsjob.training.due import Due, evaluates_after
 from dsjob.training.occasions import Occasions
 from dsjob.training.records import Meter, note_skipped, record
 from dsjob.training.resume import load_best
 from dsjob.training.run import Run
-from dsjob.training.saves import describe_end, ends_period, is_among_best, lacks_metrics, rate, save, settle
+from dsjob.training.saves import describe_end, is_among_best, lacks_metrics, rate, save, settle
 
 
 def train(run: Run) -> None:
-    """Trains from the engine's current step to `run.max_steps`.
+    """Trains from the engine's current step to `run.max_steps`, or until a callback or user asks for the end.
 
     Raises NonFiniteLossError, ContractError, DataError, CheckpointError, StorageError; Preempted after SIGTERM,
     Interrupted after Ctrl-C.
     """
-    occasions = run.occasions or Occasions(run.spec.checkpoint, run.engine.world, None)
+    occasions = run.occasions or Occasions(run.spec.checkpoint, run.engine.world, None, requests=run.requests)
     position.settle = run.checkpointer.give_up
     with occasions.watch(run.step):
         try:
@@ -66,18 +67,13 @@ def evaluate(run: Run) -> None:
     A collective.
     """
     assert run.evaluator is not None
+    run.requests.evaluates = False
     found = run.evaluator.evaluate()
     for each in run.engines.values():
         if isinstance(each.lr_scheduler, ReduceLROnPlateau):
             each.lr_scheduler.step(found[run.evaluator.followed])
     run.progress.last_evaluation, run.progress.evaluated_at = found, run.step
     run.tell("on_eval", found)
-
-
-def _evaluates_after(run: Run) -> bool:
-    """Whether an evaluation is due after this step."""
-    every, last = run.spec.trainer.eval_every, run.step == run.max_steps
-    return run.evaluator is not None and (last or bool(every and run.step % every == 0))
 
 
 def _begin(run: Run) -> None:
@@ -91,7 +87,7 @@ def _begin(run: Run) -> None:
     capture_objects(engine.world.everyone, run.kept)  # fails early if some state cannot be saved
     if run.evaluator is not None and run.spec.trainer.eval_at_start and run.step == 0:
         evaluate(run)
-    elif run.step and _evaluates_after(run) and lacks_metrics(run):
+    elif run.step and evaluates_after(run) and lacks_metrics(run):
         _make_up(run)  # the previous run ended after the save and before the evaluation of this step
     elif run.evaluator is not None:
         run.evaluator.rehearse(run.say)
@@ -100,55 +96,65 @@ def _begin(run: Run) -> None:
 
 
 def _train(run: Run, occasions: Occasions) -> None:
-    engine, trainer, checkpoint = run.engine, run.spec.trainer, run.spec.checkpoint
+    engine = run.engine
     # The position in a map-style dataset follows from the number of samples seen, so checkpoints need not store it.
     run.loader.seek(engine.global_samples)
     if isinstance(run.loader, StreamLoader) and (replay := run.loader.describe_replay()):
         run.say("note", replay)
     batches = iter(run.loader)
     _begin(run)
+    run.requests.ended = occasions.hear().ends if run.spec.callbacks else ""
     meter = Meter()
     position.doing = "training"
-    while run.step < run.max_steps:
+    while run.step < run.max_steps and not run.requests.ended:
         seen = engine.global_samples
         _take_step(run, batches, meter)
         position.step = run.step
-        last = run.step == run.max_steps
+        run.tell("on_step")
         agreed = occasions.agree(run.step, news=run.checkpointer.has_news)
         if agreed.news:
             occasions.note_settled(settle(run))
-        # From here to `continue`, all ranks decide alike: the step is the same on all, and `agreed` was agreed on.
-        logs = last or run.step % trainer.log_every == 0
-        # A run that is asked to stop does not evaluate first. The next run does so when it resumes.
-        evaluates = _evaluates_after(run) and (last or not agreed.stops)
-        saves = (last and checkpoint.at_end) or (checkpoint.every and run.step % checkpoint.every == 0)
-        saves = bool(saves or agreed.saves or agreed.stops or ends_period(run, seen))
-        if not (logs or evaluates or saves):
-            continue
-        # First, because it raises if a loss is not finite: weights behind such a loss must not be saved.
-        record(run, meter)
-        wait = last or agreed.stops > 0
-        # Save before the evaluation, so that a failing or long evaluation cannot lose the step. A second save
-        # afterwards adds the metrics, unless `rate` can add them to the first.
-        early = evaluates and saves
-        position.doing = "saving"
-        saved = early and save(run, wait=wait)
-        if evaluates:
-            position.doing = "evaluating"
-            evaluate(run)
-            saves = saves or is_among_best(run)
-            position.doing = "saving"
-        if saves and not (saved and rate(run)):
-            saved = save(run, wait=wait, replace=early)
-        if saves:
-            occasions.note_save(behind=checkpoint.async_ and not wait) if saved else occasions.note_failure()
-            if agreed.stops and not last:
-                raise describe_end(run, agreed.stops, saved=saved)
-        position.doing = "training"
-        meter.start()
+        # From here on, all ranks decide alike: the step is the same on all, and `agreed` was agreed on.
+        due = Due.after_step(run, agreed, seen)
+        if due.logs or due.evaluates or due.saves:
+            _end_step(run, occasions, meter, due)
+            position.doing = "training"
+            meter.start()
     # A background save of the last steps may still be running.
     settle(run)
     load_best(run)
+    occasions.note_end()
+
+
+def _end_step(run: Run, occasions: Occasions, meter: Meter, due: Due) -> None:
+    """Logs, evaluates and saves, in this order, what is due after a step. Raises the end that a signal asks for."""
+    # First, because it raises if a loss is not finite: weights behind such a loss must not be saved.
+    record(run, meter)
+    _hear_callbacks(run, occasions, due)
+    # Save before the evaluation, so that a failing or long evaluation cannot lose the step. A second save afterwards
+    # adds the metrics, unless `rate` can add them to the first.
+    early = due.evaluates and due.saves
+    position.doing = "saving"
+    saved = early and save(run, wait=due.waits)
+    if due.evaluates:
+        position.doing = "evaluating"
+        evaluate(run)
+        _hear_callbacks(run, occasions, due)
+        due.saves = due.saves or is_among_best(run)
+        position.doing = "saving"
+    if due.saves and not (saved and rate(run)):
+        saved = save(run, wait=due.waits, replace=early)
+    if due.saves:
+        behind = run.spec.checkpoint.async_ and not due.waits
+        occasions.note_save(behind=behind) if saved else occasions.note_failure()
+        if due.stops and not due.last:
+            raise describe_end(run, due.stops, saved=saved)
+
+
+def _hear_callbacks(run: Run, occasions: Occasions, due: Due) -> None:
+    """Adds what callbacks have asked for at this step. A collective if the job has callbacks."""
+    if run.spec.callbacks:
+        due.add(run, occasions.hear())
 
 
 def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dsjob.callbacks.callback import Callback, RunView
 from dsjob.checkpoint.live.rng import capture_rng, restore_rng
 from dsjob.monitors.delivery import Delivery, name_values
-from dsjob.training.callbacks import Callback, RunView
 
 
 class MonitorValues(Callback):

@@ -1,4 +1,5 @@
-"""Decides when a checkpoint is due for reasons other than the step: signals, the file `save-now`, and elapsed minutes.
+"""Decides what is due for reasons other than the step: signals, the files `save-now` and `stop-now`, elapsed minutes,
+and requests of callbacks.
 
 Signal handlers do little more than set a flag. At the end of a step, all ranks combine their flags in one collective,
 at most every half second, so that the cost is negligible even if steps are short.
@@ -27,8 +28,11 @@ import torch.distributed as dist
 from dsjob.contract.spec import Checkpoint
 from dsjob.errors import Interrupted
 from dsjob.ranks import patience
+from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 from dsjob.ranks.watchdog import position, wait_until_stuck
+from dsjob.run_folder import STOP_REQUEST
+from dsjob.training.requests import Requests
 from dsjob.trust.frames import find_place
 
 _SECONDS = 0.5  # between two agreements, with several ranks
@@ -40,15 +44,19 @@ _INTERRUPTED = b"\ndsjob: Ctrl-C: saving after the current step; press it again 
 @dataclass(frozen=True)
 class Agreed:
     """What all ranks agreed on. `saves`: a checkpoint is due. `stops`: the signal that ends the run after it, or 0.
-    `news`: a background save has ended on some rank."""
+    `news`: a background save has ended on some rank. `evaluates`: an evaluation was requested. `ends`: why the run ends
+    as after its last step, or empty."""
 
     saves: bool = False
     stops: int = 0
     news: bool = False
+    evaluates: bool = False
+    ends: str = ""
 
 
 class Occasions:
-    """Watches signals, the file `request` and the clock (in seconds) for one run."""
+    """Watches signals, the files `request` and `stop_request`, the clock (in seconds), and the requests of callbacks
+    for one run."""
 
     def __init__(
         self,
@@ -58,9 +66,12 @@ class Occasions:
         clock: Callable[[], float] = time.monotonic,
         *,
         grace: float = math.inf,
+        stop_request: str | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self._spec, self._world, self._request, self._clock = spec, world, request, clock
-        self._grace = grace
+        self._grace, self._stop_request = grace, stop_request
+        self._requests = requests if requests is not None else Requests()
         self._asked, self._stopped = False, 0
         self._stuck, self._over = "", threading.Event()
         self._saved_at = self._agreed_at = self._clock()
@@ -127,7 +138,8 @@ class Occasions:
         """
         self._granted = behind and self._is_wanted()
         self._asked, self._saved_at = False, self._clock()
-        if self._request is not None and self._is_touched():
+        self._requests.saves = False
+        if self._request is not None and self._is_touched(self._request):
             os.unlink(self._request)
         if not behind:
             self._end_trouble()
@@ -152,23 +164,54 @@ class Occasions:
     def _end_trouble(self) -> None:
         self._pause, self._try_at = 0.0, -math.inf
 
+    def note_end(self) -> None:
+        """The run ends normally: clears a request for that."""
+        if self._stop_request is not None and self._is_touched(self._stop_request):
+            os.unlink(self._stop_request)
+
+    def hear(self) -> Agreed:
+        """What callbacks of any rank have asked for. A collective."""
+        everyone, asked = self._world.everyone, self._requests
+        if everyone.size == 1:
+            return Agreed(saves=asked.saves, evaluates=asked.evaluates, ends=asked.stops)
+        # fp32 [3]. The reason is only sent if there is one.
+        flags = [float(asked.saves), float(asked.evaluates), float(bool(asked.stops))]
+        combined = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
+        dist.all_reduce(combined, dist.ReduceOp.MAX)
+        saves, evaluates, ends = map(bool, combined.tolist())
+        return Agreed(saves=saves, evaluates=evaluates, ends=self._agree_on_end(asked.stops) if ends else "")
+
     def agree(self, step: int, *, news: bool) -> Agreed:
         """What is due after `step`; the same on all ranks. news: this rank's knowledge of the background save."""
-        if self._world.everyone.size == 1:
-            return Agreed(self._is_due(), self._stopped, news)
+        everyone = self._world.everyone
+        if everyone.size == 1:
+            return Agreed(self._is_due(), self._stopped, news, self._requests.evaluates, self._find_end())
         if step < self._next:
             return Agreed()
         now = self._clock()
         pace = (now - self._agreed_at) / max(step - self._agreed_step, 1)
-        # fp32 [4]. With MAX, a request on one rank is enough. Of two signals, the one with the greater number wins.
-        flags = [float(self._is_due()), float(self._stopped), float(news), pace]
+        end = self._find_end()
+        # fp32 [6]. With MAX, a request on one rank is enough. Of two signals, the one with the greater number wins.
+        asked = [float(self._requests.evaluates), float(bool(end))]
+        flags = [float(self._is_due()), float(self._stopped), float(news), *asked, pace]
         combined = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
         dist.all_reduce(combined, dist.ReduceOp.MAX)
-        saves, stops, any_news, seconds = combined.tolist()
+        saves, stops, any_news, evaluates, ends, seconds = combined.tolist()
         # The next agreement must be at the same step on all ranks, so it follows from the slowest rank's pace.
         self._agreed_at, self._agreed_step = now, step
         self._next = step + min(_MOST_STEPS, max(1, int(_SECONDS / max(seconds, 1e-9))))
-        return Agreed(bool(saves), int(stops), bool(any_news))
+        reason = self._agree_on_end(end) if ends else ""
+        return Agreed(bool(saves), int(stops), bool(any_news), bool(evaluates), reason)
+
+    def _agree_on_end(self, reason: str) -> str:
+        """The first rank's reason that is not empty. A collective."""
+        return next(filter(None, all_gather(self._world.everyone, reason)))
+
+    def _find_end(self) -> str:
+        """Why this rank wants the run to end as after its last step; empty if it does not."""
+        if self._requests.stops or self._stop_request is None or not self._is_touched(self._stop_request):
+            return self._requests.stops
+        return f"the file {STOP_REQUEST} was created"
 
     def _is_due(self) -> bool:
         return self._is_wanted() and self._clock() >= self._try_at
@@ -176,10 +219,11 @@ class Occasions:
     def _is_wanted(self) -> bool:
         minutes = self._spec.every_minutes
         waited = minutes is not None and self._clock() - self._saved_at >= 60 * minutes
-        return self._asked or waited or self._is_touched()
+        touched = self._request is not None and self._is_touched(self._request)
+        return self._asked or self._requests.saves or waited or touched
 
-    def _is_touched(self) -> bool:
-        return self._world.everyone.rank == 0 and self._request is not None and os.path.exists(self._request)
+    def _is_touched(self, file: str) -> bool:
+        return self._world.everyone.rank == 0 and os.path.exists(file)
 
 
 def crosses(every: float, before: float, after: float) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsjob.callbacks.callback import Callback
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.joint import Savable
 from dsjob.checkpoint.live.objects import Kept
@@ -13,11 +14,12 @@ from dsjob.contract.spec import JobSpec
 from dsjob.data import Loader
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
+from dsjob.errors import UsageError
 from dsjob.training.averaging import Averaging
-from dsjob.training.callbacks import Callback
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.metrics import Measures
 from dsjob.training.occasions import Occasions
+from dsjob.training.requests import Requests
 from dsjob.training.steps import MicroStep
 
 
@@ -44,6 +46,7 @@ class Result:
     checkpoint: str | None  # the folder of the last checkpoint; of tasks alone, the one that was loaded
     pretrained: bool  # whether it contains a single model of transformers, so that it can be converted to its format
     predictions: list[str]  # the files of the task predict
+    stopped: str = ""  # why a callback or the file `stop-now` ended the run; empty after the last step
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Run:
     evaluator: Evaluator | None = None  # None without data.eval
     kept: Kept = field(default_factory=Kept)  # callbacks, metrics and data whose state checkpoints contain
     occasions: Occasions | None = None
+    requests: Requests = field(default_factory=Requests)
+    folder: str = ""
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -79,6 +84,20 @@ class Run:
     def step(self) -> int:
         """Optimizer steps taken so far."""
         return self.engine.global_steps
+
+    def request_stop(self, reason: str) -> None:
+        """See `RunView`."""
+        self.requests.stops = self.requests.stops or reason
+
+    def request_save(self) -> None:
+        """See `RunView`."""
+        self.requests.saves = True
+
+    def request_evaluation(self) -> None:
+        """See `RunView`."""
+        if self.evaluator is None:
+            raise UsageError("a callback has requested an evaluation, but the job has no data.eval")
+        self.requests.evaluates = True
 
     def tell(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback."""

@@ -1,8 +1,7 @@
 """Trust: which code a document may name. Decides by name, and by where Python would find a module, before any import.
 
 Trusted are `LISTED` (constructors of dsjob, torch, torchmetrics, transformers and datasets), modules in the job's own
-folders, and what the user names with --trust. Nothing in a document adds to that. `targets` is the only importer, and
-asks this module first. `user` collects the user's grants.
+folders, and what the user names with --trust. A document adds nothing. `targets` imports; `user` collects grants.
 
 The list contains no functions that unpickle, compile or download. A run folder's resolved.json may name modules in the
 current folder if the file belongs to the user. Names in a checkpoint always need the flag, because checkpoints are

@@ -36,7 +36,6 @@ from dsjob.trust.signatures import find_misfits, find_role_misfits, takes_keywor
 
 T = TypeVar("T")
 MAKERS = ("evaluate.load",)  # factory functions: called once, and the loop calls their result
-_MOVED = {"dsjob.callbacks": "Callback"}  # modules of earlier versions, and the name to import from dsjob instead
 
 
 def call_target(
@@ -233,7 +232,7 @@ def _import(path: str, name: str) -> ModuleType:
             raise TargetError(f"cannot import {path}: there is no module {name!r}") from error
         if error.name.startswith("dsjob."):
             message = f"cannot import {path}: {name} imports {error.name}, which is not a module of dsjob"
-            raise TargetError(message, hint=f"write: from dsjob import {_MOVED.get(error.name, 'NAME')}") from error
+            raise TargetError(message, hint="write: from dsjob import NAME") from error
         raise TargetError(f"cannot import {path}: {name} needs {error.name}, which is not installed") from error
     except DsjobError:
         raise

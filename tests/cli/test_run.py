@@ -282,7 +282,7 @@ def test_what_a_program_says_of_a_secret_is_masked(job: Path, nproc: int) -> Non
         file.write("""
 import logging, sys, warnings
 from urllib.parse import quote
-from dsjob.training.callbacks import Callback
+from dsjob.callbacks.callback import Callback
 
 class Tell(Callback):
     def __init__(self, url):
@@ -507,7 +507,7 @@ def test_a_sweep_does_not_mix_with_an_earlier_one(job: Path) -> None:
 
 STOP = """
 import os, signal
-from dsjob.training.callbacks import Callback
+from dsjob.callbacks.callback import Callback
 
 class Stop(Callback):
     def on_log(self, run, record):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 MODULE = """
 import os, signal
-from dsjob.training.callbacks import Callback
+from dsjob.callbacks.callback import Callback
 from my_model import Net as Plain
 
 # One kill for each start: `rank:call`. A file for each that was carried out.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsjob.training.callbacks import Callback, RunView
+from dsjob.callbacks.callback import Callback, RunView
 
 KILL = "TEST_KILL"  # `<rank>:<call>`, or `*:<call>`: the forward pass before which a rank, or each, kills itself
 

@@ -14,10 +14,10 @@ from job_documents import make_job, resolve
 from torch import Tensor, nn
 
 from dsjob import storage
+from dsjob.callbacks.callback import Callback, RunView
 from dsjob.document.resolve import complete_job
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import job
-from dsjob.training.callbacks import Callback, RunView
 from dsjob.trust.grant import Trust
 
 TRUST = Trust(prefixes=("small_jobs",), folders=(str(Path(__file__).parent),))

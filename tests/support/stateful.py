@@ -12,7 +12,7 @@ from small_jobs import Net
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from dsjob.training.callbacks import Callback, RunView
+from dsjob.callbacks.callback import Callback, RunView
 
 SEEN: list[bytes] = []  # the inputs of each micro batch, on this process
 
@@ -182,5 +182,5 @@ class WithSwitches(Callback):
 class Misspelt(Callback):
     """Other programs call it so."""
 
-    def on_step(self) -> None:
+    def on_stepped(self) -> None:
         """Nobody calls it here."""

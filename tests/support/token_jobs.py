@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsjob import storage
+from dsjob.callbacks.callback import Callback, RunView
 from dsjob.data.order import SampleOrder
 from dsjob.document.resolve import complete_job
 from dsjob.parallel import Strategy
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import job
-from dsjob.training.callbacks import Callback, RunView
 from dsjob.trust.grant import Trust
 
 TRUST = Trust(folders=(str(Path(__file__).parent),))

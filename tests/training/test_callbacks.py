@@ -12,9 +12,9 @@ from dsjob.errors import ContractError
 
 def test_a_hook_that_is_never_called_is_refused_before_the_first_step(tmp_path: Path) -> None:
     callbacks = {"mine": {"_target_": "stateful.Misspelt"}}
-    with pytest.raises(ContractError, match=r"callbacks.mine: stateful.Misspelt has on_step, .* never") as told:
+    with pytest.raises(ContractError, match=r"callbacks.mine: stateful.Misspelt has on_stepped, .* never") as told:
         run(make_document(tmp_path, callbacks=callbacks))
-    assert told.value.hint == "hooks: on_start, on_log, on_eval, on_save, on_end"
+    assert told.value.hint == "hooks: on_start, on_step, on_log, on_eval, on_save, on_end"
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 

@@ -17,7 +17,7 @@ LEAVING = """
 import atexit, ctypes, os, sys, threading
 import torch
 from my_model import Data, Net
-from dsjob.training.callbacks import Callback
+from dsjob.callbacks.callback import Callback
 
 def leave(how):
     if how == "sys.exit":
@@ -170,7 +170,7 @@ def test_a_metric_that_fails_at_the_end_loses_nothing_and_is_computed_by_the_nex
 
 FULL = """
 from dsjob import storage
-from dsjob.training.callbacks import Callback
+from dsjob.callbacks.callback import Callback
 from dsjob.errors import StorageError
 
 def refuse(url):

@@ -13,6 +13,7 @@ from job_documents import resolve
 from ranks import run_ranks
 from small_jobs import TRUST, make_document
 
+from dsjob.callbacks.callback import Callback
 from dsjob.checkpoint.offline.convert import read_weights
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import Target
@@ -20,7 +21,6 @@ from dsjob.document.resolve import complete_job
 from dsjob.errors import ContractError, DataError
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import build
-from dsjob.training.callbacks import Callback
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data
 from dsjob.trust.grant import Trust
 

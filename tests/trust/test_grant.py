@@ -200,7 +200,7 @@ def test_a_clone_of_dsjob_makes_no_more_of_it_nameable(monkeypatch: pytest.Monke
     monkeypatch.chdir(clone)
     assert explain_distrust("dsjob.storage.write_bytes", here())
     assert explain_distrust("dsjob.recipes.gpt.build", here(local=False)) == ""
-    with pytest.raises(TargetError, match=r"dsjob\.training\.callbacks"):
+    with pytest.raises(TargetError, match=r"dsjob\.callbacks\.callback"):
         find_target("dsjob.recipes.text.Callback", here())
 
 

@@ -1,4 +1,4 @@
-"""Callbacks: a base class whose hooks do nothing, and the files that a run writes."""
+"""Callbacks that write the files of a run's folder."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import io
 import json
 import os
 from collections.abc import Mapping
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
+from dsjob.callbacks.callback import Callback, RunView
 from dsjob.contract.environment import mask_texts
-from dsjob.engine.engine import Engine
-from dsjob.engine.several import Engines
 from dsjob.files import open_append, require_own
 from dsjob.run_folder import (
     METRICS_NAME,
@@ -19,63 +18,6 @@ from dsjob.run_folder import (
     supersede_metrics,
     write_resolved,
 )
-
-
-class RunView(Protocol):
-    """The part of a run that callbacks may use."""
-
-    @property
-    def max_steps(self) -> int:
-        """The step that training ends at."""
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that counts steps and samples."""
-
-    @property
-    def engines(self) -> Engines:
-        """All engines by name."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken so far."""
-
-    def say(self, title: str, text: str) -> None:
-        """Shows `text` with a `title` to the user. Prints on rank 0 only."""
-
-
-class Callback:
-    """Override the hooks that you need. dsjob calls every hook on every rank, in the same order, so hooks may
-    communicate between ranks.
-
-    With methods `state_dict` and `load_state_dict`, a callback's state is part of each checkpoint: a dict of JSON
-    values and tensors, at most 1 MiB, saved per rank if ranks differ. State that cannot be saved is left out, with a
-    message. A resumed run restores it before `on_start`. Restored tensors are on the CPU: copy them into your own with
-    `copy_`.
-    """
-
-    def on_start(self, run: RunView) -> None:
-        """Training begins, or continues after a resume."""
-
-    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
-        """A log record was written.
-
-        It has step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second and eta_seconds. Speeds are those
-        of training alone; eta_seconds also accounts for evaluations, saves and callbacks. With fp16, it has loss_scale,
-        and grad_norm is not finite if the step was skipped. It also has the other values that trainer.step returned,
-        and `<name>/lr` and `<name>/grad_norm` of each further model.
-        """
-
-    def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """An evaluation has finished: `eval/loss` and the document's metrics as `eval/<name>`, or the values that
-        trainer.eval_step returned."""
-
-    def on_save(self, run: RunView, url: str) -> None:
-        """A checkpoint was committed. It contains what `state_dict` returned when the save began; for a background
-        save, that was some steps ago."""
-
-    def on_end(self, run: RunView) -> None:
-        """Training has reached its last step."""
 
 
 class ResolvedFile(Callback):

@@ -1,0 +1,5 @@
+"""Callbacks: the base class of those that jobs name, and ready-made ones."""
+
+from dsjob.callbacks.callback import Callback as Callback
+from dsjob.callbacks.callback import RunView as RunView
+from dsjob.callbacks.early_stopping import EarlyStopping as EarlyStopping

@@ -1,0 +1,95 @@
+"""The base class of callbacks, whose hooks do nothing, and what they may use of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from dsjob.contract.spec import JobSpec
+from dsjob.engine.engine import Engine
+from dsjob.engine.several import Engines
+
+
+class RunView(Protocol):
+    """The part of a run that callbacks may use.
+
+    Requests hold for all ranks, whichever rank makes them. A request from `on_log` or `on_eval` takes effect at the
+    same step. Ranks agree on requests from other hooks at most every half second, at the end of a step.
+    """
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job."""
+
+    @property
+    def max_steps(self) -> int:
+        """The step that training ends at."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that counts steps and samples."""
+
+    @property
+    def engines(self) -> Engines:
+        """All engines by name."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+
+    @property
+    def folder(self) -> str:
+        """The run's folder, which all ranks of a node share."""
+
+    def say(self, title: str, text: str) -> None:
+        """Shows `text` with a `title` to the user. Prints on rank 0 only."""
+
+    def request_stop(self, reason: str) -> None:
+        """Asks for the end of training: a last evaluation and save, as after the last step, and exit code 0.
+
+        The reason is shown, and is `stopped` in result.json. Without a reason, nothing is requested. A request from
+        `on_start` ends the run before its first step.
+        """
+
+    def request_save(self) -> None:
+        """Asks for a checkpoint of this step."""
+
+    def request_evaluation(self) -> None:
+        """Asks for an evaluation after this step. Raises UsageError without data.eval."""
+
+
+class Callback:
+    """Override the hooks that you need. dsjob calls every hook on every rank, in the same order, so hooks may
+    communicate between ranks.
+
+    With methods `state_dict` and `load_state_dict`, a callback's state is part of each checkpoint: a dict of JSON
+    values and tensors, at most 1 MiB, saved per rank if ranks differ. State that cannot be saved is left out, with a
+    message. A resumed run restores it before `on_start`. Restored tensors are on the CPU: copy them into your own with
+    `copy_`.
+    """
+
+    def on_start(self, run: RunView) -> None:
+        """Training begins, or continues after a resume."""
+
+    def on_step(self, run: RunView) -> None:
+        """An optimizer step was taken. Reading a tensor here waits for the device in every step."""
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        """A log record was written.
+
+        It has step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second and eta_seconds. Speeds are those
+        of training alone; eta_seconds also accounts for evaluations, saves and callbacks. With fp16, it has loss_scale,
+        and grad_norm is not finite if the step was skipped. It also has the other values that trainer.step returned,
+        and `<name>/lr` and `<name>/grad_norm` of each further model.
+        """
+
+    def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        """An evaluation has finished: `eval/loss` and the document's metrics as `eval/<name>`, or the values that
+        trainer.eval_step returned."""
+
+    def on_save(self, run: RunView, url: str) -> None:
+        """A checkpoint was committed. It contains what `state_dict` returned when the save began; for a background
+        save, that was some steps ago."""
+
+    def on_end(self, run: RunView) -> None:
+        """Training has ended: after its last step, or because a callback or the file `stop-now` asked for it."""
