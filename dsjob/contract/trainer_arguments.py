@@ -115,7 +115,7 @@ ARGUMENTS: dict[str, Argument] = {
     "use_liger_kernel": _out("apply the kernels in the model's factory", False),
     "liger_kernel_config": _out("part of use_liger_kernel"),
     "use_cache": _out("set it on the model's config", False),
-    "label_smoothing_factor": _out(_RESULTS + "use a loss function of your own (loss._target_)", 0.0),
+    "label_smoothing_factor": _as("label_smoothing", 0.0),
     "neftune_noise_alpha": _out(_RESULTS + "add the noise in the model"),
     "average_tokens_across_devices": _out("always done: see trainer.loss_average", True),
     "past_index": _out(_RESULTS + "no state is passed from batch to batch", -1),
@@ -158,7 +158,7 @@ ARGUMENTS: dict[str, Argument] = {
     "length_column_name": _out("data.group_by_length reads the attribute `lengths` of the dataset", "length"),
     "sortish_sampler": _out(_RESULTS + "dsjob uses random order", False),
     "remove_unused_columns": _out("the model receives batches as data.collate makes them", True),
-    "label_names": _out("metrics receive the whole batch"),
+    "label_names": _in("targets", "targets", about="for metrics; the model receives the whole batch"),
     "ignore_data_skip": _out("a resumed run continues in the middle of an epoch without replaying it", False),
     # logging, evaluation, saving
     "logging_steps": _in("cadence", "trainer.log_every", 500),

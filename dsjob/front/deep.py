@@ -1,6 +1,7 @@
 """`dsjob validate --deep`: imports the targets that a document names, and checks their arguments against signatures.
 
-It calls nothing. The trust rules are those of `dsjob run`.
+If the document says how its model is called and what its loss is, both are called with one batch. Otherwise, nothing is
+called. The trust rules are those of `dsjob run`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dsjob.contract.paths import Path
-from dsjob.contract.spec import METRIC_KEYS
+from dsjob.contract.spec import LOSS_KEYS, METRIC_KEYS, JobSpec, view
 from dsjob.errors import DsjobError, Problem, TargetError
 from dsjob.launch.rank import add_import_folders
+from dsjob.trust.exits import refuse_exits
 from dsjob.trust.grant import Trust
-from dsjob.trust.signatures import find_misfits, find_role_misfits
+from dsjob.trust.signatures import find_misfits, find_role_misfits, name_loss_arguments
 from dsjob.trust.targets import MAKERS, find_target
 
 # A function at these places is not called when it is built. Its arguments are bound (see `targets.build_callable`) and
@@ -33,8 +35,19 @@ def check_targets(document: Mapping[str, Any], trust: Trust, known: set[Path]) -
     with contextlib.redirect_stdout(sys.stderr):  # keeps what modules print at import out of the report
         for path, target in _list_targets(document, ()):
             if (*path, "_target_") not in known:
-                problems += _check(path, target, trust)
+                problems += _check(path, target, trust, document)
     return problems
+
+
+def check_batch(document: Mapping[str, Any], ranks: int, trust: Trust) -> list[Problem]:
+    """The problems that calling the model and the losses with one batch shows. document: a resolved one."""
+    from dsjob.training.trial import is_worth_trying, try_on_batch
+
+    spec = view(JobSpec, document)
+    if not is_worth_trying(spec):
+        return []
+    with contextlib.redirect_stdout(sys.stderr), refuse_exits():
+        return try_on_batch(spec, ranks, trust)
 
 
 def _list_targets(value: Any, path: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
@@ -48,7 +61,7 @@ def _list_targets(value: Any, path: Path) -> Iterator[tuple[Path, Mapping[str, A
             yield from _list_targets(item, (*path, index))
 
 
-def _check(path: Path, target: Mapping[str, Any], trust: Trust) -> Iterator[Problem]:
+def _check(path: Path, target: Mapping[str, Any], trust: Trust, document: Mapping[str, Any]) -> Iterator[Problem]:
     name = target["_target_"]
     try:
         function = find_target(name, trust)
@@ -62,19 +75,24 @@ def _check(path: Path, target: Mapping[str, Any], trust: Trust) -> Iterator[Prob
     section = path[2:] if path[:1] == ("models",) else path
     if section == ("optimizer",):
         arguments.pop("param_groups", None)
-    is_metric = path[:1] == ("metrics",) and len(path) == 2
-    if is_metric:
-        arguments = {key: value for key, value in arguments.items() if key not in METRIC_KEYS}
+    is_metric, is_named_loss = (path[:1] == (section,) and len(path) == 2 for section in ("metrics", "losses"))
+    if is_metric or is_named_loss:
+        own = METRIC_KEYS if is_metric else LOSS_KEYS
+        arguments = {key: value for key, value in arguments.items() if key not in own}
+    passed = None
+    if is_named_loss or path == ("loss",):
+        given = target if is_named_loss else {}
+        passed = name_loss_arguments(*(given.get(key) or document.get(key) for key in ("outputs", "targets")))
     listed = target.get("_args_")
     positional = _GIVEN.get(section, 0) + (len(listed) if isinstance(listed, list) else 0)
     joins = path[:1] == ("metrics",) and path[2:] == ("reduce",)
-    kept = ".".join(map(str, path)) in _KEPT or joins or (is_metric and name not in MAKERS)
+    kept = ".".join(map(str, path)) in _KEPT or joins or is_named_loss or (is_metric and name not in MAKERS)
     partial = target.get("_partial_", kept and inspect.isroutine(function))
     misfits = find_misfits(name, function, positional, arguments, partial=bool(partial))
     if not misfits and not inspect.isclass(function):
         made = functools.partial(function, *[None] * positional, **dict.fromkeys(arguments)) if partial else None
-        misfits = find_role_misfits(name, ".".join(map(str, path)), made) if made is not None else []
+        misfits = find_role_misfits(name, ".".join(map(str, path)), made, passed) if made is not None else []
     elif not misfits and not partial:
-        misfits = find_role_misfits(name, ".".join(map(str, path)), function)
+        misfits = find_role_misfits(name, ".".join(map(str, path)), function, passed)
     for misfit in misfits:
         yield Problem(misfit.message, (*path, misfit.argument or "_target_"), "target", misfit.hint)

@@ -148,13 +148,14 @@ def _check_composed(
     ranks, ranks_from = choose_world_size(composed.document, composed.locate, asked=world_size)
     trust = grant(document, flags or Flags())
     checked = check_composed(composed, trust, world_size=ranks, ranks_from=ranks_from, unread=unread)
-    found = [*checked.problems, *_look_at_targets(composed, checked, trust, deep=deep)]
+    found = [*checked.problems, *_look_at_targets(composed, checked, trust, ranks, deep=deep)]
     return found + (_find_other_job(composed, checked.resolved.document) if checked.resolved else [])
 
 
-def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, *, deep: bool) -> list[Problem]:
+def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, ranks: int, *, deep: bool) -> list[Problem]:
     """Problems of targets: what a run with this trust rejects. These are warnings if a flag or another machine could
-    allow it. `deep`: they are errors; also problems of the targets that a run would import.
+    allow it. `deep`: they are errors; also problems of the targets that a run would import, and of calling them with
+    one batch on one of `ranks`.
     """
     found = checked.untrusted
     document = checked.resolved.document if checked.resolved else composed.document
@@ -164,9 +165,12 @@ def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, *, deep
         found = [one if one.rule in NEVER_GRANTED else replace(one, severity="warning") for one in found]
         absent = [one for one in find_absent(document, trust) if one.path not in known]
         return found + place_origins(absent, composed)
-    from dsjob.front.deep import check_targets  # imports what runs need
+    from dsjob.front.deep import check_batch, check_targets  # imports what runs need
 
-    return found + place_origins(check_targets(document, trust, known), composed)
+    found = found + place_origins(check_targets(document, trust, known), composed)
+    if checked.resolved is None or wrong or any(one.severity == "error" for one in found):
+        return found  # errors at a first batch would only follow from these
+    return found + place_origins(check_batch(document, ranks, trust), composed)
 
 
 def _find_other_job(composed: Composed, document: dict[str, Any]) -> list[Problem]:

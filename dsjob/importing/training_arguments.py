@@ -90,6 +90,7 @@ def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, 
         _draft_device,
         _draft_resume,
         _draft_name,
+        _draft_targets,
         draft_optimizer,
     ):
         part(settings, draft)
@@ -280,6 +281,12 @@ def _draft_name(settings: Settings, draft: Draft) -> None:
         draft.put("name", run.to(name))
         if name != run.value:
             draft.note("changed", f"{run.label}: name={name}, because names cannot contain blanks or slashes", run)
+
+
+def _draft_targets(settings: Settings, draft: Draft) -> None:
+    names = settings["label_names"]
+    if names.value is not None:
+        draft.put("targets", names.to(names.value if isinstance(names.value, list) else [names.value]))
 
 
 def _draft_cadence(settings: Settings, total: int | None, draft: Draft) -> None:

@@ -22,6 +22,7 @@ from dsjob.data.batches import IGNORED, count_samples, count_targets
 from dsjob.errors import ContractError
 from dsjob.torch_private import tree_map_only
 from dsjob.training.selection import Chosen, Selection
+from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
 from dsjob.trust.signatures import name_loss_arguments
 from dsjob.trust.targets import build_callable
@@ -131,8 +132,8 @@ class Objective:
             try:
                 predictions = term.outputs.read(outputs) if term.outputs is not None else self.predict(outputs)
                 found = read_loss(_compare(term.function, predictions, targets), term.function, _REDUCTION)
-            except ContractError as error:
-                error.put_at((*term.where, "_target_") if term.where != ("label_smoothing",) else term.where)
+            except Exception as error:
+                put_at(error, (*term.where, "_target_") if term.where != ("label_smoothing",) else term.where)
                 raise
         if len(self.terms) > 1 and found.count is not None:
             raise ContractError(

@@ -320,13 +320,16 @@ def test_a_short_file_of_arguments_names_its_lines(tmp_path: Path) -> None:
             "output_dir": "o",
             "max_steps": 5,
             "label_smoothing_factor": 0.1,
+            "label_names": ["labels"],
+            "neftune_noise_alpha": 5,
             "lerning_rate": 1,
         },
         indent=1,
     )
     imported = import_texts(tmp_path, {"args.json": text})
-    assert "args.json:5:2: label_smoothing_factor=0.1: results will differ" in messages(imported, "left out")
-    assert 'args.json:6:2: lerning_rate=1: did you mean "learning_rate"?' in messages(imported, "unknown")
+    assert "args.json:9:2: neftune_noise_alpha=5: results will differ" in messages(imported, "left out")
+    assert (imported.document["label_smoothing"], imported.document["targets"]) == (0.1, ["labels"])
+    assert 'args.json:10:2: lerning_rate=1: did you mean "learning_rate"?' in messages(imported, "unknown")
 
 
 @pytest.mark.parametrize(

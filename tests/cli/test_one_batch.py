@@ -1,0 +1,118 @@
+"""`validate --deep` calls the model and the losses with one batch if the document says how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import dsjob
+
+MODULE = """
+import torch
+print("noise")
+def points(n=8, as_pairs=False):
+    items = [(torch.ones(4) * i, torch.ones(1) * i) for i in range(n)]
+    return items if as_pairs else [{"x": x, "y": y, "flat": y[0]} for x, y in items]
+class Broken(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): raise OSError("no such file")
+class Large(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 300_000_000)
+    def forward(self, x): return self.layer(x)[:, :1]
+def compare(prediction, target):
+    raise ValueError("mine")
+"""
+SOUND = """
+model: {_target_: torch.nn.Linear, in_features: 4, out_features: 1}
+inputs: [x]
+targets: [y]
+loss: {_target_: torch.nn.MSELoss}
+data: {train: {_target_: points_module.points}}
+trainer: {train_batch: 4, max_steps: 2}
+optimizer: {_target_: torch.optim.SGD, lr: 0.1}
+""".lstrip()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "points_module.py").write_text(MODULE)
+    return tmp_path
+
+
+def validate(job: Path, document: str) -> tuple[int, list[str]]:
+    (job / "cfg.yaml").write_text(document)
+    done = dsjob("validate", "--deep", "cfg.yaml", cwd=job)
+    told = [line for line in (done.stdout + done.stderr).splitlines() if line != "noise"]
+    return done.returncode, told
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("", ""),
+        ("loss: {_target_: torch.nn.MSELoss}", "losses: {a: {_target_: torch.nn.MSELoss, weight: 2}}"),
+        ("torch.nn.Linear, in_features: 4, out_features: 1", "points_module.Large"),
+        ("points_module.points", "points_module.points, as_pairs: true"),
+    ],
+    ids=["one loss", "losses", "large", "pairs"],
+)
+def test_a_document_that_works_is_ok(job: Path, change: tuple[str, str]) -> None:
+    document = SOUND.replace(*change)
+    if "as_pairs" in document:
+        document = document.replace("[x]", "[0]").replace("[y]", "[1]")
+    assert validate(job, document) == (0, ["cfg.yaml: ok"])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        (
+            "[x]",
+            "[z]",
+            "cfg.yaml:2:10: error[one-batch]: inputs[0]: the batch, of type dict, has no 'z', but x, y, flat",
+        ),
+        ("[y]", "{target: z}", "cfg.yaml:3:11: error[one-batch]: targets.target: the batch, of type dict, has no 'z'"),
+        (
+            "[x]",
+            "[x, y]",
+            "cfg.yaml:2:1: error[one-batch]: inputs: the model's forward does not match the batch: too many positional",
+        ),
+        ("in_features: 4", "in_features: 5", "cfg.yaml:2:1: error[one-batch]: inputs: RuntimeError: mat1 and mat2"),
+        (
+            "MSELoss",
+            "MSELoss, reduction: none",
+            "cfg.yaml:4:8: error[one-batch]: loss._target_: the loss function (MSELoss) returned a tensor",
+        ),
+        ("[y]", "[y, x]", "cfg.yaml:4:8: error[target]: loss._target_: torch.nn.MSELoss takes 2 positional arguments"),
+        (
+            "torch.nn.MSELoss",
+            "points_module.compare",
+            "cfg.yaml:4:8: error[one-batch]: loss._target_: ValueError: mine",
+        ),
+        ("points_module.points", "points_module.Broken", "cfg.yaml:5:16: error[one-batch]: data.train._target_: "),
+        (
+            "loss: {_target_: torch.nn.MSELoss}",
+            "losses: {a: {_target_: torch.nn.MSELoss, weight: 2, targets: [z]}}",
+            "cfg.yaml:4:63: error[one-batch]: losses.a.targets[0]: the batch, of type dict, has no 'z'",
+        ),
+        ("targets: [y]", "", "cfg.yaml:3:8: error[one-batch]: loss._target_: AttributeError"),
+    ],
+)
+def test_what_one_batch_shows_has_its_place(job: Path, right: str, wrong: str, told: str) -> None:
+    assert right in SOUND
+    code, (first, *more) = validate(job, "\n".join(filter(None, SOUND.replace(right, wrong).splitlines())))
+    assert (code, more) == (2, [])
+    assert first.startswith(told)
+
+
+def test_what_torch_warns_of_is_a_warning(job: Path) -> None:
+    code, (first, *_) = validate(job, SOUND.replace("[y]", "[flat]"))
+    assert first.startswith("cfg.yaml:4:8: warning[one-batch]: loss._target_: Using a target size (torch.Size([4]))")
+    assert code == 0
+
+
+def test_without_these_keys_nothing_is_called(job: Path) -> None:
+    document = SOUND.replace("inputs: [x]\ntargets: [y]\nloss: {_target_: torch.nn.MSELoss}\n", "")
+    assert validate(job, document.replace("points_module.points", "points_module.Broken")) == (0, ["cfg.yaml: ok"])
