@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ READ = {
     "use_cpu": "launch.device",
     "cpu": "launch.device",
     "distributed_type": "launch.device",
-    "gpu_ids": "launch.nproc",
+    "gpu_ids": "launch.include",
     "deepspeed_config": _ZERO,
     "deepspeed_config_file": "",
     "fsdp_config": f"{_ZERO}.stage",
@@ -57,8 +58,8 @@ LEFT_OUT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "zero3_init_flag": ("dsjob decides how the model is built", ()),
     "deepspeed_hostfile": (_NODES, ()),
     "deepspeed_multinode_launcher": (_NODES, ("standard",)),
-    "deepspeed_inclusion_filter": ("set CUDA_VISIBLE_DEVICES", ()),
-    "deepspeed_exclusion_filter": ("set CUDA_VISIBLE_DEVICES", ()),
+    "deepspeed_inclusion_filter": ("set launch.include on each machine", ()),
+    "deepspeed_exclusion_filter": ("set launch.exclude on each machine", ()),
     "deepspeed_moe_layer_cls_names": ("dsjob finds the blocks itself", ()),
     "dynamo_use_regional_compilation": ("blocks are compiled one by one", ()),
     "megatron_lm_config": ("tensor and pipeline parallelism are not supported", ()),
@@ -144,7 +145,10 @@ def _draft_processes(settings: Settings, draft: Draft) -> None:
         draft.note("left out", text, machines)
     gpus = settings.get("gpu_ids")
     if gpus is not None and gpus.value is not None and gpus.value not in ("all", ""):
-        draft.note("left out", f"{gpus.label}: set CUDA_VISIBLE_DEVICES={gpus.value}", gpus)
+        if re.fullmatch(r"\d+(,\d+)*", str(gpus.value)):
+            draft.put("launch.include", gpus.to(f"localhost:{gpus.value}"))
+        else:  # names, such as GPU-5ebe9f43
+            draft.note("left out", f"{gpus.label}: set CUDA_VISIBLE_DEVICES={gpus.value}", gpus)
 
 
 def _draft_device(settings: Settings, draft: Draft) -> None:

@@ -25,7 +25,6 @@ OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "launcher": (_NODES, ()),
     "launcher_args": (_NODES, ()),
     "ssh_port": (_NODES, ()),
-    "exclude": ("set launch.exclude and launch.nproc", ()),
     "max_restarts": ("start the job again, and it resumes", (0,)),
     "log_dir": (_LOGS, ()),
     "enable_each_rank_log": (_LOGS, ()),
@@ -38,6 +37,7 @@ OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
 # Options on how to start a program, which have no meaning for a job.
 _SILENT = ("module", "no_python", "use_env", "standalone", "no_local_rank", "force_multi", "u", "O", "OO", "B")
 _COUNTS = ("num_gpus", "nproc_per_node", "num_accelerators")
+_FILTERS = ("include", "exclude")
 _ALL = {"deepspeed": (-1,), "torchrun": ("gpu", "auto", "cpu", "xpu")}  # as many as the machine has
 
 
@@ -49,8 +49,8 @@ def draft_launcher(command: Command, draft: Draft) -> None:
             about, silent = OPTIONS[name]
             if isinstance(given.value, bool) or given.value not in silent:
                 draft.note("left out", f"{given.label}: {about}", given)
-        elif name not in (*_SILENT, *_COUNTS, "include"):
-            hint = suggest(name, [*OPTIONS, *_SILENT, *_COUNTS, "include"]) or f"unknown option of {command.launcher}"
+        elif name not in (*_SILENT, *_COUNTS, *_FILTERS):
+            hint = suggest(name, [*OPTIONS, *_SILENT, *_COUNTS, *_FILTERS]) or f"unknown option of {command.launcher}"
             draft.note("unknown", f"{given.label}: {hint}", given)
     for name in ("num_nodes", "nnodes"):
         if name in options:
@@ -59,9 +59,10 @@ def draft_launcher(command: Command, draft: Draft) -> None:
     counts = [options[name] for name in _COUNTS if name in options]
     for given in counts:
         _draft_count(given, command.launcher, draft)
-    if "include" in options:
-        _draft_include(options["include"], draft)
-    elif not counts and command.launcher == "deepspeed":
+    for name in _FILTERS:
+        if name in options:
+            _draft_gpus(name, options[name], draft)
+    if not counts and "include" not in options and command.launcher == "deepspeed":
         _ask(command.script, draft)
 
 
@@ -82,11 +83,12 @@ def _ask(given: Given | None, draft: Draft) -> None:
     draft.note("fill in", text, given)
 
 
-def _draft_include(given: Given, draft: Draft) -> None:
-    """`--include localhost:0,1`: GPUs of this machine, one rank each."""
+def _draft_gpus(name: str, given: Given, draft: Draft) -> None:
+    """`--include` or `--exclude`, the `name`, of GPUs of this machine: `localhost:0,1`. An included one has a rank."""
     host, _, slots = str(given.value).partition(":")
     if "@" in str(given.value) or host not in ("localhost", "127.0.0.1") or not slots:
         draft.note("left out", f"{given.label}: {_NODES}", given)
         return
-    draft.put("launch.nproc", given.to(len(slots.split(","))))
-    draft.put("launch.include", given)
+    if name == "include":
+        draft.put("launch.nproc", given.to(len(slots.split(","))))
+    draft.put(f"launch.{name}", given)

@@ -89,8 +89,13 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "fsdp 1's word": (FSDP2.format(reshard="SHARD_GRAD_OP"), {"zero_optimization.stage": 2}, ()),
     "several GPUs": (
         "distributed_type: MULTI_GPU\nmixed_precision: fp16\nnum_processes: 4\ngpu_ids: 0,1,2,3\n",
-        {"launch.nproc": 4, "fp16.enabled": True},
-        ("CUDA_VISIBLE_DEVICES=0,1,2,3",),
+        {"launch": {"nproc": 4, "include": "localhost:0,1,2,3"}, "fp16.enabled": True},
+        (),
+    ),
+    "GPUs by name": (
+        "distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: GPU-5ebe,GPU-7a01\n",
+        {"launch": {"nproc": 2}},
+        ("CUDA_VISIBLE_DEVICES=GPU-5ebe,GPU-7a01",),
     ),
     "CPUs": ("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n", {"launch.device": "cpu"}, ()),
     "compiled": (

@@ -127,6 +127,16 @@ def test_what_only_the_shell_knows_is_to_be_filled_in(tmp_path: Path) -> None:
     assert "launch.nproc" in messages(imported, "fill in")
 
 
+def test_gpus_to_leave_out_are_taken_over() -> None:
+    imported = import_command("deepspeed --num_gpus 2 --exclude localhost:1 train.py")
+    assert imported.document["launch"] == {"nproc": 2, "exclude": "localhost:1"}
+    assert not messages(imported, "left out")
+    assert "launch.nproc" in messages(import_command("deepspeed --exclude=localhost:0 train.py"), "fill in")
+    assert "--exclude=worker-1: start dsjob with torchrun" in messages(
+        import_command("deepspeed --num_gpus 2 --exclude worker-1 a.py"), "left out"
+    )
+
+
 def test_several_nodes_are_left_to_torchrun() -> None:
     imported = import_command("deepspeed --hostfile hosts --num_nodes 2 --num_gpus 8 --master_addr 10.0.0.1 train.py")
     left_out = messages(imported, "left out")
