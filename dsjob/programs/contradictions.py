@@ -20,6 +20,7 @@ from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import schema as contract
 from dsjob.contract.paths import get_at
+from dsjob.document.normal import settle_torch_adam
 from dsjob.document.places import describe_place
 from dsjob.errors import ConfigError, DocumentError, Problem
 from dsjob.programs.origins import Told, tell_origin
@@ -64,9 +65,10 @@ def find_unused(config: dict[str, Any], args: Any, steps: int, told: Told) -> li
     config: with the values that transformers has filled in. steps: of the whole training.
     """
     found = []
+    defaults = settle_torch_adam({"optimizer": config.get("optimizer")})  # weight_decay depends on torch_adam
     for key, names in _FILLED.items():
         path = tuple(key.split("."))
-        default = contract.find_at(contract.deepspeed_schema(), path, config).get("default")
+        default = get_at(defaults, path, contract.find_at(contract.deepspeed_schema(), path, config).get("default"))
         section = config.get(path[0]) if len(path) > 1 else config
         if default is None or not isinstance(section, dict) or get_at(config, path, None) is not None:
             continue

@@ -79,6 +79,17 @@ BARE = {
 }
 
 
+def test_torch_adam_has_the_default_weight_decay_of_torch(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNUSED)
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+    (tmp_path / "ds.json").write_text(json.dumps({**BARE, "optimizer": optimizer}, indent=1))
+    words = "--output_dir out --use_cpu --deepspeed ds.json --max_grad_norm 1.0 --weight_decay"
+    done = dsjob("exec", "--no_local_rank", "train.py", *words.split(), "0.01", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "trains\n"), done.stderr
+    done = dsjob("exec", "--no_local_rank", "train.py", *words.split(), "0.1", cwd=tmp_path)
+    assert "optimizer.params.weight_decay: is missing, so its default of 0.01 would be used" in done.stderr
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_an_argument_whose_key_is_missing_is_told_only_if_somebody_gave_it(tmp_path: Path, given: bool) -> None:
     (tmp_path / "train.py").write_text(UNUSED)
