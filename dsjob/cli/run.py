@@ -12,7 +12,8 @@ from typing import Any
 
 from dsjob.cli.flags import add_arguments, add_form, allow_protocols, make_parser, read_flags
 from dsjob.cli.overrides import is_override
-from dsjob.contract.secrets import hide_secrets
+from dsjob.contract.paths import get_at
+from dsjob.contract.secrets import hide_secrets, hide_value
 from dsjob.document import Document
 from dsjob.document import compose as composition
 from dsjob.document.origins import STDIN, Composed
@@ -21,7 +22,7 @@ from dsjob.front.execute import run_composed
 from dsjob.front.source import read_source
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
-from dsjob.run_folder import RESOLVED_NAME
+from dsjob.run_folder import RESOLVED_NAME, read_resolved
 from dsjob.training.advice import train_longer
 from dsjob.training.form import Form, showing
 from dsjob.trust.user import grant, read_environment
@@ -150,7 +151,7 @@ def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | No
     again = f"{run_dir}/{RESOLVED_NAME}"
     folder = f"--config-dir {shlex.quote(config_dir)} " if config_dir is not None else ""  # where the recipe may lie
     lines = (
-        ("continue", f"dsjob run {run_dir} {longer}"),
+        ("continue", " ".join(["dsjob run", run_dir, longer, *_find_unused(composed, run_dir)])),
         ("convert", f"dsjob convert --to {form} {result['checkpoint'].rpartition('/')[0]} {run_dir}/{out}"),
         ("repeat", f"dsjob run {again}"),
         (
@@ -159,6 +160,18 @@ def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | No
         ),
     )
     print("next", *(f"  {name:<10} {command}" for name, command in lines), sep="\n")  # noqa: T201
+
+
+def _find_unused(composed: Composed, run_dir: str) -> list[str]:
+    """The overrides that a run has not taken, because it was finished: its folder keeps the values it trained with."""
+    kept = read_resolved(run_dir)
+    found = []
+    for path, override in composed.overrides.items():
+        before, value = get_at(kept, path, None), get_at(composed.document, path, None)
+        # Not `auto` and old keys, which are resolved to other values, and not what `longer` sets.
+        if None not in (before, value) and before != value != "auto" and path[-1] not in ("max_steps", "max_epochs"):
+            found.append(shlex.quote(hide_value(override)))
+    return found
 
 
 def _sweep(composed: Composed) -> str:

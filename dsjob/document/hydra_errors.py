@@ -94,6 +94,10 @@ def _explain(error: Exception, overrides: Sequence[str]) -> UsageError | Documen
     if isinstance(error, OmegaConfBaseException) and getattr(error, "full_key", None):
         return DocumentError([Problem(text, split_key(str(error.full_key)), "interpolation")])
     detail = str(cause).splitlines()[0] if isinstance(cause, OmegaConfBaseException) else ""
+    found = re.match(r"Error merging override ([^=\s]+)=", text)
+    if found and detail == "Cannot merge DictConfig with ListConfig":
+        hint = f"set its keys: {found[1]}.KEY=..."
+        return UsageError(f"{found[1]} is a section with keys of its own, and cannot be a list", hint=hint)
     return UsageError(f"{text}: {detail}" if detail and detail not in text else text)
 
 

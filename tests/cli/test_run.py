@@ -49,6 +49,8 @@ def test_a_run_folder_is_continued(job: Path) -> None:
     _, told, following, *_ = again.stdout.splitlines()
     longer = "to train longer, set trainer.max_steps=12; to train with other settings, set a new output.dir"
     assert (told, following) == (f"already finished  step 6 of 6: nothing was trained or evaluated; {longer}", "next")
+    changed = dsjob("run", "run", "optimizer.params.lr=1e-4", cwd=job)  # not used, so it has to be given again
+    assert "  continue   dsjob run run trainer.max_steps=12 optimizer.params.lr=1e-4\n" in changed.stdout
     assert list_commits(job / "run") == ["step-00000006"]
     extended = dsjob("run", "run", "trainer.max_steps=9", cwd=job)
     assert "step-00000006-a0001 at step 6" in extended.stdout

@@ -360,6 +360,7 @@ def test_an_appended_unknown_key_is_found_by_the_check(job_file: Path) -> None:
             "in any case: ~trainer.max_steps",
         ),
         (["trainer.max_steps=1,2"], "several values are given by 'trainer.max_steps=1,2'", None),
+        (["trainer=[1]"], "trainer is a section with keys of its own, and cannot be a list", "trainer.KEY=..."),
         (["+recipe=quickstart", "+optimizer=sgd"], "optimizer is chosen twice", "without a +: optimizer=NAME"),
         (["zero=9"], "zero takes the name of a config, not 9", "to set a value: zero_optimization.stage=..."),
         (["scheduler=null"], "scheduler takes the name of a config, not null", "to remove it: ~scheduler"),
