@@ -118,6 +118,8 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     # The same order as in training; see `dsjob.training.job`.
     world = build.divide_ranks(spec, world, trust)
     models = build.build_models(job, trust)
+    for model in models.values():
+        model.requires_grad_(False)  # so that engines hold neither fp32 masters nor buckets for gradients
     collate = build_collate(spec, trust)
     sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec))
     engines = build.build_engines(models, job, world, trust)
