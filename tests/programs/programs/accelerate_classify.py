@@ -134,8 +134,12 @@ def save(accelerator: Accelerator, model: torch.nn.Module) -> list[dict]:
     """Saves the model in all of accelerate's ways; the norm of each weight, and whether the files have all weights."""
     weights = accelerator.get_state_dict(model)
     accelerator.save_model(model, "model")
+    # A copy of the dict, since save_pretrained takes its tensors out.
     accelerator.unwrap_model(model).save_pretrained(
-        "pretrained", is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=weights
+        "pretrained",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=dict(weights or {}),
     )
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
