@@ -143,6 +143,16 @@ def list_owners(unit: FSDPModule) -> list[nn.Module]:
     return list(dict.fromkeys(owners))
 
 
+def keep_gathered_in_state_dict(unit: FSDPModule) -> None:
+    """Keeps `state_dict()` from freeing the gathered parameters of a unit, which has begun its calls.
+
+    FSDP2 frees them on the rank that calls it, even if the others do not. There is no public option for that.
+    """
+    for group in _list_groups(unit):
+        for handle in group._module_to_pre_save_state_dict_hook_handle.values():
+            handle.remove()
+
+
 def is_gathered(unit: FSDPModule) -> bool:
     """Whether the parameters of a unit are whole on this rank. `unshard` would find out, but not in a microsecond."""
     return all(group.is_unsharded for group in _list_groups(unit))

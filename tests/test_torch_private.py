@@ -6,6 +6,7 @@ import ast
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dsjob import torch_private
 from dsjob.ranks.mesh import World
@@ -347,6 +349,17 @@ def test_process_groups() -> None:
         assert found["met"] == "yes"
 
 
+class InWorker(IterableDataset[bool]):
+    def __iter__(self) -> Iterator[bool]:
+        with torch_private.hiding_worker():
+            hidden = get_worker_info() is None
+        yield hidden and get_worker_info() is not None
+
+
+def test_a_worker_can_be_hidden() -> None:
+    assert [bool(found) for found in DataLoader(InWorker(), num_workers=1)] == [True]
+
+
 def shard(world: World) -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(net[0], mesh=world.data_mesh)
@@ -358,6 +371,11 @@ def shard(world: World) -> dict[str, Any]:
     torch_private.begin_calls(net)
     net[0](torch.ones(1, 2))  # else it would begin, and the model could not be called after it
     net.unshard()
+    net.state_dict()
+    assert not torch_private.is_gathered(net)  # what FSDP2 does by itself
+    torch_private.keep_gathered_in_state_dict(net)
+    net.unshard()
+    net.state_dict()
     assert torch_private.is_gathered(net)
     assert all(torch_private.is_shown_whole(p) for p in torch_private.list_sharded(net))
     net.set_requires_gradient_sync(False)

@@ -22,13 +22,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial
 
-from dsjob.compute.autocast import DEFAULT_SAFE_MODULES, mark, marked_dtype
-from dsjob.compute.find_blocks import find_blocks
+from dsjob.compute.autocast import marked_dtype
 from dsjob.compute.precision import Precision
-from dsjob.contract.sharding import choose_ahead, stands_alone
 from dsjob.contract.spec import Zero
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local
@@ -46,7 +44,8 @@ from dsjob.parallel.presharded import (
     write_back,
 )
 from dsjob.parallel.statistics import keep_statistics_wide
-from dsjob.parallel.strategy import Strategy, align, broadcast, mark_safe, widen
+from dsjob.parallel.strategy import Strategy, align, broadcast, widen
+from dsjob.parallel.units import shard
 from dsjob.parallel.unsharded import Unsharded
 from dsjob.parallel.whole_state import show_whole_state
 from dsjob.ranks.mesh import World
@@ -54,7 +53,10 @@ from dsjob.torch_private import (
     begin_calls,
     change_tensors,
     find_gathered,
+    is_gathered,
     is_shown_whole,
+    keep_gathered_in_state_dict,
+    list_owners,
     list_sharded,
     look_again_at_dtypes,
     name_of,
@@ -74,6 +76,7 @@ class Sharded(Strategy):
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
         self._announced = zero.stage < 3
+        self._keeps_gathered = False
         self._reduce_dtype = precision.reduce
         # [shard], or with MiCS [replicate, shard]: FSDP2 shards over the last axis.
         mesh = self._mesh = world.data_mesh
@@ -99,7 +102,7 @@ class Sharded(Strategy):
         }
         if precision.compute != torch.float32:
             keep_statistics_wide(model)
-        allow_partial_calls(model, _shard(model, zero, precision, options))
+        allow_partial_calls(model, shard(model, zero, precision, options))
         write_back(model, placed, HOST if keep_off else world.device)
         self.module = model
         if world.device.type == "cpu":
@@ -240,6 +243,8 @@ class Sharded(Strategy):
         # Only a backward pass at the boundary frees gathered parameters. After an evaluation, a call of the module
         # itself, or if the program has moved the boundary, they would be outdated in the next step.
         self.free_gathered()
+        if self._keeps_gathered:
+            self._gather()
 
     def drop_gradients(self) -> None:
         self._follow_freezing()
@@ -272,68 +277,32 @@ class Sharded(Strategy):
         for unit in self._units():
             unit.reshard()
 
+    def keep_gathered(self) -> None:
+        if self._stage == 3:
+            return
+        self._keeps_gathered = True
+        begin_calls(cast(FSDPModule, self.module))
+        for unit in self._units():
+            keep_gathered_in_state_dict(unit)
+            for owner in list_owners(unit):
+                owner.register_state_dict_pre_hook(lambda *_: self._free_unless_whole())  # type: ignore[no-untyped-call]
+        self._gather()
+
+    def _gather(self) -> None:
+        for unit in self._units():
+            unit.unshard()
+
+    def _free_unless_whole(self) -> None:
+        """Before `state_dict()`: between a backward pass and the step, some blocks may be gathered, and others not."""
+        if not all(map(is_gathered, self._units())):
+            self.free_gathered()
+
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def weights(self) -> dict[str, Tensor]:
         # Not from the module: after an evaluation, it may still have gathered parameters. These are always sharded.
         return {name: self.masters.get(name, parameter).data for name, parameter in self._all.items()}
-
-
-def _shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str, Any]) -> list[nn.Module]:
-    """Shards `model` in place: its fp32 modules and its blocks as units of their own, then the rest as one unit.
-
-    Returns its blocks, also those that are too small for units of their own.
-    """
-    # param_dtype: of the gathered copies. reduce_dtype: of gradients between ranks. Shards keep their own dtype,
-    # usually fp32, and the gradients that they receive have it too.
-    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-    # Inner units first, the root last: fully_shard takes the parameters that no unit inside has taken.
-    for safe in mark_safe(model, precision):
-        _shard_safe(safe, options, precision.autocast)
-    found = find_blocks(model)
-    blocks = [b for b in found if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
-    for block in blocks:
-        if not isinstance(block, FSDPModule):
-            fully_shard(block, mp_policy=policy, **options)
-    if zero.stage == 3 and zero.stage3_prefetch_bucket_size:
-        _prefetch(blocks, zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
-    # Parameters outside the blocks are used at both ends of the model. Freeing them in between would gather them
-    # twice.
-    fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
-    return found
-
-
-def _shard_safe(module: nn.Module, options: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """Shards a module whose gradients are reduced in `dtype`. At stage 3, as in DeepSpeed, its parameters are gathered
-    in it too.
-
-    It is a unit of its own, because a unit has one dtype, and a unit of several modules reduces only when all were
-    used.
-    """
-    # Gather only linear and convolution layers in it: autocast lowers their inputs anyway, but other operators may not
-    # accept parameters and inputs of different dtypes.
-    gathers_low = options["reshard_after_forward"] and type(module) in DEFAULT_SAFE_MODULES
-    low = MixedPrecisionPolicy(
-        param_dtype=dtype if gathers_low else None, reduce_dtype=dtype, cast_forward_inputs=False
-    )
-    fully_shard(module, mp_policy=low, **options)
-    for parameter in module.parameters():
-        mark(parameter, cast(torch.dtype, dtype))
-
-
-def _prefetch(blocks: list[nn.Module], bucket: int, live: int | None) -> None:
-    """Gathers several blocks ahead of their use, in both directions. FSDP2 does so with one block by default."""
-    for order in (blocks, blocks[::-1]):
-        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in order]
-        for number, ahead in enumerate(choose_ahead(sizes, bucket, live)):
-            following = cast("list[FSDPModule]", order[number + 1 : number + 1 + ahead])
-            unit = cast(FSDPModule, order[number])
-            set_next = (
-                unit.set_modules_to_forward_prefetch if order is blocks else unit.set_modules_to_backward_prefetch
-            )
-            if ahead > 1:
-                set_next(following)
 
 
 def _cast(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:

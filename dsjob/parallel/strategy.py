@@ -195,6 +195,10 @@ class Strategy:
     def free_gathered(self) -> None:
         """Frees gathered parameters."""
 
+    def keep_gathered(self) -> None:
+        """From now on, keeps parameters whole between steps, so that one rank alone may call the model or read its
+        state. A collective. Does nothing at stage 3, where they are gathered for each use."""
+
     def close(self) -> None:
         """Called when there will be no more passes."""
         self.drop_gradients()

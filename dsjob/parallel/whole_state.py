@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dsjob.optim.shards import whole
 from dsjob.ranks.joint import Meetings
 from dsjob.ranks.mesh import World
+from dsjob.torch_private import find_gathered, list_sharded
 
 _ON_ALL = (
     "call it on all ranks, and let one of them write the result; or engine.save_16bit_model(folder) on all ranks, or "
@@ -42,11 +44,14 @@ def show_whole_state(model: nn.Module, dtype: torch.dtype, world: World) -> None
         # gather in the same order.
         owners = {prefix + name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
         known: dict[int | str, Tensor] = {}
+        units = (unit for unit in model.modules() if isinstance(unit, FSDPModule))
+        gathered = {id(find_gathered(parameter)) for unit in units for parameter in list_sharded(unit)}
         for name, value in state.items():
-            if isinstance(value, DTensor):
+            # Parameters that are gathered at the moment are copied too: the next step frees their memory.
+            if isinstance(value, DTensor) or owners.get(name) in gathered:
                 owner = owners.get(name, name)
                 if owner not in known:
-                    known[owner] = _gather(value, dtype)
+                    known[owner] = _copy_whole(value, dtype)
                 state[name] = known[owner]
 
     def named(name: str) -> Callable[..., None]:
@@ -58,6 +63,6 @@ def show_whole_state(model: nn.Module, dtype: torch.dtype, world: World) -> None
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
-def _gather(value: DTensor, dtype: torch.dtype) -> Tensor:
+def _copy_whole(value: Tensor, dtype: torch.dtype) -> Tensor:
     found = whole(value).detach()
-    return found.to("cpu", dtype if found.is_floating_point() else found.dtype)
+    return found.to("cpu", dtype if found.is_floating_point() else found.dtype, copy=not isinstance(value, DTensor))

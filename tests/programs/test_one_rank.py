@@ -1,17 +1,20 @@
-"""Calls on one rank only that all ranks must make, such as `if rank == 0: engine.save_checkpoint(...)`."""
+"""What one rank does alone: `if rank == 0: torch.save(engine.module.state_dict(), ...)`, or an evaluation there."""
 
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from jobs import dsjob
 from ranks import run_ranks
+from torch.distributed.tensor import DTensor
 
-from dsjob import initialize
+from dsjob import deepspeed, initialize
 from dsjob.errors import UsageError
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.joint import Meetings
@@ -56,7 +59,7 @@ def call_alone(folder: Path, stage: str, then: str, call: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize(("stage", "then"), [("3", "train"), ("1", "end")])
+@pytest.mark.parametrize(("stage", "then"), [("3", "train"), ("3", "end")])
 def test_the_rank_that_calls_alone_gets_an_error_that_names_the_other_ways(
     tmp_path: Path, stage: str, then: str
 ) -> None:
@@ -88,6 +91,76 @@ def test_saving_on_one_rank_is_an_error_that_says_to_call_it_on_all(
     )
     assert "every rank must" in told
     assert "`if rank == 0:`" in told
+
+
+class Tied(torch.nn.Module):
+    """Two blocks, a tied head, a scalar and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return self.head(self.scale * self.norm(hidden))
+
+
+def work_alone(world: World, stage: int, bf16: bool) -> dict[str, Any]:
+    """Trains; after each step, rank 0 alone evaluates the model and keeps its state, as BingBert's SQuAD loop does."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+    }
+    engine = deepspeed.initialize(model=Tied(), config=config)[0]
+    found: dict[str, Any] = {"states": [], "outputs": [], "losses": []}
+    ids = torch.arange(4) + world.data_rank
+    for step in range(7):
+        if world.data_rank == 0 and step % 2 == 0:
+            engine.eval()
+            with torch.no_grad():
+                found["outputs"].append(engine(torch.arange(5)).float())
+            found["states"].append(deepcopy(engine.module.state_dict()))  # without ZeRO, it shares the model's memory
+            assert all(not isinstance(value, DTensor) for value in found["states"][-1].values())
+            engine.train()
+        loss = engine(ids % 5).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        found["losses"].append(loss.item())
+    state = engine.module.state_dict()
+    found["tied"] = state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    found["states"].append(state)  # in the middle of a step, on all ranks
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_below_stage_3_one_rank_may_call_the_model_and_read_its_state(stage: int, bf16: bool) -> None:
+    first, second = run_ranks(work_alone, 2, stage, bf16)
+    plain, _ = run_ranks(work_alone, 2, 0, bf16)
+    tolerance = {"rtol": 0.05, "atol": 0.02} if bf16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(torch.tensor(first["losses"]), torch.tensor(plain["losses"]), **tolerance)
+    for own, whole in zip(first["outputs"], plain["outputs"], strict=True):
+        torch.testing.assert_close(own, whole, **tolerance)
+    for own, whole in zip(first["states"], plain["states"], strict=True):
+        assert list(own) == list(whole)
+        for name, value in own.items():
+            torch.testing.assert_close(value.float(), whole[name].float(), **tolerance)
+    assert first["tied"]
+    assert not torch.equal(first["states"][0]["layers.0.weight"], first["states"][1]["layers.0.weight"])
+    parameters = dict(Tied().named_parameters())  # running statistics are each rank's own until the next step
+    for name, value in ((name, first["states"][-1][name]) for name in parameters):
+        torch.testing.assert_close(value, second["states"][-1][name], rtol=0, atol=0)
 
 
 def call_unequally(world: World) -> tuple[list[str], str]:

@@ -36,6 +36,8 @@ class DeepSpeedEngine(Settings, Engine):
             optimizer.overflow = False
         if optimizer is not None and self.zero_stage == 3:
             optimizer.parameter_offload = DeepSpeedZeRoOffload()
+        # As DeepSpeed does: programs evaluate and save on rank 0 alone.
+        self.strategy.keep_gathered()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         super()._take_step(lr_kwargs)
