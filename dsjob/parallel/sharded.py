@@ -271,6 +271,11 @@ class Sharded(Strategy):
     def shown(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().shown()
         yield from self._all.items()
+        # Also whole tensors that are freed at the moment: a program may have kept them.
+        for parameter in (parameter for unit in self._units() for parameter in list_sharded(unit)):
+            name, gathered = name_of(parameter), find_gathered(parameter)
+            if name is not None and gathered is not None:
+                yield name, gathered
 
     def free_gathered(self) -> None:
         self._follow_freezing()
