@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -104,13 +103,6 @@ class Readings:
         self._settle()
         for group in self.optimizer.param_groups if self.optimizer else ():
             group["lr"] = lr
-
-    def _set_rates(self, rates: Sequence[float]) -> None:
-        """Sets the learning rate of each parameter group. Does nothing unless there is one for each."""
-        groups = self.optimizer.param_groups if self.optimizer else []
-        if len(rates) == len(groups):
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
     def _read_groups(self, key: str) -> list[Any]:
         self._settle()

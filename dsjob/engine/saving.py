@@ -20,7 +20,6 @@ from dsjob.compute.precision import Precision
 from dsjob.contract.paths import get_at
 from dsjob.engine.readings import Readings
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
-from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.shards import own_part, whole
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.agreement import all_gather
@@ -153,8 +152,6 @@ class Saving(Readings):
             return None, None
         if load_module_only:
             self.restore_counters(counters)
-        elif not isinstance(self.lr_scheduler, ClosedForm):  # which computes its rates from the step
-            self._set_rates(loaded.rates)
         for note in loaded.notes:
             warnings.warn(f"{loaded.url}: {note}", stacklevel=2)
         return loaded.url, loaded.client_state

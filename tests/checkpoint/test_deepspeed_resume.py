@@ -113,22 +113,35 @@ class Data(torch.utils.data.Dataset):
 """
 
 
-@pytest.mark.slow
-def test_a_job_goes_on_from_deepspeed_and_then_from_its_own_checkpoints(tmp_path: Path) -> None:
-    told = about("z2_fp32_ws4_plain")
-    for name in ("small_net.py", "net.py"):
-        shutil.copy(Path(__file__).parent.parent / "support" / name, tmp_path)
-    (tmp_path / "my_data.py").write_text(DATA)
-    sections = {key: told["config"][key] for key in ("optimizer", "scheduler", "gradient_clipping")}
+def write_job(folder: Path, name: str, **sections: object) -> None:
+    for copied in ("small_net.py", "net.py"):
+        shutil.copy(Path(__file__).parent.parent / "support" / copied, folder)
+    (folder / "my_data.py").write_text(DATA)
     document = {
         "model": {"_target_": "small_net.SmallNet"},
         "data": {"train": {"_target_": "my_data.Data"}, "shuffle": False},
         "trainer": {"train_batch": ROWS, "max_steps": 5, "log_every": 1},
-        "checkpoint": {"resume": str(RUNS["z2_fp32_ws4_plain"])},
+        "checkpoint": {"resume": str(RUNS[name])},
         "output": {"dir": "run"},
+        **{key: about(name)["config"][key] for key in ("optimizer", "scheduler", "gradient_clipping")},
         **sections,
     }
-    (tmp_path / "cfg.json").write_text(json.dumps(document))
+    (folder / "cfg.json").write_text(json.dumps(document))
+
+
+def test_a_job_with_a_schedule_of_torch_begins_at_the_rate_that_was_saved(tmp_path: Path) -> None:
+    schedule = {"type": "StepLR", "params": {"step_size": 100}}
+    write_job(tmp_path, "z2_fp32_ws4_plain", scheduler=schedule)
+    done = dsjob_command("cfg.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved = 0.01 * math.log(3) / math.log(4)  # WarmupDecayLR at its third step
+    assert list(read_metrics(tmp_path / "run", "lr").values()) == pytest.approx([saved, saved])
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_from_deepspeed_and_then_from_its_own_checkpoints(tmp_path: Path) -> None:
+    told = about("z2_fp32_ws4_plain")
+    write_job(tmp_path, "z2_fp32_ws4_plain")
     first = dsjob_command("cfg.json", "launch.nproc=2", "zero_optimization.stage=3", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "resumed" in first.stdout

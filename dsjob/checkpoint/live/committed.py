@@ -37,7 +37,6 @@ class Loaded:
     """A loaded checkpoint. `job`: the resolved document stored in it.
 
     `exact`: the run continues bit for bit (same world size, all state restored). `notes`: what was not restored.
-    `rates`: the learning rates of the optimizer's groups, if another program saved it and stored them.
     """
 
     tag: str
@@ -47,7 +46,6 @@ class Loaded:
     exact: bool
     job: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
-    rates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class Loader:
 
 
 def _complete(loaded: Loaded, foreign: Foreign, state: TrainingState | JointState, optimizer: bool) -> Loaded:
-    """Adds what was not restored of another program's checkpoint, and its learning rates if the optimizer was."""
+    """Adds what was not restored of another program's checkpoint. Sets its learning rates if the optimizer was."""
     notes = (*loaded.notes, *foreign.notes)
     if foreign.run is None:
         return replace(loaded, notes=notes)
@@ -219,4 +219,7 @@ def _complete(loaded: Loaded, foreign: Foreign, state: TrainingState | JointStat
     if foreign.run.scheduler is None and has_schedule:
         steps = foreign.steps_applied
         notes += (f"the checkpoint has no schedule: the job's schedule continues after {steps} steps",)
-    return replace(loaded, notes=notes, rates=foreign.run.rates if optimizer else ())
+    # After the schedule, whose state does not set them: torch's schedules calculate the next rate from the current one.
+    if optimizer and isinstance(state, TrainingState):
+        state.load_rates(foreign.run.rates)
+    return replace(loaded, notes=notes)

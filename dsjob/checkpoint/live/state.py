@@ -8,7 +8,7 @@ world size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -197,6 +197,14 @@ class TrainingState:
                 self.scheduler.count_from(state)
             else:
                 self.scheduler.load_state_dict(state)
+
+    def load_rates(self, rates: Sequence[float]) -> None:
+        """Sets the learning rate of each parameter group. Does nothing unless there is one for each, or if the schedule
+        computes its rates from the step."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        if len(rates) == len(groups) and not isinstance(self.scheduler, ClosedForm):
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
     def scaler_values(self) -> dict[str, Any] | None:
         """The state of the loss scale; None without fp16."""
