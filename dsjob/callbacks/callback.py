@@ -68,6 +68,9 @@ class Callback:
     `copy_`.
     """
 
+    def on_setup(self, run: RunView) -> None:
+        """Everything is built, and no checkpoint is loaded yet. Of a run that is already finished, nothing follows."""
+
     def on_start(self, run: RunView) -> None:
         """Training begins, or continues after a resume."""
 
@@ -82,6 +85,9 @@ class Callback:
         and grad_norm is not finite if the step was skipped. It also has the other values that trainer.step returned,
         and `<name>/lr` and `<name>/grad_norm` of each further model.
         """
+
+    def on_eval_start(self, run: RunView) -> None:
+        """An evaluation begins."""
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """An evaluation has finished: `eval/loss` and the document's metrics as `eval/<name>`, or the values that

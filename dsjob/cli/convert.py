@@ -33,6 +33,7 @@ def main(arguments: list[str], debug: bool) -> int:
             tag=args.tag,
             best=args.best,
             model=args.model,
+            ema=args.ema,
             form=args.format,
             max_shard_size=args.max_shard_size,
             overwrite=args.overwrite,
@@ -78,7 +79,8 @@ def _require_fitting(args: argparse.Namespace) -> None:
 def _require_deepspeed(args: argparse.Namespace) -> None:
     if args.out is None or args.zero_stage is None or args.world_size is None or args.world_size < 1:
         raise UsageError("--to deepspeed needs OUT, --zero-stage 1, 2 or 3, and --world-size N, at least 1")
-    other = ("model", "strip", "prefix", "exclude_frozen", "format", "tokenizer", "merge", "adapter", "adapter_config")
+    weights = ("model", "ema", "strip", "prefix", "exclude_frozen", "format")
+    other = (*weights, "tokenizer", "merge", "adapter", "adapter_config")
     given = [f"--{name.replace('_', '-')}" for name in other if getattr(args, name)]
     if given:
         hint = "leave it out: DeepSpeed resumes the full state"
@@ -115,6 +117,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--format", choices=("safetensors", "torch"), default="", help=form)
     add_choice(parser, " to convert")
     add("--model", metavar="NAME", help="convert only one of the job's models (default: all)")
+    add("--ema", action="store_true", help="convert averages of weights (dsjob.callbacks.EMA) instead of the weights")
     add("--strip", default="", metavar="TEXT", help="remove this prefix from names, for example module.")
     add("--prefix", default="", metavar="TEXT", help="add this prefix to names")
     add("--exclude-frozen", action="store_true", help="leave out parameters that were not trained")

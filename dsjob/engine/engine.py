@@ -268,16 +268,12 @@ class Engine(Saving):
         self.strategy.reduce_gradients()
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
-        # Gradients stay scaled until here. `clip` computes the norm, and unscales and clips the gradients.
-        # Dividing by a factor of 1 / ranks multiplies the mean over ranks by their number.
-        scale = self.loss_scale() / self.strategy.gradient_factor
-        self._grad_norm = self.strategy.clip(self.spec.gradient_clipping, scale, self._divisor)
-        self._divisor = None
-        if self._skips and self._scaler is None and can_decide(self.optimizer):
+        self._grad_norm, self._divisor = self._clip(), None
+        if self._skips and self._scaler is None and self.strategy.guard is None and can_decide(self.optimizer):
             self._step_unread(self.optimizer, self._grad_norm.isfinite(), lr_kwargs)
             return
         # bool() waits for the device. The norm is over all ranks, so they decide alike.
-        overflow = self._skips and not bool(self._grad_norm.isfinite())
+        overflow = (self._skips or self.strategy.guard is not None) and not bool(self._grad_norm.isfinite())
         if not overflow:
             self.strategy.step(self.optimizer)
         # Only after the step: `update` may change the scale, but these gradients were scaled by the old one.
@@ -289,6 +285,19 @@ class Engine(Saving):
         if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         self._step_applied = not overflow
+
+    def _clip(self) -> Tensor:
+        """Unscales and clips the gradients, and returns their norm before clipping (0-dim)."""
+        # Dividing by a factor of 1 / ranks multiplies the mean over ranks by their number.
+        scale, limit = self.loss_scale() / self.strategy.gradient_factor, self.spec.gradient_clipping
+        if self.strategy.guard is None:
+            return self.strategy.clip(limit, scale, self._divisor)
+        # Clipping by a norm that is not finite would make all gradients so: find the culprits before.
+        norm = self.strategy.clip(0.0, scale, self._divisor)
+        if not bool(norm.isfinite()):
+            self.strategy.guard(self._find_culprits())
+            return norm
+        return self.strategy.clip(limit) if limit > 0 else norm
 
     def _step_unread(self, optimizer: Optimizer, finite: Tensor, lr_kwargs: Mapping[str, Any]) -> None:
         """Takes a step that the device skips if gradients are not `finite`. The host learns of it at the next step."""

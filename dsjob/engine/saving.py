@@ -60,6 +60,7 @@ class Saving(Readings):
             scaler=self._scaler,
             device=self.world.device,
             pretrained=describe_pretrained(self.strategy.module),
+            averages=self.strategy.averages,
         )
 
     def counters(self) -> dict[str, int]:

@@ -31,6 +31,7 @@ _WEIGHTS = (*_PLAIN, "hf")
 _FORMS = {  # the values of `to` that each argument of `convert` is for
     "dtype": ("hf", "deepspeed"),
     "model": _WEIGHTS,
+    "ema": _WEIGHTS,
     "strip": _PLAIN,
     "prefix": _PLAIN,
     "exclude_frozen": _WEIGHTS,
@@ -53,6 +54,7 @@ def convert(
     tag: str | None = None,
     best: bool = False,
     model: str | None = None,
+    ema: bool = False,
     strip: str = "",
     prefix: str = "",
     exclude_frozen: bool = False,
@@ -71,17 +73,15 @@ def convert(
     DeepSpeed can resume (`to="deepspeed"`). Returns the files written.
 
     checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it. out: a folder,
-    or a file that ends in .safetensors, .bin, .pt, .pth or .ckpt; by default `weights-TAG-DTYPE` in the checkpoint
-    folder.
+    or a file that ends in .safetensors, .bin, .pt, .pth or .ckpt; by default `weights-TAG-DTYPE` in that folder.
     to: the dtype of the weights, or "hf" or "deepspeed". dtype: with "hf", the dtype of the weights (default: fp32);
     with "deepspeed", that of the run that resumes (default: the job's). tag: the checkpoint to convert (default: the
     newest). best: convert the best one by checkpoint.best of the job. model: one of the job's models (default: all).
     strip, prefix: texts to remove from the start of names, and then to add. exclude_frozen: leave out parameters that
     were not trained. form: the format of the files in a folder (default: safetensors). max_shard_size: of a file, in
-    bytes or as "5GB". overwrite: replace earlier output of the same kind.
-    tokenizer, merge, adapter, adapter_config: with "hf", a folder with a tokenizer's files (default: the job's
-    tokenizer), whether to merge a LoRA adapter into the weights, which of several adapters to write, and an
-    adapter_config.json for checkpoints without one.
+    bytes or as "5GB". overwrite: replace earlier output of the same kind. ema: convert averages of weights instead.
+    tokenizer, merge, adapter, adapter_config: with "hf", a folder with a tokenizer's files (default: the job's),
+    whether to merge a LoRA adapter into the weights, which adapter to write, and an adapter_config.json if none exists.
     zero_stage, world_size: with "deepspeed", the ZeRO stage and the number of ranks of the run that resumes; these
     files have no sha256. progress: called with the bytes written and the total bytes, except with "deepspeed".
 
@@ -97,6 +97,7 @@ def convert(
         to=(dtype or "fp32") if to == "hf" else to,
         tag=tag,
         model=model,
+        ema=ema,
         max_shard_size=conversion.parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size,
         overwrite=overwrite,
         form=form,

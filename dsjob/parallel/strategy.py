@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,9 @@ class Strategy:
     autocast: torch.dtype | None  # the dtype of operators in forward passes; None: that of their operands
     copies: Masters | None = None  # if masters are not parameters of the model
     optimizer: Optimizer | None = None  # the engine's; None until it is built
+    averages: Mapping[str, Tensor] = MappingProxyType({})  # of masters by name, saved in checkpoints
+    # The engine calls it with the names of masters whose gradients are not finite, and skips the step, also in fp32.
+    guard: Callable[[list[str]], None] | None = None
     gradient_factor: int = 1  # a step multiplies reduced gradients by it: the number of ranks to get their sum
 
     def __init__(self, model: nn.Module, world: World, precision: Precision) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from dsjob import storage
+from dsjob.callbacks.callback import Callback
 from dsjob.checkpoint.live.committed import Loaded
 from dsjob.checkpoint.live.objects import Kept
 from dsjob.checkpoint.pretrained.configuration import describe_pretrained
@@ -172,13 +173,7 @@ def _prepare(
         occasions=_watch_occasions(spec, run_dir, world, requests),
         requests=requests,
         folder=run_dir,
-        callbacks=[
-            ResolvedFile(run_dir, job.document),
-            display,
-            MetricsFile(run_dir),
-            MonitorValues(delivery),
-            *callbacks.values(),
-        ],
+        callbacks=[*_list_own(job, run_dir, display, delivery), *callbacks.values()],
         say=display.say,
         micro_step=micro_step,
         averaging=build.build_averaging(spec, engines, objective),
@@ -186,8 +181,14 @@ def _prepare(
         evaluator=evaluator,
         kept=kept,
     )
+    run.tell("on_setup")
     # Last, since it loads into everything that was built.
     return run, tasks, resume(run, job)
+
+
+def _list_own(job: ResolvedJob, run_dir: str, display: Display, delivery: Delivery) -> list[Callback]:
+    """The callbacks that every run has. They come before those of the document."""
+    return [ResolvedFile(run_dir, job.document), display, MetricsFile(run_dir), MonitorValues(delivery)]
 
 
 def _watch_occasions(spec: JobSpec, run_dir: str, world: World, requests: Requests) -> Occasions:

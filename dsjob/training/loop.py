@@ -68,6 +68,7 @@ def evaluate(run: Run) -> None:
     """
     assert run.evaluator is not None
     run.requests.evaluates = False
+    run.tell("on_eval_start")
     found = run.evaluator.evaluate()
     for each in run.engines.values():
         if isinstance(each.lr_scheduler, ReduceLROnPlateau):

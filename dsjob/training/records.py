@@ -122,7 +122,8 @@ def _require_finite_losses(run: Run, meter: Meter, losses: list[float]) -> list[
     range of fp32, so in both a non-finite loss means that weights or data are bad, and later steps cannot repair it.
     """
     steps = dict(enumerate(losses, start=run.step - len(losses) + 1))
-    skipped = meter.skipped.get(next(iter(run.engines)), set()) if run.engine.precision.needs_scale else set()
+    tolerant = run.engine.precision.needs_scale or run.engine.strategy.guard is not None
+    skipped = meter.skipped.get(next(iter(run.engines)), set()) if tolerant else set()
     kept = {step: value for step, value in steps.items() if step not in skipped or math.isfinite(value)}
     for step, value in kept.items():
         _require_finite(run, "the loss", value, step)

@@ -3,7 +3,7 @@
 Tensors are named `model.<parameter or buffer>` and `optimizer.<parameter>.<key>`, where `<parameter>` is its name in
 the unsharded model. So a checkpoint of any world size and stage loads at any other. Optimizer state that differs by
 rank (`own_state`) is stored as `optimizer.<parameter>.<key>@rank` with shape [ranks, ...], and loads only at the same
-world size.
+world size. Averages of weights are stored like optimizer state with the key `ema`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dsjob.checkpoint.format.values import decode, encode
+from dsjob.checkpoint.format.values import AVERAGE, decode, encode
 from dsjob.compute.loss_scale import LossScaler
 from dsjob.errors import CheckpointError
 from dsjob.optim.closed_form import ClosedForm
@@ -46,6 +46,7 @@ class TrainingState:
     scaler: LossScaler | None
     device: torch.device
     pretrained: dict[str, Any] = field(default_factory=dict)  # see pretrained.describe_pretrained
+    averages: Mapping[str, Tensor] = field(default_factory=dict)  # of masters, by name
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers under their checkpoint names."""
@@ -62,7 +63,10 @@ class TrainingState:
                     tensors[f"optimizer.{name}.{key}{BY_RANK}"] = _stack_ranks(value)
                 elif isinstance(value, Tensor):
                     tensors[f"optimizer.{name}.{key}"] = value
-        return tensors
+        return tensors | self._average_tensors()
+
+    def _average_tensors(self) -> dict[str, Tensor]:
+        return {f"optimizer.{name}.{AVERAGE}": tensor for name, tensor in self.averages.items()}
 
     def without_frozen(self) -> TrainingState:
         """This state without frozen parameters."""
@@ -110,7 +114,7 @@ class TrainingState:
             f"optimizer.{name}.{key}": value
             for name, entry in self._optimizer_entries().items()
             for key, value in entry.items()
-        }
+        } | self._average_tensors()
         for full, (shape, dtype) in shapes.items() if self.optimizer is not None else ():
             name = full.removeprefix("optimizer.").rpartition(".")[0]
             master = self.masters.get(name)
@@ -127,6 +131,8 @@ class TrainingState:
             if isinstance(kept, Tensor) and tuple(kept.shape) == tuple(shape) and kept.dtype == dtype:
                 made[full] = kept
                 continue
+            if full.endswith(f".{AVERAGE}"):
+                continue  # this run has no averages
             like = tuple(master.shape) == shape
             made[full] = torch.empty_like(master.data, dtype=dtype) if like else torch.empty(shape, dtype=dtype)
         return made
@@ -157,6 +163,8 @@ class TrainingState:
         state: dict[int, dict[str, Any]] = {}
         for full, tensor in tensors.items():
             name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            if key == AVERAGE:
+                continue  # it was loaded in place
             if key.endswith(BY_RANK) and isinstance(tensor, DTensor):
                 key, tensor = key.removesuffix(BY_RANK), tensor.to_local()[0]
             state.setdefault(numbers[name], {})[key] = tensor

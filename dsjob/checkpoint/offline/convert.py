@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as plain
 from dsjob.checkpoint.format.rounding import DTYPES, Rounded
+from dsjob.checkpoint.format.values import AVERAGE
 from dsjob.checkpoint.format.zero_to_fp32 import TORCH, Written
 from dsjob.checkpoint.pretrained.folder import Pretrained, plan_folder
 from dsjob.checkpoint.pretrained.tokenizer import find_tokenizer, read_tokenizer
@@ -74,6 +75,7 @@ def convert(
     to: Literal["fp32", "bf16", "fp16"],
     tag: str | None = None,
     model: str | None = None,
+    ema: bool = False,
     max_shard_size: int = 5_000_000_000,
     overwrite: bool = False,
     form: Literal["safetensors", "torch", ""] = "",
@@ -91,6 +93,7 @@ def convert(
     to: the dtype that F64, F32, F16 and BF16 are converted to, rounded to nearest even. Other dtypes stay.
     tag: which checkpoint; by default the newest. max_shard_size: most bytes of tensors per file of a folder.
     model: one of several models; by default all, where each tensor's name begins with that of its model.
+    ema: write the averages of `dsjob.callbacks.EMA` in place of the weights.
     form: the format of files in a folder; by default safetensors. names: which tensors to write, under which names.
     pretrained: write a folder that transformers' or peft's `from_pretrained` loads.
     progress: called with the bytes written, and the bytes to write in total.
@@ -112,9 +115,7 @@ def convert(
                 hint="name a local folder, then copy it there",
             )
         cast = Rounded(DTYPES[to])
-        if model is not None:
-            checkpoint = _take_model(checkpoint, model)
-        checkpoint = names.apply(checkpoint)
+        checkpoint = names.apply(_choose(checkpoint, model, ema=ema))
         path = storage.local_path(target)
         beside: dict[str, bytes] = {}
         if pretrained is not None:
@@ -162,6 +163,30 @@ def convert_to_deepspeed(
             chosen: str = to or next(enabled, "fp32")
             target = Target(stage, world_size, TORCH_DTYPES[DTYPES[chosen]])
             return write_deepspeed(place, checkpoint, values, storage.local_path(out), target, overwrite)
+
+
+def _choose(checkpoint: plain.Checkpoint, model: str | None, *, ema: bool) -> plain.Checkpoint:
+    averaged = _take_averages(checkpoint) if ema else checkpoint
+    return averaged if model is None else _take_model(averaged, model)
+
+
+def _take_averages(checkpoint: plain.Checkpoint) -> plain.Checkpoint:
+    """The checkpoint with averages in place of the weights that have one."""
+    found = {
+        f"model.{name.removeprefix('optimizer.').removesuffix(f'.{AVERAGE}')}": tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith("optimizer.") and name.endswith(f".{AVERAGE}")
+    }
+    if not found:
+        raise UsageError(
+            f"the checkpoint {checkpoint.tag} contains no averages of weights",
+            hint="train with the callback dsjob.callbacks.EMA, or leave out --ema",
+        )
+    tensors = {
+        name: found[name]._replace(role=tensor.role) if name in found else tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return checkpoint._replace(tensors=tensors)
 
 
 def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:

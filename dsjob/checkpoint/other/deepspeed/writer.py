@@ -23,7 +23,7 @@ from torch import Tensor
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.dtypes import DTYPES
-from dsjob.checkpoint.format.values import CLIENT, decode
+from dsjob.checkpoint.format.values import AVERAGE, CLIENT, decode
 from dsjob.checkpoint.other.deepspeed.layout import Piece, place_in_order, place_stage3
 from dsjob.checkpoint.other.deepspeed.named_pickle import save_named
 from dsjob.checkpoint.other.torch_files import DynamicLossScaler, FragmentAddress, LossScaler
@@ -200,13 +200,11 @@ class _Writer:
         found: dict[str, None] = {}
         for full, tensor in self.tensors.items():
             name, _, key = full.removeprefix("optimizer.").rpartition(".")
-            if (
-                tensor.role == "optimizer"
-                and tensor.shape == self._shape(name)
-                and not (key == "step" and not tensor.shape)
-            ):
+            if tensor.role != "optimizer" or key == AVERAGE:
+                continue
+            if tensor.shape == self._shape(name) and not (key == "step" and not tensor.shape):
                 found[key] = None
-            elif tensor.role == "optimizer" and key != "step":
+            elif key != "step":
                 raise UsageError(
                     f"cannot convert this optimizer for DeepSpeed: {full} does not have its parameter's shape"
                 )
