@@ -425,7 +425,7 @@ def test_gradients_of_bf16_that_are_not_finite_are_a_skipped_step_and_a_loss_tha
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (6, "no step was taken: the gradients' norm became nan in step 6"),
+        (6, "no step was taken: the gradients' norm became inf in step 6"),
         (20, "10 steps in a row were skipped, up to step 10: gradients were not finite"),
     ],
 )
