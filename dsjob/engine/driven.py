@@ -171,7 +171,7 @@ class DrivenEngine(Engine):
         self._last_norm: Any = None
         self.holds_gradients = False  # there was a backward pass since the last step
         super().__init__(
-            _Driven(self),
+            _Driven(self, world),
             spec=spec,
             world=world,
             precision=precision,
@@ -349,7 +349,8 @@ class DrivenEngine(Engine):
 class _Driven(Strategy):
     """The few methods of a strategy that other parts of the engine need. DeepSpeed does the actual work."""
 
-    def __init__(self, engine: DrivenEngine) -> None:
+    def __init__(self, engine: DrivenEngine, world: World) -> None:
+        self.world = world
         self.module = engine.driven.module
         self.masters = {}
         self._engine = weakref.ref(engine)
