@@ -131,7 +131,8 @@ def test_help_of_run_lists_flags_that_run_takes() -> None:
     add_arguments(taken)
     listed = {name for action in make_help()._actions for name in action.option_strings}
     assert len(listed) > 15
-    assert listed - set(taken._option_string_actions) == {"--debug"}  # `dsjob.cli` takes that one
+    # `dsjob.cli` takes these.
+    assert listed - set(taken._option_string_actions) == {"--debug", "--quiet", "-q", "--json"}
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

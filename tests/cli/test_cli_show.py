@@ -48,7 +48,7 @@ def test_a_recipe_is_shown_resolved_as_yaml(show: Any) -> None:
 def test_json_and_yaml_show_the_same(show: Any) -> None:
     as_json = json.loads(show("+recipe=quickstart", "--format", "json")[1])
     assert as_json == yaml.safe_load(show("+recipe=quickstart")[1])
-    assert list(as_json)[:3] == ["name", "model", "data"]
+    assert list(as_json)[:4] == ["name", "model", "tasks", "data"]
 
 
 @pytest.mark.parametrize("form", ["json", "yaml"])

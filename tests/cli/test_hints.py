@@ -213,7 +213,7 @@ TRAINER = '{"output_dir": "out", "per_device_train_batch_size": 8, "num_train_ep
             ["run", "run/checkpoints"],
             "run/checkpoints is not a run folder: there is no resolved.json in it\n  dsjob run run",
         ),
-        (["validate", "run"], "run: error[unreadable]: is a folder, not a file; dsjob validate run/resolved.json"),
+        (["validate", "run"], "this is a folder, not a job document; name a file: dsjob validate run/resolved.json"),
         (["cfg.yaml", "model._target_=my_model:Net"], '"my_model:Net" is not a dotted path; write my_model.Net'),
         (["cfg.yaml", "data=mine.Data"], 'write {"train": {"_target_": "mine.Data"}}'),
         (["cfg.yaml", "trainer.max_steps=1,2"], "to run once per value, add -m"),

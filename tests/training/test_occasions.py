@@ -21,6 +21,7 @@ SPEC = Checkpoint(
     keep=0,
     keep_every=0,
     best=None,
+    load_best_at_end=False,
     save_on_error="warn",
     resume="auto",
     strict=True,
