@@ -63,7 +63,7 @@ class StreamLoader:
         self._options = choose_options(world, seed, num_workers=num_workers, pin_memory=pin_memory)
         self._start = 0
         self._lanes = count_lanes(dataset, world.data_size, num_workers)
-        self._positions: dict[int, Position] = {}  # by lane, of those that this rank has read or will
+        self._positions: dict[int, Position] = {}  # by lane
         self._turn = 0  # the place in this rank's lanes of the one that comes next
         self._restored = False
 
@@ -73,7 +73,8 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The positions in this rank's lanes, after the batch that was taken last."""
-        read = [[lane, asdict(position)] for lane, position in self._positions.items()]
+        own = {share.lane for share in self._shares()}  # after a resume, the positions of all ranks are known
+        read = [[lane, asdict(position)] for lane, position in self._positions.items() if lane in own]
         return {"lanes": self._lanes, "turn": self._turn, "read": read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

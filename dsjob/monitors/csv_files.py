@@ -43,12 +43,13 @@ def _cut(path: str, samples: int) -> None:
     """Moves the rows behind `samples`, and one that a kill has truncated, to `NAME.csv.superseded`: they may be those
     of another run that had the same output_path and job_name."""
     lines = storage.read_text(path).splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _is_kept(line.partition(",")[0], samples)]
-    if kept != lines:
+    behind = [line for line in lines if not _is_kept(line, samples)]
+    if behind:
         with open_append(f"{path}.superseded") as file:
-            file.write("".join(line for line in lines if line not in kept).encode())
-        storage.write_bytes(path, "".join(kept).encode())
+            file.write("".join(behind).encode())
+        storage.write_bytes(path, "".join(line for line in lines if _is_kept(line, samples)).encode())
 
 
-def _is_kept(step: str, samples: int) -> bool:
-    return step == "step" or (step.isdecimal() and int(step) <= samples)
+def _is_kept(line: str, samples: int) -> bool:
+    step, whole = line.partition(",")[0], line.endswith("\n")
+    return whole and (step == "step" or (step.isdecimal() and int(step) <= samples))

@@ -40,15 +40,21 @@ class Meetings:
             _meet(self._world, f"{self._number}/{what}/{self._calls[what]}", what, hint)
 
 
+# Seconds between looks at the other ranks' beats, on few ranks. All waiting ranks ask one store.
+_BETWEEN_LOOKS = 1.0
+
+
 def _meet(world: World, key: str, what: str, hint: str) -> None:
     """Waits until all data-parallel ranks call this with the same `key`, which must be new."""
     store, key = get_store(), f"dsjob/meet/{world.model.rank}/{key}"
     store.append(key, f"{world.everyone.rank} ")  # type: ignore[attr-defined]
     began, elsewhere_since, pause, noted = time.monotonic(), 0.0, 0.002, False
+    ended, ahead, looked = list[int](), list[int](), began
     while len(here := set(store.get(key).decode().split())) < world.data_size:
         now = time.monotonic()
-        ended, ahead = _find_elsewhere(here)
-        elsewhere_since = (elsewhere_since or now) if ahead else 0.0
+        if now - looked > _BETWEEN_LOOKS * (1 + world.data_size / 100):
+            looked, (ended, ahead) = now, _find_elsewhere(here)
+            elsewhere_since = (elsewhere_since or now) if ahead else 0.0
         if ended or (ahead and now - elsewhere_since > patience.TO_BE_SURE) or now - began > world.timeout:
             does = "ended" if ended else "went on to something else" if ahead else "did not within the ranks' timeout"
             others = _name(ended or ahead) or "another rank"
@@ -57,7 +63,7 @@ def _meet(world: World, key: str, what: str, hint: str) -> None:
             noted = True
             os.write(2, f"dsjob: rank {world.everyone.rank} waits for the other ranks in {what}: {hint}\n".encode())
         time.sleep(pause)
-        pause = min(0.2, 1.5 * pause)
+        pause = min(0.2 * (1 + world.data_size / 100), 1.5 * pause)
 
 
 def _find_elsewhere(here: set[str]) -> tuple[list[int], list[int]]:

@@ -1,7 +1,8 @@
 """The token cache: the ids of all texts in one file, which every process maps into its memory.
 
-One process of a machine builds it, under a lock that the kernel releases if the process is killed; the others wait. No
-collective is involved, so waiting has no time limit. Files:
+One process of a machine builds it, under a lock that the kernel releases if the process is killed. The others wait at
+the lock and not in a collective, so their waiting has no time limit. (Ranks on a machine that already has the cache do
+wait in one: machines should share the folder, or start together.) Files:
 
     tokens       the ids of all texts, one after the other: uint16 or uint32
     ends         int64 [texts]: where each text ends in `tokens`
@@ -19,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from dsjob.errors import DataError, StorageError
 from dsjob.text.records import Record
 from dsjob.text.tokenizers import Tokenizer
 
-_TOGETHER = 1000  # texts that are tokenised in one call
+_TOGETHER, _CHARACTERS = 1000, 4 << 20  # the most texts that are tokenised in one call, and when they are enough
 _POLL = 0.1  # seconds
 
 
@@ -59,10 +59,15 @@ def open_cache(folder: Path, build: Callable[[Path], None]) -> TokenCache:
                     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
                     unfinished.mkdir(mode=0o700)
                     build(unfinished)
+                    for path in unfinished.iterdir():  # durable before its name is
+                        with path.open("rb") as file:
+                            os.fsync(file.fileno())
                     unfinished.rename(folder)
         found = json.loads((folder / "about.json").read_text())
         tokens = _map(folder / "tokens", np.dtype(found["dtype"]))
         return TokenCache(tokens, *(_map(folder / name, np.dtype(np.int64)) for name in ("ends", "prompts")))
+    except (ValueError, KeyError, TypeError) as error:  # of a machine that lost power, or of another program
+        raise StorageError(f"the token cache {folder} is damaged: {error}", hint="delete this folder") from error
     except OSError as error:
         hint = "name another folder with cache_dir"
         raise StorageError(f"cannot use the token cache {folder}: {error.strerror or error}", hint=hint) from error
@@ -118,10 +123,21 @@ def write_cache(
     (folder / "about.json").write_text(json.dumps(about, indent=2))
 
 
+def _take(records: Iterator[Record]) -> list[Record]:
+    """The next records, as many as are tokenised in one call."""
+    taken, size = list[Record](), 0
+    for record in records:
+        taken.append(record)
+        size += len(record.text) + len(record.prompt or "")
+        if len(taken) == _TOGETHER or size >= _CHARACTERS:
+            break
+    return taken
+
+
 def _tokenise(records: Iterable[Record], tokenizer: Tokenizer) -> Iterator[tuple[Record, tuple[list[int], list[int]]]]:
     """Each record with the ids of its prompt and of its text."""
     iterator, begins = iter(records), True
-    while together := list(islice(iterator, _TOGETHER)):
+    while together := _take(iterator):
         # Special tokens come before the prompt if there is one, and only where a text begins.
         firsts = [begins, *(record.ends for record in together[:-1])]
         begins = together[-1].ends

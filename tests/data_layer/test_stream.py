@@ -162,6 +162,21 @@ def test_another_number_of_ranks_reads_what_is_left(before: int, after: int, sha
     assert sorted(seen) == list(numbers)
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_run_that_is_resumed_twice_rewinds_no_lane(shards: int) -> None:
+    numbers, seen, states = range(64), list[int](), list[dict[str, Any]]()
+    for part in (2, 3, 3):
+        after = list[dict[str, Any]]()
+        for rank in range(2):
+            loader = make(Sharded(numbers, shards), rank, 2, workers=0)
+            if states:
+                loader.load_state_dicts(states)
+            seen += flatten(take(loader, 2 * part))
+            after.append(loader.state_dict())
+        states = after
+    assert sorted(seen) == list(numbers)
+
+
 def test_a_dataset_with_state_reads_nothing_again() -> None:
     told = "reading 40 samples of data.train (Plain) again, because it has no state_dict and load_state_dict"
     for kind, read, replay in ((Stateful, [40, 41], None), (Plain, list(range(42)), told)):

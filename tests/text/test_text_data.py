@@ -194,6 +194,15 @@ def test_the_cache_is_used_until_something_changes(tmp_path: Path, cache: Path) 
     assert cache.stat().st_mode & 0o077 == 0
 
 
+def test_a_damaged_cache_is_named(tmp_path: Path, cache: Path) -> None:
+    path = write_texts(tmp_path, "jsonl")
+    Text(path)
+    (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
+    (folder / "ends").write_bytes(b"")
+    with pytest.raises(StorageError, match=f"the token cache {folder} is damaged"):
+        Text(path)
+
+
 BUILD = """
 import sys, time
 from dsjob.text import Text
