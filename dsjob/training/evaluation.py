@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dsjob.checkpoint.live.rng import capture_rng, restore_rng
+from dsjob.checkpoint.live.rng import keep_rng
 from dsjob.contract.spec import JobSpec
 from dsjob.data import EvaluationBatches, LoaderEvaluation, to_device
 from dsjob.data.given import EvaluationPass
@@ -104,6 +104,10 @@ class Evaluator:
             found |= {**self._measure(prefix), **self.measures.finish(prefix)}
         return found
 
+    def list_buffers(self) -> list[Tensor]:
+        """The buffers of all models, which a forward pass may change."""
+        return [buffer for each in self.engines.values() for buffer in each.module.buffers()]
+
     def rehearse(self, say: Callable[[str, str], None]) -> None:
         """Evaluates one batch of each set and discards the result, so that mistakes in metrics show before the first
         step.
@@ -114,9 +118,11 @@ class Evaluator:
         engine = self.engines.first
         if share(int(any(isinstance(data, Iterator) for data in self.sets.values())), engine.world):
             return
-        # Without restoring them, `rehearse` would change the random numbers that training draws.
-        random = capture_rng(engine.device)
-        buffers = [buffer for each in self.engines.values() for buffer in each.module.buffers()]
+        with keep_rng(engine.device):
+            self._rehearse(say)
+
+    def _rehearse(self, say: Callable[[str, str], None]) -> None:
+        buffers = self.list_buffers()
         before = [buffer.clone() for buffer in buffers]
         trainer = dataclasses.replace(self.spec.trainer, eval_batches=1)
         measures = self.measures.copy()
@@ -135,7 +141,6 @@ class Evaluator:
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
-        restore_rng(random, engine.device)
 
     def _require_best(self, results: Mapping[str, float]) -> None:
         best = self.spec.checkpoint.best

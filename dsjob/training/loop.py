@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dsjob.checkpoint.live.objects import capture_objects
-from dsjob.checkpoint.live.rng import capture_rng, restore_rng
+from dsjob.checkpoint.live.rng import capture_rng, keep_rng, restore_rng
 from dsjob.data import StreamLoader, to_device
 from dsjob.data.batches import count_elements, is_tokens
 from dsjob.errors import ContractError
 from dsjob.ranks import patience
 from dsjob.ranks.watchdog import position
 from dsjob.training.due import Due, evaluates_after
+from dsjob.training.evaluation import Evaluator
 from dsjob.training.occasions import Occasions
 from dsjob.training.records import Meter, note_skipped, record
 from dsjob.training.resume import load_best
@@ -64,15 +66,24 @@ def _make_up(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Evaluates, steps schedules that depend on the evaluation loss, updates the progress and calls the callbacks.
 
-    A collective.
+    A collective. Training draws the same random numbers as without it: a run that ends with an evaluation and is
+    continued later has evaluated once more than one that ran through.
     """
     assert run.evaluator is not None
+    before = [buffer.clone() for buffer in run.evaluator.list_buffers()]
+    with keep_rng(run.engine.device):
+        _evaluate(run, run.evaluator)
+    after = run.evaluator.list_buffers()
+    run.progress.buffers_changed = len(before) != len(after) or not all(map(torch.equal, before, after))
+
+
+def _evaluate(run: Run, evaluator: Evaluator) -> None:
     run.requests.evaluates = False
     run.tell("on_eval_start")
-    found = run.evaluator.evaluate()
+    found = evaluator.evaluate()
     for each in run.engines.values():
         if isinstance(each.lr_scheduler, ReduceLROnPlateau):
-            each.lr_scheduler.step(found[run.evaluator.followed])
+            each.lr_scheduler.step(found[evaluator.followed])
     run.progress.last_evaluation, run.progress.evaluated_at = found, run.step
     run.tell("on_eval", found)
 

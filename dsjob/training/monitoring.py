@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from dsjob.callbacks.callback import Callback, RunView
-from dsjob.checkpoint.live.rng import capture_rng, restore_rng
+from dsjob.checkpoint.live.rng import keep_rng
 from dsjob.monitors.delivery import Delivery, name_values
 
 
@@ -26,8 +27,6 @@ class MonitorValues(Callback):
 
     def _send(self, run: RunView, values: Mapping[str, float]) -> None:
         # Some services draw random numbers when they begin, which must not change those of training.
-        random = None if self._begun else capture_rng(run.engine.device)
-        self._delivery.send(values, run.engine.global_samples)
-        if random is not None:
-            restore_rng(random, run.engine.device)
-            self._begun = True
+        with nullcontext() if self._begun else keep_rng(run.engine.device):
+            self._delivery.send(values, run.engine.global_samples)
+        self._begun = True

@@ -57,12 +57,12 @@ def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
 def rate(run: Run) -> bool:
     """Adds the metrics of this step's evaluation to the checkpoint that was saved before it.
 
-    Returns False if the step must be saved again: the evaluation changed plain values of the checkpoint (a schedule
-    that follows the loss, the state of a metric or callback), or the metrics could not be written.
+    Returns False if the step must be saved again: the evaluation changed buffers or plain values of the checkpoint
+    (a schedule that follows the loss, the state of a metric or callback), or the metrics could not be written.
     """
     tag, metrics = _name_tag(run), _list_metrics(run)
     try:
-        if not run.checkpointer.rate(run.savable, tag=tag, metrics=metrics):
+        if not run.checkpointer.rate(run.savable, tag=tag, metrics=metrics, outdated=run.progress.buffers_changed):
             return False
     except (CheckpointError, StorageError) as error:
         if isinstance(error, FencedError) or run.spec.checkpoint.save_on_error == "stop":

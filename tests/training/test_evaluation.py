@@ -187,3 +187,12 @@ def test_a_schedule_that_follows_the_loss_goes_on_after_the_last_evaluation(
 def read_rates(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["lr"] for line in lines if "lr" in line]
+
+
+def test_a_run_continues_bit_for_bit_after_a_final_evaluation(tmp_path: Path) -> None:
+    """The data of the evaluation draw random numbers, and the run that is not interrupted has one evaluation less."""
+    data = {"train": {"_target_": "small_jobs.Data"}, "eval": {"_target_": "small_jobs.Data", "n": 8}}
+    for name, ends in (("whole", [8]), ("parts", [4, 8])):
+        for end in ends:
+            train(tmp_path / name, data=data, trainer={"max_steps": end})
+    assert read_digests(tmp_path / "parts", 8) == read_digests(tmp_path / "whole", 8)

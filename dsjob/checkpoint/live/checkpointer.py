@@ -127,10 +127,10 @@ class Checkpointer:
         self._last = (tag, save.values)
         return Saved(tag, save.url, size, time.monotonic() - started, notes)
 
-    def rate(self, engine: Savable, *, tag: str, metrics: Mapping[str, float]) -> bool:
-        """Adds `metrics` to the checkpoint `tag` if it is the last save and no plain value has changed since. Returns
-        whether it did. A background save gets its metrics when it is settled. Raises CheckpointError or StorageError on
-        every rank."""
+    def rate(self, engine: Savable, *, tag: str, metrics: Mapping[str, float], outdated: bool = False) -> bool:
+        """Adds `metrics` to the checkpoint `tag` if it is the last save, no plain value has changed since, and rank 0
+        does not call it `outdated`. Returns whether it did. A background save gets its metrics when it is settled.
+        Raises CheckpointError or StorageError on every rank."""
         # If a plain value has changed since the save (a callback's state, say), state.json is outdated. Then the caller
         # must save again.
         state = view_state(engine, self._model)
@@ -138,7 +138,7 @@ class Checkpointer:
 
         def add() -> bool:
             assert self._attempt is not None
-            if self._last != (tag, values):
+            if outdated or self._last != (tag, values):
                 return False
             if self._background is not None:
                 self._unrated = metrics

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,16 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
     size = read_state().numel()  # states of another type of device have another size, and cannot be restored here
     saved = {name: _from_text(own) for name, own in state.get("tracked", {}).items()}
     TRACKER.set_states({**TRACKER.get_states(), **{n: own for n, own in saved.items() if own.numel() == size}})
+
+
+@contextmanager
+def keep_rng(device: torch.device) -> Iterator[None]:
+    """Restores all generators on exit, so that the block does not change the random numbers that follow it."""
+    before = capture_rng(device)
+    try:
+        yield
+    finally:
+        restore_rng(before, device)
 
 
 def _to_text(state: Tensor) -> str:
