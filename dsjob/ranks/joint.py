@@ -36,8 +36,13 @@ class Meetings:
         ended, or waits in another collective; or the ranks' timeout is over.
         """
         self._calls[what] += 1
-        if self._world.data_size > 1:
-            _meet(self._world, f"{self._number}/{what}/{self._calls[what]}", what, hint)
+        if self._world.data_size == 1:
+            return
+        key = f"dsjob/meet/{self._world.model.rank}/{self._number}/{what}"
+        _meet(self._world, f"{key}/{self._calls[what]}", what, hint)
+        # All ranks have left the meeting before this one. Its key would stay in the store's memory.
+        if self._world.data_rank == 0:
+            get_store().delete_key(f"{key}/{self._calls[what] - 1}")
 
 
 # Seconds between looks at the other ranks' beats, on few ranks. All waiting ranks ask one store.
@@ -46,7 +51,7 @@ _BETWEEN_LOOKS = 1.0
 
 def _meet(world: World, key: str, what: str, hint: str) -> None:
     """Waits until all data-parallel ranks call this with the same `key`, which must be new."""
-    store, key = get_store(), f"dsjob/meet/{world.model.rank}/{key}"
+    store = get_store()
     store.append(key, f"{world.everyone.rank} ")  # type: ignore[attr-defined]
     began, elsewhere_since, pause, noted = time.monotonic(), 0.0, 0.002, False
     ended, ahead, looked = list[int](), list[int](), began

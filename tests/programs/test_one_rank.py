@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import dsjob
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,7 @@ from dsjob.errors import UsageError
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.joint import Meetings
 from dsjob.ranks.mesh import World
+from dsjob.torch_private import get_store
 
 PROGRAM = """
 import sys, time
@@ -178,6 +180,19 @@ def call_unequally(world: World) -> tuple[list[str], str]:
             Meetings(replace(world, timeout=0.5)).meet("it()", "call it on all ranks")
         error = str(caught.value)
     return found, error
+
+
+def meet_often(world: World) -> list[bool]:
+    meetings = Meetings(world)
+    for _ in range(3):
+        meetings.meet("it()", "call it on all ranks")
+    dist.barrier()
+    number = meetings._number
+    return [get_store().check([f"dsjob/meet/0/{number}/it()/{call}"]) for call in (1, 2, 3)]
+
+
+def test_meetings_leave_one_key_in_the_store() -> None:
+    assert run_ranks(meet_often, 2) == [[False, False, True]] * 2
 
 
 def test_ranks_may_be_late_or_have_gathered_before() -> None:
