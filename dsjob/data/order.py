@@ -1,4 +1,5 @@
-"""The order of training samples. It depends only on the seed and the number of samples already seen.
+"""The order of training samples. It depends only on the seed and the number of samples already seen; with
+`data.group_by_length`, also on the size of a batch.
 
 Epochs follow each other without a gap, each shuffled differently, so every batch is full. A step takes the next
 `train_batch` samples on any number of ranks, so a run that is resumed on another number of ranks sees the same data.
@@ -77,7 +78,9 @@ class GroupedOrder(SampleOrder):
     """The order with samples of similar length together.
 
     Of each 50 batches, the samples are sorted by length and cut into batches, and the batches are shuffled. The first
-    batch of the run has the longest samples, so that a job that does not fit fails in its first step.
+    batch of the run has the longest samples, so that a job that does not fit fails in its first step. A run that goes
+    on with another batch size forms other groups: it sees some samples of the current group twice, and
+    misses others.
     """
 
     def __init__(self, length: int, seed: int, shuffle: bool, *, lengths: npt.ArrayLike, train_batch: int) -> None:

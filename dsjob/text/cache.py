@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsjob.errors import DataError, StorageError
+from dsjob.files import sync_names
 from dsjob.text.records import Record
 from dsjob.text.tokenizers import Tokenizer
 
@@ -63,11 +64,8 @@ def open_cache(folder: Path, build: Callable[[Path], None]) -> TokenCache:
                         with path.open("rb") as file:
                             os.fsync(file.fileno())
                     unfinished.rename(folder)
-        found = json.loads((folder / "about.json").read_text())
-        tokens = _map(folder / "tokens", np.dtype(found["dtype"]))
-        return TokenCache(tokens, *(_map(folder / name, np.dtype(np.int64)) for name in ("ends", "prompts")))
-    except (ValueError, KeyError, TypeError) as error:  # of a machine that lost power, or of another program
-        raise StorageError(f"the token cache {folder} is damaged: {error}", hint="delete this folder") from error
+                    sync_names(str(folder.parent))
+        return _read_cache(folder)
     except OSError as error:
         hint = "name another folder with cache_dir"
         raise StorageError(f"cannot use the token cache {folder}: {error.strerror or error}", hint=hint) from error
@@ -84,6 +82,15 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(_POLL)
         yield
+
+
+def _read_cache(folder: Path) -> TokenCache:
+    try:
+        found = json.loads((folder / "about.json").read_text())
+        tokens = _map(folder / "tokens", np.dtype(found["dtype"]))
+        return TokenCache(tokens, *(_map(folder / name, np.dtype(np.int64)) for name in ("ends", "prompts")))
+    except (ValueError, KeyError, TypeError) as error:  # of a machine that lost power, or of another program
+        raise StorageError(f"the token cache {folder} is damaged: {error}", hint="delete this folder") from error
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -32,8 +32,9 @@ class Text(Dataset[dict[str, Tensor]]):
     a sample is a window of `max_length` ids of all texts joined; `position_ids` begin at 0 with each text in it, so
     that models of transformers attend to nothing outside of a text, and the first label of each text is -100.
 
-    The texts are tokenised once. The ids are in a cache of the user's, which is mapped into memory, so a dataset larger
-    than the memory is no problem, and the processes of a machine share it.
+    The texts are tokenised once. The ids are in a cache of the user's, which is mapped into memory, so a dataset may be
+    larger than the memory, and the processes of a machine share it. A file that has changed gets a new cache; on a web
+    server, which tells no time of change, only one whose size has changed.
 
     Args:
         source: a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; also .gz), a folder of such files, a folder that

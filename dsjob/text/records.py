@@ -91,7 +91,7 @@ def list_files(source: str | Sequence[str]) -> tuple[str, ...]:
     found: list[str] = []
     for url in [source] if isinstance(source, str) else source:
         if not storage.exists(url):
-            raise DataError(f"there is no file or folder at {url}", hint="correct source")
+            raise DataError(f"there is no file or folder at {url}", hint="correct the path in source")
         names = storage.find_files(url, deep=False) if storage.is_folder(url) and not _is_saved(url) else {}
         below = sorted(name for name in names if name.removesuffix(".gz").rpartition(".")[2] in FORMATS)
         found += [storage.join(url, name) for name in below] or [url]
@@ -114,16 +114,19 @@ def _read_saved(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _read_parquet(file: BinaryIO, columns: list[str], url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        from pyarrow import parquet
+        from pyarrow import lib, parquet
     except ImportError as error:
         raise DataError(f"{url} needs the package pyarrow", hint=how_to_install("pyarrow")) from error
     number = 0
-    opened = parquet.ParquetFile(file)
-    names = set(opened.schema_arrow.names)
-    for batch in opened.iter_batches(1024, columns=[name for name in columns if name in names] or None):
-        for row in batch.to_pylist():
-            yield f"{url}: row {number}", row
-            number += 1
+    try:
+        opened = parquet.ParquetFile(file)
+        names = set(opened.schema_arrow.names)
+        for batch in opened.iter_batches(1024, columns=[name for name in columns if name in names] or None):
+            for row in batch.to_pylist():
+                yield f"{url}: row {number}", row
+                number += 1
+    except lib.ArrowException as error:
+        raise DataError(f"{url} cannot be read after row {number}: {error}") from error
 
 
 def _read_jsonl(file: BinaryIO, url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

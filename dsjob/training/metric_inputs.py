@@ -11,7 +11,7 @@ from torch import Tensor
 from dsjob.errors import ContractError
 from dsjob.torch_private import tree_map_only
 from dsjob.training.objective import Objective
-from dsjob.training.selection import Chosen, descend
+from dsjob.training.selection import Chosen, descend, describe_output, find_logits
 
 T = TypeVar("T")
 _LABELS = ("labels", "label", "targets", "target", "y")
@@ -103,14 +103,10 @@ def list_outputs(paths: Mapping[str, str] | None) -> set[str]:
 def _find_predictions(name: str, seen: Seen) -> Any:
     if (predictions := seen.predictions) is not None:
         return predictions.value
-    outputs = seen.outputs
-    if isinstance(outputs, Tensor):
-        return outputs
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    found = find_logits(seen.outputs)
     if found is None:
-        what = f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ContractError(
-            f"metrics.{name} needs predictions, but the model's output ({what}) has no logits",
+            f"metrics.{name} needs predictions, but the model's output ({describe_output(seen.outputs)}) has no logits",
             hint=f"metrics.{name}.inputs: {{preds: outputs.NAME, target: batch.NAME}}",
         )
     return found

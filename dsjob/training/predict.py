@@ -21,6 +21,7 @@ from dsjob.training.metric_inputs import Seen, follow
 from dsjob.training.metrics import is_counted
 from dsjob.training.objective import Objective
 from dsjob.training.prediction_files import Part, Rows, merge
+from dsjob.training.selection import describe_output, find_logits
 from dsjob.training.steps import UserStep
 
 
@@ -103,14 +104,10 @@ def _require_in_order(data: Any, name: str, ranks: int) -> None:
 
 
 def _find_logits(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    found = find_logits(outputs)
     if found is None:
-        what = f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
-        raise ContractError(
-            f"the model's output ({what}) has no logits to predict", hint="set predict.outputs: {NAME: outputs.KEY}"
-        )
+        message = f"the model's output ({describe_output(outputs)}) has no logits to predict"
+        raise ContractError(message, hint="set predict.outputs: {NAME: outputs.KEY}")
     return found
 
 

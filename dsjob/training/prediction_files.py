@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -88,24 +89,34 @@ def _describe_column(name: str, value: Any) -> tuple[str, tuple[int, ...]]:
 
 def _to_lines(rows: Rows, samples: int) -> bytes:
     """One line per sample, without its beginning, `{"index": N, `."""
-    columns = {name: _to_values(value) for name, value in rows.items()}
+    columns = {name: _to_values(name, value) for name, value in rows.items()}
     lines = (json.dumps({name: values[row] for name, values in columns.items()})[1:] for row in range(samples))
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _to_values(value: Any) -> list[Any]:
+def _to_values(name: str, value: Any) -> list[Any]:
+    """The values of samples as JSON has them. Raises ContractError."""
     if not isinstance(value, Tensor):
-        return list(value)
+        return [_to_json(name, item) for item in value]
     host = value.detach().cpu()
     values: list[Any] = host.tolist()
-    return values if not host.is_floating_point() or bool(host.isfinite().all()) else _drop_non_finite(values)
+    return values if not host.is_floating_point() or bool(host.isfinite().all()) else _to_json(name, values)
 
 
-def _drop_non_finite(value: Any) -> Any:
-    """`value` with None for every nan and inf, which JSON does not have."""
-    if isinstance(value, list):
-        return [_drop_non_finite(item) for item in value]
-    return value if abs(value) < float("inf") else None
+def _to_json(name: str, value: Any) -> Any:
+    """`value` with lists for tensors and tuples, and None for every nan and inf, which JSON does not have."""
+    if hasattr(value, "tolist"):  # of torch or NumPy
+        return _to_json(name, value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(name, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(name, item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    message = f"predict.outputs.{name}: {type(value).__name__} cannot be written as JSON"
+    raise ContractError(message, hint="choose tensors, numbers or text")
 
 
 def merge(url: str, folder: str, parts: Mapping[int, Written], form: str) -> int:

@@ -13,6 +13,18 @@ from dsjob.errors import ContractError, name_target
 WHOLE = "."  # the key of the whole value
 
 
+def find_logits(outputs: Any) -> Any:
+    """A model's output if it is a tensor, or else its `logits`; None without them."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    return outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+
+
+def describe_output(outputs: Any) -> str:
+    """What a model returned, for messages."""
+    return f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+
+
 class Chosen(NamedTuple):
     """Values, as the positional and the keyword arguments of a call."""
 

@@ -289,6 +289,7 @@ def test_weights_of_a_mixture_are_checked(weights: list[float]) -> None:
         ("a.jsonl", "[1]", r"a.jsonl:1 is not an object, but list"),
         ("a.json", '{"text": "a"}', r"a.json is not a list of objects"),
         ("a.csv", "id,body\n1,x\n", r"a.csv:2 has no column 'text'; it has: body, id"),
+        ("a.parquet", "not parquet", r"a.parquet cannot be read after row 0: "),
         ("a.txt", "a\n\xff", r"a.txt:2 is not UTF-8 text"),
         ("a.txt", "\n\n", r"a.txt has no text"),
         ("a.docx", "a", r"cannot tell the format of .*a.docx from its name"),

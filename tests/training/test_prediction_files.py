@@ -1,0 +1,28 @@
+"""Values of predictions as JSON has them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dsjob.errors import ContractError
+from dsjob.training.prediction_files import _to_lines
+
+
+def test_values_inside_lists_become_json() -> None:
+    rows = {
+        "boxes": [torch.tensor([[1.5, float("nan")]]), torch.zeros(0, 2)],
+        "found": [{"name": "cat", "score": np.float32(0.5)}, {"name": "dog", "score": float("inf")}],
+        "words": [("a", None), (True, 2)],
+    }
+    lines = [json.loads("{" + line) for line in _to_lines(rows, 2).decode().splitlines()]
+    assert lines[0] == {"boxes": [[1.5, None]], "found": {"name": "cat", "score": 0.5}, "words": ["a", None]}
+    assert lines[1] == {"boxes": [], "found": {"name": "dog", "score": None}, "words": [True, 2]}
+
+
+def test_a_value_that_json_does_not_have_is_named() -> None:
+    with pytest.raises(ContractError, match=r"predict\.outputs\.raw: bytes cannot be written as JSON"):
+        _to_lines({"raw": [b"x"]}, 1)
