@@ -79,6 +79,7 @@ class Trainer:
     eval_at_start: bool
     eval_every: int
     eval_batches: int | None
+    eval_micro_batch: int | None
     step: Target | None
     eval_step: Target | None
     mpu: Target | None

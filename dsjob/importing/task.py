@@ -37,6 +37,8 @@ def draft_task(script: Given | None, settings: Settings, draft: Draft) -> None:
         _draft_pairs("train", "train_file", "max_train_samples", settings, draft)
         if "validation_file" in settings:
             _draft_pairs("eval", "validation_file", "max_eval_samples", settings, draft)
+        if "test_file" in settings:
+            _draft_pairs("test", "test_file", "max_predict_samples", settings, draft)
         collate = settings["train_file"]
         draft.put("data.collate._target_", collate.to("dsjob.recipes.t5.collate"))
         draft.put("data.collate._partial_", collate.to(True))
@@ -83,7 +85,7 @@ def _draft_model(name: Given | None, t5: bool, script: Given | None, settings: S
 
 def _reads_pairs(settings: Settings) -> bool:
     """Whether the T5 recipe can read the files: source and target in two columns, not nested by language."""
-    files = [settings[name] for name in ("train_file", "validation_file") if name in settings]
+    files = [settings[name] for name in ("train_file", "validation_file", "test_file") if name in settings]
     suffixes = {os.path.splitext(str(given.value))[1] for given in files}
     return "train_file" in settings and suffixes <= set(_PAIR_FILES) and "source_lang" not in settings
 
@@ -109,9 +111,10 @@ def _draft_other_data(t5: bool, settings: Settings, draft: Draft) -> None:
     for part, file, limit in (
         ("train", "train_file", "max_train_samples"),
         ("eval", "validation_file", "max_eval_samples"),
+        ("test", "test_file", "max_predict_samples"),
     ):
         path = settings.get(file)
-        if part == "eval" and path is None and limit not in settings:
+        if part != "train" and path is None and limit not in settings:
             continue
         target = f"{MODULE}.build_{part}_data"
         origin = path or settings.get("dataset_name") or settings.get(limit)
@@ -145,6 +148,8 @@ def _note_data(pairs: bool, settings: Settings, draft: Draft) -> None:
         left = [(name, "the T5 recipe only needs the file") for name in _DESCRIBES if name not in used]
         if "validation_file" not in settings:
             left.append(("max_eval_samples", "there is no validation file"))
+        if "test_file" not in settings:
+            left.append(("max_predict_samples", "there is no test file"))
     else:
         names = ("max_source_length", "max_target_length", "tokenizer_name")
         left = [(name, "pass it to your own dataset") for name in names]

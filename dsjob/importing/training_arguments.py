@@ -12,13 +12,19 @@ from typing import Any
 
 from dsjob.contract.hints import suggest
 from dsjob.contract.trainer_arguments import ARGUMENTS, FORMER_DEFAULTS, SCRIPT_ARGUMENTS
-from dsjob.importing.given import MODULE, Draft, Given, Rank, Settings, differs, is_off, join
+from dsjob.importing.evaluating import draft_evaluating
+from dsjob.importing.given import Draft, Given, Rank, Settings, differs, is_off, join
 from dsjob.importing.methods import draft_optimizer
 from dsjob.importing.schedules import draft_schedule
+from dsjob.importing.services import draft_services
 
 _TABLE = {**ARGUMENTS, **SCRIPT_ARGUMENTS}
 # Old spellings, which are read as the new ones.
-_RENAMED = {"evaluation_strategy": "eval_strategy", "max_val_samples": "max_eval_samples"}
+_RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "max_val_samples": "max_eval_samples",
+    "max_test_samples": "max_predict_samples",
+}
 _STAGES = {
     "simple": 2, "zero_dp_2": 2, "zero_dp_3": 3,
     "full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2,
@@ -91,11 +97,13 @@ def draft_arguments(settings: Settings, ranks: int | None, samples: int | None, 
         _draft_resume,
         _draft_name,
         _draft_targets,
+        _draft_guard,
+        draft_services,
         draft_optimizer,
     ):
         part(settings, draft)
     draft_schedule(settings, total, draft)
-    _draft_cadence(settings, total, draft)
+    draft_evaluating(settings, total, draft)
 
 
 def _draft_length(settings: Settings, ranks: int | None, samples: int | None, draft: Draft) -> int | None:
@@ -289,61 +297,13 @@ def _draft_targets(settings: Settings, draft: Draft) -> None:
         draft.put("targets", names.to(names.value if isinstance(names.value, list) else [names.value]))
 
 
-def _draft_cadence(settings: Settings, total: int | None, draft: Draft) -> None:
-    """How often to log, evaluate and save. "epoch" cannot be translated, because the steps per epoch are not known."""
-    log, every = settings["logging_steps"], settings["eval_steps"]
-    _draft_every("trainer.log_every", settings["logging_strategy"], log, total, draft)
-    strategy = _name_evaluation(settings, draft)
-    if not is_off(strategy.value):
-        _draft_every("trainer.eval_every", strategy, log if is_off(every.value) else every, total, draft)
-    elif every.rank > Rank.DEFAULT:
-        draft.note("left out", f"{every.label}: {strategy.label} disables evaluation", every)
-    if settings["eval_on_start"].value is True:
-        draft.put("trainer.eval_at_start", settings["eval_on_start"])
-    asked = [given for given in (strategy, settings["do_eval"], settings["eval_on_start"]) if not is_off(given.value)]
-    if asked:
-        draft.put("data.eval._target_", asked[0].as_default(f"{MODULE}.build_eval_data"))
-    _draft_every("checkpoint.every", settings["save_strategy"], settings["save_steps"], total, draft)
-    limit = settings["save_total_limit"]
-    draft.put("checkpoint.keep", limit.to(limit.value or 0))
-
-
-def _name_evaluation(settings: Settings, draft: Draft) -> Given:
-    """The evaluation strategy: from the argument of that name, or from the old switch."""
-    named, old = settings["eval_strategy"], settings["evaluate_during_training"]
-    if old.value is not True:
-        return named
-    if named.rank > Rank.DEFAULT and named.value != "steps":
-        draft.note("conflict", f"trainer.eval_every: {named} overrides {old}")
-        return named
-    return old.to("steps")
-
-
-def _draft_every(path: str, strategy: Given, steps: Given, total: int | None, draft: Draft) -> None:
-    kind = "no" if is_off(strategy.value) else str(strategy.value).rpartition(".")[2].lower()
-    if kind == "steps":
-        _draft_steps(path, steps, total, draft)
-        return
-    if kind in ("epoch", "best"):
-        text = f"{path}: {strategy.label}, but dsjob counts steps; set it to the steps of an epoch, for example"
-        draft.note("fill in", text, strategy)
-    elif kind != "no":
-        draft.refuse(strategy, "must be one of no, steps, epoch", rule="enum")
-    elif path == "checkpoint.every" and strategy.rank > Rank.DEFAULT:
-        draft.put(path, strategy.to(0))
-    elif strategy.rank > Rank.DEFAULT:
-        draft.note("left out", f"{strategy.label}: {path} must be at least 1", strategy)
-    if steps.rank > Rank.DEFAULT and not (path == "trainer.eval_every" and steps.name.endswith("logging_steps")):
-        draft.note("left out", f"{steps.label}: {strategy.label} takes precedence", steps)
-
-
-def _draft_steps(path: str, steps: Given, total: int | None, draft: Draft) -> None:
-    count = draft.number(steps, 1)
-    if count <= 0:
-        draft.refuse(steps, "must be greater than 0", rule="range")
-    elif count >= 1:
-        draft.put(path, steps.to(draft.whole(steps)))
-    elif total is None:
-        draft.note("fill in", f"{path}: {steps.label} is a share of all steps, whose number is unknown", steps)
-    else:
-        draft.put(path, steps.to(max(1, math.ceil(count * total))))
+def _draft_guard(settings: Settings, draft: Draft) -> None:
+    """`debug=underflow_overflow` reports the first module whose values are not finite; NanGuard does so for the
+    gradients of parameters."""
+    given = settings["debug"]
+    words = given.value if isinstance(given.value, list) else str(given.value or "").replace(",", " ").split()
+    for word in map(str, words):
+        if word.rpartition(".")[2].lower() == "underflow_overflow":
+            draft.put("callbacks.nan_guard._target_", given.to("dsjob.callbacks.NanGuard"))
+        else:
+            draft.note("left out", f"{given.label}: dsjob --debug shows tracebacks", given)

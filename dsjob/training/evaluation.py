@@ -52,7 +52,7 @@ def read_set(
     else:
         pairs = EvaluationBatches(
             data,
-            micro_batch=spec.trainer.micro_batch,
+            micro_batch=spec.trainer.eval_micro_batch or spec.trainer.micro_batch,
             world=world,
             collate=collate,
             max_batches=max_batches,

@@ -138,7 +138,7 @@ def _call_loader(
     assert target is not None
     shuffles = {} if isinstance(dataset, IterableDataset) else {"shuffle": spec.data.shuffle and train}
     offered = {
-        "batch_size": spec.trainer.micro_batch,
+        "batch_size": spec.trainer.micro_batch if train else spec.trainer.eval_micro_batch or spec.trainer.micro_batch,
         "collate_fn": collate,
         **choose_loading(spec.data, dataset, world),
         "rank": world.data_rank,

@@ -41,6 +41,9 @@ SAMPLES = {
     "evaluation_strategy": "steps",
     "eval_steps": "10",
     "save_strategy": "no",
+    "greater_is_better": "True",
+    "report_to": "wandb",
+    "debug": "underflow_overflow",
     "save_total_limit": "3",
     "max_grad_norm": "0.5",
     "adam_beta1": "0.8",
@@ -48,9 +51,12 @@ SAMPLES = {
     "max_train_samples": "64",
     "max_eval_samples": "64",
     "max_val_samples": "64",
+    "max_predict_samples": "64",
+    "max_test_samples": "64",
     "max_source_length": "64",
     "max_target_length": "64",
     "per_gpu_train_batch_size": "3",
+    "per_gpu_eval_batch_size": "3",
     "_n_gpu": "2",
     "do_train": "True",
 }
@@ -61,12 +67,15 @@ BESIDE = {
     "fp16_opt_level": "--fp16 --fp16_backend apex",
     "lr_scheduler_kwargs": "--lr_scheduler_type cosine_with_min_lr",
     "eval_steps": "--eval_strategy steps",
+    "greater_is_better": "--metric_for_best_model loss",
+    "logging_dir": "--report_to tensorboard",
+    "do_train": "--do_eval",
     "text_column": "--model_name_or_path t5-small --train_file a.csv",
     "summary_column": "--model_name_or_path t5-small --train_file a.csv",
     "model_revision": "--model_name_or_path bert-base-cased",
     "attn_implementation": "--model_name_or_path gpt2",
 }
-SILENT = {"do_train", "local_rank"}
+SILENT = {"local_rank"}
 
 
 def sample(name: str) -> str:
@@ -253,7 +262,43 @@ COMMANDS: list[tuple[str, dict[str, Any]]] = [
         {"trainer.eval_every": 50, "trainer.eval_at_start": True, "data.eval._target_": "my_module.build_eval_data"},
     ),
     ("--evaluation_strategy steps --logging_steps 25", {"trainer.eval_every": 25, "trainer.log_every": 25}),
-    ("--do_eval", {"trainer.eval_every": None, "data.eval._target_": "my_module.build_eval_data"}),
+    (
+        "--do_eval",
+        {"trainer.eval_every": None, "data.eval._target_": "my_module.build_eval_data", "tasks": ["eval"]},
+    ),
+    ("--do_train --do_eval", {"data.eval._target_": "my_module.build_eval_data", "tasks": None}),
+    (
+        "--do_train --do_predict --test_file a.csv --per_device_eval_batch_size 16",
+        {"tasks": ["train", "predict"], "data.test.path": "a.csv", "trainer.eval_micro_batch": 16},
+    ),
+    ("--do_eval --do_predict", {"tasks": ["eval", "predict"], "data.test._target_": "my_module.build_test_data"}),
+    ("--do_eval --eval_strategy steps", {"tasks": None, "trainer.eval_every": 500}),
+    (
+        "--load_best_model_at_end --eval_strategy steps --save_total_limit 1",
+        {
+            "checkpoint.load_best_at_end": True,
+            "checkpoint.best": {"metric": "eval/loss", "mode": "min"},
+            "checkpoint.keep": 1,
+            "metrics": None,
+        },
+    ),
+    (
+        "--metric_for_best_model eval_accuracy --save_strategy best --eval_strategy steps",
+        {
+            "checkpoint.best": {"metric": "eval/accuracy", "mode": "max"},
+            "checkpoint.every": 0,
+            "metrics.accuracy._target_": "my_module.accuracy",
+        },
+    ),
+    (
+        "--metric_for_best_model wer --greater_is_better False --eval_strategy steps",
+        {"checkpoint.best": {"metric": "eval/wer", "mode": "min"}},
+    ),
+    (
+        "--report_to tensorboard wandb --logging_dir logs",
+        {"monitor": {"tensorboard": {"enabled": True, "output_path": "logs"}, "wandb": {"enabled": True}}},
+    ),
+    ("--debug underflow_overflow", {"callbacks": {"nan_guard": {"_target_": "dsjob.callbacks.NanGuard"}}}),
     ("--save_steps 0.1 --save_total_limit 3", {"checkpoint.every": 10, "checkpoint.keep": 3}),
     ("--save_strategy no", {"checkpoint.every": 0}),
     ("--overwrite_output_dir", {"checkpoint.resume": "never", "output.dir": "out"}),
@@ -298,7 +343,8 @@ def test_an_unknown_number_of_steps_has_to_be_filled_in() -> None:
 
 def test_cadences_by_epoch_are_to_be_filled_in() -> None:
     imported = import_command(f"{BASE} --eval_strategy epoch --save_strategy epoch --logging_strategy epoch")
-    for path in ("trainer.eval_every", "checkpoint.every", "trainer.log_every"):
+    assert imported.document["checkpoint"]["every_epochs"] == 1
+    for path in ("trainer.eval_every", "trainer.log_every"):
         assert path in messages(imported, "fill in")
 
 
@@ -307,7 +353,7 @@ def test_a_dump_of_all_arguments_tells_only_what_was_set(tmp_path: Path) -> None
     dump.update(output_dir="out", max_steps=50, bf16=True, hub_token="hf_abc", report_to=["tensorboard"])
     imported = import_texts(tmp_path, {"args.json": dump})
     left_out = messages(imported, "left out").splitlines()
-    assert len(left_out) == 2
+    assert len(left_out) == 1
     assert "hf_abc" not in messages(imported, "left out")
     assert imported.document["bf16"] == {"enabled": True}
     resolve_imported(imported)

@@ -64,6 +64,15 @@ def test_what_the_best_are_chosen_by_is_among_what_an_evaluation_gives(tmp_path:
     assert told.value.hint == "available: eval/accuracy, eval/loss"
 
 
+@pytest.mark.parametrize(("size", "sizes"), [(None, (8, 8, 5)), (5, (5, 5, 5, 5, 1)), (40, (21,))])
+def test_an_evaluation_may_use_another_micro_batch(tmp_path: Path, size: int | None, sizes: tuple[int, ...]) -> None:
+    data = {"train": {"_target_": "small_jobs.Data"}, "eval": {"_target_": "small_jobs.Data", "n": 21}}
+    trainer = {"eval_step": {"_target_": "rehearsed.measure_size"}, "max_steps": 1}
+    train(tmp_path, data=data, trainer={**trainer, **({"eval_micro_batch": size} if size else {})})
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["eval/loss"] == pytest.approx(sum(n * n for n in sizes) / 21)
+
+
 def test_a_metric_that_cannot_be_copied_may_choose_the_best(tmp_path: Path) -> None:
     best = {"best": {"metric": "eval/seen"}}
     train(tmp_path, data=EVALUATED, metrics={"seen": {"_target_": "rehearsed.Fixed"}}, checkpoint=best)
