@@ -5,3 +5,4 @@ from dsjob.callbacks.callback import RunView as RunView
 from dsjob.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from dsjob.callbacks.ema import EMA as EMA
 from dsjob.callbacks.nan_guard import NanGuard as NanGuard
+from dsjob.callbacks.stop_after import StopAfter as StopAfter

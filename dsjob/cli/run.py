@@ -43,6 +43,8 @@ def main(arguments: list[str], debug: bool) -> int:
         )
     file, overrides = split_source(args.overrides)
     trust = grant(file, read_flags(args))
+    if args.multirun and (args.smoke or args.smoke_only):
+        raise UsageError("a sweep has no smoke run", hint="dsjob run --smoke-only FILE key=value, without --multirun")
     form: Form = "json" if args.json else "quiet" if args.quiet else ""
     if args.multirun:
         if file is not None and file.source == STDIN:
@@ -68,13 +70,15 @@ def main(arguments: list[str], debug: bool) -> int:
     environment = read_environment()
     composed = composition.compose_known(overrides, file=file, config_dir=args.config_dir, environment=environment)
     with showing(form):
-        result = run_composed(composed, trust, debug)
+        result = run_composed(
+            composed, trust, debug, smoke="only" if args.smoke_only else "first" if args.smoke else ""
+        )
     if result.get("status") == "unsaved" and launcher.is_first():
         raise UnsavedError(
             f"the run reached step {result['step']}, but its final state could not be saved: {result['error']}",
             hint=f"fix the cause, then repeat the steps since the last checkpoint: dsjob run {result['run_dir']}",
         )
-    if form == "json" and launcher.is_first():
+    if form == "json" and result and launcher.is_first():
         print(json.dumps({"event": "result", **result}))  # noqa: T201
     trains = "train" in composed.document.get("tasks", ["train"])
     if not form and result.get("checkpoint") and trains and launcher.is_first():
@@ -86,6 +90,10 @@ def main(arguments: list[str], debug: bool) -> int:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_form(parser)
+    what = "a few steps, an evaluation, a save, a resume and a conversion in a temporary folder"
+    smoke = parser.add_mutually_exclusive_group()
+    smoke.add_argument("--smoke", action="store_true", help=f"first try {what}")
+    smoke.add_argument("--smoke-only", action="store_true", help="only try these, and start nothing")
     add_arguments(parser)
 
 
@@ -100,6 +108,7 @@ def make_help() -> argparse.ArgumentParser:
             "dsjob run outputs/mine trainer.max_steps=200",
             "dsjob run -m cfg.yaml optimizer.params.lr=1e-3,3e-4",
             "dsjob run cfg.yaml --json | jq .loss",
+            "dsjob run cfg.yaml --smoke",
             "dsjob run cfg.yaml --cfg job",
         ),
         usage="dsjob [run] [flags] [FILE | FOLDER] [+recipe=NAME] [key=value ...]",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from dsjob.contract.environment import hide_values, parse_reference
 from dsjob.contract.resolved import ResolvedJob
@@ -16,9 +17,10 @@ from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.places import place_problems
 from dsjob.document.resolve import complete_job
 from dsjob.document.sizes import read_nproc
-from dsjob.errors import DocumentError, Problem
+from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.front.check import check_composed, find_other_job
 from dsjob.front.places import placing_errors
+from dsjob.front.process import keeping_process
 from dsjob.launch import launcher
 from dsjob.launch.surroundings import quiet_torch
 from dsjob.run_folder import make_run_dir, marking_running
@@ -29,9 +31,14 @@ from dsjob.trust.grant import Trust
 from dsjob.trust.presence import find_absent
 from dsjob.trust.user import find_program, place_origins
 
+Smoke = Literal["", "first", "only"]  # whether a smoke run precedes the run, or replaces it
 
-def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None) -> dict[str, Any]:
-    """Resolves and runs a composed document. Returns the contents of result.json. Creates `run_dir` if it is None.
+
+def run_composed(
+    composed: Composed, trust: Trust, debug: bool, *, run_dir: str | None = None, smoke: Smoke = ""
+) -> dict[str, Any]:
+    """Resolves and runs a composed document. Returns the contents of result.json; nothing after `smoke` only. Creates
+    `run_dir` if it is None.
 
     Raises DocumentError if the document names something that `trust` does not grant, before importing anything.
     """
@@ -46,6 +53,10 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
         _print_warnings([*told, *place_problems(_warn_of_cores(document), composed.locate)])
         if run_dir is None and not read_form():
             _say_first(composed, world_size)
+    if smoke:
+        _try_first(composed, document, trust, debug)
+    if smoke == "only":
+        return {}
     if joined:
         quiet_torch()
         from dsjob.launch.joined import join
@@ -62,6 +73,30 @@ def run_composed(composed: Composed, trust: Trust, debug: bool, *, run_dir: str 
     telling = launcher.telling_what_is_kept(run_dir, document)
     with telling, taking_back(run_dir, existing), marking_running(run_dir):
         return _start(composed, job, run_dir, trust, debug)
+
+
+def _try_first(composed: Composed, document: dict[str, Any], trust: Trust, debug: bool) -> None:
+    """Runs the smoke run of a resolved document as the run itself will be: on the ranks that were started, in this
+    process, or on new ranks. DeepSpeed's engine needs new ones: it can be built once in a process."""
+    from dsjob.front.smoke import try_job
+
+    def start(job: ResolvedJob, folder: str) -> dict[str, Any]:
+        with placing_errors(composed):
+            if launcher.read_world_size() is None:
+                return launcher.start(job, folder, trust=trust, debug=debug, apart=driven)
+            if driven:
+                hint = "first run dsjob run --smoke-only without torchrun or srun"
+                raise UsageError(
+                    "engine: deepspeed has no smoke run on ranks that another launcher has started", hint=hint
+                )
+            from dsjob.launch.joined import join
+
+            return join(job, trust=trust, check_folder=lambda _: None, run_dir=folder)
+
+    driven = document["engine"] == "deepspeed"
+    here = launcher.read_world_size() is None and document["launch"]["nproc"] == 1
+    with keeping_process(torch=True) if here and not driven else nullcontext():
+        try_job(document, start)
 
 
 def check_runnable(composed: Composed, trust: Trust) -> tuple[dict[str, Any], list[Problem]]:

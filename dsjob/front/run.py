@@ -54,6 +54,7 @@ def run(
     trust: Sequence[str] = (),
     trust_remote_code: bool = False,
     unpinned: bool = False,
+    smoke: bool = False,
 ) -> Result:
     """Trains a job to its last step, like the command `dsjob run`, and shows its progress.
 
@@ -63,6 +64,7 @@ def run(
     config_dir: a folder with your own recipes.
     trust, trust_remote_code, unpinned: as the flags of the command. A dict may name modules in the current folder
     and in the folder of the program.
+    smoke: first try a few steps, an evaluation, a save, a resume and a conversion in a temporary folder.
 
     With one rank the job runs in this process, on this thread. With several (`launch.nproc=2`) it runs in child
     processes, which never import `__main__`. Afterwards the state of this process is restored: signal handlers,
@@ -80,7 +82,7 @@ def run(
         if here:
             require_no_group()
         with keeping_process(torch=here), naming_no_flags(here):
-            result = run_composed(composed, grant(source.file, flags), debug=False)
+            result = run_composed(composed, grant(source.file, flags), debug=False, smoke="first" if smoke else "")
     return _make_result(result)
 
 

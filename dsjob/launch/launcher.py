@@ -126,12 +126,15 @@ def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) 
     return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"
 
 
-def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool) -> dict[str, Any]:
-    """Runs a resolved job, in this process or in one process per rank. Returns the contents of `result.json`."""
+def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool, apart: bool = False) -> dict[str, Any]:
+    """Runs a resolved job, in this process or in one process per rank. Returns the contents of `result.json`.
+
+    apart: a single rank, too, has a process of its own.
+    """
     if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
         write_resolved(run_dir, job.document)  # keeps the one of an earlier run until this run has begun
     visible = _choose_gpus(job.spec.launch)
-    if job.spec.launch.nproc == 1:
+    if job.spec.launch.nproc == 1 and not apart:
         os.environ.update(visible)
         _run_here(job, run_dir, trust)
     else:
