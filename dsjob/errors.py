@@ -108,6 +108,7 @@ OPTIONAL = {
     "datasets": "datasets>=3",
     "deepspeed": "deepspeed>=0.19,<0.20",
     "peft": "peft>=0.17",
+    "plotly": "plotly>=6",
     "pyarrow": "pyarrow>=15",
     "scikit-learn": "scikit-learn>=1.4",
     "transformers": "transformers>=4.57",

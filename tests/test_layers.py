@@ -30,6 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("deepspeed", "training"),
     ("launch",),
     ("front", "programs"),
+    ("report",),
     ("cli",),
     ("__main__",),
 )
@@ -42,6 +43,7 @@ INNER = {
 WITHOUT_TORCH = {room for room, floor in FLOOR_OF.items() if floor < FLOOR_OF["torch_private"]} | {
     "cli",
     "front",
+    "report",
     "__main__",
     "launch.launcher",
     "launch.rank",
@@ -77,6 +79,7 @@ HOMES: dict[str, set[str]] = {
     "wandb": {"monitors.wandb"},
     "comet_ml": {"monitors.comet"},
     "mlflow": {"monitors.mlflow"},
+    "plotly": {"report.page"},
     "numpy": {"checkpoint", "data", "ranks.seeding", "text"},
     "transformers": {
         "checkpoint.pretrained.architecture",

@@ -114,12 +114,12 @@ def _find_best(folder: str, document: Mapping[str, Any]) -> tuple[float | None, 
     wanted = get_at(document, ("checkpoint", "best"))
     if not isinstance(wanted, dict):
         return None, ""
-    metric, commits = wanted.get("metric", "eval/loss"), _list_commits(folder, document)
+    metric, commits = wanted.get("metric", "eval/loss"), list_commits(folder, document)
     found = [value for each in commits if (value := _as_number(get_at(each, ("metrics", metric)))) is not None]
     return (min if wanted.get("mode", "min") == "min" else max)(found, default=None), metric
 
 
-def _list_commits(folder: str, document: Mapping[str, Any]) -> Iterator[Any]:
+def list_commits(folder: str, document: Mapping[str, Any]) -> Iterator[Any]:
     """The commit records of a run's checkpoints, if they are on this machine."""
     commits = os.path.join(get_at(document, ("checkpoint", "dir")) or os.path.join(folder, "checkpoints"), "commits")
     if storage.is_local(commits) and os.path.isdir(commits):

@@ -1,0 +1,94 @@
+"""What the report says about a run, collected from the run's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsjob.contract import schema as contract
+from dsjob.contract.paths import Path
+from dsjob.contract.secrets import hide_secrets
+from dsjob.errors import DsjobError, UsageError
+from dsjob.front.runs import RunInfo, list_commits, list_runs
+from dsjob.report.series import Curve, read_curves
+from dsjob.run_folder import read_json, read_resolved, read_result
+
+ENVIRONMENT_NAME = "environment.json"
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A run as the report shows it.
+
+    values: of the document, by dotted path. changed: those that differ from the defaults, each with its default.
+    environment: by dotted path. checkpoints: their tags with their metrics.
+    """
+
+    info: RunInfo
+    curves: Mapping[str, Curve]
+    values: Mapping[str, Any]
+    changed: Mapping[str, tuple[Any, Any]]
+    environment: Mapping[str, Any]
+    checkpoints: Sequence[Mapping[str, Any]]
+    result: Mapping[str, Any]
+
+
+def gather(folders: Sequence[str]) -> list[Reported]:
+    """The runs in `folders` and below them, each once. Raises UsageError for a folder without runs."""
+    found = dict[str, RunInfo]()
+    for folder in folders:
+        infos = list_runs(folder)
+        if not infos:
+            raise UsageError(f"no runs in {folder}", hint="dsjob runs lists runs and their folders")
+        found.update({os.path.realpath(info.folder): info for info in infos})
+    return [_read(info) for info in found.values()]
+
+
+def _read(info: RunInfo) -> Reported:
+    try:
+        document = hide_secrets(read_resolved(info.folder))
+        result = read_result(info.folder)
+        environment = read_json(os.path.join(info.folder, ENVIRONMENT_NAME))
+        curves = read_curves(info.folder)
+    except DsjobError:
+        if info.status != "unreadable":
+            raise
+        return Reported(info, {}, {}, {}, {}, (), {})
+    leaves = dict(_list_leaves(document))
+    recorded = {**document.get("resolved", {}), "engine": document.get("engine"), **environment}
+    return Reported(
+        info,
+        curves,
+        {_dot(path): value for path, value in leaves.items() if path[0] != "resolved"},
+        {_dot(path): pair for path, pair in _find_changed(document, leaves)},
+        {_dot(path): value for path, value in _list_leaves(hide_secrets(recorded)) if value is not None},
+        _list_checkpoints(info.folder, document),
+        result,
+    )
+
+
+def _find_changed(document: Mapping[str, Any], leaves: Mapping[Path, Any]) -> Iterator[tuple[Path, tuple[Any, Any]]]:
+    schema = contract.job_schema()
+    for path, value in leaves.items():
+        default = contract.find_at(schema, path, document).get("default")
+        if path[0] != "resolved" and value != default and value not in ({}, None):
+            yield path, (value, default)
+
+
+def _list_checkpoints(folder: str, document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    commits = (each for each in list_commits(folder, document) if isinstance(each, dict))
+    return sorted(commits, key=lambda each: each["step"] if isinstance(each.get("step"), int) else -1)
+
+
+def _list_leaves(value: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _list_leaves(item, (*above, key))
+        else:
+            yield (*above, key), item
+
+
+def _dot(path: Path) -> str:
+    return ".".join(map(str, path))
