@@ -189,7 +189,8 @@ def read_scaler(optimizer: Any) -> Scaler:
     """The loss scale of the engine that owns this optimizer."""
     from dsjob.parallel.parameters import _known
 
-    scalers = [getattr(engine, "_scaler", None) for engine in _known if engine.optimizer is optimizer]
+    updates = [getattr(engine, "_update", None) for engine in _known if engine.optimizer is optimizer]
+    scalers = [update.scaler for update in updates if update is not None]
     if not scalers or scalers[0] is None:
         raise AttributeError("the optimizer has no loss scale")
     return Scaler(scalers[0])

@@ -239,24 +239,24 @@ class DrivenEngine(Engine):
                     f"DeepSpeed: {error}", hint="use bf16.enabled=true, or lower the learning rate"
                 ) from error
             raise
-        self._step_applied = self.driven.was_step_applied()
+        self._update.applied = self.driven.was_step_applied()
         self.holds_gradients = not boundary
         if boundary:
             self._read_step()
         schedule = self.lr_scheduler
-        if self._step_applied and schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
+        if self._update.applied and schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
             schedule.step(**(lr_kwargs or {}))
-        self.rhythm.end_micro_step(stepped=boundary, skipped=boundary and not self._step_applied)
-        if self._scaler is None:
+        self.rhythm.end_micro_step(stepped=boundary, skipped=boundary and not self._update.applied)
+        if self._update.scaler is None:
             self.rhythm.require_progress()
 
     def _read_step(self) -> None:
         norm = self._last_norm if self._last_norm is not None else self.driven.get_global_grad_norm()
-        if not self._step_applied:
+        if not self._update.applied:
             norm = float("inf")
-        self._grad_norm = None if norm is None else torch.as_tensor(norm)
-        if self._scaler is not None:
-            self._held.read_scaler(self._scaler)
+        self._update.norm = None if norm is None else torch.as_tensor(norm)
+        if self._update.scaler is not None:
+            self._held.read_scaler(self._update.scaler)
 
     def get_global_grad_norm(self) -> float:
         """See Engine. 0.0 at stage 0 in fp32 without clipping, because DeepSpeed computes no norm then."""
@@ -317,7 +317,7 @@ class DrivenEngine(Engine):
             masters=masters,
             optimizer=optimizer,
             scheduler=self.lr_scheduler,
-            scaler=self._scaler,
+            scaler=self._update.scaler,
             device=self.world.device,
             pretrained=describe_pretrained(self.module),
         )
@@ -342,8 +342,8 @@ class DrivenEngine(Engine):
         state = self._given() if self._given is not None else None
         if state is not None:
             self._held.scatter(state.weights, state.optimizer)
-        if self._scaler is not None:
-            self._held.write_scaler(self._scaler)
+        if self._update.scaler is not None:
+            self._held.write_scaler(self._update.scaler)
 
 
 class _Driven(Strategy):

@@ -1,7 +1,7 @@
 """The engine: DeepSpeed's calls on top of a strategy, an optimizer and a schedule.
 
-It coordinates forward, backward and step. The strategy spreads the model, `rhythm` and `readings` count and report, and
-`saving` saves. `dsjob.deepspeed` adds the rest of DeepSpeed's names.
+It coordinates forward, backward and step. The strategy spreads the model, `update` steps the optimizer, `rhythm` and
+`readings` count and report, and `saving` saves. `dsjob.deepspeed` adds the rest of DeepSpeed's names.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dsjob.compute.backward import drive, watch_outputs
 from dsjob.compute.calls import spread
-from dsjob.compute.loss_scale import LossScaler
 from dsjob.compute.precision import Precision
-from dsjob.compute.verdict import Verdict, can_decide
 from dsjob.contract.spec import EngineSpec
 from dsjob.engine.rhythm import Rhythm
 from dsjob.engine.saving import Saving, find_aliases
+from dsjob.engine.update import Update
 from dsjob.errors import UsageError
 from dsjob.parallel import Strategy, parameters, residence
 from dsjob.parallel.strategy import MicroBatch
-from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.joint import Meetings
 from dsjob.ranks.mesh import World
 
@@ -79,44 +77,17 @@ class Engine(Saving):
         managed = bool(self.config.get("managed_gradient_accumulation", True))
         self.rhythm = Rhythm.of(spec.trainer, world.data_size, managed)
         self.last_lr: list[float] = []  # the learning rates of the last optimizer step
-        self._grad_norm: Tensor | None = None
-        self._scaler = LossScaler(spec.fp16) if precision.needs_scale else None
-        self._skips = precision.needs_scale or (precision.compute == torch.bfloat16 and spec.bf16.check_grad_overflow)
-        self._divisor: Tensor | None = None  # of this step's gradients
-        self._step_applied: bool | None = False  # None: not known until the verdict is read
-        self._verdict: Verdict | None = None  # the device's decision about the last step, until the host reads it
+        self._update = Update(strategy, spec, precision, world.everyone)
         self._syncs = True  # False inside no_sync
         self._scaled = False  # `scale` was called, for the program's own backward pass
         self._aliases = find_aliases(self.module)
         self._meetings = Meetings(world)
         parameters.register(self)
 
-    def __repr__(self) -> str:
-        """Such as `Engine(Net, 1,234 parameters, ZeRO stage 2, bf16, 4 ranks, step 10)`."""
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        size = f"{self.count_parameters()[0]:,} parameters"
-        about = f"ZeRO stage {self.zero_stage}, {self.precision.name}, {ranks}, step {self.global_steps}"
-        return f"{type(self).__name__}({type(self.module).__name__}, {size}, {about})"
-
     @property
     def module(self) -> nn.Module:
         """The model itself, sharded or cast in place."""
         return self.strategy.module
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model and its batches are."""
-        return self.world.device
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all ranks of the job."""
-        return self.world.everyone.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of all ranks of the job. `world` says how they are divided."""
-        return self.world.everyone.size
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -130,13 +101,13 @@ class Engine(Saving):
         if not torch.is_grad_enabled():
             return outputs
         # Hooks on outputs are needed only to count passes, to divide gradients, or to notice a missing loss scale.
-        if self.rhythm.managed and self.rhythm.accumulation == 1 and self._scaler is None:
+        if self.rhythm.managed and self.rhythm.accumulation == 1 and self._update.scaler is None:
             return outputs
         return watch_outputs(outputs, self.rhythm.count_pass(self._enter_backward))
 
     def _enter_backward(self, gradient: Tensor) -> Tensor:
         """Divides an output's gradient in a backward pass that the program started itself."""
-        if self._scaler is not None and not self._scaled:
+        if self._update.scaler is not None and not self._scaled:
             raise UsageError(
                 "Loss scaling is required with fp16, but backward() was called on a loss that is not scaled",
                 hint="call engine.backward(loss), or engine.scale(loss).backward()",
@@ -190,20 +161,9 @@ class Engine(Saving):
 
     def _require_whole_step(self, micro_batches: Sequence[Any]) -> None:
         """Raises UsageError if a step is already in progress, or the number of micro batches is wrong."""
-        self.rhythm.require_managed("run_step()")
-        begun = self.rhythm.done or self.rhythm.passes or self.rhythm.forced is not None or not self._syncs
         # A backward pass of the program's own, without hooks on outputs, shows only in the gradients that it leaves.
-        if begun or any(parameter.grad is not None for parameter in self.module.parameters()):
-            raise UsageError(
-                "run_step() runs a whole optimizer step, but a step is already in progress",
-                hint="call it after step() at a boundary or zero_grad(), outside no_sync, and let the engine set the "
-                "boundary",
-            )
-        if len(micro_batches) != self.rhythm.accumulation:
-            raise UsageError(
-                f"run_step() got {len(micro_batches)} micro batches, but a step has {self.rhythm.accumulation}",
-                hint="pass one for each micro step: engine.rhythm.accumulation",
-            )
+        begun = not self._syncs or any(parameter.grad is not None for parameter in self.module.parameters())
+        self.rhythm.require_whole_step(len(micro_batches), begun=begun)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for the caller's own backward pass. Without a loss scale, `loss` itself."""
@@ -213,12 +173,12 @@ class Engine(Saving):
             )
         self._scaled = True
         # In fp16, whose largest value is 65,504, a loss of 1 times the initial scale of 2^16 would overflow.
-        return loss.float() * self._scaler.scale if self._scaler is not None else loss
+        return loss.float() * self._update.scaler.scale if self._update.scaler is not None else loss
 
     def divide_gradients(self, by: Tensor) -> None:
         """Makes the next optimizer step divide its gradients by `by` before clipping. by: scalar, equal on all
         ranks."""
-        self._divisor = by
+        self._update.divisor = by
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -247,15 +207,15 @@ class Engine(Saving):
         """
         if not self._syncs:
             raise UsageError("step() cannot be called inside no_sync or coalesce_grad_reduction")
-        self._step_applied, self._scaled = False, False
+        self._update.applied, self._scaled = False, False
         self.rhythm.stepping = True
         try:
             boundary = self.rhythm.boundary
             if boundary:
                 self._take_step(lr_kwargs or {})
-            skipped = None if self._verdict is not None else not self._step_applied
+            skipped = None if self._update.pending else not self._update.applied
             self.rhythm.end_micro_step(stepped=boundary, skipped=skipped)
-            if self._scaler is None:
+            if self._update.scaler is None:
                 self.rhythm.require_progress()
         finally:
             self.rhythm.stepping = False
@@ -268,52 +228,9 @@ class Engine(Saving):
         self.strategy.reduce_gradients()
         self.strategy.finish_gradients()
         self.last_lr = self.get_lr()
-        self._grad_norm, self._divisor = self._clip(), None
-        if self._skips and self._scaler is None and self.strategy.guard is None and can_decide(self.optimizer):
-            self._step_unread(self.optimizer, self._grad_norm.isfinite(), lr_kwargs)
-            return
-        # bool() waits for the device. The norm is over all ranks, so they decide alike.
-        overflow = (self._skips or self.strategy.guard is not None) and not bool(self._grad_norm.isfinite())
-        if not overflow:
-            self.strategy.step(self.optimizer)
-        # Only after the step: `update` may change the scale, but these gradients were scaled by the old one.
-        if self._scaler is not None:
-            self._scaler.update(overflow, self._find_culprits() if overflow and self._scaler.exhausted else ())
-        # Needed after an overflow too: it drops gradients and frees gathered weights.
-        self.strategy.finish_step()
         # A plateau schedule steps with the metric of an evaluation instead (dsjob/training/loop.py).
-        if not (overflow or self.lr_scheduler is None or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
-            self.lr_scheduler.step(**lr_kwargs)
-        self._step_applied = not overflow
-
-    def _clip(self) -> Tensor:
-        """Unscales and clips the gradients, and returns their norm before clipping (0-dim)."""
-        # Dividing by a factor of 1 / ranks multiplies the mean over ranks by their number.
-        scale, limit = self.loss_scale() / self.strategy.gradient_factor, self.spec.gradient_clipping
-        if self.strategy.guard is None:
-            return self.strategy.clip(limit, scale, self._divisor)
-        # Clipping by a norm that is not finite would make all gradients so: find the culprits before.
-        norm = self.strategy.clip(0.0, scale, self._divisor)
-        if not bool(norm.isfinite()):
-            self.strategy.guard(self._find_culprits())
-            return norm
-        return self.strategy.clip(limit) if limit > 0 else norm
-
-    def _step_unread(self, optimizer: Optimizer, finite: Tensor, lr_kwargs: Mapping[str, Any]) -> None:
-        """Takes a step that the device skips if gradients are not `finite`. The host learns of it at the next step."""
-        self._verdict, self._step_applied = Verdict(optimizer, finite), None
-        self.strategy.finish_step()
-        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            self._verdict.step_schedule(self.lr_scheduler, lr_kwargs)
-
-    def _find_culprits(self) -> list[str]:
-        """Names of parameters whose gradients are not finite on some rank."""
-        names = self.strategy.find_non_finite()
-        everyone = self.world.everyone
-        if everyone.size == 1:
-            return names
-        found = all_gather(everyone, names)
-        return [name for name in self.strategy.masters if any(name in names for names in found)]
+        plateau = isinstance(self.lr_scheduler, ReduceLROnPlateau)
+        self._update.take(self.optimizer, None if plateau else self.lr_scheduler, lr_kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, including those accumulated so far in this step."""

@@ -1,42 +1,59 @@
-"""The part of an engine that reports counters, learning rates, the loss scale and gradients."""
+"""The part of an engine that reports where it runs, counters, learning rates, the loss scale and gradients."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from torch import Tensor
+import torch
 from torch.optim import Optimizer
 
-from dsjob.compute.loss_scale import LossScaler
-from dsjob.compute.verdict import Verdict
+from dsjob.compute.precision import Precision
 from dsjob.contract.spec import EngineSpec
 from dsjob.engine.rhythm import Rhythm
+from dsjob.engine.update import Update
 from dsjob.parallel import Strategy
+from dsjob.ranks.mesh import World
 
 
 class Readings:
-    """The part of an engine that reports its counters, loss scale, gradients and learning rates."""
+    """The part of an engine that reports where it runs, its counters, loss scale, gradients and learning rates."""
 
     spec: EngineSpec
     rhythm: Rhythm
+    world: World
+    precision: Precision
     strategy: Strategy
     optimizer: Optimizer | None
-    _scaler: LossScaler | None
-    _grad_norm: Tensor | None
-    _step_applied: bool | None
-    _verdict: Verdict | None
-    _skips: bool
+    _update: Update
 
     def _settle(self) -> None:
         """If the device decides about steps, finds out whether the last one was taken. Waits for the device."""
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
-            return
-        taken = verdict.read()
-        self.rhythm.note_step(skipped=not taken)
-        if self._step_applied is None:
-            self._step_applied = taken
+        taken = self._update.settle()
+        if taken is not None:
+            self.rhythm.note_step(skipped=not taken)
+
+    def __repr__(self) -> str:
+        """Such as `Engine(Net, 1,234 parameters, ZeRO stage 2, bf16, 4 ranks, step 10)`."""
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        size = f"{self.count_parameters()[0]:,} parameters"
+        about = f"ZeRO stage {self.zero_stage}, {self.precision.name}, {ranks}, step {self.global_steps}"
+        return f"{type(self).__name__}({type(self.strategy.module).__name__}, {size}, {about})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and its batches are."""
+        return self.world.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all ranks of the job."""
+        return self.world.everyone.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of all ranks of the job. `world` says how they are divided."""
+        return self.world.everyone.size
 
     @property
     def zero_stage(self) -> int:
@@ -63,7 +80,7 @@ class Readings:
         """Whether the last call of `step` changed the weights. False if it was not at a boundary, or after an
         overflow."""
         self._settle()
-        return bool(self._step_applied)
+        return bool(self._update.applied)
 
     def get_global_grad_norm(self) -> float:
         """The L2 norm of the gradients of the last optimizer step, over all ranks, before clipping. 0.0 before the
@@ -72,8 +89,8 @@ class Readings:
         It is not affected by loss scaling. It is inf if the step was skipped because gradients were not finite, and
         inf or nan if the step was taken nevertheless.
         """
-        norm = float(self._grad_norm) if self._grad_norm is not None else 0.0
-        return math.inf if self._skips and math.isnan(norm) else norm
+        norm = float(self._update.norm) if self._update.norm is not None else 0.0
+        return math.inf if self._update.skips and math.isnan(norm) else norm
 
     def count_parameters(self) -> tuple[int, int]:
         """The number of elements of all parameters (tied ones once), and of the trained ones."""
@@ -82,7 +99,7 @@ class Readings:
 
     def loss_scale(self) -> float:
         """The factor on the loss in the next backward pass; 1.0 if losses are not scaled."""
-        return self._scaler.scale if self._scaler is not None else 1.0
+        return self._update.loss_scale
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro step ends with an optimizer step. With `managed_gradient_accumulation` off, it is True

@@ -67,6 +67,22 @@ class Rhythm:
                 hint="each call of step() is the boundary, and reduces gradients",
             )
 
+    def require_whole_step(self, count: int, *, begun: bool) -> None:
+        """Raises UsageError for `run_step` with `count` micro batches if that is the wrong number, or a step is already
+        in progress. begun: the engine has other signs that it is."""
+        self.require_managed("run_step()")
+        if begun or self.done or self.passes or self.forced is not None:
+            raise UsageError(
+                "run_step() runs a whole optimizer step, but a step is already in progress",
+                hint="call it after step() at a boundary or zero_grad(), outside no_sync, and let the engine set the "
+                "boundary",
+            )
+        if count != self.accumulation:
+            raise UsageError(
+                f"run_step() got {count} micro batches, but a step has {self.accumulation}",
+                hint="pass one for each micro step: engine.rhythm.accumulation",
+            )
+
     def count_pass(self, enter: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Wraps `enter` for the outputs of one forward pass: the first call counts as a backward pass."""
         counted = False

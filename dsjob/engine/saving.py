@@ -16,7 +16,6 @@ from dsjob.checkpoint.live import export
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.state import TrainingState, persistent_buffers
 from dsjob.checkpoint.pretrained.configuration import describe_pretrained
-from dsjob.compute.precision import Precision
 from dsjob.contract.paths import get_at
 from dsjob.engine.readings import Readings
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
@@ -24,7 +23,6 @@ from dsjob.optim.shards import own_part, whole
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.joint import Meetings
-from dsjob.ranks.mesh import World
 
 _SAVED_BY_ALL = (
     "every rank must call it, because each one saves its own part: move it out of `if rank == 0:`. The ranks do not "
@@ -41,8 +39,6 @@ class Saving(Readings):
     """The part of an engine that saves and loads. All ranks must call each of these methods."""
 
     config: Mapping[str, Any]
-    world: World
-    precision: Precision
     lr_scheduler: LRScheduler | None
     _aliases: dict[str, str]
     _meetings: Meetings
@@ -57,7 +53,7 @@ class Saving(Readings):
             masters=self.strategy.masters,
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
-            scaler=self._scaler,
+            scaler=self._update.scaler,
             device=self.world.device,
             pretrained=describe_pretrained(self.strategy.module),
             averages=self.strategy.averages,

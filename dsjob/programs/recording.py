@@ -98,7 +98,7 @@ class DeepSpeedEngine(engine.DeepSpeedEngine):
         position.micro_steps += 1
         if self.global_steps > before:
             position.step, position.doing = self.global_steps, "training"
-            self._recorder.end_step(self.global_steps, self.last_lr, self._grad_norm)
+            self._recorder.end_step(self.global_steps, self.last_lr, self._update.norm)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         with _doing("saving"):

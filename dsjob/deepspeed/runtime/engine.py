@@ -32,7 +32,7 @@ class DeepSpeedEngine(Settings, Engine):
         super().__init__(*args, **given)
         # What libraries read from the wrapper that DeepSpeed puts around an optimizer.
         optimizer: Any = self.optimizer
-        if optimizer is not None and self._scaler is not None:
+        if optimizer is not None and self._update.scaler is not None:
             optimizer.overflow = False
         if optimizer is not None and self.zero_stage == 3:
             optimizer.parameter_offload = DeepSpeedZeRoOffload()
@@ -42,9 +42,9 @@ class DeepSpeedEngine(Settings, Engine):
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         super()._take_step(lr_kwargs)
         # accelerate asks the optimizer whether fp16 overflowed. In bf16, the host may not know it yet.
-        if self._scaler is not None:
+        if self._update.scaler is not None:
             optimizer: Any = self.optimizer
-            optimizer.overflow = not self._step_applied
+            optimizer.overflow = not self._update.applied
 
     @property
     def basic_optimizer(self) -> Optimizer | None:
@@ -79,7 +79,7 @@ class DeepSpeedEngine(Settings, Engine):
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts to overflows."""
-        return self._scaler is not None and self._scaler.dynamic
+        return self._update.scaler is not None and self._update.scaler.dynamic
 
     def train_batch_size(self) -> int:
         """Samples in one optimizer step, over all ranks."""
