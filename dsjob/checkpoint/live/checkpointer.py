@@ -12,25 +12,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
-from dsjob.checkpoint.format.values import CLIENT, encode
 from dsjob.checkpoint.live.background import Background, ElsewhereError, Staging
+from dsjob.checkpoint.live.capture import Capture
 from dsjob.checkpoint.live.committed import Loaded, Matched, Saved
-from dsjob.checkpoint.live.joint import JointState, Savable, view_state
+from dsjob.checkpoint.live.joint import Savable
 from dsjob.checkpoint.live.loading import Loader, Take
-from dsjob.checkpoint.live.objects import Kept, capture_objects
-from dsjob.checkpoint.live.prepared import PreparedSave, describe_state
-from dsjob.checkpoint.live.rng import capture_rng
-from dsjob.checkpoint.live.shards import Planner, write_shard
-from dsjob.checkpoint.live.state import TrainingState
-from dsjob.checkpoint.root.attempts import Attempt, claim, claim_once
+from dsjob.checkpoint.live.objects import Kept
+from dsjob.checkpoint.live.prepared import PreparedSave
+from dsjob.checkpoint.live.shards import write_shard
 from dsjob.checkpoint.root.catalog import Catalog, noting
-from dsjob.checkpoint.root.garbage import clear
+from dsjob.checkpoint.root.claimed import ClaimedRoot
 from dsjob.checkpoint.root.retention import Retention
-from dsjob.errors import CheckpointError, DsjobError, FencedError
+from dsjob.errors import CheckpointError, DsjobError
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_all_ranks, on_rank_0
 from dsjob.ranks.mesh import World
 
@@ -53,14 +47,15 @@ class Checkpointer:
         timeout: float = 1800.0,
         objects: Kept | None = None,
     ) -> None:
-        self.url, self._job, self._objects = url, job, Kept() if objects is None else objects
-        self._everyone, self._data_rank, self._model = world.everyone, world.data_rank, world.model
-        self._retention, self._single_writer, self._timeout = retention or Retention(), single_writer, timeout
+        self.url, self._job = url, job
+        objects = Kept() if objects is None else objects
+        self._everyone = world.everyone
+        self._timeout = timeout
         self._catalog = Catalog(url)
-        self._loader = Loader(url, world, self._catalog, self._objects)
-        self._planner, self._staging = Planner(self._everyone), Staging()
+        self._root = ClaimedRoot(self._catalog, retention or Retention(), single_writer=single_writer)  # for rank 0
+        self._loader = Loader(url, world, self._catalog, objects)
+        self._capture, self._staging = Capture(world, objects), Staging()
         self._background: Background | None = None
-        self._attempt: Attempt | None = None  # only on rank 0
         self._last: tuple[str, dict[str, Any]] | None = None  # tag and plain values of the last save
         self._unrated: Mapping[str, float] | None = None  # metrics to add to the background save once it has finished
 
@@ -71,8 +66,7 @@ class Checkpointer:
         """
 
         def begin() -> None:
-            self._attempt = claim(self.url, single_writer=self._single_writer)
-            for note in clear(self.url, self._attempt):
+            for note in self._root.claim():
                 warnings.warn(f"could not delete leftovers of older runs: {note}", stacklevel=2)
 
         on_rank_0(self._everyone, begin)
@@ -89,11 +83,11 @@ class Checkpointer:
 
     def set_aside_damaged(self, tags: Sequence[str]) -> None:
         """See Catalog.set_aside_damaged."""
-        on_rank_0(self._everyone, lambda: self._catalog.set_aside_damaged(tags, self._attempt))
+        on_rank_0(self._everyone, lambda: self._root.set_aside_damaged(tags))
 
     def set_aside(self, *, newer_than: int) -> None:
         """See Catalog.set_aside."""
-        on_rank_0(self._everyone, lambda: self._catalog.set_aside(newer_than, self._attempt))
+        on_rank_0(self._everyone, lambda: self._root.set_aside(newer_than=newer_than))
 
     def save(
         self,
@@ -114,7 +108,7 @@ class Checkpointer:
         """
         assert self._background is None  # callers must settle it first, since they report how it ended
         started = time.monotonic()
-        save = self._prepare(engine, tag, client_state, frozen)
+        save = self._prepare(engine, tag, client_state, frozen=frozen)
         try:
             # The gather is also the barrier: rank 0 commits only when the files of all ranks are durable.
             records = gather_on_rank_0(
@@ -122,7 +116,7 @@ class Checkpointer:
             )
             size, notes = on_rank_0(self._everyone, lambda: self._commit(save, records, latest, replace, metrics or {}))
         except DsjobError:
-            on_rank_0(self._everyone, lambda: self._discard(save))
+            on_rank_0(self._everyone, lambda: self._root.discard(save.tag, save.folder))
             raise
         self._last = (tag, save.values)
         return Saved(tag, save.url, size, time.monotonic() - started, notes)
@@ -133,25 +127,18 @@ class Checkpointer:
         Raises CheckpointError or StorageError on every rank."""
         # If a plain value has changed since the save (a callback's state, say), state.json is outdated. Then the caller
         # must save again.
-        state = view_state(engine, self._model)
-        _, values = self._describe(engine, state, {**state.model_tensors(), **state.optimizer_tensors()}, encode({}))
+        values = self._capture.describe(engine)
 
         def add() -> bool:
-            assert self._attempt is not None
             if outdated or self._last != (tag, values):
                 return False
             if self._background is not None:
                 self._unrated = metrics
             else:
-                self._add(tag, metrics, self._attempt)
+                self._root.rate(tag, metrics)
             return True
 
         return on_rank_0(self._everyone, add)
-
-    def _add(self, tag: str, metrics: Mapping[str, float], attempt: Attempt) -> None:
-        self._catalog.rate(tag, metrics, attempt)
-        self._catalog.mark_best(self._retention.best)
-        self._catalog.retire(self._retention, attempt)
 
     def save_behind(
         self, engine: Savable, *, tag: str, metrics: Mapping[str, float] | None = None, replace: bool = False
@@ -165,7 +152,8 @@ class Checkpointer:
         def commit(records: Sequence[dict[str, Any]]) -> tuple[int, tuple[str, ...]]:
             return self._commit(save, records, latest=True, replace=replace, metrics=metrics or {})
 
-        self._background = Background(save, commit, lambda: self._discard(save), self._timeout)
+        discard = lambda: self._root.discard(save.tag, save.folder)  # noqa: E731
+        self._background = Background(save, commit, discard, self._timeout)
         self._last, self._unrated = (tag, save.values), None
 
     @property
@@ -197,10 +185,9 @@ class Checkpointer:
 
     def _finish(self, running: Background) -> tuple[int, tuple[str, ...]]:
         """The result of a background save, on rank 0. Adds the metrics that arrived while it ran."""
-        (size, notes), metrics, attempt = running.result, self._unrated, self._attempt
-        assert attempt is not None
+        (size, notes), metrics = running.result, self._unrated
         if metrics is not None:
-            notes += noting(lambda: self._add(running.save.tag, metrics, attempt))
+            notes += noting(lambda: self._root.rate(running.save.tag, metrics))
         return size, notes
 
     def give_up(self, seconds: float) -> None:
@@ -208,97 +195,13 @@ class Checkpointer:
         if self._background is not None:
             self._background.give_up(seconds)
 
-    def _discard(self, save: PreparedSave) -> None:
-        """Deletes a failed save. Raises FencedError if a newer run has begun, which may be why it failed."""
-        assert self._attempt is not None
-        try:
-            self._catalog.discard(save.tag, save.folder)
-            self._attempt.require_newest()
-        except FencedError:
-            raise
-        except DsjobError:  # likely the same cause as the failed save; the next run deletes what is left
-            pass
-
-    def _prepare(self, engine: Savable, tag: str, client_state: Mapping[str, Any] | None, frozen: bool) -> PreparedSave:
-        """Plans a save, and captures all plain values. A collective."""
+    def _prepare(
+        self, engine: Savable, tag: str, client_state: Mapping[str, Any] | None, *, frozen: bool
+    ) -> PreparedSave:
         if not layout.NAME.fullmatch(tag):
             raise CheckpointError(f"invalid checkpoint tag {tag!r}", hint="use letters, digits, '.', '_' and '-'")
-        state = view_state(engine, self._model)
-        state = state if frozen else state.without_frozen()
-        tensors = {**state.model_tensors(), **state.optimizer_tensors()}
-        stored: dict[str, Tensor] = {}
-        client = on_all_ranks(
-            self._everyone, lambda: encode(dict(client_state or {}), "client_state", tensors=True, stored=stored)
-        )
-        # Describe before adding the client's tensors: they are not part of the model, so `state` has no role for them.
-        plain, values = self._describe(engine, state, tensors, client)
-        tensors.update(stored if self._everyone.rank == 0 else {})  # only rank 0's client state is saved
-        parts, described = self._planner.plan(tensors)
-        # Only rank 0 knows the attempt, so it chooses the folder for all ranks.
-        folder = on_rank_0(self._everyone, lambda: self._begin_attempt().name_folder(tag))
-        manifest = {
-            "format": layout.FORMAT,
-            "version": layout.VERSION,
-            "tag": tag,
-            "step": engine.counters()["global_steps"],
-            "world_size": self._everyone.size,
-            "zero_stage": engine.zero_stage,
-            "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
-            **({"models": plain["models"]} if plain["models"] else {}),
-            **({"model_ranks": self._model.size} if self._model.size > 1 else {}),
-            **({"pretrained": plain["pretrained"]} if plain["pretrained"] else {}),
-        }
-        return PreparedSave(
-            url=storage.join(self.url, folder),
-            folder=folder,
-            tag=tag,
-            rank=self._everyone.rank,
-            world_size=self._everyone.size,
-            parts=parts,
-            described=described,
-            roles={**plain["roles"], **dict.fromkeys(stored, CLIENT)},
-            values=values,
-            manifest=manifest,
-        )
-
-    def _describe(
-        self,
-        engine: Savable,
-        state: TrainingState | JointState,
-        tensors: Mapping[str, Any],
-        client: Any,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The result of `describe_state`, and on rank 0 the content of state.json. A collective."""
-        own = on_all_ranks(self._everyone, lambda: describe_state(state, tensors))
-        plain = self._join_parts(own)
-        objects = capture_objects(self._everyone, self._objects)
-        # Each rank draws its own random numbers, so state.json has an entry per rank.
-        random = gather_on_rank_0(self._everyone, lambda: capture_rng(state.device))
-        values = {
-            "counters": engine.counters(),
-            **{key: plain[key] for key in ("optimizer", "scheduler", "loss_scaler")},
-            "rng": {str(rank): entry for rank, entry in enumerate(random)},
-            "client_state": client,
-            **({"objects": objects} if objects else {}),
-        }
-        return plain, values
-
-    def _join_parts(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Merges the results of `describe_state` of all model-parallel ranks. A collective, if there are several."""
-        if self._model.size == 1:
-            return own
-        # One rank per part of the model is enough: its data-parallel copies hold the same state.
-        found = all_gather(self._everyone, own if self._data_rank == 0 else None)
-        parts = [part for part in found if part is not None]
-        models = sorted(name for part in parts for name in part.pop("models"))
-        joined = {key: {name: value for part in parts for name, value in part[key].items()} for key in parts[0]}
-        return {**joined, "models": models}
-
-    def _begin_attempt(self) -> Attempt:
-        """The attempt of this run, or a new one for a program that has not called `open`."""
-        self._attempt = self._attempt or claim_once(self.url)
-        self._attempt.require_newest()
-        return self._attempt
+        client_state, name = client_state or {}, lambda: self._root.name_folder(tag)
+        return self._capture.prepare(engine, self.url, tag, client_state, name, frozen=frozen)
 
     def _commit(
         self,
@@ -309,13 +212,9 @@ class Checkpointer:
         metrics: Mapping[str, float],
     ) -> tuple[int, tuple[str, ...]]:
         """Rank 0's part after all shards are written. Returns their bytes, and what failed after the commit."""
-        assert self._attempt is not None
         # `complete` checks the sizes of all shards again, in case a store lost one after acknowledging it.
-        attempt = self._attempt
         manifest = save.complete(records, self._job)
-        notes = self._catalog.commit(save.folder, manifest, attempt, latest=latest, replace=replace, metrics=metrics)
-        notes += noting(lambda: self._catalog.mark_best(self._retention.best))
-        notes += noting(lambda: self._catalog.retire(self._retention, attempt))
+        notes = self._root.commit(save.folder, manifest, latest=latest, replace=replace, metrics=metrics)
         return sum(entry["size"] for entry in manifest["files"].values()), notes
 
     def follow_latest(self) -> tuple[str | None, str]:

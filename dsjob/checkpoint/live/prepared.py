@@ -12,9 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.values import encode_file
-from dsjob.checkpoint.live.joint import JointState
 from dsjob.checkpoint.live.shards import Part, list_tensors
-from dsjob.checkpoint.live.state import TrainingState
 from dsjob.errors import CheckpointError
 
 
@@ -60,17 +58,3 @@ class PreparedSave:
             "tensors": list_tensors(self.described, list(records), self.roles.__getitem__),
             **{f"{name}_sha256": hashlib.sha256(text).hexdigest() for name, text in texts.items()},
         }
-
-
-def describe_state(state: TrainingState | JointState, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of a state, which checkpoints store beside tensors. Raises CheckpointError for unsupported
-    values."""
-    return {
-        "optimizer": state.optimizer_values(),
-        "scheduler": state.scheduler_values(),
-        "loss_scaler": state.scaler_values(),
-        "aliases": dict(state.aliases),
-        "pretrained": state.pretrained,
-        "roles": {name: state.role(name) for name in tensors},
-        "models": state.names if isinstance(state, JointState) else [],
-    }
