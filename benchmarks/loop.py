@@ -36,6 +36,7 @@ from dsjob.engine.several import Engines
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.training import loop
 from dsjob.training.objective import Objective
+from dsjob.training.passed import Passed
 from dsjob.training.run import Run
 from dsjob.training.steps import make_micro_step
 from dsjob.trust.targets import call_target
@@ -82,6 +83,7 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
         micro_step=make_micro_step(None, Objective()),
         loader=load_training(dataset, micro_batch=spec.trainer.micro_batch, world=world, seed=0),
         max_steps=spec.trainer.max_steps or 0,
+        passed=Passed(spec),
         checkpointer=Checkpointer(folder, world=world),
         callbacks=[clock],
         say=lambda title, text: None,
@@ -112,7 +114,7 @@ def run_by_hand(spec: JobSpec, world: World, dataset: Any, warm_up: int) -> floa
         nn.utils.clip_grad_norm_(parameters, spec.gradient_clipping)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % spec.trainer.log_every == 0:
+        if (step + 1) % spec.trainer.log_every.amount == 0:
             total += loss.item()
     return time.perf_counter() - started
 

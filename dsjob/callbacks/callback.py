@@ -23,7 +23,12 @@ class RunView(Protocol):
 
     @property
     def max_steps(self) -> int:
-        """The step that training ends at."""
+        """The step that training ends at. If `trainer.max_length` counts tokens or time, an upper bound, until the run
+        ends."""
+
+    @property
+    def expected_steps(self) -> int:
+        """`max_steps`, or where tokens or time end the run, an estimate of it from the steps so far."""
 
     @property
     def engine(self) -> Engine:

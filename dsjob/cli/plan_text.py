@@ -109,7 +109,7 @@ def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
         pairs.append(("epoch", f"{course.steps_per_epoch:,} steps over {course.samples:,} samples"))
     if course.steps is not None:
         pairs.append(("steps", f"{course.steps:,}"))
-    return pairs
+    return [*pairs, *course.lengths]
 
 
 def _describe_activations(activations: Activations) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dsjob.cli.flags import add_arguments, add_form, allow_protocols, make_parser, read_flags
 from dsjob.cli.overrides import is_override
+from dsjob.contract.lengths import read_length
 from dsjob.contract.paths import get_at
 from dsjob.contract.secrets import hide_secrets, hide_value
 from dsjob.document import Document
@@ -27,6 +28,7 @@ from dsjob.training.advice import train_longer
 from dsjob.training.form import Form, showing
 from dsjob.trust.user import grant, read_environment
 
+_LIMITS = ("max_steps", "max_epochs", "max_length")
 _SWEEP = "optimizer.params.lr=1e-3,3e-4"
 
 
@@ -154,7 +156,8 @@ def split_source(words: Sequence[str], *, bare: bool = False) -> tuple[Document 
 def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | None) -> None:
     """Prints commands that a user may want to run next, ready to paste."""
     run_dir, trainer = result["run_dir"], composed.document["trainer"]
-    limits = trainer.get("max_steps"), trainer.get("max_epochs")
+    length = trainer.get("max_length")
+    limits = trainer.get("max_steps"), trainer.get("max_epochs"), None if length is None else read_length(length)
     longer = train_longer(*limits, step=result["step"], epochs=result.get("epochs"))
     form, out = ("hf", "model") if result.get("pretrained") else ("fp32", "weights")
     again = f"{run_dir}/{RESOLVED_NAME}"
@@ -178,7 +181,7 @@ def _find_unused(composed: Composed, run_dir: str) -> list[str]:
     for path, override in composed.overrides.items():
         before, value = get_at(kept, path, None), get_at(composed.document, path, None)
         # Not `auto` and old keys, which are resolved to other values, and not what `longer` sets.
-        if None not in (before, value) and before != value != "auto" and path[-1] not in ("max_steps", "max_epochs"):
+        if None not in (before, value) and before != value != "auto" and path[-1] not in _LIMITS:
             found.append(shlex.quote(hide_value(override)))
     return found
 

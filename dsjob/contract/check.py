@@ -195,9 +195,9 @@ def _check_shape(document: dict[str, Any], schema: Schema) -> list[Problem]:
     for error in _leaves(validator.iter_errors(document)):
         for problem in _explain(error, document, schema):
             problems.setdefault((problem.path, problem.rule, problem.message), problem)
-    # A value of the wrong type also breaks an enum, and a wrong value also has a status: report each value once.
+    # A value of the wrong type also breaks an enum or a bound, and a wrong value also has a status: report each once.
     mistyped = {path for path, rule, _ in problems if rule == "type"}
-    found = [p for p in problems.values() if p.rule != "enum" or p.path not in mistyped]
+    found = [p for p in problems.values() if p.rule not in ("enum", "range") or p.path not in mistyped]
     wrong = {p.path for p in found if p.rule in ("type", "enum")}
     return found + [p for p in _check_status(document, schema, ()) if p.path not in wrong]
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NewType, TypeVar, cast
 
+from dsjob.contract.lengths import Length, read_length
 from dsjob.contract.monitors import Comet, Mlflow, MonitorFiles, Wandb
 
 T = TypeVar("T")
@@ -73,11 +74,12 @@ class Trainer:
     loss_average: Literal["targets", "batches"]
     max_steps: int | None
     max_epochs: float | None
+    max_length: Length | None
     seed: int
     matmul_precision: Literal["highest", "high", "medium"] | None
-    log_every: int
+    log_every: Length
     eval_at_start: bool
-    eval_every: int
+    eval_every: Length
     eval_batches: int | None
     eval_micro_batch: int | None
     step: Target | None
@@ -240,7 +242,7 @@ class BestCheckpoints:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     dir: str | None
-    every: int
+    every: Length
     every_minutes: float | None
     every_epochs: float | None
     at_end: bool
@@ -363,6 +365,8 @@ def _convert(hint: Any, value: Any) -> Any:
         origin = typing.get_origin(hint)
     if hint is Target:
         return make_target(value)
+    if hint is Length:
+        return read_length(value)
     if hint is Method:
         groups = value.get("param_groups", {})
         rest = {key: item for key, item in value.items() if key != "param_groups"}

@@ -172,7 +172,7 @@ ARGUMENTS: dict[str, Argument] = {
     "eval_steps": _in("cadence", "trainer.eval_every", None, "if unset: logging_steps"),
     "eval_on_start": _in("cadence", "trainer.eval_at_start", False),
     "eval_delay": _out("the first evaluation is after trainer.eval_every steps", 0),
-    "save_strategy": _in("cadence", "checkpoint.every checkpoint.every_epochs checkpoint.best", "steps"),
+    "save_strategy": _in("cadence", "checkpoint.every checkpoint.best", "steps"),
     "save_steps": _in("cadence", "checkpoint.every", 500),
     "save_total_limit": _in("cadence", "checkpoint.keep", None, "if unset, all are kept: 0"),
     "output_dir": _as("output.dir"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dsjob.contract import hints
+from dsjob.contract import hints, lengths
 from dsjob.contract.paths import Path
 from dsjob.contract.shown import shorten
 
@@ -27,6 +27,8 @@ def describe(keyword: str, rule: Any, value: Any, *, form: str = "") -> tuple[st
     `form`: in words, what a `pattern` accepts. Both are empty for keywords that the schemas do not use.
     """
     found = f"but is {show(value)}"
+    if rule == lengths.PATTERN or (keyword == "type" and form.startswith("a number of steps")):
+        return f"must be {form}, {found}", lengths.suggest_length(value)
     if keyword == "type":
         names = [rule] if isinstance(rule, str) else rule
         wanted = _join([_KINDS[name] for name in names if name in _KINDS])

@@ -61,7 +61,7 @@ def use_integers(value: Any, schema: Schema) -> Any:
 
     For an optimizer's arguments this needs its `type`, which selects their schema.
     """
-    if schema.get("type") == "integer" and isinstance(value, float) and value.is_integer():
+    if schema.get("type") in ("integer", ["integer", "string"]) and isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
         return {key: use_integers(item, contract.child(schema, key, value) or {}) for key, item in value.items()}

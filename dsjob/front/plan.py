@@ -171,25 +171,31 @@ def _count(spec: JobSpec, parameters: int, notes: list[str]) -> _Looked:
 def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Looked:
     """Measures the model on the meta device, one micro batch of the data, the optimizer's state and the schedule."""
     from dsjob.compute.find_blocks import mark_leaves
+    from dsjob.data.batches import count_elements, is_tokens
     from dsjob.training import probe
     from dsjob.training.activations import measure_activations
     from dsjob.training.build import count_steps
+    from dsjob.training.passed import NEVER, describe_lengths
 
     assert spec.model is not None
     built = probe.build_on_meta(spec.model, trust)
     mark_leaves(built, spec.zero_optimization.leaf_module)
     model = probe.size_model(built)
     state = probe.probe_optimizer(spec.optimizer, trust) if spec.optimizer else OptimizerState(0)
-    steps, samples = spec.trainer.max_steps, None
+    steps, samples, tokens = spec.trainer.max_steps, None, 0
     try:
         loader = probe.load_data(spec, world_size, trust)
         samples = loader.samples_per_epoch
-        steps = count_steps(spec.trainer, samples)
-        activations = measure_activations(built, next(iter(loader)), spec, trust)
+        counted = count_steps(spec.trainer, samples)
+        steps = None if counted == NEVER else counted
+        batch = next(iter(loader))
+        tokens = count_elements(batch) * spec.trainer.train_batch // spec.trainer.micro_batch if is_tokens(batch) else 0
+        activations = measure_activations(built, batch, spec, trust)
     except (DataError, OSError) as error:
         activations = Activations(reason=str(error).splitlines()[0])
     if activations.reason:
         notes.append(f"activations are not counted: {activations.reason}")
     rates = tuple(probe.trace_rates(spec, steps or 0, _PLOT_WIDTH, trust))
     per_epoch = -(-samples // spec.trainer.train_batch) if samples else None
-    return model, state, activations, Course(samples, per_epoch, steps, rates)
+    lengths = tuple(describe_lengths(spec, samples, tokens))
+    return model, state, activations, Course(samples, per_epoch, steps, rates, lengths)

@@ -48,11 +48,8 @@ def _draft_every(path: str, strategy: Given, steps: Given, total: int | None, dr
     if kind == "steps":
         _draft_steps(path, steps, total, draft)
         return
-    if kind == "epoch" and path == "checkpoint.every":
-        draft.put("checkpoint.every_epochs", strategy.to(1))
-    elif kind == "epoch":
-        text = f"{path}: {strategy.label}, but dsjob counts steps; set it to the steps of an epoch, for example"
-        draft.note("fill in", text, strategy)
+    if kind == "epoch":
+        draft.put(path, strategy.to("1ep"))
     elif kind not in ("no", "best"):
         draft.refuse(strategy, "must be one of no, steps, epoch", rule="enum")
     elif path == "checkpoint.every" and strategy.rank > Rank.DEFAULT:

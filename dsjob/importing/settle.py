@@ -111,7 +111,7 @@ def _schema_at(path: Path, draft: Draft) -> contract.Schema:
 
 def _own_number(path: Path, value: Any, draft: Draft) -> Any:
     """`value` as an integer, if the key requires one and it is a whole float such as 5e8."""
-    whole = isinstance(value, float) and value.is_integer() and _schema_at(path, draft).get("type") == "integer"
+    whole = isinstance(value, float) and value.is_integer() and "integer" in str(_schema_at(path, draft).get("type"))
     return int(value) if whole else value
 
 

@@ -95,7 +95,9 @@ def find_largest_difference(sides: Mapping[str, Side]) -> tuple[float, int]:
 
 def _cut(document: Mapping[str, Any], engine: str, steps: int, run_dir: str) -> dict[str, Any]:
     """Reduces the job to one side of the comparison: a few steps, each logged, without evaluation or saving."""
-    trainer = {key: value for key, value in document["trainer"].items() if key not in ("max_epochs", "eval_step")}
+    trainer = {
+        key: value for key, value in document["trainer"].items() if key not in ("max_epochs", "max_length", "eval_step")
+    }
     gauge = {"_target_": f"{__name__}.Gauge", "folder": run_dir}
     return {
         **document,

@@ -43,13 +43,15 @@ class Activations:
 class Course:
     """The length of a run: samples in the dataset, steps per epoch, steps in total (None if unknown).
 
-    `rates`: (step, learning rate) pairs.
+    `rates`: (step, learning rate) pairs. `lengths`: (key, text) pairs for lengths with a unit: the steps they stand
+    for.
     """
 
     samples: int | None = None
     steps_per_epoch: int | None = None
     steps: int | None = None
     rates: tuple[tuple[int, float], ...] = ()
+    lengths: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

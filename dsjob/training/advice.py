@@ -7,9 +7,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from dsjob.contract.lengths import Length
 
-def train_longer(max_steps: int | None, max_epochs: float | None, *, step: int, epochs: float | None) -> str:
-    """The overrides that make a run train beyond `step`, whichever of the two limits it reached.
+
+def train_longer(
+    max_steps: int | None, max_epochs: float | None, max_length: Length | None, *, step: int, epochs: float | None
+) -> str:
+    """The overrides that make a run train beyond `step`, whichever of the limits it reached.
 
     epochs: the passes over the data up to `step`, possibly more than `max_epochs`; None for a stream.
     """
@@ -17,6 +21,9 @@ def train_longer(max_steps: int | None, max_epochs: float | None, *, step: int, 
     if max_epochs is not None:
         doubled = 2 * max_epochs
         longer.append(f"trainer.max_epochs={doubled if doubled > (epochs or 0) else 2 * math.ceil(epochs or 0):g}")
+    if max_length is not None:
+        done = {"steps": step, "epochs": epochs or 0}.get(max_length.unit, 0)
+        longer.append(f"trainer.max_length={max_length.double(done)}")
     return " ".join(longer)
 
 

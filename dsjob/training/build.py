@@ -43,6 +43,7 @@ from dsjob.training.evaluation import Evaluator
 from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measure, Measures, make_measure
 from dsjob.training.objective import Objective, build_objective
+from dsjob.training.passed import NEVER
 from dsjob.training.steps import MicroStep, UserStep, make_micro_step
 from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
@@ -159,7 +160,8 @@ def _settle(model: ResolvedModel, steps: int | None) -> ResolvedModel:
 
 
 def count_steps(trainer: Trainer, samples: int | None) -> int:
-    """Optimizer steps of the run. `samples`: length of the dataset, None for a stream.
+    """Optimizer steps of the run; NEVER if only tokens or time limit it. `samples`: length of the dataset, None for a
+    stream.
 
     Raises DataError if only the number of epochs limits the run, and the dataset has no length.
     """
@@ -171,7 +173,13 @@ def count_steps(trainer: Trainer, samples: int | None) -> int:
             raise DataError("trainer.max_epochs needs a dataset with a length", hint="give trainer.max_steps instead")
         # Rounded up: every sample is seen at least `max_epochs` times, and the last batch is full.
         limits.append(math.ceil(trainer.max_epochs * samples / trainer.train_batch))
-    return min(limits)
+    length = trainer.max_length
+    if length is not None and not length.measured:
+        if length.unit == "epochs" and samples is None:
+            raise DataError("trainer.max_length in epochs needs a dataset with a length", hint="give steps or samples")
+        each = {"steps": trainer.train_batch, "epochs": samples or 0, "samples": 1}[length.unit]
+        limits.append(math.ceil(length.amount * each / trainer.train_batch))
+    return min(limits, default=NEVER)
 
 
 def _to_device(made: T, device: torch.device) -> T:

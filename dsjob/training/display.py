@@ -83,21 +83,21 @@ class Display(Callback):
             return
         self._bar = Progress(*_choose_columns(self.console.width), console=self.console, expand=True)
         self._bar.start()
-        self._task = self._bar.add_task("train", total=run.max_steps, completed=run.step, eta="-:--", curve="")
+        self._task = self._bar.add_task("train", total=run.expected_steps, completed=run.step, eta="-:--", curve="")
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
         if not self._shown:
             return
-        width = len(str(run.max_steps))
-        share = 100 * run.step // run.max_steps
-        line = f"step {run.step:>{width}}/{run.max_steps} {share:>3}%  {describe_record(record)}"
+        total = run.expected_steps
+        width, about = len(str(total)), "" if total == run.max_steps else "~"
+        line = f"step {run.step:>{width}}/{about}{total} {100 * run.step // total:>3}%  {describe_record(record)}"
         self.console.print(line, highlight=False, soft_wrap=self._bar is None)
         if self._bar is not None:
             if len(self._losses) == _MOST_LOSSES:
                 del self._losses[::2]  # a curve of the whole run in bounded memory
             self._losses.append(record["loss"])
             eta = show_seconds(record["eta_seconds"])
-            self._bar.update(self._task, completed=run.step, eta=eta, curve=spark(self._losses, _CURVE))
+            self._bar.update(self._task, completed=run.step, total=total, eta=eta, curve=spark(self._losses, _CURVE))
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
         self.say("eval", f"step {run.step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))

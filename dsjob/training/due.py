@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsjob.contract.lengths import Length
 from dsjob.training.occasions import Agreed
 from dsjob.training.run import Run
-from dsjob.training.saves import ends_period
 
 
 @dataclass
@@ -20,14 +20,15 @@ class Due:
     stops: int
 
     @classmethod
-    def after_step(cls, run: Run, agreed: Agreed, seen: int) -> Due:
-        """What is due after the step that began after `seen` samples."""
-        every = run.spec.checkpoint.every
+    def after_step(cls, run: Run, agreed: Agreed) -> Due:
+        """What is due after a step."""
+        section = run.spec.checkpoint
+        by_epochs = Length(section.every_epochs or 0, "epochs", "")
         due = cls(
             last=run.step == run.max_steps,
-            logs=run.step % run.spec.trainer.log_every == 0,
+            logs=run.passed.ends_period(run.spec.trainer.log_every, run.engine),
             evaluates=evaluates_after(run),
-            saves=bool(every and run.step % every == 0) or bool(agreed.stops) or ends_period(run, seen),
+            saves=bool(agreed.stops) or any(run.passed.ends_period(n, run.engine) for n in (section.every, by_epochs)),
             stops=agreed.stops,
         )
         due.add(run, agreed)
@@ -51,5 +52,5 @@ class Due:
 
 def evaluates_after(run: Run) -> bool:
     """Whether an evaluation is due after this step according to the job."""
-    every, last = run.spec.trainer.eval_every, run.step == run.max_steps
-    return run.evaluator is not None and (last or bool(every and run.step % every == 0))
+    last = run.step == run.max_steps
+    return run.evaluator is not None and (last or run.passed.ends_period(run.spec.trainer.eval_every, run.engine))

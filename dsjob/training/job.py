@@ -34,6 +34,7 @@ from dsjob.training.loaders import build_collate, build_evaluation_sets, build_t
 from dsjob.training.monitoring import MonitorValues
 from dsjob.training.objective import build_objective
 from dsjob.training.occasions import Occasions
+from dsjob.training.passed import Passed, require_samples
 from dsjob.training.requests import Requests
 from dsjob.training.resume import load_best, resume
 from dsjob.training.run import Result, Run
@@ -65,6 +66,7 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
         delivery = Delivery(monitors, name=spec.name, run_dir=run_dir, document=job.document, say=display.say)
         with refuse_exits(), matmul_precision(spec.trainer.matmul_precision), delivery:
             run, tasks, loaded = _prepare(job, run_dir, world, display, trust, delivery)
+            run.end_at_length()
             finished = run.step >= run.max_steps
             evaluates = finished and run.evaluator is not None and lacks_metrics(run)
             if not finished or evaluates:
@@ -149,7 +151,9 @@ def _prepare(
     sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec))
     if note := note_few_samples(loader.samples_per_epoch, spec.trainer.train_batch):
         display.say("note", note)
+    require_samples(spec, loader.samples_per_epoch)
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
+    passed = Passed(spec, loader.samples_per_epoch)
     engines = build.build_engines(models, job, world, trust, steps=steps)
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on
     objective = build_objective(spec, engines.first.module, world.device, trust)
@@ -157,7 +161,9 @@ def _prepare(
     eval_measures, eval_metrics = build.build_measures("eval", spec, world, trust)
     measures, metrics = build.build_measures("train", spec, world, trust)
     stateful = {"train": loader} if isinstance(loader, StatefulLoader | StreamLoader) else {}
-    kept = Kept(display.say, callbacks=callbacks, metrics=eval_metrics, training_metrics=metrics, data=stateful)
+    counted = {"tokens_and_time": passed} if passed.is_needed else {}
+    named = {"callbacks": callbacks, "metrics": eval_metrics, "training_metrics": metrics, "data": stateful}
+    kept = Kept(display.say, **named, passed=counted)
     micro_step = build.build_micro_step(spec, objective, measures, trust)
     given: dict[str, Any] = {"collate": collate, "objective": objective, "measures": eval_measures}
     evaluated = choose_sets(spec, sets, "eval")
@@ -169,8 +175,9 @@ def _prepare(
         engines=engines,
         loader=loader,
         max_steps=steps,
+        passed=passed,
         checkpointer=build.build_checkpointer(job, run_dir, world, kept),
-        occasions=_watch_occasions(spec, run_dir, world, requests),
+        occasions=_watch_occasions(spec, run_dir, world, requests, passed),
         requests=requests,
         folder=run_dir,
         callbacks=[*_list_own(job, run_dir, display, delivery), *callbacks.values()],
@@ -191,17 +198,25 @@ def _list_own(job: ResolvedJob, run_dir: str, display: Display, delivery: Delive
     return [ResolvedFile(run_dir, job.document), display, MetricsFile(run_dir), MonitorValues(delivery)]
 
 
-def _watch_occasions(spec: JobSpec, run_dir: str, world: World, requests: Requests) -> Occasions:
+def _watch_occasions(spec: JobSpec, run_dir: str, world: World, requests: Requests, passed: Passed) -> Occasions:
     save_request, stop_request = (os.path.join(run_dir, name) for name in (SAVE_REQUEST, STOP_REQUEST))
     return Occasions(
-        spec.checkpoint, world, save_request, grace=spec.launch.grace, stop_request=stop_request, requests=requests
+        spec.checkpoint,
+        world,
+        save_request,
+        grace=spec.launch.grace,
+        stop_request=stop_request,
+        requests=requests,
+        read_clock=passed.read_clock,
     )
 
 
 def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Result:
     """Reports that nothing is left to train, and runs the other tasks."""
     trainer = run.spec.trainer
-    longer = train_longer(trainer.max_steps, trainer.max_epochs, step=run.step, epochs=_count_epochs(run))
+    longer = train_longer(
+        trainer.max_steps, trainer.max_epochs, trainer.max_length, step=run.step, epochs=_count_epochs(run)
+    )
     beyond = f"{run.step:,} steps are done, more than the {run.max_steps:,} of this job"
     done = beyond if run.step > run.max_steps else f"step {run.step:,} of {run.max_steps:,}"
     undone = "nothing was trained" if run.progress.last_evaluation else "nothing was trained or evaluated"

@@ -117,17 +117,19 @@ def _train(run: Run, occasions: Occasions) -> None:
     _begin(run)
     run.requests.ended = occasions.hear().ends if run.spec.callbacks else ""
     meter = Meter()
+    run.passed.start()
     position.doing = "training"
     while run.step < run.max_steps and not run.requests.ended:
-        seen = engine.global_samples
         _take_step(run, batches, meter)
         position.step = run.step
         run.tell("on_step")
         agreed = occasions.agree(run.step, news=run.checkpointer.has_news)
         if agreed.news:
             occasions.note_settled(settle(run))
+        run.passed.end_step(agreed.seconds)
+        run.end_at_length()
         # From here on, all ranks decide alike: the step is the same on all, and `agreed` was agreed on.
-        due = Due.after_step(run, agreed, seen)
+        due = Due.after_step(run, agreed)
         if due.logs or due.evaluates or due.saves:
             _end_step(run, occasions, meter, due)
             position.doing = "training"
@@ -174,6 +176,7 @@ def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
     engine, before = run.engine, run.step
     micro_steps = engine.rhythm.accumulation
     sums: dict[str, Tensor] = {}
+    tokens = 0
     for given, part in run.averaging.read(batches, micro_steps):
         # Labels were counted on the host before this copy.
         batch = to_device(given, engine.device)
@@ -183,7 +186,9 @@ def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
             scalars = meter.names.require(scalars, engine.world)
         for name, value in scalars.items():
             sums[name] = sums[name] + value if name in sums else value
-        meter.tokens += count_elements(batch) if is_tokens(batch) else 0
+        tokens += count_elements(batch) if is_tokens(batch) else 0
+    meter.tokens += tokens
+    run.passed.count_tokens(tokens, engine.world)
     if run.spec.trainer.step is not None:
         _require_step(run, before, micro_steps)
     note_skipped(run, meter)

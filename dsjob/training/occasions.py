@@ -45,18 +45,19 @@ _INTERRUPTED = b"\ndsjob: Ctrl-C: saving after the current step; press it again 
 class Agreed:
     """What all ranks agreed on. `saves`: a checkpoint is due. `stops`: the signal that ends the run after it, or 0.
     `news`: a background save has ended on some rank. `evaluates`: an evaluation was requested. `ends`: why the run ends
-    as after its last step, or empty."""
+    as after its last step, or empty. `seconds`: those of the run so far; None if ranks have not met."""
 
     saves: bool = False
     stops: int = 0
     news: bool = False
     evaluates: bool = False
     ends: str = ""
+    seconds: float | None = None
 
 
 class Occasions:
     """Watches signals, the files `request` and `stop_request`, the clock (in seconds), and the requests of callbacks
-    for one run."""
+    for one run. read_clock: the seconds that the run has trained."""
 
     def __init__(
         self,
@@ -68,10 +69,12 @@ class Occasions:
         grace: float = math.inf,
         stop_request: str | None = None,
         requests: Requests | None = None,
+        read_clock: Callable[[], float] = float,
     ) -> None:
         self._spec, self._world, self._request, self._clock = spec, world, request, clock
         self._grace, self._stop_request = grace, stop_request
         self._requests = requests if requests is not None else Requests()
+        self._read_clock = read_clock
         self._asked, self._stopped = False, 0
         self._stuck, self._over = "", threading.Event()
         self._saved_at = self._agreed_at = self._clock()
@@ -185,23 +188,24 @@ class Occasions:
         """What is due after `step`; the same on all ranks. news: this rank's knowledge of the background save."""
         everyone = self._world.everyone
         if everyone.size == 1:
-            return Agreed(self._is_due(), self._stopped, news, self._requests.evaluates, self._find_end())
+            evaluates, end = self._requests.evaluates, self._find_end()
+            return Agreed(self._is_due(), self._stopped, news, evaluates, end, self._read_clock())
         if step < self._next:
             return Agreed()
         now = self._clock()
         pace = (now - self._agreed_at) / max(step - self._agreed_step, 1)
         end = self._find_end()
-        # fp32 [6]. With MAX, a request on one rank is enough. Of two signals, the one with the greater number wins.
+        # fp64 [7]. With MAX, a request on one rank is enough. Of two signals, the one with the greater number wins.
         asked = [float(self._requests.evaluates), float(bool(end))]
-        flags = [float(self._is_due()), float(self._stopped), float(news), *asked, pace]
-        combined = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
+        flags = [float(self._is_due()), float(self._stopped), float(news), *asked, pace, self._read_clock()]
+        combined = torch.tensor(flags, dtype=torch.float64, device=self._world.device)
         dist.all_reduce(combined, dist.ReduceOp.MAX)
-        saves, stops, any_news, evaluates, ends, seconds = combined.tolist()
+        saves, stops, any_news, evaluates, ends, seconds, passed = combined.tolist()
         # The next agreement must be at the same step on all ranks, so it follows from the slowest rank's pace.
         self._agreed_at, self._agreed_step = now, step
         self._next = step + min(_MOST_STEPS, max(1, int(_SECONDS / max(seconds, 1e-9))))
         reason = self._agree_on_end(end) if ends else ""
-        return Agreed(bool(saves), int(stops), bool(any_news), bool(evaluates), reason)
+        return Agreed(bool(saves), int(stops), bool(any_news), bool(evaluates), reason, passed)
 
     def _agree_on_end(self, reason: str) -> str:
         """The first rank's reason that is not empty. A collective."""
@@ -224,8 +228,3 @@ class Occasions:
 
     def _is_touched(self, file: str) -> bool:
         return self._world.everyone.rank == 0 and os.path.exists(file)
-
-
-def crosses(every: float, before: float, after: float) -> bool:
-    """Whether there is a multiple of `every` in the interval (before, after]."""
-    return math.floor(after / every + 1e-9) > math.floor(before / every + 1e-9)

@@ -106,7 +106,7 @@ def record(run: Run, meter: Meter) -> None:
         "grad_norm": norm,
         "samples_per_second": steps * engine.rhythm.train_batch / seconds,
         "tokens_per_second": tokens * world.data_size / seconds,
-        "eta_seconds": meter.estimate(steps, run.max_steps - run.step),
+        "eta_seconds": meter.estimate(steps, run.expected_steps - run.step),
     }
     if engine.precision.needs_scale:
         own["loss_scale"] = engine.loss_scale()

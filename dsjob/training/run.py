@@ -19,6 +19,7 @@ from dsjob.training.averaging import Averaging
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.metrics import Measures
 from dsjob.training.occasions import Occasions
+from dsjob.training.passed import Passed
 from dsjob.training.requests import Requests
 from dsjob.training.steps import MicroStep
 
@@ -50,14 +51,16 @@ class Result:
     stopped: str = ""  # why a callback or the file `stop-now` ended the run; empty after the last step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """All parts of a training run. Only `progress`, the engines and stateful parts change while it trains."""
+    """All parts of a training run. Only `progress`, the engines and stateful parts change while it trains; and
+    `max_steps`, once tokens or time have ended it."""
 
     spec: JobSpec
     engines: Engines
     loader: Loader
-    max_steps: int
+    max_steps: int  # NEVER if only tokens or time end the run
+    passed: Passed
     checkpointer: Checkpointer
     callbacks: Sequence[Callback]
     say: Callable[[str, str], None]
@@ -85,6 +88,16 @@ class Run:
     def step(self) -> int:
         """Optimizer steps taken so far."""
         return self.engine.global_steps
+
+    @property
+    def expected_steps(self) -> int:
+        """See `RunView`."""
+        return min(self.max_steps, self.passed.estimate_steps(self.spec.trainer.max_length, self.engine))
+
+    def end_at_length(self) -> None:
+        """Makes this step the last one if `trainer.max_length` counts tokens or time, and is reached."""
+        if self.passed.reaches(self.spec.trainer.max_length, self.engine):
+            self.max_steps = self.step
 
     def request_stop(self, reason: str) -> None:
         """See `RunView`."""

@@ -15,14 +15,7 @@ from collections.abc import Callable
 from dsjob.checkpoint.live.committed import Saved
 from dsjob.checkpoint.root.retention import Best
 from dsjob.errors import CheckpointError, DsjobError, FencedError, Interrupted, Preempted, StorageError
-from dsjob.training.occasions import crosses
 from dsjob.training.run import Run
-
-
-def ends_period(run: Run, seen: int) -> bool:
-    """Whether this step, which began after `seen` samples, completes another period of checkpoint.every_epochs."""
-    every, length = run.spec.checkpoint.every_epochs, run.loader.samples_per_epoch
-    return bool(every and length) and crosses(every * length, seen, run.engine.global_samples)  # type: ignore[operator]
 
 
 def is_among_best(run: Run) -> bool:

@@ -8,6 +8,7 @@ from dsjob.contract.spec import EngineSpec, JobSpec
 from dsjob.engine.engine import Engine
 from dsjob.ranks.mesh import World
 from dsjob.training.display import shorten
+from dsjob.training.passed import NEVER
 from dsjob.training.run import Run
 
 Rows = list[tuple[str, str]]
@@ -18,7 +19,6 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
     """(title, text) rows with what a user may want to check before waiting for the run."""
     spec, world, trainer = run.spec, run.engine.world, run.spec.trainer
     size = run.loader.samples_per_epoch
-    epochs = f", {_count_epochs(run.max_steps * trainer.train_batch / size)}" if size else ""
     ranks = _count_ranks(world.data_size)
     batch = f"{trainer.train_batch} = {trainer.micro_batch} micro x {trainer.grad_accum} accumulated x {ranks}"
     models: Rows = []
@@ -29,7 +29,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         *(models if spec.models else models[:1]),
         ("data", f"{spec.data.train.path}, {f'{size:,} samples' if size else 'a stream'}"),
         ("batch", batch),
-        ("steps", f"{run.max_steps:,}{epochs}"),
+        ("steps", _describe_length(run)),
         *([] if spec.models else models[1:]),
         ("device", f"{world.device.type}, {_count_ranks(world.everyone.size)}{_describe_parts(world)}"),
         ("output", run_dir),
@@ -38,6 +38,15 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         exact = "" if loaded.exact else "; random generators were reseeded"
         rows.append(("resumed", "; ".join([f"{loaded.url} at step {loaded.step:,}{exact}", *loaded.notes])))
     return rows
+
+
+def _describe_length(run: Run) -> str:
+    length, size = run.spec.trainer.max_length, run.loader.samples_per_epoch
+    if length is not None and length.measured and run.max_steps == NEVER:
+        return f"until {length}"
+    epochs = f", {_count_epochs(run.max_steps * run.spec.trainer.train_batch / size)}" if size else ""
+    ends = f", or {length}" if length is not None and length.measured else ""
+    return f"{run.max_steps:,}{epochs}{ends}"
 
 
 def _count_epochs(number: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra._internal.utils import get_args_parser
@@ -12,6 +13,7 @@ from jobs import dsjob, make_job
 
 from dsjob.cli import main
 from dsjob.cli.overrides import require_overrides
+from dsjob.contract.lengths import read_length
 from dsjob.errors import UsageError
 from dsjob.training.advice import count_too_few_cores, train_longer
 
@@ -36,12 +38,18 @@ class Pretrained(Net):
         ((None, 0.1), 1, 0.125, "trainer.max_epochs=0.2"),
         ((6, 3), 6, 0.5, "trainer.max_steps=12 trainer.max_epochs=6"),
         ((6, None), 6, None, "trainer.max_steps=12"),
+        ((None, None, "1.5e6tok"), 6, None, "trainer.max_length=3000000tok"),
+        ((None, None, "2ep"), 9, 4.5, "trainer.max_length=10ep"),
+        ((None, None, "3ep"), 38, 3.04, "trainer.max_length=6ep"),
+        ((None, None, 7), 9, 4.5, "trainer.max_length=14"),
     ],
 )
 def test_a_longer_run_is_longer_than_the_one_so_far(
-    limits: tuple[int | None, float | None], step: int, epochs: float | None, longer: str
+    limits: tuple[Any, ...], step: int, epochs: float | None, longer: str
 ) -> None:
-    assert train_longer(*limits, step=step, epochs=epochs) == longer
+    steps, most, *lengths = limits
+    length = read_length(lengths[0]) if lengths else None
+    assert train_longer(steps, most, length, step=step, epochs=epochs) == longer
 
 
 def test_epochs_that_were_passed_are_not_suggested(tmp_path: Path) -> None:

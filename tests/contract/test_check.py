@@ -184,7 +184,7 @@ def test_auto_is_taken_where_it_can_be_derived(key: str) -> None:
     assert problems(trainer={"max_steps": 1, key: "auto"}) == {}
 
 
-@pytest.mark.parametrize("key", ["max_steps", "seed", "log_every"])
+@pytest.mark.parametrize("key", ["max_steps", "seed", "eval_batches"])
 def test_auto_is_refused_where_it_cannot(key: str) -> None:
     assert "must be an integer" in problem(f"trainer.{key}", trainer={"max_epochs": 1, key: "auto"}).message
 

@@ -56,6 +56,12 @@ def accuracy(name: str) -> dict[str, Any]:
 
 # Rule, what breaks it in a job that is good otherwise, the path that it is told at, and what is near and all right.
 JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    (
+        "length-unknown",
+        {**schedule("cosine"), "trainer": {"max_length": "30min"}},
+        "trainer.max_length",
+        {**schedule("cosine"), "trainer": {"max_length": "30min", "max_steps": 100}},
+    ),
     ("gpus", {"launch": {"include": [0], "exclude": [1]}}, "launch.exclude", {"launch": {"exclude": [1]}}),
     ("gpus", {"launch": {"include": "a:0@b:1"}}, "launch.include", {"launch": {"include": "localhost:0,2"}}),
     ("gpus", {"launch": {"include": [0], "nproc": 2}}, "launch.include", {"launch": {"include": [0, 1], "nproc": 2}}),

@@ -13,6 +13,7 @@ import pytest
 from job_documents import make_job, resolve
 
 from dsjob.contract.deepspeed_keys import to_config_path, to_job
+from dsjob.contract.lengths import PATTERN, Length
 from dsjob.contract.schema import Schema, deepspeed_schema, is_target, job_schema
 from dsjob.contract.spec import EngineSpec, JobSpec, Keys, Method, Metric, NamedLoss, Sets, Target, make_target, view
 
@@ -54,6 +55,8 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = is_target(schema) and (hint is Sets) == ("else" in schema) and "type" not in schema["properties"]
     elif hint is Method:
         agrees = is_target(schema) and {"type", "params"} <= set(schema["properties"])
+    elif hint is Length:
+        agrees = schema["type"] == ["integer", "string"] and schema["pattern"] == PATTERN
     elif hint is Keys:
         agrees = schema["type"] == ["array", "object"]
     elif is_dataclass(hint):

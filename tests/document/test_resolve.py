@@ -260,7 +260,7 @@ def test_a_bare_config_is_an_engine_spec() -> None:
     }
     spec, warnings = resolve_config(config, world_size=4, locate=nowhere)
     assert (spec.trainer.train_batch, spec.trainer.micro_batch, spec.trainer.grad_accum) == (32, 4, 2)
-    assert (spec.trainer.log_every, spec.trainer.seed, spec.trainer.max_steps) == (7, 42, None)
+    assert (spec.trainer.log_every.amount, spec.trainer.seed, spec.trainer.max_steps) == (7, 42, None)
     assert (spec.zero_optimization.stage, spec.zero_optimization.stage3_gather_16bit_weights_on_model_save) == (2, True)
     assert spec.bf16.enabled
     assert (spec.optimizer, spec.scheduler) == (None, None)

@@ -341,11 +341,12 @@ def test_an_unknown_number_of_steps_has_to_be_filled_in() -> None:
     resolve_imported(imported)
 
 
-def test_cadences_by_epoch_are_to_be_filled_in() -> None:
+def test_cadences_by_epoch() -> None:
     imported = import_command(f"{BASE} --eval_strategy epoch --save_strategy epoch --logging_strategy epoch")
-    assert imported.document["checkpoint"]["every_epochs"] == 1
-    for path in ("trainer.eval_every", "trainer.log_every"):
-        assert path in messages(imported, "fill in")
+    assert [
+        get(imported.document, path) for path in ("trainer.eval_every", "checkpoint.every", "trainer.log_every")
+    ] == ["1ep"] * 3
+    resolve_imported(imported)
 
 
 def test_a_dump_of_all_arguments_tells_only_what_was_set(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def show(width: int, steps: int = 4) -> str:
     """What a terminal of this width receives, without its codes."""
     file = io.StringIO()
     display = Display(Console(file=file, force_terminal=True, width=width, _environ={}), shown=True)
-    run: Any = SimpleNamespace(step=0, max_steps=8)
+    run: Any = SimpleNamespace(step=0, max_steps=8, expected_steps=8)
     display.on_start(run)
     for step in range(1, steps + 1):
         run.step = step

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from dsjob.contract.lengths import count_steps_of
 from dsjob.contract.paths import Path
 from dsjob.contract.rules.table import Document, Finding, enter, read
 from dsjob.contract.secrets import describe_secret, find_secrets, is_argument, is_reference, list_texts, redact
@@ -33,11 +34,11 @@ def _trains(document: Document) -> bool:
 
 @enter("no-end", whole=True)
 def _end(document: Document) -> Iterator[Finding]:
-    """A job that sets neither a number of steps nor of epochs would never end."""
+    """A job that sets neither a number of steps nor of epochs, nor another length, would never end."""
     trainer = read(document, "trainer", {})
     if not _trains(document):
         return
-    if "max_steps" not in trainer and "max_epochs" not in trainer:
+    if not {"max_steps", "max_epochs", "max_length"} & trainer.keys():
         yield (
             "trainer",
             "sets neither max_steps nor max_epochs, so the job would never end",
@@ -178,9 +179,9 @@ def _cadence(document: Document) -> Iterator[Finding]:
     """Something that is due every n steps never happens in a run of fewer steps, except at its end."""
     steps = read(document, "trainer.max_steps")
     for place, what in (("trainer.eval_every", "evaluations"), ("checkpoint.every", "saves")):
-        every = read(document, place)
-        if isinstance(steps, int) and isinstance(every, int) and every > steps:
-            yield place, f"{every} is more than the {steps} steps of the run: no {what} before the end", "lower it"
+        every = count_steps_of(read(document, place))
+        if isinstance(steps, int) and every is not None and every > steps:
+            yield place, f"{every:g} is more than the {steps} steps of the run: no {what} before the end", "lower it"
 
 
 @enter("resume-in-new-folder", whole=True)
@@ -238,7 +239,7 @@ def _saved(document: Document) -> Iterator[Finding]:
     if any(read(document, f"checkpoint.{key}") is not None for key in ("every_minutes", "every_epochs", "best")):
         return
     every, steps = read(document, "checkpoint.every", 0), read(document, "trainer.max_steps")
-    if not every or (isinstance(steps, int) and every > steps):
+    if not every or (isinstance(steps, int) and (count_steps_of(every) or 0) > steps):
         yield (
             "checkpoint.at_end",
             "is false, and no other saves are set: the run would leave no checkpoint",

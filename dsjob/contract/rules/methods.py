@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from dsjob.contract.lengths import read_length
 from dsjob.contract.rules.table import Document, Finding, enter, read, read_number, read_params
 from dsjob.contract.torch_names import OPTIMIZERS, SCHEDULES
 
@@ -136,6 +137,21 @@ def _long_warmup(document: Document) -> Iterator[Finding]:
                 f"{warmup:g} is longer than the run or the schedule, which has {steps} steps",
                 "shorten it",
             )
+
+
+@enter("length-unknown", whole=True)
+def _unknown_length(document: Document) -> Iterator[Finding]:
+    """Tokens and time do not tell the number of steps. A schedule that ends with the run needs that number at the
+    start."""
+    trainer, params = read(document, "trainer", {}), read_params(document, "scheduler")
+    value = read(document, "trainer.max_length")
+    if value is None or not read_length(value).measured or {"max_steps", "max_epochs"} & trainer.keys():
+        return
+    kind = read(document, "scheduler.type")
+    total = _TOTALS[0] if kind in ("WarmupDecayLR", "WarmupCosineLR") else _TOTALS[1]
+    if (total == _TOTALS[0] or kind in _ENDING) and params.get(total, "auto") == "auto":
+        hint = f"set scheduler.params.{total}, or trainer.max_steps, which is then an upper bound"
+        yield "trainer.max_length", f"{value} does not tell the number of steps, which {kind} needs", hint
 
 
 @enter("schedule-too-short", severity="warning", whole=True)
