@@ -246,6 +246,10 @@ class LostRankError(LaunchError):
         super().__init__(message, hint=hint, exit_code=self.exit_code)
 
 
+class BuildError(DsjobError):
+    """A native op cannot be built or loaded, and the document requires it (`ops.<name>: require`)."""
+
+
 class StorageError(DsjobError):
     """Reading or writing a path or URL failed."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dsjob"
+OPS = PACKAGE.parent / "ops"  # dsjob.ops
 
 # The rooms of dsjob/ from the ground up: an import leads to a floor below. `dsjob` itself only points at them.
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -21,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("run_folder", "document"),
     ("config", "importing", "trust"),
     ("torch_private",),
+    ("ops",),
     ("ranks",),
     ("compute", "data", "monitors"),
     ("optim", "checkpointing", "text"),
@@ -76,6 +78,7 @@ HOMES: dict[str, set[str]] = {
     "rich": {"training.display", "cli.sweep", "cli.plan_text", "cli.bar"},
     "yaml": {"document", "document.hydra_errors", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
+    "setuptools": {"ops.compiling"},
     "wandb": {"monitors.wandb"},
     "comet_ml": {"monitors.comet"},
     "mlflow": {"monitors.mlflow"},
@@ -119,6 +122,8 @@ def list_modules() -> dict[str, Path]:
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for path in OPS.glob("*.py"):
+        found["ops" if path.stem == "__init__" else f"ops.{path.stem}"] = path
     return found
 
 
@@ -293,9 +298,9 @@ def test_torch_starts_with_its_private_names() -> None:
     assert wrong == []
 
 
-def test_recipes_and_kernels_are_named_by_the_document_and_never_imported() -> None:
-    outside = {"recipes", "ops", "conf", "schemas", "tests"}
-    names = {f"dsjob.{name}" for name in outside} | outside
+def test_recipes_are_named_by_the_document_and_never_imported() -> None:
+    outside = {"recipes", "conf", "schemas", "tests"}
+    names = {f"dsjob.{name}" for name in outside} | outside | {"ops"}
     assert [str(found) for found in IMPORTS if any(starts_with(found.name, name) for name in names)] == []
 
 

@@ -39,6 +39,7 @@ dsjob: train PyTorch models from a job document
   dsjob convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights
   dsjob runs [DIR]                       list runs; dsjob runs diff A B compares two
   dsjob report RUN...                    write curves and tables of runs to an HTML page
+  dsjob ops [build [NAME ...]]           list the native ops, or build them ahead
   dsjob ckpt COMMAND CKPT                manage checkpoints: ls, info, verify, diff, gc, copy
 
   dsjob COMMAND --help                   show a command's options; so does dsjob help COMMAND
@@ -62,7 +63,7 @@ examples:
 _WITH_OVERRIDES = ("run", "eval", "predict", "validate", "show", "plan", "compare-engines")
 COMMANDS = (
     *("run", "exec", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "eval", "predict"),
-    *("convert", "runs", "report", "ckpt"),
+    *("convert", "runs", "report", "ops", "ckpt"),
 )
 _LOCAL_RANK = ("--local-rank=", "--local_rank=")  # torch.distributed.launch puts it first; RANK says the same
 

@@ -42,6 +42,7 @@ _JOB_SECTIONS = (
     "activation_checkpointing",
     "pipeline",
     "compile",
+    "ops",
     "data_types",
 )
 # Sections that are passed to the installed DeepSpeed with `engine: deepspeed`. dsjob itself handles the others: it
@@ -49,7 +50,7 @@ _JOB_SECTIONS = (
 ENGINE_SECTIONS = tuple(
     key
     for key in _JOB_SECTIONS
-    if key not in ("optimizer", "scheduler", "amp", "activation_checkpointing", "pipeline", "compile")
+    if key not in ("optimizer", "scheduler", "amp", "activation_checkpointing", "pipeline", "compile", "ops")
 )
 
 

@@ -180,6 +180,13 @@ class Compile:
 
 
 @dataclass(frozen=True, slots=True)
+class Ops:
+    """Whether to use each native op."""
+
+    cpu_optimizers: Literal["auto", "require", "off"]
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """An optimizer or scheduler: `type` with `params`, or a target. `param_groups`: ordered rules by name."""
 
@@ -302,6 +309,7 @@ class EngineSpec:
     zero_optimization: Zero
     activation_checkpointing: ActivationCheckpointing
     compile: Compile
+    ops: Ops
     optimizer: Method | None
     scheduler: Method | None
     monitor: Monitors

@@ -26,6 +26,7 @@ from dsjob.engine.batches import load_batches
 from dsjob.engine.blocks import prepare_blocks
 from dsjob.engine.configs import name_type
 from dsjob.engine.engine import Engine
+from dsjob.engine.native import choose_kernels
 from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.onebit.own_gradients import require_data_parallel
@@ -190,10 +191,7 @@ def build_engine(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _name_groups(model_parameters, names)
     checkpointing.use_ranks(world)
-    missing = mark_leaves(model, spec.zero_optimization.leaf_module)
-    if missing and world.everyone.rank == 0:
-        message = f"zero_optimization.leaf_module names modules that the model does not have: {', '.join(missing)}"
-        warnings.warn(message, ConfigWarning, stacklevel=3)
+    _mark_leaves(model, spec, world)
     prepare_blocks(model, spec)
     strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision)
     masters = strategy.masters
@@ -208,6 +206,8 @@ def build_engine(
         # The masters are new objects under FSDP2 and with offloading, so `names` does not know their ids.
         called = {id(master): name for name, master in masters.items()}
         built = build_optimizer(spec.optimizer, over, trust, called)
+    if built is not None:
+        choose_kernels(built, masters.values(), spec.ops.cpu_optimizers, strategy.world)
     require_data_parallel(built, world)
     scheduler: LRScheduler | None = None
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
@@ -227,6 +227,13 @@ def build_engine(
         lr_scheduler=scheduler,
         config=config,
     )
+
+
+def _mark_leaves(model: nn.Module, spec: EngineSpec, world: World) -> None:
+    missing = mark_leaves(model, spec.zero_optimization.leaf_module)
+    if missing and world.everyone.rank == 0:
+        message = f"zero_optimization.leaf_module names modules that the model does not have: {', '.join(missing)}"
+        warnings.warn(message, ConfigWarning, stacklevel=4)
 
 
 def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> list[dict[str, Any]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,10 +70,22 @@ class Lamb(PartwiseOptimizer):
         squares = [
             _square(tensor).to(first) for pair in zip(map(local, parameters), updates, strict=True) for tensor in pair
         ]
-        sums = torch.stack(squares).view(-1, 2)  # [parameters, 2]: of weights and of updates, over the own parts
+        return self._ratios_of(torch.stack(squares).view(-1, 2), parameters, group)
+
+    def find_rates(self, parameters: Sequence[Tensor], squares: Tensor, group: dict[str, Any]) -> list[float]:
+        """The factor r c of each parameter's update.
+
+        squares: [parameters, 2], the sums of squares of the weights and of the updates, over this rank's parts.
+        """
+        ratios = self._ratios_of(squares, parameters, group).tolist()
+        rate: float = group["lr"]
+        return [rate * self._correction(p, group) * ratio for p, ratio in zip(parameters, ratios, strict=True)]
+
+    def _ratios_of(self, squares: Tensor, parameters: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
+        """The ratio c of each parameter: [parameters]. squares: as for `find_rates`; changed in place."""
         # Add squares, not norms: the norm of a whole parameter is the root of the sum over its parts.
-        add_parts(sums, parameters)
-        weights, lengths = sums.sqrt().unbind(1)
+        add_parts(squares, parameters)
+        weights, lengths = squares.sqrt().unbind(1)
         ratios = (weights / lengths).clamp(group["min_coeff"], group["max_coeff"])
         return torch.where((weights == 0) | (lengths == 0), 1.0, ratios)
 

@@ -32,18 +32,28 @@ _SEPARATE = (
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Whether steps over subsets of the parameters are equivalent to one step over all, also for user code."""
+    return is_plain(optimizer) and isinstance(optimizer, _SEPARATE)
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` runs no code but torch's and dsjob's."""
     kind = type(optimizer)
     own = kind.__module__.split(".")[0] in ("torch", "dsjob")  # a user's subclass may do more in `step`
     # So may a `step` that replaces the method on this instance; but a schedule's wrapper only counts calls.
     step = vars(optimizer).get("step")
-    own = own and (step is None or getattr(step, "__wrapped__", None) is kind.step)
-    return own and isinstance(optimizer, _SEPARATE) and not has_step_hooks(optimizer)
+    return own and (step is None or getattr(step, "__wrapped__", None) is kind.step) and not has_step_hooks(optimizer)
 
 
-def step_in_parts(optimizer: Optimizer, parts: Sequence[Sequence[Tensor]], done: Callable[[int], None]) -> None:
-    """Steps `parts` of the parameters one after another. Parameters that are in no part step with the first.
+def step_in_parts(
+    optimizer: Optimizer,
+    parts: Sequence[Sequence[Tensor]],
+    step: Callable[[Optimizer], object],
+    done: Callable[[int], None],
+) -> None:
+    """Steps `parts` of the parameters one after another with `step`.
 
-    Calls `done` with a part's number after its step. Sets gradients to None.
+    Parameters that are in no part step with the first. Calls `done` with a part's number after its step. Sets gradients
+    to None.
     """
     # An optimizer skips parameters without a gradient, so hide those of the parts that are not due yet.
     gradients = [[parameter.grad for parameter in part] for part in parts]
@@ -54,6 +64,6 @@ def step_in_parts(optimizer: Optimizer, parts: Sequence[Sequence[Tensor]], done:
     for number, part in enumerate(parts):
         for parameter, gradient in zip(part, gradients[number], strict=True):
             parameter.grad = gradient
-        optimizer.step()
+        step(optimizer)
         optimizer.zero_grad()
         done(number)

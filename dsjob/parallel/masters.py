@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsjob.contract.sharding import choose_share
+from dsjob.optim.host import take_step
 from dsjob.optim.parts import can_step_in_parts, step_in_parts
 from dsjob.optim.shards import local
 from dsjob.parallel.pairs import HOST, Pair, Pairs
@@ -108,7 +109,7 @@ class Masters(Pairs):
         parts = list(_split([p for p in self._pairs.values() if p.on_host and p.master.grad is not None]))
         # With a single part, there is no step for its copies to overlap with.
         if len(parts) < 2 or not can_step_in_parts(optimizer):
-            optimizer.step()
+            take_step(optimizer)
             return
 
         def send(number: int) -> None:
@@ -116,7 +117,7 @@ class Masters(Pairs):
             for pair in parts[number]:
                 pair.is_sent = True
 
-        step_in_parts(optimizer, [[pair.master for pair in part] for part in parts], send)
+        step_in_parts(optimizer, [[pair.master for pair in part] for part in parts], take_step, send)
 
 
 def _split(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from dsjob.compute.autocast import cast_operators, find_safe_modules, mark
 from dsjob.compute.precision import Precision
+from dsjob.optim.host import take_step
 from dsjob.optim.onebit.own_gradients import unite_norms
 from dsjob.optim.shards import local
 from dsjob.parallel.masters import Masters
@@ -171,7 +172,7 @@ class Strategy:
         if self.copies is not None:
             self.copies.step(optimizer)
         else:
-            optimizer.step()
+            take_step(optimizer)
 
     def find_non_finite(self) -> list[str]:
         """Names of masters whose gradients (under sharding, this rank's part of them) are not finite."""

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 TINY = {
     "checkpoint": "--gigabytes 0.001 --ranks 1 --rounds 1 --smoke --folder FOLDER",
     "convert": "--gigabytes 0.01 --repeats 1 --folder FOLDER",
+    "cpu_optimizers": "--rounds 1 --sizes 1000 --without-deepspeed",
     "engine": "--sizes tiny --worlds 2 --stages 0 --precisions fp32 --accumulations 1 --against hand --rounds 1",
     "loop": "--ranks 2 --rounds 1 --steps 1 --warm-up 1",
     "memory": "--ranks 1 --smoke",

@@ -1,4 +1,4 @@
-"""`deepspeed.ops`: optimizers. They use torch's foreach and fused steps, so nothing needs to be compiled."""
+"""`deepspeed.ops`: optimizers. They use torch's foreach and fused steps, or dsjob's kernels, built on first use."""
 
 from dsjob.deepspeed.ops import adagrad as adagrad
 from dsjob.deepspeed.ops import adam as adam

@@ -1,0 +1,85 @@
+"""`dsjob ops`: lists the native ops and the compilers, and builds ops ahead."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from dsjob.cli.ckpt_text import align
+from dsjob.cli.flags import make_parser
+from dsjob.errors import BuildError, UsageError
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Lists ops, or with `build` as the first word, builds them."""
+    if arguments[:1] == ["build"]:
+        return _build(arguments[1:])
+    parser = make_parser(
+        "ops",
+        "List the native ops: whether each is built, why it cannot be, and which keys of a job use it. "
+        "`dsjob ops build` builds ahead of the first job that needs one.",
+        ("dsjob ops", "dsjob ops --json", "dsjob ops build cpu_optimizers"),
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(arguments)
+    found = _look()
+    print(json.dumps(found, indent=2) if args.json else _show(found))  # noqa: T201
+    return 0
+
+
+def _look() -> dict[str, Any]:
+    """The ops and the tools to build them."""
+    from dataclasses import asdict
+
+    from dsjob.ops.build import find_built, open_cache
+    from dsjob.ops.registry import OPS
+    from dsjob.ops.toolchain import find_problem, find_toolchain
+
+    ops = []
+    for op in OPS.values():
+        built, problem = find_built(op), find_problem(op)
+        state = "built" if built else f"cannot be built: {problem}" if problem else "not built yet"
+        ops.append({"name": op.name, "device": op.device, "state": state, "library": built and str(built)})
+        ops[-1] |= {"users": op.users, "instead": op.instead}
+    try:
+        folder = str(open_cache())
+    except BuildError as error:
+        folder = error.message
+    return {"ops": ops, "tools": asdict(find_toolchain()), "folder": folder}
+
+
+def _show(found: dict[str, Any]) -> str:
+    rows = [("op", "device", "state", "used by", "otherwise")]
+    rows += [(op["name"], op["device"], op["state"], op["users"], op["instead"]) for op in found["ops"]]
+    tools = found["tools"]
+    cuda = f"CUDA {tools['torch_cuda']}" if tools["torch_cuda"] else "without CUDA"
+    lines = [
+        ("C++ compiler", tools["compiler"] or "none"),
+        ("nvcc", tools["nvcc"] or "none"),
+        ("torch", f"{tools['torch']}, {cuda}"),
+        ("GPU architectures", tools["architectures"] or "none"),
+        ("folder", found["folder"]),
+    ]
+    return f"{align(rows)}\n\n{align(lines)}"
+
+
+def _build(arguments: list[str]) -> int:
+    parser = make_parser(
+        "ops build",
+        "Build native ops for this machine, so that no job has to wait for it. Without a name: all that can be built.",
+        ("dsjob ops build", "dsjob ops build cpu_optimizers"),
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="ops to build (default: all)")
+    args = parser.parse_args(arguments)
+    from dsjob.ops.build import build
+    from dsjob.ops.registry import OPS
+    from dsjob.ops.toolchain import find_problem
+
+    for name in args.names:
+        if name not in OPS:
+            raise UsageError(f"unknown op {name!r}", hint=f"available: {', '.join(OPS)}")
+    for op in [OPS[name] for name in args.names] or [op for op in OPS.values() if not find_problem(op)]:
+        sys.stdout.write(f"{op.name}: {build(op)}\n")
+        sys.stdout.flush()
+    return 0

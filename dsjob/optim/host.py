@@ -1,0 +1,160 @@
+"""Steps parameters on the host with native kernels (`ops.cpu_optimizers`), in place of the optimizer's own arithmetic.
+
+The optimizer stays what it is: its class, groups and state are those of torch, and a checkpoint does not show which
+arithmetic was used. The kernels update what they can; then the optimizer's own `step` updates the rest, which may be
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dsjob.ops import cpu_optimizers as kernels
+from dsjob.optim.adam import DeepSpeedAdam
+from dsjob.optim.lamb import Lamb
+from dsjob.optim.lion import Lion
+from dsjob.optim.parts import is_plain
+from dsjob.optim.shards import local
+
+WORTHWHILE = 10_000_000  # elements: a step over fewer takes milliseconds, which do not pay for compiling the kernels
+
+Update = Callable[[Optimizer, Sequence[Tensor], dict[str, Any]], None]
+
+_native: WeakSet[Optimizer] = WeakSet()  # those that `take_step` steps with kernels
+
+
+def prefer_kernels(optimizer: Optimizer) -> None:
+    """Makes `take_step` use the kernels, which must be loaded. `optimizer`: one that `can_step_on_host`."""
+    _native.add(optimizer)
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """Steps `optimizer`: with kernels, where `prefer_kernels` was called for it."""
+    if optimizer in _native and is_plain(optimizer):  # hooks may have been added since
+        _step_on_host(optimizer)
+    else:
+        optimizer.step()
+
+
+@torch.no_grad()
+def _step_on_host(optimizer: Optimizer) -> None:
+    update = KERNELS[type(optimizer)]
+    stepped: list[tuple[Tensor, Tensor | None]] = []
+    for group in filter(_is_usual, optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if _is_ready(parameter)]
+        if own:
+            update(optimizer, own, group)
+        stepped += [(parameter, parameter.grad) for parameter in own]
+    # The optimizer skips parameters without a gradient. Its `step` is called even if there are no others, since
+    # schedules count its calls.
+    for parameter, _ in stepped:
+        parameter.grad = None
+    try:
+        optimizer.step()
+    finally:
+        for parameter, gradient in stepped:
+            parameter.grad = gradient
+
+
+def can_step_on_host(optimizer: Optimizer) -> bool:
+    """Whether the kernels compute what this optimizer computes, on parameters that are on the host."""
+    return type(optimizer) in KERNELS and is_plain(optimizer) and any(map(_is_usual, optimizer.param_groups))
+
+
+def _is_ready(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    if gradient is None or parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+        return False
+    own = local(gradient)
+    known = own.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return known and own.is_contiguous() and local(parameter).is_contiguous()
+
+
+def _is_usual(group: dict[str, Any]) -> bool:
+    """Whether a group uses none of torch's options that the kernels lack."""
+    rare = any(group.get(option) for option in ("amsgrad", "maximize", "capturable", "differentiable"))
+    return not (rare or isinstance(group["lr"], Tensor))
+
+
+def _own(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """This rank's parts of the weights, and of their gradients."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [local(parameter) for parameter in parameters], gradients
+
+
+def _count(states: Sequence[dict[str, Any]]) -> list[float]:
+    """Adds one to the step counts (fp32 []), and returns them."""
+    counts = [state["step"] for state in states]
+    torch._foreach_add_(counts, 1)
+    return [float(count) for count in counts]
+
+
+def _averages(states: Sequence[dict[str, Any]], parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """This rank's parts of Adam's averages, which a parameter's first step creates as torch does."""
+    for state, parameter in zip(states, parameters, strict=True):
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return [local(state["exp_avg"]) for state in states], [local(state["exp_avg_sq"]) for state in states]
+
+
+def _step_adam(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    states = [optimizer.state[parameter] for parameter in parameters]
+    averages, squares = _averages(states, parameters)
+    kernels.adam_(
+        *_own(parameters),
+        averages,
+        squares,
+        _count(states),
+        rate=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+        bias_correction=group.get("bias_correction", True),
+    )
+
+
+def _step_lion(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    for parameter in parameters:
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+    averages = [local(optimizer.state[parameter]["exp_avg"]) for parameter in parameters]
+    kernels.lion_(*_own(parameters), averages, rate=group["lr"], betas=group["betas"], decay=group["weight_decay"])
+
+
+def _step_adagrad(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    states = [optimizer.state[parameter] for parameter in parameters]
+    rates = [group["lr"] / (1 + (count - 1) * group["lr_decay"]) for count in _count(states)]
+    sums = [local(state["sum"]) for state in states]
+    kernels.adagrad_(*_own(parameters), sums, rates, eps=group["eps"], decay=group["weight_decay"])
+
+
+def _step_lamb(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    assert isinstance(optimizer, Lamb)
+    states = [optimizer.state[parameter] for parameter in parameters]
+    averages, squares = _averages(states, parameters)
+    _count(states)
+    weights, gradients = _own(parameters)
+    form = {"eps": group["eps"], "eps_inside_root": group["eps_inside_sqrt"], "decay": group["weight_decay"]}
+    sums = kernels.lamb_average_(weights, gradients, averages, squares, betas=group["betas"], **form)
+    rates = optimizer.find_rates(parameters, sums, group)
+    kernels.lamb_apply_(weights, averages, squares, rates, **form)
+
+
+# By exact class: a subclass may change the update.
+KERNELS: dict[type[Optimizer], Update] = {
+    torch.optim.Adam: _step_adam,
+    torch.optim.AdamW: _step_adam,
+    torch.optim.Adagrad: _step_adagrad,
+    DeepSpeedAdam: _step_adam,
+    Lion: _step_lion,
+    Lamb: _step_lamb,
+}

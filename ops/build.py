@@ -1,0 +1,142 @@
+"""Builds ops into a private cache, once per machine, however many processes ask for them.
+
+A built library lies in a folder named by a hash of everything that it depends on: sources, flags, torch, compiler and
+architecture. The folder appears by a rename when the build is complete, so a killed build leaves nothing that looks
+finished. The lock is the kernel's and ends with its owner, unlike the lock files of `torch.utils.cpp_extension.load`,
+which a killed build leaves behind for ever.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dsjob.errors import BuildError
+from dsjob.home import find_again
+from dsjob.ops.registry import Op
+from dsjob.ops.toolchain import describe_build, find_problem
+
+PREBUILT = Path(__file__).parent / "built"  # in a wheel that was built with DSJOB_BUILD_OPS=1
+_UNFINISHED = "unfinished-"
+_SHOWN = 12  # lines of a compiler's output in an error
+
+
+def open_cache() -> Path:
+    """The folder of built ops: DSJOB_OPS_DIR, or `dsjob/ops` in the user's cache folder. Creates it.
+
+    Raises BuildError for a folder that other users can write to: they could place a library there, which dsjob would
+    load.
+    """
+    chosen = os.environ.get("DSJOB_OPS_DIR")
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjob" / "ops"
+    folder = Path(chosen) if chosen else default
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve()
+        found = folder.stat()
+    except OSError as error:
+        raise BuildError(
+            f"cannot create the folder of built ops {folder}: {error.strerror}", hint="name another with DSJOB_OPS_DIR"
+        ) from error
+    above = [parent for parent in folder.parents if _is_open(parent)]
+    if above:
+        raise BuildError(
+            f"other users can replace the folder of built ops {folder}, since they can write to {above[0]}",
+            hint="name a folder of your own with DSJOB_OPS_DIR",
+        )
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(
+            f"other users can write to the folder of built ops {folder}",
+            hint=f"chmod 700 {folder}, or name a folder of your own with DSJOB_OPS_DIR",
+        )
+    return folder
+
+
+def _is_open(folder: Path) -> bool:
+    """Whether everyone may rename what others have put into a folder. Sticky folders such as /tmp prevent that."""
+    mode = folder.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+def key_of(op: Op) -> str:
+    """The name of the folder that a build of `op` with this machine's tools has."""
+    digest = hashlib.sha256()
+    for part in describe_build(op):
+        digest.update(part.encode() + b"\0")
+    for path in op.files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{op.name}-{digest.hexdigest()[:16]}"
+
+
+def find_built(op: Op) -> Path | None:
+    """The library of `op` that fits this machine, where it has been built."""
+    key = key_of(op)
+    places = [PREBUILT / key]
+    try:
+        places.append(open_cache() / key)
+    except BuildError:
+        pass  # a wheel's library needs no cache
+    return next((place / _file_of(op) for place in places if (place / _file_of(op)).is_file()), None)
+
+
+def build(op: Op) -> Path:
+    """Builds `op` unless that was done before, and returns its library. Raises BuildError."""
+    built = find_built(op)
+    if built is not None:
+        return built
+    cache, key = open_cache(), key_of(op)
+    with _locked(cache / f"{key}.lock"):
+        built = find_built(op)  # another process may have built it while this one waited
+        return built if built is not None else build_into(op, cache)
+
+
+def build_into(op: Op, folder: Path) -> Path:
+    """Builds `op` below `folder`, which must be on one file system. Raises BuildError."""
+    problem = find_problem(op)
+    if problem:
+        raise BuildError(f"cannot build {op.name}: {problem}")
+    key = key_of(op)
+    for left in folder.glob(f"{_UNFINISHED}{key}-*"):  # by a killed build: the caller holds the lock of this key
+        shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{key}-", dir=folder))
+    try:
+        _compile(op, work)
+        os.replace(work / "out", folder / key)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder / key / _file_of(op)
+
+
+def _compile(op: Op, work: Path) -> None:
+    """Compiles in a process of its own, because setuptools changes the process it runs in."""
+    command = [sys.executable, "-m", "dsjob.ops.compiling", op.device, op.name, str(work), *map(str, op.sources)]
+    environment = {**os.environ, **find_again()}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0:
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        errors = [line for line in lines if "error:" in line]
+        shown = "\n  ".join((errors or lines)[-_SHOWN:])
+        raise BuildError(f"cannot build {op.name}: the compiler failed:\n  {shown}")
+
+
+def _file_of(op: Op) -> str:
+    return f"{op.name}.so"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock. The kernel releases it when the process ends, however it ends."""
+    with open(path, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,60 @@
+"""The ops: what each is for, the sources it is built from, and what is used where it is missing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SOURCES = Path(__file__).parent / "csrc"
+Wish = Literal["auto", "require", "off"]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A native op. Its sources are the files in `csrc/<name>/`; it registers functions under `torch.ops.dsjob`.
+
+    users: the keys of a job document that use it. instead: what is used where the op is missing. switches: names with
+    which DeepSpeed's DS_BUILD_<NAME> selects it.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    users: str
+    instead: str
+    switches: tuple[str, ...]
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files to compile, in a fixed order."""
+        return sorted(path for path in (SOURCES / self.name).iterdir() if path.suffix in (".cpp", ".cu"))
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file that a build depends on, in a fixed order: the sources and what they include."""
+        return sorted((SOURCES / self.name).iterdir())
+
+
+_ALL = (
+    Op(
+        "cpu_optimizers",
+        "cpu",
+        "optimizer.type Adam, AdamW, Lion, Adagrad and Lamb, for state on the host",
+        "torch's operators",
+        ("CPU_OPTIMIZERS", "CPU_ADAM", "CPU_LION", "CPU_ADAGRAD", "CPU_LAMB"),
+    ),
+)
+OPS: dict[str, Op] = {op.name: op for op in _ALL}
+
+
+def choose_prebuilt() -> list[Op]:
+    """The ops that the environment asks to build ahead: all with DSJOB_BUILD_OPS=1 or DS_BUILD_OPS=1, except those with
+    DS_BUILD_<OP>=0; otherwise those with DS_BUILD_<OP>=1."""
+    everything = any(os.environ.get(name) == "1" for name in ("DSJOB_BUILD_OPS", "DS_BUILD_OPS"))
+
+    def is_chosen(op: Op) -> bool:
+        values = [os.environ.get(f"DS_BUILD_{switch}") for switch in op.switches]
+        return "1" in values or (everything and "0" not in values)
+
+    return [op for op in OPS.values() if is_chosen(op)]

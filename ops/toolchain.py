@@ -1,0 +1,120 @@
+"""The compilers on this machine, and why an op cannot be built with them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.utils import cpp_extension
+
+from dsjob.ops.registry import Op
+
+# Without contraction, a compiler may not turn a * b + c into an fma: kernels say where they want one.
+CXX_FLAGS = ("-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+NVCC_FLAGS = ("-O3", "--expt-relaxed-constexpr")
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What can compile.
+
+    compiler, nvcc: a line of their `--version`, or empty where they are missing. torch: its version. cuda: the
+    toolkit's version, such as "13.0". torch_cuda: that of torch, or empty for a build without CUDA.
+    architectures: TORCH_CUDA_ARCH_LIST, or those of this machine's GPUs.
+    """
+
+    compiler: str
+    nvcc: str
+    torch: str
+    cuda: str
+    torch_cuda: str
+    architectures: str
+
+
+@cache
+def find_toolchain() -> Toolchain:
+    """Looks at this machine once."""
+    compiler = _first_line([os.environ.get("CXX", "c++"), "--version"])
+    nvcc_path = os.path.join(cpp_extension.CUDA_HOME, "bin", "nvcc") if cpp_extension.CUDA_HOME else "nvcc"
+    version = _run([nvcc_path, "--version"])
+    release = re.search(r"release (\d+\.\d+)", version)
+    return Toolchain(
+        compiler,
+        next((line for line in version.splitlines() if "release" in line), ""),
+        torch.__version__,
+        release[1] if release else "",
+        torch.version.cuda or "",
+        os.environ.get("TORCH_CUDA_ARCH_LIST") or _own_architectures(),
+    )
+
+
+def find_problem(op: Op) -> str:
+    """Why the op cannot be built here, and the remedy, in one line; empty if nothing is known to prevent it."""
+    tools = find_toolchain()
+    if not tools.compiler:
+        return "no C++ compiler was found: install g++ or clang++, or set CXX to one"
+    return _find_cuda_problem(tools) if op.device == "cuda" else ""
+
+
+def _find_cuda_problem(tools: Toolchain) -> str:
+    """The three problems of Hugging Face's notes on installing CUDA extensions, and torch without CUDA."""
+    if not tools.torch_cuda:
+        return "this torch was built without CUDA: install one with CUDA from pytorch.org"
+    if not tools.nvcc:
+        return (
+            f"no CUDA toolkit was found: install version {tools.torch_cuda}, as torch has it, "
+            "and put its bin folder on PATH or set CUDA_HOME"
+        )
+    if tools.cuda.split(".")[0] != tools.torch_cuda.split(".")[0]:
+        return (
+            f"nvcc is of CUDA {tools.cuda}, but torch was built with {tools.torch_cuda}: "
+            f"set CUDA_HOME and PATH to a toolkit of version {tools.torch_cuda}"
+        )
+    limit = _first_refused_gcc(tools.cuda)
+    found = re.search(r"g\+\+|gcc", tools.compiler) and re.search(r"(\d+)\.\d+\.\d+", tools.compiler)
+    if limit and found and int(found[1]) >= limit:
+        return (
+            f"CUDA {tools.cuda} needs a g++ before version {limit}, but this is {found[1]}: "
+            f"install g++-{limit - 1}, and set CXX=g++-{limit - 1} and CC=gcc-{limit - 1}"
+        )
+    return ""
+
+
+def _first_refused_gcc(cuda: str) -> int | None:
+    """The first major version of gcc that is too new for a CUDA toolkit, by torch's table; None where it has none."""
+    bounds = cpp_extension.CUDA_GCC_VERSIONS.get(cuda)
+    return int(bounds[1][0]) if bounds else None
+
+
+def _own_architectures() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    found = {torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(found))
+
+
+def describe_build(op: Op) -> list[str]:
+    """What a built library depends on besides its sources."""
+    tools = find_toolchain()
+    parts = [torch.__version__, platform.machine(), tools.compiler, *CXX_FLAGS]
+    return parts + ([tools.nvcc, tools.architectures, *NVCC_FLAGS] if op.device == "cuda" else [])
+
+
+def _first_line(command: list[str]) -> str:
+    return next(iter(_run(command).splitlines()), "")
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints; empty if it cannot be run."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

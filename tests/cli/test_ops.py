@@ -1,0 +1,47 @@
+"""`dsjob ops`: what is there, what can be built, and building it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from machine import lacks_commands
+
+from dsjob.cli import main
+from dsjob.ops import toolchain
+
+LACKING = lacks_commands(os.environ.get("CXX", "c++"))
+
+
+@pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+def test_ops_are_listed_and_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path / "ops"))
+    assert main(["ops"]) == 0
+    assert "not built yet" in capsys.readouterr().out
+    assert main(["ops", "build", "cpu_optimizers"]) == 0
+    library = capsys.readouterr().out.removeprefix("cpu_optimizers: ").strip()
+    assert Path(library).is_relative_to(tmp_path)
+    assert main(["ops", "--json"]) == 0
+    (op,) = json.loads(capsys.readouterr().out)["ops"]
+    assert (op["name"], op["state"], op["library"]) == ("cpu_optimizers", "built", library)
+
+
+def test_the_reason_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path / "ops"))
+    monkeypatch.setenv("CXX", "a-compiler-that-does-not-exist")
+    toolchain.find_toolchain.cache_clear()
+    try:
+        assert main(["ops"]) == 0
+        assert "cannot be built: no C++ compiler was found" in capsys.readouterr().out
+        assert main(["ops", "build", "cpu_optimizers"]) == 1
+        assert "install g++ or clang++, or set CXX" in capsys.readouterr().err
+        assert main(["ops", "build", "cpu_optimizer"]) == 2
+        assert "available: cpu_optimizers" in capsys.readouterr().err
+    finally:
+        toolchain.find_toolchain.cache_clear()

@@ -1,0 +1,87 @@
+"""Which jobs step with native kernels: all ranks of a model alike, where it pays or the document requires it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import make_engine, train_engine, whole_state
+from machine import lacks_commands
+from ranks import run_ranks
+
+from dsjob.engine import native
+from dsjob.errors import BuildError
+from dsjob.ops import cpu_optimizers, loading
+from dsjob.optim import host
+from dsjob.ranks.mesh import World
+
+LACKING = lacks_commands(os.environ.get("CXX", "c++"))
+needs_compiler = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
+
+def train(stage: int, wish: str, **config: Any) -> tuple[list[float], dict[str, torch.Tensor], bool]:
+    engine = make_engine(stage, ops={"cpu_optimizers": wish}, **config)
+    assert engine.optimizer is not None
+    return train_engine(engine, 0, 4), whole_state(engine), engine.optimizer in host._native
+
+
+def compare(world: World, stage: int) -> list[str]:
+    """What differs between steps with and without kernels."""
+    assert cpu_optimizers.find_problem() == ""
+    offload = {"stage": stage, "offload_optimizer": {"device": "cpu"}} if stage else {"stage": 0}
+    found = []
+    for precision in ({}, {"bf16": True}):
+        expected, state, plain = train(stage, "off", zero_optimization=offload, **precision)
+        losses, native_state, kernels = train(stage, "require", zero_optimization=offload, **precision)
+        if plain or not kernels:
+            found.append(f"{precision}: kernels were used: {plain}, {kernels}")
+        if not torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-6 if not precision else 1e-3):
+            found.append(f"{precision}: {losses} instead of {expected}")
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if not precision else {"rtol": 1e-2, "atol": 1e-3}
+        found += [n for n, t in state.items() if not torch.allclose(native_state[n].float(), t.float(), **tolerance)]
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_with_kernels_is_one_without(stage: int) -> None:
+    assert run_ranks(compare, 2, stage) == [[], []]
+
+
+def lack_on_one_rank(world: World, wish: str) -> tuple[bool, str, list[str]]:
+    if world.everyone.rank == 1:
+        cpu_optimizers.find_problem = lambda: "no C++ compiler was found"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        native.WORTHWHILE = 1
+        try:
+            used, error = train(0, wish)[2], ""
+        except BuildError as raised:
+            used, error = False, str(raised)
+    return used, error, [str(item.message) for item in caught if "C++" in str(item.message)]
+
+
+@needs_compiler
+def test_replicas_use_the_kernels_only_if_all_have_them() -> None:
+    """Else their weights would drift apart by rounding."""
+    told = "torch's operators step the optimizer on the host: no C++ compiler was found"
+    assert run_ranks(lack_on_one_rank, 2, "auto") == [(False, "", [told]), (False, "", [])]
+    hint = "with ops.cpu_optimizers=auto, dsjob uses torch's operators instead"
+    assert run_ranks(lack_on_one_rank, 2, "require") == [(False, f"no C++ compiler was found\n  {hint}", [])] * 2
+
+
+def test_small_models_build_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path / "ops"))
+    loading.load.cache_clear()
+    train(0, "auto")
+    assert not (tmp_path / "ops").exists()
+    loading.load.cache_clear()
+
+
+def test_requiring_kernels_for_another_optimizer_is_an_error() -> None:
+    with pytest.raises(BuildError, match=r"ops\.cpu_optimizers: there is no kernel for SGD"):
+        train(0, "require", optimizer={"type": "SGD", "params": {"lr": 0.1}})

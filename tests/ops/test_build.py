@@ -1,0 +1,177 @@
+"""Building: one build for many processes, nothing half-built, and no library from a folder that others can write to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from machine import lacks_commands
+
+from dsjob.errors import BuildError
+from dsjob.home import find_again
+from dsjob.ops import build, loading, registry, toolchain
+from dsjob.ops.registry import Op
+
+LACKING = lacks_commands(os.environ.get("CXX", "c++"))
+needs_compiler = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
+GOOD = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Op:
+    """An op of one line, and an empty cache."""
+    monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path / "cache"))
+    (tmp_path / "csrc" / "tiny").mkdir(parents=True)
+    (tmp_path / "csrc" / "tiny" / "tiny.cpp").write_text(GOOD)
+    monkeypatch.setattr(registry, "SOURCES", tmp_path / "csrc")
+    op = Op("tiny", "cpu", "tests", "nothing", ("TINY",))
+    monkeypatch.setitem(registry.OPS, "tiny", op)
+    return op
+
+
+# A process of its own does not know the op of the fixture.
+BUILD = """
+import sys
+from pathlib import Path
+from dsjob.ops import build, registry
+registry.SOURCES = Path(sys.argv[1])
+op = registry.OPS["tiny"] = registry.Op("tiny", "cpu", "tests", "nothing", ("TINY",))
+def compiled(op, work):
+    (work / "out").mkdir()
+    print("compiling", flush=True)
+    (work / "out" / "tiny.so").write_text("half")
+    sys.stdin.readline()
+    (work / "out" / "tiny.so").write_text("whole")
+build._compile = compiled
+print(build.build(op).read_text(), flush=True)
+"""
+
+
+def start(sources: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(sources)],
+        env={**os.environ, **find_again()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_many_processes_build_once_and_a_killed_build_leaves_nothing(tiny: Op, tmp_path: Path) -> None:
+    sources = tmp_path / "csrc"
+    first = start(sources)
+    assert first.stdout
+    assert first.stdout.readline() == "compiling\n"
+    waiting = [start(sources) for _ in range(2)]
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    # Exactly one of those that wait takes over; the other finds what it built.
+    outputs = []
+    for process in waiting:
+        assert process.stdin
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in waiting:
+        outputs.append(process.communicate(timeout=60)[0])
+    assert sorted(outputs) == ["compiling\nwhole\n", "whole\n"]
+    cache = tmp_path / "cache"
+    assert sorted(path.name for path in cache.iterdir()) == [build.key_of(tiny), f"{build.key_of(tiny)}.lock"]
+
+
+@needs_compiler
+def test_an_op_is_built_again_only_if_something_changed(
+    tiny: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = build.build(tiny)
+    built = library.stat().st_mtime_ns
+    assert build.build(tiny) == library == build.find_built(tiny)
+    assert library.stat().st_mtime_ns == built
+    (tmp_path / "csrc" / "tiny" / "tiny.h").write_text("// only included\n")
+    assert build.find_built(tiny) is None
+    key = build.key_of(tiny)
+    monkeypatch.setattr(toolchain.torch, "__version__", "9.9.9")
+    assert build.key_of(tiny) != key
+
+
+@needs_compiler
+def test_a_compiler_error_is_shown_and_leaves_nothing(tiny: Op, tmp_path: Path) -> None:
+    (tmp_path / "csrc" / "tiny" / "tiny.cpp").write_text("int answer() { return undeclared; }\n")
+    with pytest.raises(
+        BuildError, match=r"cannot build tiny: the compiler failed:\n.*tiny.cpp:1:23: error: .undeclared"
+    ):
+        build.build(tiny)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    loading.load.cache_clear()
+    assert "undeclared" in loading.load("tiny")
+
+
+def test_a_folder_that_others_can_write_to_is_refused(
+    tiny: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another user could place a library there, and this one would run its code."""
+    cache = build.open_cache()
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o770)
+    with pytest.raises(BuildError, match="other users can write to the folder of built ops"):
+        build.build(tiny)
+    assert build.find_built(tiny) is None
+    cache.chmod(0o700)
+    tmp_path.chmod(0o777)
+    with pytest.raises(BuildError, match=f"they can write to {tmp_path}"):
+        build.open_cache()
+    tmp_path.chmod(0o700)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(BuildError, match="cannot create the folder of built ops"):
+        build.open_cache()
+
+
+@pytest.mark.parametrize(
+    ("environment", "chosen"),
+    [
+        ({}, False),
+        ({"DSJOB_BUILD_OPS": "1"}, True),
+        ({"DS_BUILD_OPS": "1"}, True),
+        ({"DS_BUILD_OPS": "1", "DS_BUILD_CPU_ADAM": "0"}, False),
+        ({"DS_BUILD_CPU_ADAM": "1"}, True),
+        ({"DS_BUILD_FUSED_LAMB": "1"}, False),
+    ],
+)
+def test_the_environment_chooses_what_a_wheel_contains(
+    environment: dict[str, str], chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (registry.OPS["cpu_optimizers"] in registry.choose_prebuilt()) is chosen
+
+
+@needs_compiler
+def test_a_library_in_the_wheel_needs_no_cache(tiny: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prebuilt = tmp_path / "built"
+    prebuilt.mkdir()
+    library = build.build_into(tiny, prebuilt)
+    monkeypatch.setattr(build, "PREBUILT", prebuilt)
+    monkeypatch.setenv("DSJOB_OPS_DIR", "/proc/nowhere")
+    assert build.build(tiny) == library
+
+
+def test_a_waiting_process_ends_with_ctrl_c(tiny: Op, tmp_path: Path) -> None:
+    first = start(tmp_path / "csrc")
+    assert first.stdout
+    assert first.stdout.readline() == "compiling\n"
+    second = start(tmp_path / "csrc")
+    try:
+        time.sleep(2)  # until it waits for the lock
+        second.send_signal(signal.SIGINT)
+        assert second.wait(timeout=30) != 0
+    finally:
+        first.kill()
+        second.kill()
+        first.communicate()
+        second.communicate()

@@ -1,0 +1,57 @@
+"""The problems of a machine's compilers, each with its own message and remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dsjob.ops import toolchain
+from dsjob.ops.registry import OPS, Op
+from dsjob.ops.toolchain import Toolchain, find_problem
+
+GOOD = Toolchain(
+    compiler="g++ (Ubuntu 13.3.0-6ubuntu2) 13.3.0",
+    nvcc="Cuda compilation tools, release 13.0, V13.0.88",
+    torch="2.11.0",
+    cuda="13.0",
+    torch_cuda="13.0",
+    architectures="9.0",
+)
+CUDA = Op("kernel", "cuda", "tests", "nothing", ())
+
+
+@pytest.mark.parametrize(
+    ("change", "op", "problem"),
+    [
+        ({}, CUDA, ""),
+        ({}, OPS["cpu_optimizers"], ""),
+        ({"nvcc": "", "cuda": "", "torch_cuda": ""}, OPS["cpu_optimizers"], ""),
+        ({"compiler": ""}, OPS["cpu_optimizers"], "no C++ compiler was found: install g++"),
+        ({"torch_cuda": ""}, CUDA, "this torch was built without CUDA"),
+        ({"nvcc": "", "cuda": ""}, CUDA, "no CUDA toolkit was found: install version 13.0"),
+        ({"cuda": "12.4"}, CUDA, "nvcc is of CUDA 12.4, but torch was built with 13.0: set CUDA_HOME"),
+        ({"cuda": "13.2"}, CUDA, ""),  # minor versions work together
+        (
+            {"compiler": "g++ (GCC) 16.1.0"},
+            CUDA,
+            "CUDA 13.0 needs a g++ before version 16, but this is 16: install g++-15",
+        ),
+        ({"compiler": "clang version 20.1.0"}, CUDA, ""),
+    ],
+)
+def test_each_problem_has_its_remedy(
+    change: dict[str, str], op: Op, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "find_toolchain", lambda: replace(GOOD, **change))
+    found = find_problem(op)
+    assert found.startswith(problem)
+    assert bool(found) is bool(problem)
+
+
+def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+    monkeypatch.setenv("CXX", "a-compiler-that-does-not-exist")
+    found = toolchain.find_toolchain.__wrapped__()
+    assert found.architectures == "8.0;9.0"
+    assert found.compiler == ""

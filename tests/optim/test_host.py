@@ -1,0 +1,122 @@
+"""Steps by native kernels: those of the optimizer itself, in the same state, whatever it is asked for."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from machine import lacks_commands
+from torch import nn
+
+from dsjob.ops import cpu_optimizers
+from dsjob.optim.adam import DeepSpeedAdam
+from dsjob.optim.host import can_step_on_host, prefer_kernels, take_step
+from dsjob.optim.lamb import Lamb
+from dsjob.optim.lion import Lion
+
+LACKING = lacks_commands(os.environ.get("CXX", "c++"))
+pytestmark = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)),
+    "without correction": lambda p: DeepSpeedAdam(p, lr=0.01, bias_correction=False, weight_decay=0.1),
+    "L2": lambda p: DeepSpeedAdam(p, lr=0.01, adam_w_mode=False, weight_decay=0.1),
+    "Lion": lambda p: Lion(p, lr=0.01, weight_decay=0.1),
+    "Lamb": lambda p: Lamb(p, lr=0.01, weight_decay=0.1),
+    "Lamb with eps inside": lambda p: Lamb(p, lr=0.01, eps=0.1, eps_inside_sqrt=True, bias_correction=False),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, weight_decay=0.1, lr_decay=0.5, initial_accumulator_value=0.1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    assert cpu_optimizers.find_problem() == ""
+
+
+def make() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((3, 5), (700,), (1,), (0,), (4, 4))]
+
+
+def give_gradients(*models: list[nn.Parameter], seed: int, without: int = -1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for number, alike in enumerate(zip(*models, strict=True)):
+        gradient = torch.randn(alike[0].shape, generator=generator).to(alike[0].dtype)
+        for parameter in alike:
+            parameter.grad = None if number == without else gradient.clone()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_steps_are_those_of_the_optimizer(name: str) -> None:
+    """With two groups of different rates, a parameter that misses a step, and a change to and from the kernels."""
+    plain, native = make(), make()
+    first, second = (KINDS[name]([{"params": p[:2]}, {"params": p[2:], "lr": 0.02}]) for p in (plain, native))
+    assert can_step_on_host(second)
+    for step in range(6):
+        give_gradients(plain, native, seed=step, without=1 if step == 2 else -1)
+        if step == 1:
+            prefer_kernels(second)
+        first.step()
+        take_step(second)
+        for one, other in zip(plain, native, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-6, atol=5e-6)
+    mine, theirs = second.state_dict(), first.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(mine["state"], theirs["state"], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_stay_and_schedules_count_the_step() -> None:
+    parameters = make()
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    prefer_kernels(optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    give_gradients(parameters, seed=0)
+    kept = [copy.deepcopy(parameter.grad) for parameter in parameters]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where a schedule steps before its optimizer
+        take_step(optimizer)
+        schedule.step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, kept, strict=True) if p.grad is not None)
+
+
+class Own(torch.optim.AdamW):
+    """A program's optimizer: it may change the update."""
+
+
+def test_what_the_kernels_lack_is_left_to_the_optimizer() -> None:
+    for build in (
+        lambda p: Own(p),
+        lambda p: torch.optim.SGD(p),
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, maximize=True),
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+    ):
+        assert not can_step_on_host(build(make()))
+    hooked = torch.optim.AdamW(make())
+    hooked.register_step_post_hook(lambda *_: None)
+    assert not can_step_on_host(hooked)
+
+
+def test_one_group_or_parameter_may_be_left_to_the_optimizer() -> None:
+    """amsgrad in one group; a transposed and a double parameter in the other."""
+    pairs = []
+    for _ in range(2):
+        odd = [nn.Parameter(torch.ones(3, 4).t()), nn.Parameter(torch.ones(3, dtype=torch.float64))]
+        groups = [{"params": make(), "amsgrad": True}, {"params": [*make(), *odd]}]
+        pairs.append(torch.optim.AdamW(groups, lr=0.01))
+    first, second = pairs
+    prefer_kernels(second)
+    models = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in pairs]
+    for step in range(3):
+        give_gradients(*models, seed=step)
+        first.step()
+        take_step(second)
+    for one, other in zip(*models, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+    assert second.state[models[1][0]].keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
