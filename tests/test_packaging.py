@@ -226,8 +226,28 @@ def test_an_installed_package_ignores_folders_beside_it(installed: Path, tmp_pat
             shutil.move(path, find_site(installed))
         _, *files = run(installed, tmp_path, "python", "-c", FILES).split()
         assert all(Path(file).is_relative_to(find_site(installed) / "dsjob") for file in files)
-        probe = "import importlib.util; print(importlib.util.find_spec('dsjob.ops'))"
-        assert run(installed, tmp_path, "python", "-c", "import dsjob; " + probe).strip() == "None"
+        probe = "import dsjob.ops; print(dsjob.ops.__file__)"
+        assert Path(run(installed, tmp_path, "python", "-c", probe).strip()).is_relative_to(
+            find_site(installed) / "dsjob"
+        )
     finally:
         for path in lures:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.full
+def test_a_wheel_can_contain_built_ops(clone: Path, tmp_path: Path) -> None:
+    """DSJOB_BUILD_OPS=1: the library that this machine finds, in a wheel for this kind of machine only."""
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(clone)]
+    environment = {**os.environ, "DSJOB_BUILD_OPS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    (wheel,) = tmp_path.iterdir()
+    assert "none-any" not in wheel.name
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+    code = "from dsjob.ops import build, registry; print(build.find_built(registry.OPS['cpu_optimizers']))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "DSJOB_OPS_DIR": str(tmp_path / "none")}
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert Path(found.stdout.strip()).is_relative_to(tmp_path / "site" / "dsjob" / "ops" / "built")
