@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsjob.contract.spec import Fp16
+from dsjob.contract.precisions import Fp16
 from dsjob.errors import LossScaleError
 
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dsjob.contract.spec import Dtype, DtypeName, EngineSpec
+from dsjob.contract.precisions import Dtype, DtypeName
+from dsjob.contract.spec import EngineSpec
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

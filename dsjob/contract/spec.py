@@ -14,24 +14,9 @@ from typing import Any, Literal, NewType, TypeVar, cast
 
 from dsjob.contract.lengths import Length, read_length
 from dsjob.contract.monitors import Comet, Mlflow, MonitorFiles, Wandb
+from dsjob.contract.precisions import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
 
 T = TypeVar("T")
-Dtype = Literal["fp32", "bf16", "fp16"]
-DtypeName = Literal[
-    "bfloat16",
-    "bf16",
-    "torch.bfloat16",
-    "float16",
-    "fp16",
-    "half",
-    "torch.float16",
-    "torch.half",
-    "float32",
-    "fp32",
-    "float",
-    "torch.float32",
-    "torch.float",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +74,6 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Bf16:
-    enabled: bool
-    check_grad_overflow: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fp16:
-    enabled: bool
-    loss_scale: float
-    initial_scale_power: int
-    loss_scale_window: int
-    hysteresis: int
-    consecutive_hysteresis: bool
-    min_loss_scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class TorchAutocast:
-    enabled: bool
-    dtype: DtypeName | None
-    lower_precision_safe_modules: Sequence[str] | None
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadParam:
     device: Literal["none", "cpu", "nvme"]
     pin_memory: bool
@@ -151,11 +112,6 @@ class Zero:
         if self.stage == 3 and self.offload_param is not None and self.offload_param.device != "none":
             return "param"
         return "optimizer" if self.offload_optimizer and self.offload_optimizer.device != "none" else "none"
-
-
-@dataclass(frozen=True, slots=True)
-class DataTypes:
-    grad_accum_dtype: Dtype | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from dsjob.contract.spec import Dtype, JobSpec, view
+from dsjob.contract.precisions import Dtype
+from dsjob.contract.spec import JobSpec, view
 from dsjob.document.origins import Composed
 from dsjob.document.resolve import resolve_job
 from dsjob.document.sizes import choose_world_size

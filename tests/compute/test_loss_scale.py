@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dsjob.compute.loss_scale import LossScaler
-from dsjob.contract.spec import Fp16
+from dsjob.contract.precisions import Fp16
 from dsjob.errors import LossScaleError
 
 

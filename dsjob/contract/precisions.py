@@ -1,0 +1,53 @@
+"""The sections of number formats in the typed job (`dsjob.contract.spec`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+DtypeName = Literal[
+    "bfloat16",
+    "bf16",
+    "torch.bfloat16",
+    "float16",
+    "fp16",
+    "half",
+    "torch.float16",
+    "torch.half",
+    "float32",
+    "fp32",
+    "float",
+    "torch.float32",
+    "torch.float",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16:
+    enabled: bool
+    check_grad_overflow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fp16:
+    enabled: bool
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_loss_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAutocast:
+    enabled: bool
+    dtype: DtypeName | None
+    lower_precision_safe_modules: Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataTypes:
+    grad_accum_dtype: Dtype | None
