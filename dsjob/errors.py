@@ -15,6 +15,7 @@
     |-- FitError                    3   the job does not fit (`dsjob plan --require-fit`)
     |-- LaunchError                 1   ranks could not be started, or one of them failed
     |   `-- LostRankError           76  this rank lost another one, where the cause is
+    |-- BuildError                  1   a native op that the document requires cannot be built
     |-- StorageError                1   reading or writing failed (permission, no space, no such bucket)
     |-- CheckpointError             1
     |   |-- NoCheckpointError       1   there is no checkpoint to load
