@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "home"),
     ("contract", "files"),
     ("storage", "planning"),
-    ("run_folder", "document"),
+    ("run_folder", "document", "provenance"),
     ("config", "importing", "trust"),
     ("torch_private",),
     ("ops",),

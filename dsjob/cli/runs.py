@@ -75,7 +75,7 @@ def show_runs(runs: Sequence[RunInfo], folder: str) -> str:
 def _diff(arguments: list[str]) -> int:
     parser = make_parser(
         "runs diff",
-        "Compare two runs: what differs between their documents, and their last metrics.",
+        "Compare two runs: what differs between their documents and environments, and their last metrics.",
         ("dsjob runs diff outputs/a outputs/b", "dsjob runs diff outputs/a outputs/b --json"),
     )
     for name in ("a", "b"):
@@ -90,11 +90,12 @@ def _diff(arguments: list[str]) -> int:
 
 
 def show_compared(found: Compared, first: str, second: str) -> str:
-    """The differences of the documents and the metrics, side by side."""
+    """The differences of the documents and the environments, and the metrics, side by side."""
     rows: list[tuple[str, ...]] = [("", first, second)]
     rows += [(path, *map(_show_value, pair)) for path, pair in found.document.items()]
     if not found.document:
         rows.append(("the documents are equal", "", ""))
+    rows += [(path, *map(_show_value, pair)) for path, pair in found.environment.items()]
     rows += [(name, *map(_show_number, pair)) for name, pair in found.metrics.items()]
     return align(rows)
 

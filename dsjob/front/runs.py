@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dsjob import storage
+from dsjob import provenance, storage
 from dsjob.contract.paths import get_at
 from dsjob.errors import DsjobError, UsageError
 from dsjob.files import open_read, read_lines_backwards
@@ -175,14 +175,19 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Compared:
-    """What differs between two runs, by dotted path: values of their documents, and their last metrics."""
+    """What differs between two runs, by dotted path: values of their documents, and what they ran with; and their last
+    metrics."""
 
     document: Mapping[str, tuple[Any, Any]]
     metrics: Mapping[str, tuple[Any, Any]]
+    environment: Mapping[str, tuple[Any, Any]]
 
 
 def compare_runs(first: str, second: str) -> Compared:
-    """Compares the documents and the last metrics of the runs in two folders. Raises UsageError for other folders."""
+    """Compares the documents, the environments and the last metrics of the runs in two folders.
+
+    Raises UsageError for other folders.
+    """
     for folder in (first, second):
         if not os.path.exists(os.path.join(folder, RESOLVED_NAME)):
             raise UsageError(f"{folder} is not the folder of a run", hint="dsjob runs lists runs and their folders")
@@ -194,6 +199,7 @@ def compare_runs(first: str, second: str) -> Compared:
     return Compared(
         {path: pair for path, pair in _pair(documents).items() if pair[0] != pair[1]},
         {name: (metrics[0].get(name), metrics[1].get(name)) for name in names},
+        provenance.list_differing(provenance.read(first), provenance.read(second)),
     )
 
 

@@ -1,33 +1,23 @@
 """The run folder of a program: what was run, in which environment, and how it ended.
 
-`program.json` has the command line and the environment, with *** in place of secrets; `result.json` says how it ended.
-The ranks add `deepspeed.json` and `metrics.jsonl` (`dsjob.programs.recording`), and `logs/`.
+`program.json` has the command line, with *** in place of secrets; `environment.jsonl` has what it runs with
+(`dsjob.provenance`); `result.json` says how it ended. The ranks add `deepspeed.json` and `metrics.jsonl`
+(`dsjob.programs.recording`), and `logs/`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
-import dsjob
-from dsjob import storage
-from dsjob.contract.environment import HARMLESS
-from dsjob.contract.secrets import hide_secrets, is_secret, redact
+from dsjob import provenance, storage
+from dsjob.contract.secrets import is_secret, redact
 from dsjob.errors import Preempted
 from dsjob.run_folder import make_run_dir, write_result
 
 PROGRAM_NAME = "program.json"
 _PATTERN = "outputs/%name/%time"  # the default of `output.dir`
-_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "trl", "peft")
-# Variables of launchers and libraries that change how a program trains. Others are listed without their value.
-_SHOWN = re.compile(
-    r"(ACCELERATE|CUBLAS|CUDA|DEEPSPEED|DS|GLOO|HF|MASTER|MKL|NCCL|OMP|PYTHON|PYTORCH|SLURM|TOKENIZERS|TORCH"
-    r"|TORCHELASTIC|TORCHINDUCTOR|TRANSFORMERS|TRITON)_?[A-Z0-9_]*|LOCAL_SIZE|PATH|VIRTUAL_ENV"
-)
 
 
 def create(program: str, run_dir: str | None) -> str:
@@ -37,16 +27,10 @@ def create(program: str, run_dir: str | None) -> str:
 
 
 def describe(run_dir: str, words: Sequence[str], engine: str, ranks: int) -> None:
-    """Writes program.json. words: the program and its arguments."""
-    about = {
-        "command": hide_words(words),
-        "folder": os.getcwd(),
-        "engine": engine,
-        "ranks": ranks,
-        "versions": {"dsjob": dsjob.__version__, "python": sys.version.split()[0], **_list_versions(engine)},
-        "environment": _show_environment(),
-    }
+    """Writes program.json and environment.jsonl. words: the program and its arguments."""
+    about = {"command": hide_words(words), "folder": os.getcwd(), "engine": engine, "ranks": ranks}
     storage.write_bytes(os.path.join(run_dir, PROGRAM_NAME), json.dumps(about, indent=2).encode() + b"\n")
+    provenance.append(run_dir, provenance.describe())
 
 
 def conclude(run_dir: str, code: int, message: str, seconds: float) -> None:
@@ -66,20 +50,3 @@ def hide_words(words: Sequence[str]) -> list[str]:
         shown.append("***" if hidden else f"{name}=***" if secret and equals else redact(word))
         hidden = secret and not equals
     return shown
-
-
-def _list_versions(engine: str) -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        if package != "deepspeed" or engine == package:
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:
-                continue
-    return found
-
-
-def _show_environment() -> dict[str, str]:
-    names = [name for name in os.environ if name in HARMLESS or _SHOWN.fullmatch(name)]
-    shown = hide_secrets({name: redact(os.environ[name]) for name in names})
-    return {name: shown.get(name, "***") for name in sorted(os.environ)}

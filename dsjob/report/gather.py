@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsjob import provenance
 from dsjob.contract import schema as contract
 from dsjob.contract.paths import Path
 from dsjob.contract.secrets import hide_secrets
 from dsjob.errors import DsjobError, UsageError
 from dsjob.front.runs import RunInfo, list_commits, list_runs
 from dsjob.report.series import Curve, read_curves
-from dsjob.run_folder import read_json, read_resolved, read_result
-
-ENVIRONMENT_NAME = "environment.json"
+from dsjob.run_folder import read_resolved, read_result
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def _read(info: RunInfo) -> Reported:
     try:
         document = hide_secrets(read_resolved(info.folder))
         result = read_result(info.folder)
-        environment = read_json(os.path.join(info.folder, ENVIRONMENT_NAME))
+        environment = provenance.read(info.folder)
         curves = read_curves(info.folder)
     except DsjobError:
         if info.status != "unreadable":

@@ -38,7 +38,7 @@ from dsjob.training.passed import Passed, require_samples
 from dsjob.training.requests import Requests
 from dsjob.training.resume import load_best, resume
 from dsjob.training.run import Result, Run
-from dsjob.training.run_files import MetricsFile, ResolvedFile
+from dsjob.training.run_files import EnvironmentFile, MetricsFile, ResolvedFile
 from dsjob.training.saves import lacks_metrics
 from dsjob.training.summary import describe_run
 from dsjob.training.tasks import Outcome, Tasks, build_tasks, choose_sets, list_roles, run_alone
@@ -195,7 +195,8 @@ def _prepare(
 
 def _list_own(job: ResolvedJob, run_dir: str, display: Display, delivery: Delivery) -> list[Callback]:
     """The callbacks that every run has. They come before those of the document."""
-    return [ResolvedFile(run_dir, job.document), display, MetricsFile(run_dir), MonitorValues(delivery)]
+    first, environment = ResolvedFile(run_dir, job.document), EnvironmentFile(run_dir)
+    return [first, environment, display, MetricsFile(run_dir), MonitorValues(delivery)]
 
 
 def _watch_occasions(spec: JobSpec, run_dir: str, world: World, requests: Requests, passed: Passed) -> Occasions:

@@ -6,11 +6,16 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import IO, Any
+
+import torch
 
 from dsjob.callbacks.callback import Callback, RunView
 from dsjob.contract.environment import mask_texts
 from dsjob.files import open_append, require_own
+from dsjob.provenance import Recording, append
+from dsjob.ranks.mesh import World
 from dsjob.run_folder import (
     METRICS_NAME,
     SUPERSEDED_METRICS_NAME,
@@ -33,6 +38,44 @@ class ResolvedFile(Callback):
         if run.engine.global_rank == 0 and not self._written:
             write_resolved(self._run_dir, self._document)
             self._written = True
+
+
+class EnvironmentFile(Callback):
+    """Appends what this attempt runs with to environment.jsonl in a run's folder, once it has logged; rank 0 alone."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = run_dir
+        self._recording: Recording | None = None
+
+    def on_start(self, run: RunView) -> None:
+        if run.engine.global_rank == 0:
+            self._recording = Recording(partial(_describe_devices, run.engine.world))
+
+    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
+        self._write(wait=False)
+
+    def on_end(self, run: RunView) -> None:
+        self._write(wait=True)
+
+    def _write(self, *, wait: bool) -> None:
+        record = self._recording.take(wait=wait) if self._recording else None
+        if record is not None:
+            append(self._run_dir, record)
+            self._recording = None
+
+
+def _describe_devices(world: World) -> dict[str, Any]:
+    """The devices that this rank sees, and the versions that torch was built with."""
+    cuda = torch.cuda.is_available()
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if cuda else 0)]
+    return {
+        "ranks": world.everyone.size,
+        "devices": [f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in properties] or [world.device.type],
+        "torch": {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+        },
+    }
 
 
 class MetricsFile(Callback):
