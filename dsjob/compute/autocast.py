@@ -45,6 +45,7 @@ def find_safe_modules(model: nn.Module, names: Sequence[str] | None) -> list[nn.
     found = []
     for module in (module for module in model.modules() if type(module) in classes):
         own = list(module.parameters(recurse=False))
+        # `own`: direct parameters. Equal lengths mean that children have none.
         if own and len(own) == len(list(module.parameters())) and all(owners[id(p)] == 1 for p in own):
             found.append(module)
     return found

@@ -22,6 +22,7 @@ _engine_drives = False  # a global, because autograd may run hooks in other thre
 def drive() -> Iterator[None]:
     """Use it while an engine runs a backward pass: the engine has divided and scaled the loss, so hooks do nothing."""
     global _engine_drives
+    # Restored rather than reset, so that uses may be nested.
     before, _engine_drives = _engine_drives, True
     try:
         yield
@@ -46,6 +47,7 @@ def watch_outputs(outputs: Any, enter: Callable[[Tensor], Tensor]) -> Any:
             view = value.view_as(value)
             view.register_hook(hook)  # type: ignore[no-untyped-call]
             return view
+        # `tree_map` enters dicts, lists and tuples, but not dataclasses.
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value) if field.init]
             return dataclasses.replace(value, **{name: watch_all(getattr(value, name)) for name in names})

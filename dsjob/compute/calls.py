@@ -76,6 +76,7 @@ def _require_taken(
     except (TypeError, ValueError):
         return
     try:
+        # Binding needs only the signature. It does not run the model's code again.
         taken.bind(*args, **keywords)
     except TypeError as why:
         way = f"by position, here {len(args)}" if args else f"as keywords: {', '.join(map(str, keywords)) or 'none'}"

@@ -97,6 +97,7 @@ def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:
     found = [block for block in _search(model) if any(True for _ in block.parameters())]
     if sharing:
         return found
+    # How many units use each parameter. With two or more, no single unit can own it.
     owners: Counter[int] = Counter()
     for parameter_id in _owned_ids(model, found):
         owners[parameter_id] += 1
@@ -115,6 +116,7 @@ def _search(module: nn.Module) -> Iterator[nn.Module]:
     else:
         blocks = []
     for child in children:
+        # A list inside a list is searched instead: its items may be the blocks.
         if any(child is block for block in blocks) and not isinstance(child, _CONTAINERS):
             yield child
         else:

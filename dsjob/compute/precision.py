@@ -101,6 +101,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
         return {key: cast_floats(item, dtype) for key, item in value.items()}
+    # A namedtuple takes its items as separate arguments, unlike a plain tuple.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_floats(item, dtype) for item in value))
     if isinstance(value, (list, tuple)):

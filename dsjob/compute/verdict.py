@@ -54,6 +54,7 @@ class Verdict:
 
     def __init__(self, optimizer: Optimizer, finite: Tensor) -> None:
         """Makes `optimizer` step only if `finite` (bool, shape [], on a GPU) is true."""
+        # torch's GradScaler passes them as attributes too. They must not stay: later steps would read them.
         flags: Any = optimizer
         # fp32 [], 1 if the step must be skipped. grad_scale None: the optimizer has nothing to unscale.
         flags.grad_scale, flags.found_inf = None, (~finite).float()
@@ -83,6 +84,7 @@ class Verdict:
         self._event.synchronize()
         taken = bool(self._finite)
         if not taken and self._undo is not None:
+            # `before` and `after`: the groups' values around the schedule's step.
             scheduler, state, before, after = self._undo
             scheduler.load_state_dict(dict(state))
             for group, old, new in zip(self._optimizer.param_groups, before, after, strict=True):

@@ -61,6 +61,7 @@ class GivenLoader:
         self.dataset = getattr(loader, "dataset", loader)
         self.passes = Passes(name, strict=self._share.divided)
         self._start = 0
+        # `length` counts batches: this rank's if the loader divides the data, otherwise those of all ranks.
         length, ranks = self._share.length, world.data_size if self._share.divided else 1
         self.samples_per_epoch = None if length is None else length * micro_batch * ranks
         self._epoch = self._number = 0  # the current pass, and the number of batches read so far in the run
@@ -95,8 +96,10 @@ class GivenLoader:
             # Batches of all ranks together that were seen before.
             place = self._start // self._micro_batch
             self._number = place = place // self._world.data_size if share.divided else place
+            # Whole passes that were seen before, and batches of the current one.
             self._epoch, skipped = divmod(place, share.length) if share.length else (0, place)
         self._restored = False
+        # This rank takes the own-th of every `every` items.
         own, every = share.turn
         while True:
             found = False
@@ -108,6 +111,7 @@ class GivenLoader:
                 self._number += 1
                 if (self._number - 1) % every == own:
                     yield item
+            # A restored loader may be at the very end of its pass.
             if not (found or restored):
                 self._explain_nothing()
             self.passes.end(self._number)
@@ -179,6 +183,7 @@ class LoaderEvaluation:
     def limit(self, max_batches: int | None) -> EvaluationPass:
         """One evaluation with at most `max_batches` batches per rank."""
         share, ranks = self._share, self._world.data_size
+        # A round is one forward pass on each rank. It takes `every` batches from the loader.
         every = share.turn[1]
         if self._counted is None:
             most = None if max_batches is None else max_batches * every

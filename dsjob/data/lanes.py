@@ -40,7 +40,9 @@ class Share:
 def divide_lanes(lanes: int, rank: int, world_size: int) -> list[Share]:
     """The lanes of a rank. It reads several if a run goes on with fewer ranks, and shares one if with more."""
     if lanes >= world_size:
+        # Lane l belongs to rank l % world_size.
         return [Share(lane, 0, 1) for lane in range(rank, lanes, world_size)]
+    # Ranks lane, lane + lanes, lane + 2 x lanes, ... share this lane.
     lane = rank % lanes
     return [Share(lane, rank // lanes, len(range(lane, world_size, lanes)))]
 
@@ -94,6 +96,7 @@ class Lane:
         begun = self._begun
         if begun.state is not None:
             self._part.load_state_dict(begun.state)
+        # With a state, the dataset skips these samples itself. Otherwise they are read again and dropped below.
         first = begun.samples if begun.state is not None else 0
         self._items = number_stream(_iterate(self._part), self._name, first)
         for _ in islice(self._items, begun.samples - first):

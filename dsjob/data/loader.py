@@ -80,6 +80,7 @@ class TrainingLoader:
             world_size=self._world.data_size,
         )
         if self._options["num_workers"]:
+            # The samples between two batches of this rank belong to the other ranks.
             stride = self._micro_batch * self._world.data_size
             chosen = _Numbered(batches, self._start + self._world.data_rank * self._micro_batch, stride)
         # Without workers, transforms draw from the rank's own generators, which checkpoints save. So no number is
@@ -217,6 +218,7 @@ class EvaluationBatches:
         self._samples = Samples(dataset, collate, name)
         self._length, self._total = length, math.ceil(length / micro_batch)
         limited = max_batches is not None and max_batches < math.ceil(self._total / world.data_size)
+        # Counted over all ranks. A limit gives every rank equally many.
         self._taken = max_batches * world.data_size if limited and max_batches else self._total
 
     def __len__(self) -> int:
@@ -237,5 +239,6 @@ class EvaluationBatches:
 
     def _choose(self, index: int) -> list[int]:
         """The sample indices of batch `index`, counted over all ranks; those of batch 0 beyond the end."""
+        # index * total // taken spreads a limited number of batches evenly over the dataset.
         first = (index * self._total // self._taken) * self._micro_batch if index < self._taken else 0
         return list(range(first, min(first + self._micro_batch, self._length)))

@@ -14,6 +14,7 @@ _PAD = "pad them in data.collate, which receives the samples of a batch as a lis
 
 def find_misfit(named: Named) -> Misfit | None:
     """The first sample that torch's default collate cannot batch with the others; None if all match."""
+    # None first: as a difference in type, it would get a less helpful message.
     for name, value in named:
         if value is None:
             return f"{name} is None", "remove such samples from the dataset, or drop them in data.collate"
@@ -25,6 +26,7 @@ def find_misfit(named: Named) -> Misfit | None:
             hint = "return the same type from every sample"
             return f"{first_name} is {_describe(first)}, but {name} is {_describe(value)}", hint
     if isinstance(first, Mapping):
+        # Compare the values of each key, with names such as data.train[3]['image'].
         return _compare_keys(named) or _find_below(named, first)
     if isinstance(first, (list, tuple)):
         return _compare(named, len, "{} items") or _find_below(named, range(len(first)))

@@ -85,6 +85,7 @@ class GroupedOrder(SampleOrder):
 
     def __init__(self, length: int, seed: int, shuffle: bool, *, lengths: npt.ArrayLike, train_batch: int) -> None:
         super().__init__(length, seed, shuffle)
+        # [length]: one number per sample.
         self._lengths, self._train_batch = np.asarray(lengths), train_batch
         self._size = _GROUPED * train_batch
         self._group: tuple[int, list[int]] = (-1, [])  # the number of the group used last, and its indices
@@ -100,10 +101,12 @@ class GroupedOrder(SampleOrder):
         return indices
 
     def _sort(self, number: int) -> list[int]:
+        # 50 x train_batch samples of the shuffled order. A group may span two epochs.
         indices = np.array(super().take(number * self._size, self._size))
         longest_first = np.argsort(-self._lengths[indices], kind="stable")
         batches = indices[longest_first].reshape(_GROUPED, self._train_batch)
         order = np.random.default_rng(mix_seed(self._seed, number)).permutation(_GROUPED)
+        # Batch 0 of the sorted group has the longest samples.
         if number == 0:
             order = np.array([0, *order[order != 0]])
         found: list[int] = batches[order].reshape(-1).tolist()

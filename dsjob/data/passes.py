@@ -26,11 +26,13 @@ class Passes:
 
     def require_same(self, world: World, *, loads: bool = True) -> None:
         """Raises DataError on all ranks if a pass ended at different batches on two of them. A collective."""
+        # Ranks that read nothing take part too, because it is a collective.
         everyone = all_gather(world.everyone, (self._count, self._ends) if loads else None)
         found = {rank: each for rank, each in enumerate(everyone) if each is not None}
         # Passes that have ended on all ranks, and need not be compared again.
         least = min((count for count, _ in found.values()), default=0)
         for number in sorted({number for _, ends in found.values() for number in ends}):
+            # None: this pass has not ended on that rank.
             places = {rank: ends.get(number) for rank, (_, ends) in found.items()}
             known = {rank: place for rank, place in places.items() if place is not None}
             if len(set(known.values())) > 1 or (self._strict and len(known) < len(places)):

@@ -39,6 +39,7 @@ class Permutation:
         return values.astype(np.int64)
 
     def _permute_cells(self, cells: Words) -> Words:
+        # All are uint64: numpy would turn a mix with int64 into float64, which is exact only up to 2**53.
         x, y = cells % self._width, cells // self._width
         for number, key in enumerate(self._keys):
             # Reduce the hash before the addition: a sum that wraps around at 2**64 could not be undone.

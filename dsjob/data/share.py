@@ -53,6 +53,7 @@ class Share:
             make_outliving(loader)
         self._world, self._seed = world, seed
         self._samplers = _find_samplers(loader)
+        # A subclass may override __iter__, so that its samplers decide nothing.
         self.indexed = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
         self._bases: dict[int, int] = {}  # the original seeds of generators
         self.begun: Iterator[Any] | None = None  # the first pass, if its first batch was already read for comparison
@@ -95,6 +96,7 @@ class Share:
         # Compare indices if there are any: comparing batches would read and transform samples just for that.
         first = next(self.index(0), None) if self.indexed else self._peek()
         digests = all_gather(self._world.data, _digest(first))
+        # A batch that cannot be compared counts as different.
         same = digests[0] is not None and all(digest == digests[0] for digest in digests)
         if self.indexed and not same:
             raise DataError(

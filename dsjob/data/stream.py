@@ -88,6 +88,7 @@ class StreamLoader:
             raise ValueError(f"the checkpoint has read {self._name} in {lanes} parts, but it has {found} shards")
         self._lanes = lanes
         self._positions = {lane: Position(**position) for state in states for lane, position in state["read"]}
+        # One state is that of a loader restored by itself; one per rank means that no lane has changed its rank.
         same = len(states) in (1, self._world.data_size)
         self._turn = states[self._world.data_rank if len(states) > 1 else 0]["turn"] if same else 0
         self._restored = True
@@ -183,11 +184,14 @@ class _Reader(IterableDataset[Any]):
             if (turn - number) % common:
                 continue
             place = (self._turn + turn) % len(shares)
+            # Read the round even if another worker yields it: only reading moves on in the lane.
             try:
                 items = self._read_round(lanes[place], shares[place])
                 if items is None:
                     return
                 if turn % workers == number:
+                    # The ranks that share the lane take turns within a round: samples own, own + ranks, own + 2 x
+                    # ranks, ...
                     own = items[shares[place].own :: shares[place].ranks]
                     batch = samples.collate([sample for _, sample in own], [index for index, _ in own])
                     yield batch, shares[place].lane, lanes[place].position

@@ -53,11 +53,13 @@ class DeepSpeedAdam(torch.optim.Adam):
         rate, decay = group["lr"], group["weight_decay"]
         weights, gradients = [local(parameter) for parameter in parameters], own_gradients(parameters)
         if group["decoupled_weight_decay"]:
+            # Decoupled decay shrinks the weights directly; otherwise decay enters the averages as part of the gradient.
             torch._foreach_mul_(weights, 1 - rate * decay)
         elif decay:
             torch._foreach_add_(gradients, weights, alpha=decay)
         states = [self.state[parameter] for parameter in parameters]
         averages, squares, _ = move_averages(states, parameters, group["betas"])
+        # A new list: `squares` is state, and must not become its own root.
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, group["eps"])
         torch._foreach_addcdiv_(weights, averages, roots, value=-rate)

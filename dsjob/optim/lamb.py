@@ -87,6 +87,7 @@ class Lamb(PartwiseOptimizer):
         add_parts(squares, parameters)
         weights, lengths = squares.sqrt().unbind(1)
         ratios = (weights / lengths).clamp(group["min_coeff"], group["max_coeff"])
+        # Without this, a parameter of zeros (a fresh bias) would move by min_coeff only, and 0 / 0 would be nan.
         return torch.where((weights == 0) | (lengths == 0), 1.0, ratios)
 
     def _roots(self, squares: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

@@ -37,6 +37,7 @@ class Lion(PartwiseOptimizer):
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
         weights, gradients = [local(parameter) for parameter in parameters], own_gradients(parameters)
         averages = [local(self.state[parameter]["exp_avg"]) for parameter in parameters]
+        # Decay comes first, so it applies to the weights before the step.
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         # The direction gives the current gradient the weight 1 - fast; the average that is kept, below, gives it 1 -
         # slow.

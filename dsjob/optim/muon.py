@@ -60,6 +60,7 @@ class MuonWithAuxAdam(PartwiseOptimizer):
         super().__init__(groups, defaults)
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        # Only this rank's parts: decay is elementwise, so it needs no communication.
         torch._foreach_mul_([local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
         if not group["use_muon"]:
             self._update_by_adam(parameters, group)
@@ -79,6 +80,7 @@ class MuonWithAuxAdam(PartwiseOptimizer):
         # The entries of an orthogonal [n, m] matrix are about 1 / sqrt(max(n, m)). This scale makes them 1 / sqrt(m)
         # for tall matrices too, so updates do not depend on the number of rows.
         scale = math.sqrt(max(1.0, direction.size(-2) / direction.size(-1)))
+        # Every rank has computed all of `made`, so taking the own part needs no communication either.
         local(parameter).sub_(own_part(made, parameter), alpha=group["lr"] * scale)
 
     def _update_by_adam(self, parameters: list[Tensor], group: dict[str, Any]) -> None:

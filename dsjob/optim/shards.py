@@ -27,6 +27,7 @@ def add_parts(sums: Tensor, parameters: Sequence[Tensor]) -> None:
     sums: [len(parameters), n]; each row has the sums over the own part of one parameter. One collective for all
     parameters that are sharded over the same ranks. All ranks must call it with the same parameters.
     """
+    # (process group, device type) -> rows of the parameters that are spread over that group.
     spread: dict[tuple[dist.ProcessGroup, str], list[int]] = {}
     for row, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):

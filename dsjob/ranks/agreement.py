@@ -37,6 +37,7 @@ def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> T:
     failed rank on all."""
     if ranks.size == 1:
         return action()
+    # The result stays on its rank; only errors are exchanged.
     result, error = _try(ranks.rank, action)
     for found in all_gather(ranks, error):
         if found is not None:

@@ -179,6 +179,7 @@ def _find_cause(error: BaseException) -> BaseException | None:
 def record_failure(folder: str, failure: Failure) -> None:
     """Writes the record of a failed rank to `folder`."""
     path = os.path.join(folder, f"error-{failure.rank:05d}.json")
+    # The launcher may read the folder at any time, so write and rename.
     with open(f"{path}.new", "w", encoding="utf-8") as file:
         json.dump(asdict(failure), file)
     os.replace(f"{path}.new", path)
@@ -241,6 +242,7 @@ def blame(scene: Scene) -> DsjobError:
     # After a requested stop: first the earliest failure with a cause of its own, else the rank that the others waited
     # for.
     recorded = {failure.rank for failure in scene.failures}
+    # Processes that ended without a record, except those that reported `done` and exited with 0.
     sudden = [end for end in scene.ends if end.rank not in recorded and not (end.finished and end.code == 0)]
     alike = len(recorded) == scene.world_size and len({failure.message for failure in scene.failures}) == 1
     own: list[tuple[int, DsjobError]] = [
@@ -262,12 +264,14 @@ def _describe_waiting(scene: Scene, alive: set[int], waited: bool) -> DsjobError
         message, stack = describe_stall(stalled, scene.beats, scene.stopped, scene.stacks)
         kept = f"the stacks and output of all ranks are in {scene.logs}"
         return LaunchError(message, hint=f"{stack}\n  {kept}" if stack else kept)
+    # The frames of the errors for ranks that failed, stacks for the others.
     places = {**scene.stacks, **{failure.rank: failure.frames for failure in scene.failures}}
     if waited and (different := describe_places(places)):
         return LaunchError(
             f"ranks wait for each other in different collectives: {different}",
             hint="every rank must call the same collectives in the same order",
         )
+    # A program may end early on one rank; the others then wait for it in a collective.
     early = [end for end in scene.ends if end.finished and end.code == 0]
     if scene.own_exits and scene.failures and early:
         left, lost = early[0].rank, min(scene.failures, key=lambda failure: failure.time)

@@ -53,6 +53,7 @@ def _meet(world: World, key: str, what: str, hint: str) -> None:
     """Waits until all data-parallel ranks call this with the same `key`, which must be new."""
     store = get_store()
     store.append(key, f"{world.everyone.rank} ")  # type: ignore[attr-defined]
+    # `ahead`: ranks in a later collective. They must stay there for a while: see `patience.TO_BE_SURE`.
     began, elsewhere_since, pause, noted = time.monotonic(), 0.0, 0.002, False
     ended, ahead, looked = list[int](), list[int](), began
     while len(here := set(store.get(key).decode().split())) < world.data_size:
@@ -68,6 +69,7 @@ def _meet(world: World, key: str, what: str, hint: str) -> None:
             noted = True
             os.write(2, f"dsjob: rank {world.everyone.rank} waits for the other ranks in {what}: {hint}\n".encode())
         time.sleep(pause)
+        # Short at first, since ranks usually arrive together; then longer, to spare the store.
         pause = min(0.2 * (1 + world.data_size / 100), 1.5 * pause)
 
 
@@ -77,6 +79,7 @@ def _find_elsewhere(here: set[str]) -> tuple[list[int], list[int]]:
     board = watchdog.position.board
     if board is None:
         return [], []
+    # The collectives of all ranks that this rank has entered. A rank with more of them has left this call out.
     own = read_beat().joint
     beats = {rank: beat for rank, beat in board.read_beats().items() if str(rank) not in here}
     ended = [rank for rank, beat in beats.items() if beat.doing == ENDED]

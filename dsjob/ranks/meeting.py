@@ -71,6 +71,7 @@ def _name_start(store: Store, world_size: int, timeout: float) -> str:
     while missing := ranks.difference(store.get(taken).decode().split()):
         questions = [each for each in store.get(_QUESTIONS).decode().split() if each not in answered]
         if questions:
+            # One message to the store for all new questions.
             store.multi_set([f"name/{each}" for each in questions], [name] * len(questions))  # type: ignore[attr-defined]
             answered.update(questions)
         if time.monotonic() > end:

@@ -82,6 +82,7 @@ class World:
         It is built on first use: a job that neither shards nor divides its ranks never needs it.
         """
         self.ensure_group()
+        # An mpu's groups exist already. Without an mpu, building the mesh creates them.
         groups = {"shard": self.data_group, "tensor": self.model.group}
         known = {name: group for name, group in groups.items() if group is not None}
         key = (dist.group.WORLD, self.device.type, self.axes, self.order, *known.values())
@@ -123,6 +124,7 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
     # The deepspeed launcher sets LOCAL_SIZE. The pods of a PyTorchJob set neither, so the number of ranks is unknown.
     chosen = _choose_device(device, local_rank, _read_int("LOCAL_WORLD_SIZE", _read_int("LOCAL_SIZE", 0)))
     if chosen.type == "cuda":
+        # Otherwise, "cuda" without an index would mean GPU 0 on every rank.
         torch.cuda.set_device(chosen)
     if world_size > 1:
         # Before joining, since gloo connects all ranks with each other then.

@@ -71,12 +71,14 @@ def divide(world: World, mpu: Any) -> World:
         return world
     everyone = all_gather(world.everyone, _make_together(lambda: _read(mpu), world))
     said = everyone[world.everyone.rank]
+    # Every rank sees all units, so this raises the same error on each.
     _require_duties(everyone)
     if said.has_groups:
         model, group = _make_together(lambda: (find_model_ranks(mpu), mpu.get_data_parallel_group()), world)
     else:
         model, group = _form_groups(everyone, world.timeout)
     place = _make_together(lambda: _find_place(said, model, group, world), world)
+    # (data-parallel rank, model-parallel rank) of each rank of the job, in rank order.
     places = all_gather(world.everyone, place)
     world = dataclasses.replace(world, reports=said.reports, loads=said.loads)
     if model.size == 1:

@@ -37,6 +37,7 @@ def check_shared(folder: str, world: World) -> None:
     folder = storage.local_path(folder)
     written = on_rank_0(world.everyone, lambda: _write(folder))
     try:
+        # One rank per node looks; the others take part with None, because it is a collective.
         unseen = all_gather(world.everyone, _find_unseen(folder, written) if world.local_rank == 0 else None)
     finally:
         if world.everyone.rank == 0:

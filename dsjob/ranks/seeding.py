@@ -13,4 +13,5 @@ def seed_rng(seed: int) -> None:
     random.seed(seed)
     # NumPy only takes 32 bits.
     np.random.seed(seed % 2**32)
+    # On GPUs, torch only notes the seed until a generator is first used, so this does not initialise CUDA.
     torch.manual_seed(seed)

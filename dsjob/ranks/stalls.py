@@ -99,8 +99,10 @@ def find_stalled(
     most = max((beat.collectives for beat in beats.values()), default=0)
     behind = sorted(rank for rank in alive if rank in beats and beats[rank].collectives < most)
     if behind:
+        # The ranks furthest back: the others that are behind may be waiting for these.
         least = min(beats[rank].progress for rank in behind)
         return [rank for rank in behind if beats[rank].progress == least]
+    # All have entered the same collectives. A rank that is not waiting has not reached the next one.
     return sorted(rank for rank in alive if stacks.get(rank) and not is_waiting(stacks[rank]))
 
 

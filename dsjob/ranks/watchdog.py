@@ -125,6 +125,7 @@ class StoreBoard:
         self._store, self._rank, self._world_size = store.clone(), rank, world_size  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=10))
         self.period = max(_PERIOD, world_size / _RATE)
+        # The store of torchrun's agent outlives the ranks. Otherwise, rank 0 hosts it.
         self.keeper: int | None = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
     def post(self, beat: Beat) -> None:
@@ -157,6 +158,7 @@ class StoreBoard:
         """The ranks that have posted a beat. Nearly always all have, so the store is asked for many at once."""
         if self._store.check([f"watch/beat/{rank}" for rank in ranks]):
             return list(ranks)
+        # Some are missing: search in halves rather than ask for each rank.
         half = len(ranks) // 2
         return [*self._find_posted(ranks[:half]), *self._find_posted(ranks[half:])] if half else []
 
@@ -187,6 +189,7 @@ def wait_until_stuck(seconds: float, over: threading.Event) -> list[str]:
     while time.monotonic() - moved < seconds:
         if over.wait(min(_PERIOD, seconds)):
             return []
+        # Saving and ending may take long without counting as progress.
         if position.count() != seen or position.doing in ("saving", "ending"):
             seen, moved = position.count(), time.monotonic()
     return list_main_frames()
@@ -242,6 +245,7 @@ class Watchdog:
     def _look(self) -> str:
         """Posts this rank's progress. Returns the cause if another rank has failed, otherwise ""."""
         beat, now = read_beat(), time.monotonic()
+        # Any change counts: collectives go on during an evaluation, while steps do not.
         moved = beat.progress != self._last
         if moved:
             self._moved, self._last, self._warned = now, beat.progress, False
@@ -283,9 +287,11 @@ class Watchdog:
             self._stopped.wait(patience.TO_TELL)
         if self._stopped.is_set() or (lost and position.doing == "finishing"):
             return
+        # A background save that has not been committed would be lost with this process.
         position.settle(patience.TO_SETTLE)
         if isinstance(self._board, StoreBoard):
             os.write(2, f"dsjob: rank {self._rank} ends because {why}\n".encode())
+        # Not sys.exit: the main thread may hang in C, where no Python exception reaches it.
         _exit(LostRankError.exit_code)
 
 

@@ -52,6 +52,7 @@ class Store:
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Kept | Tensor:
         """Stores `tensor`. Raises UsageError if number_checkpoints tensors are stored already."""
+        # Integer inputs, such as token ids, are small. An empty tensor cannot be sliced.
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return tensor
         flat = tensor.detach().reshape(-1)
@@ -89,6 +90,7 @@ class Store:
         length = math.ceil(flat.numel() / self._size)
         start = dist.get_rank(self._group) * length
         own = flat[start : start + length]
+        # A copy: a slice of `flat` would keep the whole tensor in memory.
         part = flat.new_zeros(length)
         part[: own.numel()] = own
         return part

@@ -71,5 +71,6 @@ class _Clock:
             LOG.info("%s: %s took %.3f ms", self._name, what, 1000 * (time.perf_counter() - self._started))
 
     def _synchronize(self) -> None:
+        # GPU kernels run in the background: without waiting, the clock would measure only their launch.
         if self._section.synchronize_checkpoint_boundary and torch.cuda.is_available():
             torch.cuda.synchronize()

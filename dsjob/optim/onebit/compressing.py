@@ -111,6 +111,7 @@ class CompressingOptimizer(PartwiseOptimizer):
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
         for group, mask in zip(self.param_groups, masks, strict=True):
+            # The checkpoint's group may contain a mask. The program's current one decides.
             group.pop("exp_avg_mask", None)
             if mask is not None:
                 group["exp_avg_mask"] = mask
@@ -123,6 +124,7 @@ class CompressingOptimizer(PartwiseOptimizer):
         # Bias correction of the frozen average of squares must use the number of its own updates.
         state.setdefault("variance_step", int(state["step"]))
         state["step"] += 1
+        # A missing gradient counts as zero: the momentum still decays, on all ranks alike.
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         moved: Tensor = average.lerp_(gradient, 1 - group["betas"][0]).mul_(self.find_live(parameter, group))
         return moved
@@ -138,6 +140,7 @@ class CompressingOptimizer(PartwiseOptimizer):
     ) -> Sequence[Tensor]:
         """Approximate means of `values` over all ranks; one tensor per parameter. See `average_signs`."""
         ranks = count_ranks()
+        # On one rank nothing is sent, so nothing is rounded to signs.
         if ranks == 1:
             return values
         errors = []

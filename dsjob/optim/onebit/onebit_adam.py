@@ -41,6 +41,8 @@ class OneBitAdam(CompressingOptimizer):
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         if self.communicates:
+            # `own` are the state's tensors, moved by this rank's gradient. The mean replaces them, so ranks agree
+            # again.
             own = [self.move_average(parameter, group) for parameter in parameters]
             for average, mean in zip(own, self.average(own, parameters, group), strict=True):
                 average.copy_(mean)

@@ -59,6 +59,7 @@ class OneBitLamb(CompressingOptimizer, Lamb):
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         if not self.communicates:
             for parameter in parameters:
+                # Present only in a state from after the freeze, if the document has raised `freeze_step` since.
                 for key in ("exp_avg_sq_fresh", "scaling", "last_factor", "variance_step"):
                     self.state[parameter].pop(key, None)
             super().update_group(parameters, group)
@@ -83,6 +84,8 @@ class OneBitLamb(CompressingOptimizer, Lamb):
         return ratios
 
     def _freeze(self, parameters: list[Tensor]) -> None:
+        # fp32 [parameters]: the root mean square of each momentum. Equal on all ranks, since gradients were reduced so
+        # far.
         sizes = torch.stack([self.state[p]["exp_avg"].square().mean().sqrt() for p in parameters])
         for parameter, size in zip(parameters, sizes, strict=True):
             state = self.state[parameter]
@@ -95,15 +98,18 @@ class OneBitLamb(CompressingOptimizer, Lamb):
         # Solve m = beta1 * last + (1 - beta1) * g for g: the mean gradient that the exchanged momentum implies.
         implied = state["exp_avg"].sub(last, alpha=beta1).div_(1 - beta1)
         fresh = state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(implied, implied, value=1 - beta2)
+        # A ratio of roots above 1 means that an element's gradients have become smaller since the freeze.
         root, live = self.root(state["exp_avg_sq"], group), self.find_live(parameter, group)
         factor = torch.where(live, root / self.root(fresh, group), 0.0).max()
         update = state["exp_avg"] / root
         if group["weight_decay"]:
             plain = update.norm()
+            # Weight decay does not depend on the average of squares, so only the rest of the update needs the factor.
             update.add_(parameter, alpha=group["weight_decay"])
             share = (plain / update.norm()).nan_to_num(nan=1.0).clamp(max=1.0)
             factor = factor * share + 1 - share
         near = state["last_factor"]
+        # First the absolute limits, then those relative to the last step.
         factor = factor.clamp(*self.factor_range)
         factor = factor.clamp(near * (1 - self.factor_threshold), near * (1 + self.factor_threshold))
         near.copy_(factor)

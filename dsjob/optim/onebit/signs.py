@@ -54,11 +54,13 @@ def average_signs(
     # Error feedback. Without it, the signs would be a biased estimate, and training may diverge.
     sent = (_cut(values, widths, ranks) + torch.cat(list(worker_errors), 1)) * alive
     signs, scales, errors = _reduce_to_signs(sent, alive, spans)
+    # In place: these are tensors of the optimizer's state.
     torch._foreach_copy_(list(worker_errors), list(torch.split_with_sizes(errors, widths, 1)))
 
     # uint8 [ranks, bytes of signs + 4 x scales]: sending scales in the same message saves a collective.
     message = torch.cat([_pack(signs), scales.view(torch.uint8).expand(ranks, -1)], 1)
     received = torch.empty_like(message)
+    # Row r of `message` goes to rank r. Row r of `received` comes from rank r, and is about this rank's chunk.
     dist.all_to_all_single(received, message)
     own = alive[dist.get_rank()]
     # [sum(widths)]: the mean of the rows that all ranks sent for this rank's chunks.
@@ -66,6 +68,7 @@ def average_signs(
     signs, scales, errors = _reduce_to_signs(mean[None], own[None], spans)
     torch._foreach_copy_(list(server_errors), list(torch.split_with_sizes(errors[0], widths)))
 
+    # Second phase: every rank sends the mean of its chunk to all, uint8 [bytes of signs + 4 x scales].
     message = torch.cat([_pack(signs[0]), scales.view(torch.uint8)])
     received = message.new_empty(ranks, message.numel())
     dist.all_gather(list(received), message)

@@ -53,11 +53,13 @@ class ZeroOneAdam(CompressingOptimizer):
 
     @property
     def communicates(self) -> bool:
+        # The number of the next step; `_steps` counts those taken.
         step = self._steps + 1
         return self._frozen or step % variance_interval(step, self.var_update_scaler) != 0
 
     @property
     def own_state(self) -> Sequence[str]:
+        # After `var_freeze_step` steps, ranks are still equal: the next step is the first local one.
         local = self._steps > self.var_freeze_step and count_ranks() > 1
         return (*ERRORS, "momentum_accumulator", "exp_avg") if local else ERRORS
 
@@ -72,6 +74,8 @@ class ZeroOneAdam(CompressingOptimizer):
             self._average_gradients(parameters, group)
         else:
             states = [self.state[parameter] for parameter in parameters]
+            # `variance_step` counts updates of the average of squares, which are rarer than steps. Bias correction
+            # needs it.
             counts = [state.pop("variance_step", 0) for state in states]
             move_averages(states, parameters, group["betas"])
             for state, count in zip(states, counts, strict=True):
@@ -99,6 +103,7 @@ class ZeroOneAdam(CompressingOptimizer):
             state["momentum_accumulator"].add_(average, alpha=rate)
             state["rates"] += rate
             state["decay"] += group["lr"] * group["weight_decay"]
+        # Depends only on the step, so all ranks exchange in the same one.
         interval = local_interval(self._steps - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper)
         meets = (self._steps + 1) % interval == 0
         if meets:
@@ -141,6 +146,7 @@ class ZeroOneAdam(CompressingOptimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter)
+                # The checkpoint has the weights of rank 0, but each rank has its own sums.
                 if state and "momentum_accumulator" in state:
                     self._go_from_anchor(parameter, group)
                 elif state:
