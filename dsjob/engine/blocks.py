@@ -41,6 +41,7 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
             block.forward = block.forward.forward
     if not checkpointing.is_configured():
         checkpointing.adopt(section)
+    # Every interval-th block, starting with the first.
     again = blocks[:: section.interval] if section.mode != "none" else []
     if section.mode != "none" and not blocks:
         raise ContractError(
@@ -80,6 +81,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
 
+    # For deepcopy and pickle: the copy compiles its own `forward`.
     def __reduce__(self) -> Any:
         return Compiled, (self.forward, self.spec)
 

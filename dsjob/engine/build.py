@@ -152,6 +152,7 @@ def make_engine(
 def make_loader(engine: Engine, data: Any, collate: Callable[[list[Any]], Any] | None) -> Epochs | None:
     """A loader for `data`; None if the program gave none, or this rank reads no data."""
     if data is None or not engine.world.loads:
+        # With an mpu, ranks that read no data have returned above. A collective would wait for them.
         return None
     loader = load_batches(engine, data, collate=collate, pin_memory=False)
     if engine.world.model.size == 1:
@@ -189,9 +190,11 @@ def build_engine(
     # first. The optimizer is built over the masters, which exist only after sharding.
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # By name: after sharding, the ids of these parameters mean nothing.
     groups = _name_groups(model_parameters, names)
     checkpointing.use_ranks(world)
     _mark_leaves(model, spec, world)
+    # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
     prepare_blocks(model, spec)
     strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision)
     masters = strategy.masters

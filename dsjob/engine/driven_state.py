@@ -34,6 +34,7 @@ class DeepSpeedState:
         self._parameters: dict[str, nn.Parameter] = dict(driven.module.named_parameters())
         self._trained = dict.fromkeys(name for group in groups for name in group)  # in order
         outer = driven.optimizer
+        # 1-dim fp32 pieces of this rank. Empty at stage 0, where nothing is flat.
         self._flat: list[Tensor] = next((list(getattr(outer, name)) for name in _FLAT if hasattr(outer, name)), [])
         # At stage 0 in bf16, each parameter has its own master; in fp32, the parameter is its own master.
         pairs = zip(groups, getattr(outer, "fp32_groups", ()), strict=False)
@@ -41,6 +42,7 @@ class DeepSpeedState:
 
     def count_parameters(self) -> tuple[int, int]:
         """The number of elements of all parameters, and of the trained ones."""
+        # At stage 3, `numel()` of a released parameter is 0, so DeepSpeed keeps the real number in ds_numel.
         sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in self._parameters.items()}
         return sum(sizes.values()), sum(sizes[name] for name in self._trained)
 
@@ -52,6 +54,7 @@ class DeepSpeedState:
         optimizer = self._make_optimizer(masters)
         for theirs, ours in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
+        # Some optimizers, such as Adagrad, create state when they are built. Here, all of it comes from DeepSpeed.
         optimizer.state.clear()
         for name, master in masters.items():
             entry = self._read_state(name)
@@ -114,6 +117,7 @@ class DeepSpeedState:
             value = safe_get_full_fp32_param(parameter)
         else:
             value = safe_get_full_optimizer_state(parameter, key)
+        # ds_shape: the whole shape of a parameter that stage 3 has released.
         return value.detach().to("cpu", torch.float32, copy=True).reshape(getattr(parameter, "ds_shape", value.shape))
 
     def _read_frozen(self, parameter: nn.Parameter) -> Tensor:
@@ -143,6 +147,7 @@ class DeepSpeedState:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         parameter = self._parameters[name]
+        # ds_id: only parameters that stage 3 has partitioned have one. Others need no gathering.
         with GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
             parameter.copy_(value)
         if name in self._masters:
@@ -154,6 +159,7 @@ class DeepSpeedState:
         """Allocates zeros in the state of the flat pieces for each key of `state`; nothing if `state` is empty, as
         before the first step."""
         self._optimizer.state.clear()
+        # DeepSpeed keeps views of the old state. Unlinked, it makes new ones from the state below.
         if hasattr(self._driven.optimizer, "_hp_optimizer_states_linked"):
             self._driven.optimizer._hp_optimizer_states_linked = False
         if not (self._flat and state):
@@ -168,6 +174,7 @@ class DeepSpeedState:
                 else:
                     made[key] = value.clone() if isinstance(value, Tensor) else value
         if hasattr(self._driven.optimizer, "_hp_optimizer_states_linked"):
+            # Creates the views by which the functions in `deepspeed.utils` find the state of one parameter.
             self._driven.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _write_state(self, name: str, entry: Mapping[str, Any]) -> None:

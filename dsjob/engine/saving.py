@@ -68,6 +68,7 @@ class Saving(Readings):
         """Restores the counters of a checkpoint. Accumulation starts at the beginning of a step."""
         self._settle()
         self.rhythm.restore(counters)
+        # Gradients belong to the weights before the load. `finish_step` refreshes the compute copies from the masters.
         self.strategy.drop_gradients()
         self.strategy.finish_step()
 
@@ -128,6 +129,7 @@ class Saving(Readings):
         """
         self._meetings.meet("engine.load_checkpoint()", _LOADED_BY_ALL)
         checkpointer = Checkpointer(_require_folder(load_dir), world=self.world)
+        # Loading restores the checkpoint's counters. With `load_module_only`, these are put back.
         counters = self.counters()
         chosen, note = (str(tag), "") if tag is not None else checkpointer.follow_latest()
         if note and self.world.everyone.rank == 0:
@@ -157,6 +159,7 @@ class Saving(Readings):
         module = self.strategy.module
 
         def take(weights: dict[str, Tensor]) -> None:
+            # Ranks gather whole parameters, which are sharded again on exit. Rank 0's values win.
             with GatheredParameters(module, modifier_rank=0):
                 custom_load_fn(src=weights, dst=module)
 
@@ -205,6 +208,7 @@ class Saving(Readings):
         self._meet_if_sharded("engine.module_state_dict()", state)
         found.update({prefix + name: value for name, value in self._gather(state)})
         found.update(
+            # A tied parameter appears under each of its names, as in the model's own state_dict.
             {prefix + n: found[prefix + first] for n, first in state.aliases.items() if prefix + first in found}
         )
         return found
@@ -214,6 +218,7 @@ class Saving(Readings):
         state = self.state().without_frozen() if exclude_frozen_parameters else self.state()
         self._meet_if_sharded("engine._zero3_consolidated_16bit_state_dict()", state)
         keeps = self.world.everyone.rank == 0
+        # Every rank walks through the generator, because each item is gathered by a collective. Only rank 0 keeps them.
         found = {name: value.cpu() for name, value in self._gather(state) if keeps}
         found.update({name: found[first] for name, first in state.aliases.items() if first in found})
         return found if keeps else None
@@ -227,6 +232,7 @@ class Saving(Readings):
         for name, tensor in state.weights.items():
             value = whole(tensor).detach()
             low = self.precision.compute if value.is_floating_point() else value.dtype
+            # copy=True: a tensor that is not sharded may be the live weight itself.
             yield name, value.to(low, copy=True)
         for name, buffer in state.buffers.items():
             yield name, buffer.detach().clone()

@@ -53,6 +53,7 @@ class Update:
         if verdict is None:
             return None
         taken = verdict.read()
+        # If it is not None, a later micro step has set it.
         if self.applied is None:
             self.applied = taken
         return taken
@@ -90,6 +91,7 @@ class Update:
         if not bool(norm.isfinite()):
             self._strategy.guard(self._find_culprits())
             return norm
+        # The first call has unscaled and divided already, so this one only clips.
         return self._strategy.clip(self._limit) if self._limit > 0 else norm
 
     def _take_unread(

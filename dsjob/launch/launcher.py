@@ -78,6 +78,7 @@ def _adopt_slurm() -> None:
         counts += [int(count)] * int(times.rstrip(")") or 1)
     env.setdefault("LOCAL_WORLD_SIZE", str(counts[min(int(env.get("SLURM_NODEID", "0")), len(counts) - 1)]))
     env.setdefault("MASTER_ADDR", host)
+    # All nodes derive the same port from the job's id.
     env.setdefault("MASTER_PORT", str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
 
 
@@ -88,6 +89,7 @@ def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[
 
     Prints nothing for a run that fails before its first log record: it has nothing to lose, and its error is enough.
     """
+    # Compared afterwards: only what this run has added counts as its own.
     before, commits = _read_progress(run_dir), list_commits(run_dir, document)
     try:
         yield
@@ -133,6 +135,7 @@ def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool, apart: b
     """
     if not os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
         write_resolved(run_dir, job.document)  # keeps the one of an earlier run until this run has begun
+    # Before CUDA is initialised in any process: it reads these variables only once.
     visible = _choose_gpus(job.spec.launch)
     if job.spec.launch.nproc == 1 and not apart:
         os.environ.update(visible)
@@ -175,6 +178,7 @@ def _run_here(job: ResolvedJob, run_dir: str, trust: Trust) -> None:
     rank.add_import_folders(trust.importable)
     rank.show_crashes()
     position.begin()
+    # The default handler of SIGTERM would end the process without cleaning up.
     with handling({signal.SIGTERM: stop, signal.SIGINT: signal.default_int_handler}):
         run_job(job, run_dir, join_world(device=job.spec.launch.device), trust)
         leave_world()  # a single rank with offloaded parameters has a process group too

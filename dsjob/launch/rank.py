@@ -51,6 +51,7 @@ def run_rank(handed: str, run_dir: str) -> int:
         run_job(job, run_dir, world, trust)
         leave_world()
     except BaseException as error:  # SystemExit too: a rank succeeds only by reaching the last step
+        # So that the watchdog leaves this rank time to report its error.
         position.doing = "ending"
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()

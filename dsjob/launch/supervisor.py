@@ -63,6 +63,7 @@ class _Process:
         """Whether the process is suspended (SIGSTOP), and so cannot respond."""
         try:
             with open(f"/proc/{self.popen.pid}/stat", encoding="utf-8", errors="replace") as file:
+                # Field 3 of /proc/PID/stat. The name before it is in parentheses, and may contain spaces.
                 return file.read().rpartition(")")[2].split()[0] in "Tt"
         except (OSError, IndexError):
             return False
@@ -167,6 +168,7 @@ class Supervisor:
         """Whether ranks have made no progress for `grace` seconds since SIGTERM asked them to end."""
         since = max(self._asked_at, self._moved)
         if self._asked == signal.SIGTERM and time.monotonic() - since > self.grace:
+            # A rank that is saving may take long without any other sign of progress.
             self._stuck = all(beat.doing != "saving" for beat in read_posted(self.private).values())
         return self._stuck
 
@@ -189,6 +191,7 @@ class Supervisor:
         if now - self._looked < _LOOKS:
             return
         self._looked, progress = now, [beat.progress for beat in read_posted(self.private).values()]
+        # Any change on any rank counts, because ranks that wait for each other stop together.
         if progress != self._progress:
             self._progress, self._moved, self._dumped = progress, now, False
         elif now - self._moved > 0.8 * self.timeout and not self._dumped:
@@ -197,6 +200,7 @@ class Supervisor:
 
     def _end(self) -> DsjobError:
         """Ends the remaining ranks after one has failed. Returns the first failure."""
+        # Before the ranks are ended: afterwards, nobody could say where they were.
         began, beats, left = time.monotonic(), read_posted(self.private), self._running()
         stopped = frozenset(process.rank for process in left if process.is_stopped())
         self._ask_for_stacks(left)
@@ -216,6 +220,7 @@ class Supervisor:
             self._poll()
             time.sleep(_PERIOD)
         self._keep_stacks()
+        # Ranks that ended because another one failed are no causes.
         ends = [process.end for process in self._all if process.end and process.end.code != LostRankError.exit_code]
         stacks = {process.rank: parse_stack(self._read_stacks(process)) for process in left}
         failures, size = read_failures(self.private), len(self._all)
@@ -258,6 +263,7 @@ def start_process(
     """Starts a process in its own session. `output`: the file for its output (None: inherit this process's); `errors`:
     the file for its standard error (None: the same as `output`)."""
     stderr = output if errors is None else errors
+    # A session of its own: Ctrl-C in the terminal reaches only the launcher, which passes it on.
     return subprocess.Popen(command, env=dict(env), stdout=output, stderr=stderr, start_new_session=True)
 
 
@@ -283,6 +289,7 @@ def _send(process: _Process, number: int) -> None:
 def _kill(process: _Process) -> None:
     """Kills a rank's process and its child processes."""
     try:
+        # The whole group: loader workers of a killed rank would otherwise live on.
         os.killpg(process.popen.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass

@@ -192,10 +192,12 @@ def read_object(source: Folder, name: str, limit: int, digest: str = "") -> dict
     try:
         with source.open_file(name) as file:
             size = file.seek(0, os.SEEK_END)
+            # Allocates nothing for a file that is too large.
             data = bytearray(size if size <= limit else 0)
             file.seek(0)
             if size > limit or not read_exactly(file, memoryview(data)):
                 raise Damaged(f"{place} is truncated, or larger than {limit} bytes")
+        # Nothing is parsed before its digest is checked.
         if digest and hashlib.sha256(data).hexdigest() != digest:
             raise Damaged(f"{place} does not match the sha256 in the commit record or manifest")
         if is_dense(data):
@@ -258,6 +260,7 @@ def find_commit(source: Folder, wanted: str | None = None) -> dict[str, Any]:
         numbered = {tag for tag in tags if re.fullmatch(r"step-[0-9]{8,}", tag)}
         newest = sorted(numbered, key=lambda tag: int(tag[5:]))[-1:] + sorted(tags - numbered)
         return max((read_commit(source, tag) for tag in newest), key=lambda record: (record["step"], record["tag"]))
+    # Accept a folder's name too: step-00000120-a0001 is the folder of tag step-00000120.
     tag = wanted if wanted in tags else re.sub(r"-a[0-9]+(\.[0-9]+)?$", "", wanted)
     if tag not in tags:
         known = ", ".join(sorted(tags)[-5:])
@@ -273,6 +276,7 @@ def read_checkpoint(source: Folder, record: dict[str, Any]) -> Checkpoint:
     name = f"{record['dir']}/manifest.json"
     manifest = read_json(source, name, MAX_MANIFEST, record["manifest_sha256"])
     place: Any = "tag, step"
+    # `place` follows the part that is being checked, for the message below.
     try:
         if (manifest["tag"], manifest["step"]) != (record["tag"], record["step"]):
             raise ValueError("they are those of another checkpoint")
@@ -345,7 +349,9 @@ def parse_tensor(entry: dict[str, Any], files: dict[str, int], budget: Budget) -
         if chunk.start + chunk.length > files.get(chunk.file, -1) or not DIGEST.fullmatch(chunk.sha256):
             raise ValueError(f"chunk {list(offsets)} is not inside a file of the checkpoint, or its sha256 is invalid")
         chunks.append(chunk)
+    # Empty chunks cover nothing.
     filled = [chunk for chunk in chunks if chunk.length]
+    # Together with `tile`, which rejects gaps and overlaps, this means that each element occurs exactly once.
     if sum(chunk.length for chunk in filled) != math.prod(shape) * WIDTH[dtype]:
         raise ValueError("its chunks have more or fewer elements than its shape")
     budget.add(len(chunks), math.prod(shape) * WIDTH[dtype])
@@ -373,6 +379,7 @@ def tile(shape: tuple[int, ...], chunks: list[Chunk], budget: Budget, dim: int =
         return [(1, chunks[0])]
     ends = {chunk: chunk.offsets[dim] + chunk.sizes[dim] for chunk in chunks}
     cuts = sorted({0, shape[dim], *ends.values(), *(chunk.offsets[dim] for chunk in chunks)})
+    # By first index, the smallest last, so that `pop` takes the next one.
     waiting = sorted(chunks, key=lambda chunk: -chunk.offsets[dim])
     active: list[Chunk] = []
     nodes: list[Any] = []
@@ -383,6 +390,7 @@ def tile(shape: tuple[int, ...], chunks: list[Chunk], budget: Budget, dim: int =
         budget.look(len(active))
         if not active:
             raise ValueError(f"no chunk covers index {low} of dim {dim}")
+        # `rest`: the shape of one row, all later dims.
         rows, rest = cuts[index + 1] - low, shape[dim + 1 :]
         whole = len(active) == 1 and active[0].sizes[dim + 1 :] == rest
         nodes.append((rows * math.prod(rest), active[0]) if whole else (rows, tile(shape, active, budget, dim + 1)))
@@ -423,6 +431,7 @@ class Shards:
             if found != size:
                 file.close()
                 raise Damaged(f"{self.source.root}/{path} has {found} bytes; the manifest says {size}")
+            # Ranks may have saved thousands of shards, while a process may have about a thousand files open.
             if len(self.files) >= MAX_OPEN:
                 self.files.pop(next(iter(self.files))).close()
         self.files[name] = file  # inserted last: the dict is in order of use, and its first file is closed first
@@ -457,6 +466,7 @@ class Shards:
         tensor, fill, block = self.checkpoint.tensors[name], 0, memoryview(b"")
         width = WIDTH[tensor.dtype]
         size = min(elements, math.prod(tensor.shape)) * width
+        # Two buffers in turn: the caller may still use the last block while the next one is filled.
         buffers = buffers or itertools.cycle((memoryview(bytearray(size)), memoryview(bytearray(size))))
         # Chunks read in part: the position reached, and the digest so far. Rows of side-by-side chunks alternate.
         reading: dict[Chunk, tuple[int, Any]] = {}
@@ -471,6 +481,7 @@ class Shards:
                 if fill == len(block):
                     yield block
                     fill = 0
+            # Side-by-side boxes (split columns) alternate row by row, so this one goes on later.
             if end < chunk.length:
                 reading[chunk] = end, digest
         if fill:
@@ -487,6 +498,7 @@ class Fp32:
         """Converts the bytes of some elements of the tensor `name` to `target(dtype)`."""
         if dtype == "BF16":  # BF16 is the upper half of F32
             data, out = bytes(block), bytearray(2 * len(block))
+            # Little-endian: two zero bytes, then the two bytes of the BF16 value.
             out[2::4], out[3::4] = data[0::2], data[1::2]
             return memoryview(out)
         if dtype == "F16":
@@ -506,8 +518,10 @@ def swap(values: array[Any]) -> array[Any]:
 @functools.lru_cache(maxsize=None)  # noqa: UP033 (`cache` came with Python 3.9)
 def half_bits() -> list[int]:
     """The F32 bits of each F16 value. NaNs keep their sign and payload, which `struct` alone would lose."""
+    # The 32,768 values without a sign bit. The sign is added at the end.
     values = struct.unpack("<32768e", struct.pack("<32768H", *range(1 << 15)))
     plus = list(struct.unpack("<32768I", struct.pack("<32768f", *values)))
+    # 0x7C00 and up: infinity and NaNs. F16 has 10 bits of mantissa, F32 has 23, hence the shift by 13.
     plus[0x7C00:] = [0x7F800000 | mantissa << 13 for mantissa in range(1 << 10)]
     return plus + [1 << 31 | bits for bits in plus]
 
@@ -602,6 +616,7 @@ def export(
     entries = plan_entries(checkpoint, cast)
     files = plan_files(out, form, entries, limit, overwrite)
     pack = pack_torch if form == "torch" or out.endswith(TORCH) else pack_safetensors
+    # By source: torch's format writes a tied tensor once, safetensors once for each name.
     once = {entry.source: entry.size for entry in entries.values()}
     total = sum(once.values() if pack is pack_torch else (entry.size for entry in entries.values()))
     # A hostile manifest could let a million tensors share the same few bytes, and fill the disk.
@@ -616,6 +631,7 @@ def export(
         (os.path.join(folder, name), iter([data]), 0) for name, data in (beside or {}).items()
     ]
     contents += [(path, pack({n: entries[n] for n in names}, stream.read), len(names)) for path, names in files.items()]
+    # The index is the last file, so a folder with an index is complete.
     contents += [(*make_index(files, total), 0)] if len(files) > 1 else []
     temporary: dict[str, str] = {}
     try:
@@ -670,6 +686,7 @@ class Stream:
 
 def ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
     """Yields the same items. The thread of `pool` produces the next one while the caller uses the current one."""
+    # None marks the end: inside this generator, a StopIteration would become a RuntimeError.
     coming = pool.submit(next, items, None)
     while (item := coming.result()) is not None:
         coming = pool.submit(next, items, None)
@@ -702,6 +719,7 @@ def pack_safetensors(entries: dict[str, Entry], read: Callable[[Iterable[str]], 
         span = [end, end := end + entries[name].size]
         header[name] = {"dtype": entries[name].dtype, "shape": entries[name].shape, "data_offsets": span}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The data begins at a multiple of 8 bytes. The JSON header may end in spaces.
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     yield from read(names)
@@ -731,10 +749,12 @@ def pack_torch(entries: dict[str, Entry], read: Callable[[Iterable[str]], Iterat
     """The bytes of a file in the format of `torch.save`: an uncompressed zip with a pickle and the data of each tensor,
     aligned to 64 bytes. Tensors with the same source share their data."""
     pipe = Pipe()
+    # Reversed, so that the first name of each source remains.
     unique = {entries[name].source: name for name in reversed(entries)}
     keys = {source: str(number) for number, source in enumerate(unique)}
     start = {"data.pkl": pickle_tensors(entries, keys), "byteorder": b"little", "version": b"3\n"}
     members: list[tuple[str, int, Iterable[Bytes]]] = [(name, len(data), [data]) for name, data in start.items()]
+    # One stream for all members: the order of `unique` is the order in which data is written.
     coming = read(unique.values())
     for source, name in unique.items():
         members.append((f"data/{keys[source]}", entries[name].size, take(coming, entries[name].size)))
@@ -773,6 +793,7 @@ def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
         return b"X" + struct.pack("<I", len(data)) + data
 
     def number(value: int) -> bytes:
+        # LONG1: the number of bytes, then a signed little-endian integer. One bit more than the value, for the sign.
         data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
         return b"\x8a" + bytes([len(data)]) + data
 
@@ -782,6 +803,7 @@ def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
     def row(*items: bytes) -> bytes:
         return b"(" + b"".join(items) + b"t"
 
+    # PROTO 2, an empty dict, MARK; names and tensors follow, and at the end SETITEMS and STOP.
     parts = [b"\x80\x02}("]
     places: dict[str, bytes] = {}  # in the pickle's memo, by source
     for name, (source, dtype, shape, size) in entries.items():
@@ -791,7 +813,9 @@ def pickle_tensors(entries: dict[str, Entry], keys: dict[str, str]) -> bytes:
         old = dtype in STORAGES
         storage = found("torch", f"{STORAGES[dtype]}Storage") if old else found("torch.storage", "UntypedStorage")
         count = number(size // WIDTH[dtype] if old else size)
+        # Strides in elements, row-major. A dim of size 0 counts as 1, as in torch.
         steps = [math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape))]
+        # BINPERSID on ("storage", type, key, device, elements): torch.load finds the data by its key. Then the offset.
         value = row(text("storage"), storage, text(keys[source]), text("cpu"), count) + b"Q" + number(0)
         value += row(*map(number, shape)) + row(*map(number, steps))
         value += b"\x89" + found("collections", "OrderedDict") + b")R"
@@ -811,6 +835,7 @@ def write_file(path: str, temporary: dict[str, str], blocks: Iterator[Bytes]) ->
         temporary[path] = hidden
         hashing, size = pool.submit(digest.update, b""), 0
         for block in blocks:
+            # At most one block is being hashed. Its buffer is reused only after that.
             hashing.result()
             hashing = pool.submit(digest.update, block)  # in parallel with writing: both release the GIL
             write_all(file, block)
@@ -843,6 +868,7 @@ def publish(folder: str, temporary: dict[str, str], alone: bool) -> None:
     forms = [found.group(1, 3) for found in map(OUTPUT.fullmatch, names) if found]
     for found in filter(None, map(OUTPUT.fullmatch, [] if alone else sorted(os.listdir(folder), reverse=True))):
         name = found.group()
+        # Files that are about to be replaced stay until then. An old index goes first: it would name deleted files.
         if found.group(1, 3) in forms and (name not in names or name.endswith(".json")):
             os.unlink(os.path.join(folder, name))
     for path, hidden in temporary.items():

@@ -27,6 +27,7 @@ def save_model(url: str, state: TrainingState, *, dtype: torch.dtype, writes: bo
             gathered[name] = full.to(dtype if full.is_floating_point() else full.dtype).cpu().contiguous()
     if not writes:
         return
+    # The same tensor under both names. torch.save writes it once, and loading ties them again.
     for alias, name in state.aliases.items():
         gathered[alias] = gathered[name]
     folder = url.rpartition("/")[0]

@@ -135,6 +135,7 @@ class Loader:
 
     def _open_any(self, state: TrainingState | JointState, tag: str | None, optimizer: bool) -> Opened:
         """Opens one of dsjob's checkpoints, or what another program saved there."""
+        # Only rank 0 looks: ranks might see different states of a folder that another program is writing to.
         foreign = on_rank_0(self._everyone, lambda: self._find_foreign(state, tag))
         if foreign is None:
             return self._open(tag)
@@ -149,6 +150,7 @@ class Loader:
                 root, record = locate(source, None)
                 return root.root, record
 
+        # Only rank 0 searches, so that all ranks load the same checkpoint even if a newer one is committed meanwhile.
         url, record = on_rank_0(self._everyone, find)
         root = open_root(url)
         checkpoint = on_all_ranks(self._everyone, lambda: read_checkpoint(root, record))
@@ -190,6 +192,7 @@ class Loader:
                 f"{url} was saved with {saved} model-parallel rank{'s' * (saved > 1)}; this run has {self._model.size}",
                 hint="use the same number, or convert the weights of one part: `dsjob convert --model mp_rank_00`",
             )
+        # Each model-parallel rank reads only its own part, by the prefix of its names.
         start = f"model.{name_part(self._model.rank)}." if saved > 1 else "model."
         return match(ours, checkpoint, url, start)
 

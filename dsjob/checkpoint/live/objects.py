@@ -65,6 +65,7 @@ def capture_objects(everyone: Ranks, objects: Kept) -> dict[str, list[Any]]:
         everyone, lambda: {n: _try(n, v) for n, v in objects.items() if _is_stateful(v)}
     )
     states = {}
+    # Names with state on at least one rank. Only rank 0 has `found`; elsewhere it is empty.
     for name in (name for name in objects if any(name in of_rank for of_rank in found)):
         own = [of_rank.get(name, "it has no state_dict and load_state_dict there") for of_rank in found]
         refused = [(rank, state) for rank, state in enumerate(own) if isinstance(state, str)]
@@ -85,6 +86,7 @@ def restore_objects(everyone: Ranks, objects: Kept, saved: Mapping[str, list[Any
         if states is None:
             notes.append(f"{name} was reset: the checkpoint does not contain its state")
             continue
+        # Such an object divides the states itself, so the number of ranks may differ.
         if hasattr(value, "load_state_dicts"):
             _restore(name, value.load_state_dicts, [_unpack(name, state) for state in states])
             continue
@@ -119,6 +121,7 @@ def _capture(name: str, value: Stateful) -> dict[str, Any]:
         raise TypeError(f"it returned {type(state).__name__}, not a dict")
     tensors = {key: item for key, item in state.items() if isinstance(item, Tensor)}
     size = sum(tensor.nbytes for tensor in tensors.values())
+    # Before encoding: base64 of a huge tensor would take even more memory.
     _require_small(size, "tensors")
     values = encode({key: item for key, item in state.items() if key not in tensors}, name)
     _require_small(size + len(encode_json(values)), "state")

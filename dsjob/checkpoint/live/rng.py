@@ -18,6 +18,7 @@ from dsjob.compute.activation.rng import TRACKER, read_state
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """The states of the generators of Python, NumPy and torch, and of the GPU if `device` is one."""
+    # legacy=True: as a tuple, whose parts are plain values.
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state = {
         "python": encode(random.getstate()),

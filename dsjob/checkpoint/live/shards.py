@@ -81,6 +81,7 @@ class Planner:
             self._key = None  # if planning fails on one rank only, all ranks must plan again next time
             self._places, self._described = _plan_anew(tensors, self._everyone)
             self._key = key
+        # The plan stays, but the tensors may be new objects, so look them up by name each time.
         parts = [Part(name, offsets, _take_own(tensors[name])) for name, offsets in self._places]
         return parts, self._described
 
@@ -121,6 +122,7 @@ def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict
     """Writes a rank's parts into the folder `url`, then its completion record. Returns the record."""
     storage.make_folder(storage.join(url, "done"))
     name = shard_name(rank, world_size)
+    # A rank may have nothing to write, such as a replica at stage 0. Its record still tells rank 0 that it is done.
     chunks, size = _write_file(storage.join(url, name), parts) if parts else ([], 0)
     record = {"rank": rank, "file": name if parts else None, "size": size, "chunks": chunks}
     # Last: in a background save, rank 0 takes the record as proof that the file is complete.
@@ -141,6 +143,7 @@ def read_record(url: str, rank: int) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(storage.read_bytes(place))
         digest = record.pop("record_sha256")
+        # Hash the record without its digest, in the same canonical form as when it was written.
         if hashlib.sha256(encode_json(record)).hexdigest() == digest:
             return record
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
@@ -167,6 +170,7 @@ def _write_file(url: str, parts: list[Part]) -> tuple[list[_Chunk], int]:
     start = 8 + len(text)
     chunks: list[_Chunk] = []
     with storage.open_write(url) as file, ThreadPoolExecutor(1) as hasher:
+        # 8 bytes: the length of the header, then the header itself.
         file.write(len(text).to_bytes(8, "little") + text)
         for part, (begin, end) in zip(parts, spans, strict=True):
             digest = _write_tensor(file, part.tensor, hasher)
@@ -180,6 +184,7 @@ def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) ->
     digest = hashlib.sha256()
     # Copy one tensor at a time to the host, whose memory may not hold the whole shard.
     flat = tensor.cpu().contiguous().reshape(-1)
+    # view(uint8), because numpy has no bf16. The memoryview shares the tensor's memory.
     data = memoryview(flat.view(torch.uint8).numpy().data)
     for offset in range(0, len(data), _SLICE):
         part = data[offset : offset + _SLICE]
@@ -203,6 +208,7 @@ def list_tensors(
         tensors[name] = {"role": role(name), "dtype": dtype, "shape": list(entry.size), "chunks": []}
     for record in records:
         for chunk in record["chunks"]:
+            # `file` is known only per record: a rank writes one file.
             place = {key: value for key, value in chunk.items() if key != "tensor"}
             tensors[chunk["tensor"]]["chunks"].append({"file": record["file"], **place})
     return tensors
@@ -245,6 +251,7 @@ class ShardReader(StorageReader):
             place = item.storage_index.offset
             number = next(i for i, c in enumerate(tensor.chunks) if torch.Size(c.offsets) == place and c.length)
             wanted.setdefault((item.storage_index.fqn, number), []).append((item, planner.resolve_tensor(item)))
+        # One reader per thread: a reader seeks in its open files.
         readers = [layout.Shards(self._source, self._checkpoint) for _ in range(_READERS)]
         free: SimpleQueue[layout.Shards] = SimpleQueue()
         for reader in readers:
@@ -253,6 +260,7 @@ class ShardReader(StorageReader):
         try:
             jobs = {pool.submit(self._read_chunk, free, *key, pairs): pairs for key, pairs in wanted.items()}
             for job, pairs in jobs.items():
+                # Raises the first error of a thread; `finally` then cancels the rest.
                 job.result()
                 for item, target in pairs:
                     planner.commit_tensor(item, target)

@@ -58,6 +58,7 @@ class TrainingState:
         own = list_own_state(self.optimizer)
         tensors: dict[str, Tensor] = {}
         for name, entry in self._optimizer_entries().items():
+            # Entries that are not tensors go to state.json: see `optimizer_values`.
             for key, value in entry.items():
                 if isinstance(value, Tensor) and key in own:
                     tensors[f"optimizer.{name}.{key}{BY_RANK}"] = _stack_ranks(value)
@@ -84,6 +85,7 @@ class TrainingState:
         """The optimizer's parameter groups, with names in place of parameters, and its values that are not tensors."""
         if self.optimizer is None:
             return {}
+        # torch's own state_dict numbers parameters by position. Names survive a change of order or of groups.
         names = self._names()
         groups = [
             {
@@ -115,6 +117,7 @@ class TrainingState:
             for name, entry in self._optimizer_entries().items()
             for key, value in entry.items()
         } | self._average_tensors()
+        # Without an optimizer, as in an evaluation, no state of one is loaded.
         for full, (shape, dtype) in shapes.items() if self.optimizer is not None else ():
             name = full.removeprefix("optimizer.").rpartition(".")[0]
             master = self.masters.get(name)
@@ -166,6 +169,7 @@ class TrainingState:
             if key == AVERAGE:
                 continue  # it was loaded in place
             if key.endswith(BY_RANK) and isinstance(tensor, DTensor):
+                # This rank's row of [ranks, ...].
                 key, tensor = key.removesuffix(BY_RANK), tensor.to_local()[0]
             state.setdefault(numbers[name], {})[key] = tensor
         for name, entry in values["values"].items():

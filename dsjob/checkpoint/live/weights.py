@@ -27,6 +27,7 @@ def read_weights(url: str, *, tag: str | None = None, trained: bool = False) -> 
             # Tied names have the same place, so each tensor is read once.
             for place in dict.fromkeys(names.values()):
                 entry = checkpoint.tensors[place]
+                # Verified at the end of each chunk, so nothing damaged is returned.
                 data = b"".join(bytes(block) for block in shards.stream(place))
                 dtype = DTYPES[entry.dtype]
                 tensor = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
