@@ -258,6 +258,28 @@ def init_group(optimizer: torch.optim.Adam, group: dict[str, Any], *lists: Any) 
     return torch.optim.Adam._init_group(optimizer, group, *lists)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def collecting(optimizer: Optimizer, change: Callable[[Any], Any]) -> Iterator[None]:
+    """In this context, a step of `optimizer` computes with `change(tensor)` in place of each tensor that it collects.
+
+    For optimizers of torch whose `step` only changes tensors in place, and afterwards looks none of them up: not SGD.
+    The only public alternative is torch's functions such as `torch.optim.adam.adam`, one for each optimizer.
+    """
+    inner: Any = optimizer._init_group  # type: ignore[attr-defined]
+
+    def collect(group: dict[str, Any], *lists: Any) -> Any:
+        result = inner(group, *lists)
+        for found in lists:
+            found[:] = map(change, found)
+        return result
+
+    optimizer._init_group = collect  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer._init_group  # type: ignore[attr-defined]
+
+
 # --- storages
 
 

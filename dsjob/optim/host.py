@@ -19,7 +19,7 @@ from dsjob.ops import cpu_optimizers as kernels
 from dsjob.optim.adam import DeepSpeedAdam
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
-from dsjob.optim.parts import is_plain
+from dsjob.optim.parts import is_plain, step_own_parts
 from dsjob.optim.shards import local
 
 WORTHWHILE = 10_000_000  # elements: a step over fewer takes milliseconds, which do not pay for compiling the kernels
@@ -39,7 +39,7 @@ def take_step(optimizer: Optimizer) -> None:
     if optimizer in _native and is_plain(optimizer):  # hooks may have been added since
         _step_on_host(optimizer)
     else:
-        optimizer.step()
+        step_own_parts(optimizer)
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def _step_on_host(optimizer: Optimizer) -> None:
     for parameter, _ in stepped:
         parameter.grad = None
     try:
-        optimizer.step()
+        step_own_parts(optimizer)
     finally:
         for parameter, gradient in stepped:
             parameter.grad = gradient

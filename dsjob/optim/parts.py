@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.optim.lion import Lion
-from dsjob.torch_private import has_step_hooks
+from dsjob.optim.shards import local
+from dsjob.torch_private import collecting, has_step_hooks
 
 # A step of these updates each parameter with a gradient independently, and does nothing else.
 _SEPARATE = (
@@ -28,6 +29,8 @@ _SEPARATE = (
     torch.optim.SGD,
     Lion,
 )
+# Those that collect tensors in lists and only change these in place.
+_COLLECTING = tuple(kind for kind in _SEPARATE if kind not in (torch.optim.SGD, Lion))
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
@@ -42,6 +45,19 @@ def is_plain(optimizer: Optimizer) -> bool:
     # So may a `step` that replaces the method on this instance; but a schedule's wrapper only counts calls.
     step = vars(optimizer).get("step")
     return own and (step is None or getattr(step, "__wrapped__", None) is kind.step) and not has_step_hooks(optimizer)
+
+
+def step_own_parts(optimizer: Optimizer) -> None:
+    """Steps `optimizer` over this rank's parts of sharded parameters, as plain tensors where that gives the same bits.
+
+    A step of torch's optimizers calls several operators for each parameter. On DTensors, each call first works out how
+    its result is sharded, which takes longer than updating a small parameter.
+    """
+    if is_plain(optimizer) and isinstance(optimizer, _COLLECTING):
+        with collecting(optimizer, local):
+            optimizer.step()
+    else:
+        optimizer.step()
 
 
 def step_in_parts(

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam
 from dsjob.optim.host import take_step
@@ -15,7 +18,9 @@ from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
 from dsjob.optim.muon import MuonWithAuxAdam
 from dsjob.optim.onebit.onebit_adam import OneBitAdam
-from dsjob.optim.parts import can_step_in_parts, step_in_parts
+from dsjob.optim.parts import can_step_in_parts, step_in_parts, step_own_parts
+from dsjob.optim.shards import local
+from dsjob.ranks.mesh import World
 
 SEPARATE: dict[Any, dict[str, Any]] = {
     torch.optim.Adadelta: {},
@@ -108,3 +113,34 @@ def test_a_step_that_a_program_has_wrapped_is_called_once(scheduled: bool) -> No
 
     optimizer.step = step  # type: ignore[assignment,method-assign]
     assert not can_step_in_parts(optimizer)
+
+
+def step_sharded(world: World, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> list[str]:
+    """Steps sharded parameters as DTensors, and as this rank's parts. What differs; the state must be DTensors."""
+    mesh = init_device_mesh("cpu", (world.data_size,))
+    found: list[str] = []
+    models: list[list[nn.Parameter]] = []
+    optimizers = []
+    for _ in range(2):
+        sharded = [nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])) for weight in make()]
+        models.append(sharded)
+        optimizers.append(kind(sharded, lr=0.1, **options))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(7):
+        for pair in zip(*models, strict=True):
+            gradient = torch.randn(3, 2, generator=generator)
+            for weight in pair:
+                weight.grad = distribute_tensor(gradient.clone(), mesh, [Shard(0)])
+        optimizers[0].step()
+        step_own_parts(optimizers[1])
+    for number, (one, other) in enumerate(zip(*models, strict=True)):
+        first, second = (optimizer.state[w] for optimizer, w in zip(optimizers, (one, other), strict=True))
+        tensors = [(one, other), *((first[name], second[name]) for name in first)]
+        found += [f"{number}: values" for a, b in tensors if not torch.equal(local(a), local(b))]
+        found += [f"{number}: types" for a, b in tensors if type(a) is not type(b)]
+    return found
+
+
+@pytest.mark.parametrize("kind", [k for k in SEPARATE if k is not Lion])
+def test_steps_of_own_parts_are_those_of_sharded_tensors(kind: Any) -> None:
+    assert run_ranks(step_sharded, 2, kind, SEPARATE[kind]) == [[], []]
