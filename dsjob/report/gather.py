@@ -22,7 +22,7 @@ class Reported:
     """A run as the report shows it.
 
     values: of the document, by dotted path. changed: those that differ from the defaults, each with its default.
-    environment: by dotted path. checkpoints: their tags with their metrics.
+    environment: of the last attempt, see `dsjob.provenance`. checkpoints: their tags with their metrics.
     """
 
     info: RunInfo
@@ -32,6 +32,19 @@ class Reported:
     environment: Mapping[str, Any]
     checkpoints: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any]
+
+    @property
+    def metric(self) -> float | None:
+        """The best value of the run's metric, or else the last one."""
+        if self.info.best is not None:
+            return self.info.best
+        curve = self.curves.get(self.info.metric)
+        return curve.last[1] if curve is not None and curve.last is not None else self.info.last
+
+    @property
+    def better(self) -> str:
+        """Which values of the metric are better: `min` or `max`."""
+        return str(self.values.get("checkpoint.best.mode", "min"))
 
 
 def gather(folders: Sequence[str]) -> list[Reported]:
@@ -56,13 +69,12 @@ def _read(info: RunInfo) -> Reported:
             raise
         return Reported(info, {}, {}, {}, {}, (), {})
     leaves = dict(_list_leaves(document))
-    recorded = {**document.get("resolved", {}), "engine": document.get("engine"), **environment}
     return Reported(
         info,
         curves,
         {_dot(path): value for path, value in leaves.items() if path[0] != "resolved"},
         {_dot(path): pair for path, pair in _find_changed(document, leaves)},
-        {_dot(path): value for path, value in _list_leaves(hide_secrets(recorded)) if value is not None},
+        environment,
         _list_checkpoints(info.folder, document),
         result,
     )
@@ -79,6 +91,12 @@ def _find_changed(document: Mapping[str, Any], leaves: Mapping[Path, Any]) -> It
 def _list_checkpoints(folder: str, document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     commits = (each for each in list_commits(folder, document) if isinstance(each, dict))
     return sorted(commits, key=lambda each: each["step"] if isinstance(each.get("step"), int) else -1)
+
+
+def list_differing(runs: Sequence[Reported]) -> list[str]:
+    """The dotted paths of settings that differ between runs, without names and folders."""
+    paths = dict.fromkeys(path for run in runs for path in run.values if path not in ("name", "output.dir"))
+    return [path for path in paths if any(run.values.get(path) != runs[0].values.get(path) for run in runs)]
 
 
 def _list_leaves(value: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:

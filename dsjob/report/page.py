@@ -1,6 +1,6 @@
 """Writes the HTML page of a report. Python writes the text and the tables; page.js draws the curves with Plotly.
 
-Names of runs and metrics can come from anyone. Tables are escaped here, the data are JSON without `<`, and the page's
+Names of runs and metrics can come from anyone. Tables are escaped, the data are JSON without `<`, and the page's
 content security policy runs only the page's own scripts and opens no connection.
 """
 
@@ -10,26 +10,27 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from typing import Any
 
 from dsjob import storage
 from dsjob.errors import DsjobError, how_to_install
-from dsjob.report.gather import Reported, gather
+from dsjob.report.gather import Reported, gather, list_differing
+from dsjob.report.tables import show, show_details, show_runs, show_tiles
 
 _NOT_DRAWN = ("epoch", "eta_seconds")
-_TITLES = {
-    "loss": "Training loss",
-    "eval/loss": "Evaluation loss",
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "loss_scale": "Loss scale",
-    "samples_per_second": "Throughput (samples/s)",
-    "tokens_per_second": "Throughput (tokens/s)",
+_SMOOTH = ("lr", "loss_scale")
+_NAMED = {  # title and unit
+    "loss": ("Training loss", ""),
+    "eval/loss": ("Evaluation loss", ""),
+    "lr": ("Learning rate", ""),
+    "grad_norm": ("Gradient norm", ""),
+    "loss_scale": ("Loss scale", ""),
+    "samples_per_second": ("Samples per second", "samples/s"),
+    "tokens_per_second": ("Tokens per second", "tokens/s"),
 }
-_SETTINGS = 12  # differing settings in the table of runs
 _AXES = 8  # settings in the parallel coordinates
 
 
@@ -48,20 +49,24 @@ def write_report(runs: Sequence[str], output: str = "report.html") -> None:
 
 def make_page(runs: Sequence[Reported], library: str) -> str:
     """The page as HTML. `library`: the source of plotly.js."""
-    names = _name_runs(runs)
-    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    names, alone = _name_runs(runs), len(runs) == 1
+    title = names[0] if alone else f"{len(runs)} runs"
     script = resources.files("dsjob.report").joinpath("page.js").read_text()
     style = resources.files("dsjob.report").joinpath("page.css").read_text()
     scripts = [library.replace("</script", "<\\/script"), script]
     hashes = " ".join(f"'sha256-{_hash(text)}'" for text in scripts)
-    # Parts of Plotly (parallel coordinates) compile functions: hence unsafe-eval.
-    policy = f"default-src 'none'; script-src 'unsafe-eval' {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
-    data = json.dumps(_make_data(runs, names), allow_nan=False).replace("<", "\\u003c")
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+    made = _make_data(runs, names)
+    data = json.dumps(made, allow_nan=False).replace("<", "\\u003c")
+    last = _list_last(runs[0]) if alone else {}
+    parallel = '<section><h2>Settings and results</h2><div class="chart"><div id="parallel"></div></div></section>'
+    empty = '<p class="note">No metrics were logged.</p>'
     body = [
-        f"<header><h1>{escape(title)}</h1><p>Report of dsjob, {time.strftime('%Y-%m-%d %H:%M')}</p></header>",
-        _show_tiles(runs[0]) if len(runs) == 1 else _show_runs(runs, names),
-        '<section><h2>Curves</h2><div id="curves" class="grid"></div></section>',
-        *(_show_details(run, name, len(runs) == 1) for run, name in zip(runs, names, strict=True)),
+        f"<header><h1>{escape(title)}</h1><p>dsjob report of {time.strftime('%Y-%m-%d %H:%M')}</p></header>",
+        show_tiles(runs[0], last) if alone else show_runs(runs, names) + (parallel if made["axes"] else ""),
+        '<section><h2>Curves</h2><div id="controls" class="controls"></div>',
+        f'<div id="curves" class="grid"></div>{"" if made["charts"] else empty}</section>',
+        *(show_details(run, name, alone=alone) for run, name in zip(runs, names, strict=True)),
     ]
     return "\n".join(
         [
@@ -77,6 +82,13 @@ def make_page(runs: Sequence[Reported], library: str) -> str:
     )
 
 
+def _list_last(run: Reported) -> dict[str, float]:
+    """The last values of what the page's tiles show, by title."""
+    names = (name for name in ("loss", "samples_per_second", "tokens_per_second") if name != run.info.metric)
+    curves = {_NAMED[name][0]: run.curves[name] for name in names if name in run.curves}
+    return {title: curve.last[1] for title, curve in curves.items() if curve.last and curve.last[1]}
+
+
 def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
@@ -90,124 +102,44 @@ def _name_runs(runs: Sequence[Reported]) -> list[str]:
 
 
 def _make_data(runs: Sequence[Reported], names: Sequence[str]) -> dict[str, Any]:
-    metrics = dict.fromkeys([*_TITLES, *(name for run in runs for name in run.curves)])
+    metrics = dict.fromkeys(name for run in runs for name in run.curves)
     charts = []
-    for metric in metrics:
-        curves = [(index, run.curves[metric]) for index, run in enumerate(runs) if metric in run.curves]
-        if metric in _NOT_DRAWN or not any(curve.count for _, curve in curves):
-            continue
-        lines = [
-            {"run": index, "x": [x for x, _ in points], "y": [y for _, y in points], "notFinite": curve.not_finite}
-            for index, curve in curves
-            if (points := curve.list_points() if curve.count else [])
-        ]
-        charts.append({"title": _TITLES.get(metric, metric), "metric": metric, "lines": lines})
+    for metric in sorted(metrics, key=_place):
+        lines = []
+        for index, curve in ((index, run.curves[metric]) for index, run in enumerate(runs) if metric in run.curves):
+            points = curve.list_points() if curve.count else []
+            xs, ys = [x for x, _ in points], [y for _, y in points]
+            if points and (any(ys) or metric != "tokens_per_second"):  # 0 where samples are not tokens
+                lines.append({"run": index, "x": xs, "y": ys, "notFinite": curve.not_finite})
+        if metric not in _NOT_DRAWN and lines:
+            title, unit = _NAMED.get(metric, (metric, ""))
+            noisy = metric.rpartition("/")[2] not in _SMOOTH
+            charts.append({"title": title, "unit": unit, "metric": metric, "noisy": noisy, "lines": lines})
     return {"runs": list(names), "charts": charts, "axes": _make_axes(runs) if len(runs) > 1 else []}
 
 
+def _place(metric: str) -> tuple[int, int]:
+    """Losses come first, then evaluations, then other metrics as they were logged (sorting is stable)."""
+    known = list(_NAMED)
+    if metric in known[:2]:
+        return 0, known.index(metric)
+    return (1, 0) if metric.startswith("eval/") else (2, known.index(metric)) if metric in known else (3, 0)
+
+
 def _make_axes(runs: Sequence[Reported]) -> list[dict[str, Any]]:
-    """The axes of the parallel coordinates: settings that differ, then the metric."""
-    axes = []
-    for path in _list_differing(runs)[:_AXES]:
+    """The axes of the parallel coordinates: settings that differ, then the metric, null where a run has none."""
+    if len({run.info.metric for run in runs}) > 1 or all(run.metric is None for run in runs):
+        return []
+    axes: list[dict[str, Any]] = []
+    for path in list_differing(runs)[:_AXES]:
         values = [run.values.get(path) for run in runs]
         if all(type(value) in (int, float) for value in values):
             axes.append({"label": path, "values": values})
         else:
-            texts = [_show(value) for value in values]
+            texts = [show(value) for value in values]
             known = list(dict.fromkeys(texts))
             axes.append({"label": path, "values": [known.index(text) for text in texts], "texts": known})
-    metrics = [_choose(run) for run in runs]
-    if axes and all(value is not None for value in metrics):
-        axes.append({"label": runs[0].info.metric, "values": metrics})
-    return axes
-
-
-def _choose(run: Reported) -> float | None:
-    return run.info.last if run.info.best is None else run.info.best
-
-
-def _list_differing(runs: Sequence[Reported]) -> list[str]:
-    """The dotted paths of settings that differ between runs, without names and folders."""
-    paths = dict.fromkeys(path for run in runs for path in run.values if path not in ("name", "output.dir"))
-    return [path for path in paths if len({_show(run.values.get(path)) for run in runs}) > 1]
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _show_tiles(run: Reported) -> str:
-    info = run.info
-    tiles = [("Status", info.status), ("Step", _show_step(run))]
-    if (value := _choose(run)) is not None:
-        tiles.append((f"{'Best' if info.best is not None else 'Last'} {info.metric}", f"{value:.4g}"))
-    for name in ("loss", "samples_per_second", "tokens_per_second"):
-        curve = run.curves.get(name)
-        if curve is not None and curve.last is not None and name != info.metric:
-            tiles.append(
-                (
-                    f"Last {_TITLES[name].lower()}",
-                    f"{curve.last[1]:,.0f}" if curve.last[1] >= 1000 else f"{curve.last[1]:.4g}",
-                )
-            )
-    tiles.append(("Checkpoints", str(len(run.checkpoints))))
-    shown = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in tiles)
-    return f'<dl class="tiles">{shown}</dl>'
-
-
-def _show_step(run: Reported) -> str:
-    step, steps = run.info.step, run.info.max_steps
-    return "–" if step is None else f"{step:,} / {steps:,}" if steps else f"{step:,}"
-
-
-def _show_runs(runs: Sequence[Reported], names: Sequence[str]) -> str:
-    settings = _list_differing(runs)[:_SETTINGS]
-    metric = dict.fromkeys(run.info.metric for run in runs)
-    head = ["run", "status", "step", f"best or last {' or '.join(metric)}", "last loss", *settings]
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        loss = run.curves.get("loss")
-        last = None if loss is None or loss.last is None else loss.last[1]
-        rows.append([name, run.info.status, run.info.step, _choose(run), last, *map(run.values.get, settings)])
-    chart = '<h2>Parallel coordinates</h2><div class="wide"><div id="parallel"></div></div>' if settings else ""
-    return f"<section><h2>Runs</h2>{_show_table(head, rows, sortable=True)}{chart}</section>"
-
-
-def _show_details(run: Reported, name: str, alone: bool) -> str:
-    changed = [(path, value, default) for path, (value, default) in run.changed.items()]
-    checkpoints = [(each.get("tag"), each.get("step"), _show_metrics(each.get("metrics"))) for each in run.checkpoints]
-    parts: list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]] = [
-        ("Differs from the defaults", ("key", "value", "default"), changed),
-        ("Checkpoints", ("tag", "step", "metrics"), checkpoints),
-        ("Environment", ("name", "value"), list(run.environment.items())),
-    ]
-    error = run.result.get("error")
-    inner = f'<p class="error">{escape(_show(error))}</p>' if error else ""
-    for title, head, rows in parts:
-        inner += f"<h3>{title}</h3>{_show_table(head, rows) if rows else '<p>None.</p>'}"
+    mode = runs[0].better
     return (
-        f"<details{' open' if alone else ''}><summary>{escape(name)}</summary>"
-        f'<p class="folder">{escape(run.info.folder)}</p>{inner}</details>'
+        [*axes, {"label": runs[0].info.metric, "values": [run.metric for run in runs], "better": mode}] if axes else []
     )
-
-
-def _show_metrics(metrics: Any) -> str:
-    return ", ".join(f"{k} {_show(v)}" for k, v in metrics.items()) if isinstance(metrics, Mapping) else ""
-
-
-def _show_table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, sortable: bool = False) -> str:
-    button = "<button type='button'>{}</button>" if sortable else "{}"
-    top = "".join(f"<th scope='col'>{button.format(escape(text))}</th>" for text in head)
-    body = "".join("<tr>" + "".join(_show_cell(value) for value in row) + "</tr>" for row in rows)
-    kind = ' class="sortable"' if sortable else ""
-    return f'<div class="wide"><table{kind}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _show_cell(value: Any) -> str:
-    number = type(value) in (int, float)
-    sort = f' class="number" data-value="{value!r}"' if number else ""
-    return f"<td{sort}>{escape(_show(value))}</td>"

@@ -54,16 +54,6 @@ class Curve:
         self._buckets = [(min(a[0], b[0], key=_get_value), max(a[1], b[1], key=_get_value)) for a, b in pairs]
         self._size *= 2
 
-    @property
-    def low(self) -> float:
-        """The lowest value."""
-        return min(low[1] for low, _ in self._buckets)
-
-    @property
-    def high(self) -> float:
-        """The highest value."""
-        return max(high[1] for _, high in self._buckets)
-
     def list_points(self) -> list[Point]:
         """At most 2 * BUCKETS + 1 points in the order of their steps, the last one included."""
         points = [point for bucket in self._buckets for point in sorted(set(bucket))]
