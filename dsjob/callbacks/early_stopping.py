@@ -30,7 +30,8 @@ class EarlyStopping(Callback):
             raise ContractError(f"mode is {mode!r}", hint="write min or max")
         if patience < 1 or min_delta < 0:
             raise ContractError(
-                f"patience is {patience} and min_delta is {min_delta}", hint="patience from 1 on, min_delta from 0 on"
+                f"patience is {patience} and min_delta is {min_delta}",
+                hint="patience must be at least 1, min_delta at least 0",
             )
         self._metric, self._patience, self._min_delta, self._mode = metric, patience, min_delta, mode
         self._best: float | None = None

@@ -26,7 +26,7 @@ class EMA(Callback):
 
     def __init__(self, decay: float = 0.999, evaluate: bool = False) -> None:
         if not 0 <= decay < 1:
-            raise ContractError(f"decay is {decay}", hint="write a number from 0 to below 1, such as 0.999")
+            raise ContractError(f"decay is {decay}", hint="write a number of at least 0 and below 1, such as 0.999")
         self._decay, self._evaluate = decay, evaluate
         self._updates = 0
 

@@ -16,7 +16,7 @@ class StopAfter(Callback):
 
     def __init__(self, steps: int) -> None:
         if steps < 1:
-            raise ContractError(f"steps is {steps}", hint="write a number from 1 on")
+            raise ContractError(f"steps is {steps}", hint="write a number of at least 1")
         self._steps, self._begun = steps, 0
 
     def on_start(self, run: RunView) -> None:

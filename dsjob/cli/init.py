@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from dsjob.cli.flags import make_parser
 from dsjob.errors import StorageError, UsageError
@@ -164,6 +165,8 @@ def main(arguments: list[str], debug: bool) -> int:
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}", hint="use another folder") from error
     enter = "" if os.path.normpath(folder) == "." else f"cd {folder} && "
-    lines = (("train", "dsjob job.yaml"), ("test", "python -m pytest"), ("check", "dsjob validate --deep job.yaml"))
+    # dsjob itself does not need pytest, so it may be missing.
+    test = "python -m pytest" if find_spec("pytest") else "pip install pytest && python -m pytest"
+    lines = (("train", "dsjob job.yaml"), ("test", test), ("check", "dsjob validate --deep job.yaml"))
     print("next", *(f"  {name:<10} {enter}{command}" for name, command in lines), sep="\n")  # noqa: T201
     return 0

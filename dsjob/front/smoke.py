@@ -154,4 +154,4 @@ def _show(tried: Tried) -> None:
         return
     print(f"smoke run  done in {tried.seconds:.0f} s: {', '.join(tried.parts)}")  # noqa: T201
     warm = f"{min(later):.3g} s (the first one {first:.3g} s)" if later else f"{first:.3g} s"
-    print(f"smoke run  a step took {warm}; a checkpoint has {tried.saved:,} bytes; nothing is left of it", flush=True)  # noqa: T201
+    print(f"smoke run  a step took {warm}; a checkpoint has {tried.saved:,} bytes; it was deleted", flush=True)  # noqa: T201
