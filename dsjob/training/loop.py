@@ -146,8 +146,9 @@ def _end_step(run: Run, occasions: Occasions, meter: Meter, due: Due) -> None:
     record(run, meter)
     _hear_callbacks(run, occasions, due)
     # Save before the evaluation, so that a failing or long evaluation cannot lose the step. A second save afterwards
-    # adds the metrics, unless `rate` can add them to the first.
-    early = due.evaluates and due.saves
+    # adds the metrics, unless `rate` can add them to the first. Where it cannot, as with a callback that keeps the best
+    # value, later evaluations come first: they have worked before, and two saves of a large model cost more.
+    early = due.evaluates and due.saves and (bool(due.stops) or not run.progress.evaluates_first)
     position.doing = "saving"
     saved = early and save(run, wait=due.waits)
     if due.evaluates:
@@ -157,6 +158,7 @@ def _end_step(run: Run, occasions: Occasions, meter: Meter, due: Due) -> None:
         due.saves = due.saves or is_among_best(run)
         position.doing = "saving"
     if due.saves and not (saved and rate(run)):
+        run.progress.evaluates_first |= saved
         saved = save(run, wait=due.waits, replace=early)
     if due.saves:
         behind = run.spec.checkpoint.async_ and not due.waits

@@ -32,6 +32,7 @@ class Progress:
     last_evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1  # the step of the last evaluation
     buffers_changed: bool = False  # by the last evaluation
+    evaluates_first: bool = False  # an evaluation has outdated the checkpoint that was saved before it
     rated: list[dict[str, Any]] = field(default_factory=list)  # checkpoints and their metrics, for `checkpoint.best`
     behind: str = ""  # the tag of the save that is running in the background
     last_saved: str | None = None  # the last committed checkpoint's folder

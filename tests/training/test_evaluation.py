@@ -193,6 +193,24 @@ def test_a_schedule_that_follows_the_loss_goes_on_after_the_last_evaluation(
     assert read_digests(tmp_path / "longer", 8) == read_digests(tmp_path / "whole", 8)
 
 
+def test_only_the_first_evaluation_that_outdates_its_checkpoint_costs_a_second_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections: dict[str, Any] = {
+        "data": {**EVALUATED, "eval": {"_target_": "rehearsed.Quiet"}},
+        "scheduler": DECAYING,
+        "checkpoint": {"every": 2, "keep": 9},
+    }
+    train(tmp_path / "run", trainer={"eval_every": 2}, **sections)
+    saved = re.findall(r"^saved +(\S+)", capsys.readouterr().out, re.MULTILINE)
+    tags = [Path(url).name for url in saved]
+    again = [f"step-{step:08d}-a0001.2" for step in (4, 2)]  # the first evaluation leaves the rate as it is
+    assert [tag for tag in tags if tag.endswith(".2")] in ([again[0]], [again[1]])
+    assert len(tags) == 5
+    for step in (2, 4, 6, 8):
+        assert read_commit(tmp_path / "run", step)["metrics"]
+
+
 def read_rates(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["lr"] for line in lines if "lr" in line]
