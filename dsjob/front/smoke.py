@@ -93,7 +93,7 @@ def _make_trial(document: Mapping[str, Any], folder: str, steps: int, resume: st
     """The job for `steps` steps in `folder`. It starts from another job's checkpoint if the job does."""
     trial = deepcopy(dict(document))
     trainer, checkpoint = trial["trainer"], trial["checkpoint"]
-    trainer |= {"log_every": 1, "eval_every": None, "eval_at_start": False}
+    trainer |= {"log_every": 1, "eval_every": 0, "eval_at_start": False}
     trainer["eval_batches"] = min(trainer.get("eval_batches") or _BATCHES, _BATCHES)
     elsewhere = checkpoint["resume"] if "/" in checkpoint["resume"] else "never"
     checkpoint |= {"dir": None, "every": 0, "every_minutes": None, "every_epochs": None, "at_end": True}
