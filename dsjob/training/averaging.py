@@ -145,7 +145,9 @@ class Step:
             return
         # float64 []: the sum over all ranks. Every rank reaches this, since all ranks use the same loss function.
         if self._ranks > 1:
+            # Summed over ranks in place: `finish` reads the same tensor afterwards.
             dist.all_reduce(self._counted, group=self._group)
+        # Losses were divided by the expected number of targets. This corrects them to the number that was returned.
         engine.divide_gradients(self._counted / self._expect(0))
 
     def finish(self, loss: Tensor) -> Tensor:

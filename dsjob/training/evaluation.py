@@ -116,6 +116,7 @@ class Evaluator:
         shows a title and a text to the user. Raises the errors of an evaluation, ContractError.
         """
         engine = self.engines.first
+        # An iterator can be read only once: a rehearsal would take its first batch away.
         if share(int(any(isinstance(data, Iterator) for data in self.sets.values())), engine.world):
             return
         with keep_rng(engine.device):
@@ -138,6 +139,7 @@ class Evaluator:
                 say("note", f"{error.message} (on one batch of {name}; all of {name} may be enough)")
         if complete:
             self._require_best(results)
+        # In place: DDP, FSDP2 and compiled graphs refer to these buffers.
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
@@ -180,6 +182,7 @@ class Evaluator:
         self.engines.train()
         # float64 [names, 2]: one all-reduce for all names.
         names, together = list(sums), torch.stack(list(sums.values()))
+        # Over all ranks. Those that do not report have added zeros.
         if engine.world.everyone.size > 1:
             dist.all_reduce(together)
         means = dict(zip(names, (together[:, 0] / together[:, 1]).tolist(), strict=True))

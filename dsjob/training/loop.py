@@ -36,6 +36,7 @@ def train(run: Run) -> None:
     Interrupted after Ctrl-C.
     """
     occasions = run.occasions or Occasions(run.spec.checkpoint, run.engine.world, None, requests=run.requests)
+    # The watchdog calls it when another rank has failed.
     position.settle = run.checkpointer.give_up
     with occasions.watch(run.step):
         try:
@@ -70,6 +71,7 @@ def evaluate(run: Run) -> None:
     continued later has evaluated once more than one that ran through.
     """
     assert run.evaluator is not None
+    # Copies: a forward pass may change buffers in place.
     before = [buffer.clone() for buffer in run.evaluator.list_buffers()]
     with keep_rng(run.engine.device):
         _evaluate(run, run.evaluator)
@@ -115,6 +117,7 @@ def _train(run: Run, occasions: Occasions) -> None:
         run.say("note", replay)
     batches = iter(run.loader)
     _begin(run)
+    # A callback may already have asked for the end in on_start.
     run.requests.ended = occasions.hear().ends if run.spec.callbacks else ""
     meter = Meter()
     run.passed.start()
@@ -123,6 +126,7 @@ def _train(run: Run, occasions: Occasions) -> None:
         _take_step(run, batches, meter)
         position.step = run.step
         run.tell("on_step")
+        # Signals, touched files and the clock may differ between ranks, so the ranks agree on what to do.
         agreed = occasions.agree(run.step, news=run.checkpointer.has_news)
         if agreed.news:
             occasions.note_settled(settle(run))
@@ -187,6 +191,7 @@ def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
         if run.spec.trainer.step is not None:
             scalars = meter.names.require(scalars, engine.world)
         for name, value in scalars.items():
+            # Sums stay on the device: reading one here would make the host wait in every step.
             sums[name] = sums[name] + value if name in sums else value
         tokens += count_elements(batch) if is_tokens(batch) else 0
     meter.tokens += tokens

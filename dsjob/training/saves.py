@@ -54,6 +54,7 @@ def rate(run: Run) -> bool:
     (a schedule that follows the loss, the state of a metric or callback), or the metrics could not be written.
     """
     tag, metrics = _name_tag(run), _list_metrics(run)
+    # A collective: every rank describes its state, and rank 0 compares the result with the last save.
     try:
         if not run.checkpointer.rate(run.savable, tag=tag, metrics=metrics, outdated=run.progress.buffers_changed):
             return False
@@ -107,6 +108,7 @@ def _try_saving(run: Run, tag: str, action: Callable[[], None]) -> bool:
     try:
         action()
     except (CheckpointError, StorageError) as error:
+        # A fenced run must end, whatever save_on_error says: the newer run owns the checkpoints.
         if isinstance(error, FencedError) or run.spec.checkpoint.save_on_error == "stop":
             raise
         run.progress.unsaved = f"{tag}: {error.message}"

@@ -49,6 +49,8 @@ class Attempt:
 
     def name_folder(self, tag: str) -> str:
         """A new folder name for a save of `tag`. No save has used it before."""
+        # A program may save the same tag again (replace). Folders are never reused, so the old one stays valid until
+        # the commit.
         count = self._saves[tag] = self._saves.get(tag, 0) + 1
         return f"{tag}-a{self.number:04d}" + (f".{count}" if count > 1 else "")
 
@@ -104,6 +106,7 @@ def claim_once(url: str) -> Attempt:
 
 def newest_attempt(url: str) -> int:
     """The greatest number claimed in `url`, or 0."""
+    # Folders count too: a run of an older version, without a record, may have used their numbers.
     return max([*_list_claimed(url), *_list_numbers(url)], default=0)
 
 
@@ -130,6 +133,7 @@ def fences(url: str, number: int) -> bool:
 def creates_once(url: str) -> bool:
     """Whether the store refuses to create the existing file `url` again. If it does not, this overwrites the file."""
     try:
+        # Other content than the record: a store that overwrites must not go unnoticed because nothing changed.
         storage.create_bytes(url, uuid.uuid4().bytes)
     except FileExistsError:
         return True

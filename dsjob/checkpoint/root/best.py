@@ -19,6 +19,7 @@ def find_best(root: layout.Folder) -> dict[str, Any] | None:
     """The commit record of the best checkpoint; None if the job of the newest one has no `checkpoint.best`, or if no
     checkpoint has the metric. Raises the errors of `zero_to_fp32`."""
     best = _read_best(root)
+    # The newest checkpoint's job decides what is best, since metrics may have changed between runs.
     chosen = best.choose(Catalog(root.root).records()) if best is not None else []
     return dict(chosen[0]) if chosen else None
 

@@ -92,6 +92,7 @@ class Catalog:
         place = storage.join(self.url, folder, "manifest.json")
         text = encode_file(manifest, place, layout.MAX_MANIFEST)
         storage.write_bytes(place, text)
+        # The manifest is durable before the record names it by its digest.
         tag = manifest["tag"]
         record = {
             **_describe(manifest, folder, attempt),
@@ -104,6 +105,7 @@ class Catalog:
         storage.sync_folder(self.url)
         # Check as late as possible: writing the shards may have taken minutes, and a newer run may have begun.
         attempt.require_newest()
+        # The folder of the checkpoint that is replaced. It stays until the new record is durable.
         before = self.find(tag)["dir"] if replace and storage.exists(self._commit_url(tag)) else None
         try:
             if before is not None:
@@ -137,6 +139,7 @@ class Catalog:
     def mark_best(self, best: Best | None) -> None:
         """Writes the tag of the best checkpoint into the file `best`, if there is one."""
         chosen = best.choose(self.records()) if best is not None else []
+        # Written only when it changes: on an object store, each write is a request.
         if chosen and chosen[0]["tag"] != self._marked:
             self._marked = str(chosen[0]["tag"])
             storage.write_bytes(storage.join(self.url, "best"), f"{self._marked}\n".encode())
@@ -240,6 +243,7 @@ class Catalog:
                 self._set_aside(record)
 
     def _set_aside(self, record: Mapping[str, Any]) -> None:
+        # Copy the record before deleting it: a crash in between leaves both, and never neither.
         text = storage.read_bytes(self._commit_url(record["tag"]))
         storage.make_folder(storage.join(self.url, "superseded"))
         storage.write_bytes(storage.join(self.url, "superseded", f"{record['dir']}.json"), text)

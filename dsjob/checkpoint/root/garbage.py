@@ -61,6 +61,7 @@ def collect(url: str, *, older_than: float = HOUR, dry_run: bool = False) -> tup
     for item in found if not dry_run else ():
         if not item.kept:
             _delete(root, item)
+    # Uploads that never finished are not files yet, so no listing shows them.
     uploads = 0 if dry_run else storage.abort_uploads(root, hours=max(older_than, DAY) / HOUR)
     return root, found, uploads
 
@@ -95,6 +96,7 @@ def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) 
     for entry in unfinished:
         age = None if entry.saved is None else now - entry.saved
         kept = _find_reason_to_keep(_may_be_alive(url, entry, newest), age, older_than)
+        # The order of these cases matters: a fenced save may go however recent it is, unless a record may name it.
         if entry.state == "partial" and entry.tag in unread:
             kept = UNREAD
         elif asking is not None and _is_fenced(entry, asking):

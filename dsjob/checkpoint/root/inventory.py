@@ -104,6 +104,7 @@ def list_unfinished(names: Iterable[str], files: Mapping[str, storage.Found], ta
     """
     found = []
     for name, contents in _group(names, files).items():
+        # A folder with any other file may be someone else's, so it is not listed, and never deleted.
         if FOLDER.fullmatch(name) and name not in taken and all(map(SAVED.fullmatch, contents.sizes)):
             state: State = "superseded" if f"superseded/{name}.json" in files else "partial"
             found.append(Listed(state, name.rpartition("-a")[0], name, None, contents.size, contents.written))
@@ -144,6 +145,7 @@ def _look(root: layout.Folder, tag: str, folders: dict[str, _Contents], files: d
         contents = folders.get(folder, _Contents())
         size = contents.size
         checkpoint = layout.read_checkpoint(root, record)
+        # The size of state.json is not in the manifest; its digest is compared below.
         expected: dict[str, int | None] = {**checkpoint.files, "state.json": None}
         for name, length in expected.items():
             found = contents.sizes.get(name)

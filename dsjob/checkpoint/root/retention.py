@@ -21,6 +21,7 @@ class Best:
     def choose(self, records: Sequence[Record]) -> list[Record]:
         """The best of `records`. Of equal ones, the newer wins."""
         rated = [(self._rate(record.get("metrics", {})), record) for record in records]
+        # -step: of equal values, the newer checkpoint sorts first.
         known = [(rate, -int(record["step"]), record) for rate, record in rated if rate is not None]
         return [record for *_, record in sorted(known, key=lambda item: item[:2])[: self.keep]]
 
@@ -50,6 +51,7 @@ class Retention:
 
     def expired(self, records: Sequence[Record], pinned: Collection[str]) -> list[Record]:
         """Those of `records` to delete. `records` must be in the order of their steps; the last one always stays."""
+        # 0 keeps everything, so `every` and `best` have nothing to add.
         if not self.newest:
             return []
         stay = {record["tag"] for record in records[-self.newest :]} | set(pinned)
