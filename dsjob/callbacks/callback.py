@@ -82,6 +82,12 @@ class Callback:
     def on_step(self, run: RunView) -> None:
         """An optimizer step was taken. Reading a tensor here waits for the device in every step."""
 
+    def on_record(self, run: RunView, record: Mapping[str, float]) -> Mapping[str, float] | None:
+        """A log record is complete. Return more values by name, and they become part of it: in metrics.jsonl, in
+        monitors, and, if the name has no slash, in the terminal. Those of rank 0 count. The device has finished the
+        steps of the record."""
+        return None
+
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
         """A log record was written.
 
@@ -104,3 +110,12 @@ class Callback:
 
     def on_end(self, run: RunView) -> None:
         """Training has ended: after its last step, or because a callback or the file `stop-now` asked for it."""
+
+    def on_error(self, run: RunView, error: BaseException) -> None:
+        """Training has failed, or a signal has ended it. Other ranks may be elsewhere: do not communicate with them.
+        Errors of this hook are ignored."""
+
+
+def name_model(run: RunView, model: str) -> str:
+    """The start of the names of a model's values in log records: empty if the job has a single model."""
+    return f"{model}/" if len(run.engines) > 1 else ""

@@ -104,14 +104,17 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
     document = {**deepspeed_keys.drop_moved(sound), **deepspeed_keys.to_job(sound)}
     found = _check_rules(document, [replace(p, path=deepspeed_keys.to_job_path(p.path)) for p in problems], whole=False)
     found = [deepspeed_keys.to_config_words(replace(p, path=deepspeed_keys.to_config_path(p.path))) for p in found]
-    return _drop_follow_ups(problems + _find_monitors(config) + found)
+    return _drop_follow_ups(problems + _find_watchers(config) + found)
 
 
-def _find_monitors(config: dict[str, Any]) -> list[Problem]:
-    """Warnings for the monitors of a bare config, which only jobs have."""
+def _find_watchers(config: dict[str, Any]) -> list[Problem]:
+    """Warnings for the monitors and breakdowns of a bare config, which only jobs have."""
     note = "a program logs its own metrics; a job has this as monitor.{}"
-    monitors = [key for key in ("tensorboard", "csv_monitor", "wandb", "comet") if isinstance(config.get(key), dict)]
-    return [Problem("has no effect here", (k,), "no-effect", note.format(k), severity="warning") for k in monitors]
+    monitors = ("tensorboard", "csv_monitor", "wandb", "comet")
+    found = {key: note.format(key) for key in monitors if isinstance(config.get(key), dict)}
+    measured = "a program measures itself; a job has this as the callback dsjob.callbacks.{}"
+    found |= {key: measured.format(name) for key, name in deepspeed_keys.CALLBACKS.items() if key in config}
+    return [Problem("has no effect here", (k,), "no-effect", n, severity="warning") for k, n in found.items()]
 
 
 def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:

@@ -54,6 +54,22 @@ ENGINE_SECTIONS = tuple(
 )
 
 
+# What a job has as a callback.
+CALLBACKS = {"wall_clock_breakdown": "WallClock", "memory_breakdown": "MemoryUse", "flops_profiler": "Flops"}
+
+
+def list_callbacks(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The callbacks that a (checked) DeepSpeed config asks for, by the name of its key."""
+    flops = config.get("flops_profiler") or {}
+    found: dict[str, dict[str, Any]] = {key: {} for key in CALLBACKS if config.get(key) is True}
+    if flops.get("enabled") is True:
+        # DeepSpeed counts steps from 0, and measures the time of steps too.
+        found |= {"wall_clock_breakdown": {}, "flops_profiler": {"step": flops.get("profile_step", 1) + 1}}
+        if flops.get("detailed", True) and not flops.get("output_file"):
+            found["flops_profiler"] |= {"depth": flops.get("module_depth", -1)}
+    return {key: {"_target_": f"dsjob.callbacks.{CALLBACKS[key]}", **found[key]} for key in CALLBACKS if key in found}
+
+
 def to_job(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a job document that corresponds to a (checked) DeepSpeed config."""
     job: dict[str, Any] = {key: config[key] for key in _JOB_SECTIONS if key in config}

@@ -56,6 +56,7 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
         return locate(deepspeed_keys.find_origin(path, own, config))
 
     job, problems = _build(document, own, config, locate)
+    _add_callbacks(job, config)
     problems += check_parts(job.get("trainer"), world_size, ranks_from)
     sizes = None
     if not leave_sizes_open(problems):
@@ -73,6 +74,17 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     assert sizes is not None
     resolved, derived = _settle(job, sizes, world_size)
     return Resolved(resolved, warnings + place_problems(_warn_of_rates(resolved, derived), locate_origin), derived)
+
+
+def _add_callbacks(job: dict[str, Any], config: dict[str, Any]) -> None:
+    """Adds the callbacks that a DeepSpeed config asks for, except those that the job has."""
+    callbacks = job.get("callbacks")
+    given = callbacks if isinstance(callbacks, dict) else {}
+    there = {each.get("_target_") for each in given.values() if isinstance(each, dict)}
+    asked = deepspeed_keys.list_callbacks(config)
+    added = {name: each for name, each in asked.items() if each["_target_"] not in there}
+    if added:
+        job["callbacks"] = {**given, **added}
 
 
 def _warn_of_rates(resolved: dict[str, Any], derived: dict[Path, str]) -> list[Problem]:

@@ -21,7 +21,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -196,7 +196,8 @@ class DrivenEngine(Engine):
         # Only at the beginning of a step: DeepSpeed counts its micro steps against these sizes.
         if not self.rhythm.done:
             self._share_batch_sizes()
-        return self.driven(*args, **kwargs)
+        with self.parts("forward") if torch.is_grad_enabled() else nullcontext():
+            return self.driven(*args, **kwargs)
 
     def _share_batch_sizes(self) -> None:
         """Tells DeepSpeed of changes in `rhythm`: both decide where the boundary is."""
@@ -209,7 +210,8 @@ class DrivenEngine(Engine):
         """See Engine."""
         self.holds_gradients = True
         self.rhythm.passes += 1
-        part: Tensor = self.driven.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        with self.parts("backward"):
+            part: Tensor = self.driven.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return part
 
     def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
@@ -232,7 +234,8 @@ class DrivenEngine(Engine):
             self.last_lr = self.get_lr()
         self._last_norm = None
         try:
-            self.driven.step()
+            with self.parts("step") if boundary else nullcontext():
+                self.driven.step()
         except Exception as error:  # DeepSpeed raises Exception itself
             if "loss scale already at minimum" in str(error):
                 raise LossScaleError(

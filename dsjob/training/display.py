@@ -173,7 +173,8 @@ def describe_record(record: Mapping[str, float]) -> str:
     parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
     if "loss_scale" in record:
         parts.append(f"scale {record['loss_scale']:g}")
-    parts += [f"{name} {value:.4f}" for name, value in record.items() if name not in RECORD_KEYS and "/" not in name]
+    more = {name: value for name, value in record.items() if name not in RECORD_KEYS and "/" not in name}
+    parts += [f"{name} {value:.2e}" if 0 < abs(value) < 1e-3 else f"{name} {value:.4f}" for name, value in more.items()]
     parts.append(f"{shorten(record['samples_per_second'])} samples/s")
     if record.get("tokens_per_second"):
         parts.append(f"{shorten(record['tokens_per_second'])} tok/s")

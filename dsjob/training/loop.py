@@ -43,8 +43,9 @@ def train(run: Run) -> None:
             _train(run, occasions)
         except KeyboardInterrupt:  # a second Ctrl-C: stop at once, without waiting for a save
             raise
-        except BaseException:
+        except BaseException as error:
             position.doing = "ending"
+            run.tell_error(error)
             run.checkpointer.give_up(patience.TO_SETTLE)
             raise
     position.doing = "finishing"  # from here on, no collectives
@@ -73,7 +74,7 @@ def evaluate(run: Run) -> None:
     assert run.evaluator is not None
     # Copies: a forward pass may change buffers in place.
     before = [buffer.clone() for buffer in run.evaluator.list_buffers()]
-    with keep_rng(run.engine.device):
+    with keep_rng(run.engine.device), run.engine.parts("evaluation"):
         _evaluate(run, run.evaluator)
     after = run.evaluator.list_buffers()
     run.progress.buffers_changed = len(before) != len(after) or not all(map(torch.equal, before, after))
@@ -183,9 +184,10 @@ def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
     micro_steps = engine.rhythm.accumulation
     sums: dict[str, Tensor] = {}
     tokens = 0
-    for given, part in run.averaging.read(batches, micro_steps):
+    for given, part in engine.parts.reading(run.averaging.read(batches, micro_steps)):
         # Labels were counted on the host before this copy.
-        batch = to_device(given, engine.device)
+        with engine.parts("data"):
+            batch = to_device(given, engine.device)
         position.micro_steps += 1
         scalars = run.micro_step(run.engines, batch, part)
         if run.spec.trainer.step is not None:

@@ -110,7 +110,8 @@ def record(run: Run, meter: Meter) -> None:
     }
     if engine.precision.needs_scale:
         own["loss_scale"] = engine.loss_scale()
-    run.progress.last_record = {**own, **means, **_read_others(run), **run.measures.finish()}
+    found = {**own, **means, **_read_others(run), **run.measures.finish()}
+    run.progress.last_record = found | run.ask(found)
     meter.reset()
     run.tell("on_log", run.progress.last_record)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from dsjob.contract.spec import JobSpec
 from dsjob.data import Loader
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
-from dsjob.errors import UsageError
+from dsjob.errors import ContractError, UsageError
 from dsjob.training.averaging import Averaging
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.metrics import Measures
@@ -113,6 +114,25 @@ class Run:
         if self.evaluator is None:
             raise UsageError("a callback has requested an evaluation, but the job has no data.eval")
         self.requests.evaluates = True
+
+    def ask(self, record: Mapping[str, float]) -> dict[str, float]:
+        """The values that callbacks add to a log record. Raises ContractError for a name that it already has."""
+        added: dict[str, float] = {}
+        for callback in self.callbacks:
+            values = callback.on_record(self, record) or {}
+            if taken := values.keys() & {*record, *added}:
+                raise ContractError(
+                    f"{type(callback).__name__}.on_record returned {min(taken)!r}, which the log record already has",
+                    hint="return other names",
+                )
+            added |= values
+        return added
+
+    def tell_error(self, error: BaseException) -> None:
+        """Calls on_error of every callback."""
+        for callback in self.callbacks:
+            with suppress(Exception):
+                callback.on_error(self, error)
 
     def tell(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback."""

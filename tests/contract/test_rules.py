@@ -673,13 +673,13 @@ def test_problems_come_once_each() -> None:
 
 
 def test_keys_that_deepspeed_is_given_have_an_effect_there() -> None:
-    idle = {**zero(2, overlap_comm=True), "deepspeed": {"wall_clock_breakdown": True}}
+    idle = {**zero(2, overlap_comm=True), "deepspeed": {"dump_state": True}}
     assert [p.dotted for p in of_rule("no-effect", check_job(make_job(**idle)))] == [
         "zero_optimization.overlap_comm",
-        "deepspeed.wall_clock_breakdown",
+        "deepspeed.dump_state",
     ]
     (found,) = of_rule("no-effect", check_job(make_job(**idle, **BY_DEEPSPEED)))
-    assert found.dotted == "deepspeed.wall_clock_breakdown"
+    assert found.dotted == "deepspeed.dump_state"
 
 
 def test_an_automatic_length_of_a_schedule_is_told_to_have_no_meaning_in_a_program() -> None:

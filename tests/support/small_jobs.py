@@ -34,6 +34,29 @@ class Net(nn.Module):
         return ((self.out(self.drop(torch.relu(self.fc(x)))) - y) ** 2).mean()
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(x))
+
+
+class Deep(nn.Module):
+    """A model with two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return ((self.out(x) - y) ** 2).mean()
+
+
 class Data(torch.utils.data.Dataset[Any]):
     def __init__(self, n: int = 40, noisy: bool = False) -> None:
         self.x, self.noisy = torch.randn(n, 8, generator=torch.Generator().manual_seed(0)), noisy

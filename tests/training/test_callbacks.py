@@ -14,7 +14,10 @@ def test_a_hook_that_is_never_called_is_refused_before_the_first_step(tmp_path: 
     callbacks = {"mine": {"_target_": "stateful.Misspelt"}}
     with pytest.raises(ContractError, match=r"callbacks.mine: stateful.Misspelt has on_stepped, .* never") as told:
         run(make_document(tmp_path, callbacks=callbacks))
-    assert told.value.hint == "hooks: on_setup, on_start, on_step, on_log, on_eval_start, on_eval, on_save, on_end"
+    assert (
+        told.value.hint
+        == "hooks: on_setup, on_start, on_step, on_record, on_log, on_eval_start, on_eval, on_save, on_end, on_error"
+    )
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
