@@ -110,7 +110,7 @@ def test_a_trace_of_chosen_steps_on_each_rank(tmp_path: Path) -> None:
 
 
 def test_a_profiler_that_is_at_work_when_a_run_fails_does_not_hinder_the_next(tmp_path: Path) -> None:
-    callback = {"_target_": "Profiler", "wait": 0, "warmup": 0, "active": 8}
+    callback = {"_target_": "Profiler", "wait": 0, "warmup": 1, "active": 7}
     unstable = {"model": {"_target_": "unstable.Unstable"}}
     with pytest.raises(Exception, match="nan"):
         train(None, tmp_path / "failed", callback, **unstable)
