@@ -288,6 +288,11 @@ def address_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def find_base(tensor: Tensor) -> Tensor:
+    """The tensor that `tensor` is a view of; `tensor` itself if it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def position_in_file(tensor: Tensor) -> int | None:
     """The offset in the file at which `torch.load(map_location="meta")` found a tensor's storage."""
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsjob.callbacks.callback import Callback, RunView
 from dsjob.engine.engine import Engine
 from dsjob.optim.shards import local
-from dsjob.torch_private import address_of
+from dsjob.torch_private import address_of, find_base
 
 _GIB = 2**30
 _KINDS = ("weights", "gradients", "optimizer", "activations", "peak")
@@ -89,8 +89,7 @@ class _Saved:
     def pack(self, tensor: Tensor) -> Tensor:
         """Counts a saved tensor."""
         # At stage 3, whole parameters are gathered into storages of their own.
-        owner = tensor._base if tensor._base is not None else tensor
-        if not isinstance(owner, nn.Parameter) and address_of(tensor) not in self._known:
+        if not isinstance(find_base(tensor), nn.Parameter) and address_of(tensor) not in self._known:
             self.sizes[address_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
