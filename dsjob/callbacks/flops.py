@@ -84,7 +84,7 @@ class Flops(Callback):
         if self._peak is None:
             self._peak = _find_peak(run)
         for name, engine in run.engines.items() if self._by == "counting" else ():
-            engine.parts.watches.append(partial(self._count, run, name, engine))
+            engine.strategy.parts.watches.append(partial(self._count, run, name, engine))
 
     def on_step(self, run: RunView) -> None:
         self._counts = run.step - self._begun == self._step - 1

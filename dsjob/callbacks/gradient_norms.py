@@ -46,7 +46,9 @@ class GradientNorms(Callback):
                 raise ContractError("GradientNorms does not support models that trainer.mpu splits", hint="remove it")
             if engine.optimizer is not None:
                 parts = self._name_parts(engine)
-                engine.gradient_watches.append(partial(self._measure, run, name_model(run, model), engine, parts))
+                engine.strategy.parts.gradient_watches.append(
+                    partial(self._measure, run, name_model(run, model), engine, parts)
+                )
 
     def on_record(self, run: RunView, record: Mapping[str, float]) -> dict[str, float]:
         return {f"grad_norm/{part}": norm for part, norm in self._norms.items()}

@@ -40,7 +40,7 @@ class MemoryUse(Callback):
 
     def on_start(self, run: RunView) -> None:
         for name, engine in run.engines.items():
-            engine.parts.watches.append(partial(self._watch, name, engine))
+            engine.strategy.parts.watches.append(partial(self._watch, name, engine))
 
     def on_record(self, run: RunView, record: Mapping[str, float]) -> dict[str, float]:
         engines, device = list(run.engines.values()), run.engine.device

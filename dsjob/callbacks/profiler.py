@@ -56,7 +56,7 @@ class Profiler(Callback):
         if self._ranks is not None and run.engine.global_rank not in self._ranks:
             return
         for engine in run.engines.values():
-            engine.parts.watches.append(_label)
+            engine.strategy.parts.watches.append(_label)
         self._profile = profiler.profile(
             activities=_list_activities(run),
             schedule=self._schedule,

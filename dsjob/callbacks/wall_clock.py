@@ -39,7 +39,7 @@ class WallClock(Callback):
         self._begun = self._since = time.perf_counter()
         self._taken = run.step
         for engine in run.engines.values():
-            engine.parts.watches.append(partial(self._watch, engine.device.type == "cuda"))
+            engine.strategy.parts.watches.append(partial(self._watch, engine.device.type == "cuda"))
 
     def on_record(self, run: RunView, record: Mapping[str, float]) -> dict[str, float]:
         now, steps = time.perf_counter(), max(run.step - self._taken, 1)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 T = TypeVar("T")
 Watch = Callable[[str], AbstractContextManager[Any]]  # makes the context for a part, by its name
 _UNWATCHED = nullcontext()
@@ -19,6 +21,8 @@ class Parts:
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []
+        # Called before reduced gradients are clipped, with what they are still to be divided by (the loss scale, ...).
+        self.gradient_watches: list[Callable[[float | Tensor], None]] = []
 
     def __call__(self, name: str) -> AbstractContextManager[Any]:
         """The context in which the part `name` runs."""

@@ -196,7 +196,7 @@ class DrivenEngine(Engine):
         # Only at the beginning of a step: DeepSpeed counts its micro steps against these sizes.
         if not self.rhythm.done:
             self._share_batch_sizes()
-        with self.parts("forward") if torch.is_grad_enabled() else nullcontext():
+        with self.strategy.parts("forward") if torch.is_grad_enabled() else nullcontext():
             return self.driven(*args, **kwargs)
 
     def _share_batch_sizes(self) -> None:
@@ -210,7 +210,7 @@ class DrivenEngine(Engine):
         """See Engine."""
         self.holds_gradients = True
         self.rhythm.passes += 1
-        with self.parts("backward"):
+        with self.strategy.parts("backward"):
             part: Tensor = self.driven.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return part
 
@@ -234,7 +234,7 @@ class DrivenEngine(Engine):
             self.last_lr = self.get_lr()
         self._last_norm = None
         try:
-            with self.parts("step") if boundary else nullcontext():
+            with self.strategy.parts("step") if boundary else nullcontext():
                 self.driven.step()
         except Exception as error:  # DeepSpeed raises Exception itself
             if "loss scale already at minimum" in str(error):

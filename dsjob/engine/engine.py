@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dsjob.compute.backward import drive, watch_outputs
 from dsjob.compute.calls import spread
-from dsjob.compute.parts import Parts
 from dsjob.compute.precision import Precision
 from dsjob.contract.spec import EngineSpec
 from dsjob.engine.rhythm import Rhythm
@@ -73,14 +72,12 @@ class Engine(Saving):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.config = config or {}
         strategy.optimizer = optimizer
-        self.parts = Parts()
         # Gradients are reduced to the mean over ranks. Multiplying by this factor gives their sum.
         strategy.gradient_factor = world.data_size if spec.gradient_allreduce_op == "sum" else 1
         managed = bool(self.config.get("managed_gradient_accumulation", True))
         self.rhythm = Rhythm.of(spec.trainer, world.data_size, managed)
         self.last_lr: list[float] = []  # the learning rates of the last optimizer step
         self._update = Update(strategy, spec, precision, world.everyone)
-        self.gradient_watches = self._update.watches
         self._syncs = True  # False inside no_sync
         self._scaled = False  # `scale` was called, for the program's own backward pass
         self._aliases = find_aliases(self.module)
@@ -100,7 +97,7 @@ class Engine(Saving):
         # Passes without gradients are evaluations, not micro steps.
         if not torch.is_grad_enabled():
             return self.strategy.forward(*args, **kwargs)
-        with self.parts("forward"):
+        with self.strategy.parts("forward"):
             self.strategy.start_micro_step(self.rhythm.boundary, self._syncs)
             outputs = self.strategy.forward(*args, **kwargs)
         # Hooks on outputs are needed only to count passes, to divide gradients, or to notice a missing loss scale.
@@ -127,7 +124,7 @@ class Engine(Saving):
         # Gradients are summed over micro steps, so dividing each loss gives the gradient of their mean.
         part = loss / accumulation if accumulation > 1 else loss
         self.rhythm.passes += 1
-        with self.parts("backward"):
+        with self.strategy.parts("backward"):
             # Disable the hooks on outputs: this loss is divided and scaled already.
             with drive():
                 self.scale(part).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -216,7 +213,7 @@ class Engine(Saving):
         try:
             boundary = self.rhythm.boundary
             if boundary:
-                with self.parts("step"):
+                with self.strategy.parts("step"):
                     self._take_step(lr_kwargs or {})
             skipped = None if self._update.pending else not self._update.applied
             self.rhythm.end_micro_step(stepped=boundary, skipped=skipped)

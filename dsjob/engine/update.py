@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,8 +34,6 @@ class Update:
         self.norm: Tensor | None = None
         self.divisor: Tensor | None = None
         self.applied: bool | None = False
-        # Called before gradients are clipped, with what they are still to be divided by.
-        self.watches: list[Callable[[float | Tensor], None]] = []
         self._verdict: Verdict | None = None  # the device's decision about the last step, until the host reads it
 
     @property
@@ -86,7 +84,7 @@ class Update:
         """Unscales and clips the gradients, and returns their norm before clipping (0-dim)."""
         # Dividing by a factor of 1 / ranks multiplies the mean over ranks by their number.
         scale = self.loss_scale / self._strategy.gradient_factor
-        for watch in self.watches:
+        for watch in self._strategy.parts.gradient_watches:
             watch(scale if self.divisor is None else self.divisor * scale)
         if self._strategy.guard is None:
             return self._strategy.clip(self._limit, scale, self.divisor)

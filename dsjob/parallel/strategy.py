@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from dsjob.compute.autocast import cast_operators, find_safe_modules, mark
+from dsjob.compute.parts import Parts
 from dsjob.compute.precision import Precision
 from dsjob.optim.host import take_step
 from dsjob.optim.onebit.own_gradients import unite_norms
@@ -72,6 +74,11 @@ class Strategy:
         self.world = world
         self.autocast = precision.autocast
         self._counted_elsewhere = find_counted_elsewhere(model, world)  # by name, since sharding replaces parameters
+
+    @cached_property
+    def parts(self) -> Parts:
+        """The parts of the steps of this model, for callbacks to watch."""
+        return Parts()
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         """Prepares for a forward and backward pass. boundary: the optimizer steps after it.

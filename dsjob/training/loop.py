@@ -74,7 +74,7 @@ def evaluate(run: Run) -> None:
     assert run.evaluator is not None
     # Copies: a forward pass may change buffers in place.
     before = [buffer.clone() for buffer in run.evaluator.list_buffers()]
-    with keep_rng(run.engine.device), run.engine.parts("evaluation"):
+    with keep_rng(run.engine.device), run.engine.strategy.parts("evaluation"):
         _evaluate(run, run.evaluator)
     after = run.evaluator.list_buffers()
     run.progress.buffers_changed = len(before) != len(after) or not all(map(torch.equal, before, after))
@@ -184,9 +184,9 @@ def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
     micro_steps = engine.rhythm.accumulation
     sums: dict[str, Tensor] = {}
     tokens = 0
-    for given, part in engine.parts.reading(run.averaging.read(batches, micro_steps)):
+    for given, part in engine.strategy.parts.reading(run.averaging.read(batches, micro_steps)):
         # Labels were counted on the host before this copy.
-        with engine.parts("data"):
+        with engine.strategy.parts("data"):
             batch = to_device(given, engine.device)
         position.micro_steps += 1
         scalars = run.micro_step(run.engines, batch, part)

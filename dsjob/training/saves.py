@@ -40,7 +40,7 @@ def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
             _report_saved(run, run.checkpointer.save(run.savable, tag=tag, metrics=metrics, replace=replace))
         run.progress.rated.append({"tag": tag, "step": run.step, "metrics": metrics})
 
-    with run.engine.parts("save"):
+    with run.engine.strategy.parts("save"):
         # Only one background save may run at a time, since they share the memory for copies.
         settled = settle(run)
         if run.occasions is not None:
