@@ -47,7 +47,11 @@ class Program:
         """`env`: the whole environment, by default `clean_env`. `merged`: what it writes to stderr goes to stdout."""
         self.args = [str(word) for word in command]
         self._folder = tempfile.TemporaryDirectory()
-        given = (self.args, str(cwd), dict(clean_env() if env is None else env), self._folder.name, merged)
+        outputs = [f"{self._folder.name}/{name}" for name in ("stdout", "stdout" if merged else "stderr")]
+        self._start(cwd, clean_env() if env is None else env, outputs)
+
+    def _start(self, cwd: str | Path, env: Mapping[str, str], outputs: list[str]) -> None:
+        given = (self.args, str(cwd), dict(env), self._folder.name, outputs)
         self._process = get_forks().Process(target=_begin, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -93,6 +97,25 @@ class Program:
     def _read(self, name: str) -> str:
         path = Path(self._folder.name, name)
         return path.read_text() if path.exists() else ""
+
+
+class Rank(Program):
+    """Stands in for `dsjob.launch.supervisor.start_process` where the launcher runs in the test's own process."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        output: IO[bytes] | int | None,
+        errors: IO[bytes] | int | None = None,
+    ) -> None:
+        self.args = list(command)
+        self._folder = tempfile.TemporaryDirectory()
+        streams = (1 if output is None else output, errors or output or 2)
+        numbers = [stream if isinstance(stream, int) else stream.fileno() for stream in streams]
+        self._start(os.getcwd(), env, [f"/proc/{os.getpid()}/fd/{number}" for number in numbers])
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:  # the launcher signals the group
+            time.sleep(0.001)
 
 
 def run_program(
@@ -180,11 +203,13 @@ class Fork:
         return code
 
 
-def _begin(command: list[str], cwd: str, environment: dict[str, str], folder: str, merged: bool) -> NoReturn:
-    """Makes this process, a fork, what `command` would start, in `cwd`; its output goes to files in `folder`."""
-    os.setsid()
-    for descriptor, name in ((1, "stdout"), (2, "stdout" if merged else "stderr")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+def _begin(command: list[str], cwd: str, environment: dict[str, str], folder: str, outputs: list[str]) -> NoReturn:
+    """Makes this process, a fork, what `command` would start, in `cwd`; it writes to the files `outputs`."""
+    for descriptor, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    if "DSJOB_LAUNCHER" in environment:  # a rank ends with its parent, which is here the server that forks
+        environment["DSJOB_LAUNCHER"] = str(os.getppid())
+    os.setsid()  # after the files are open: a launcher closes its own as soon as this process leads a group
     os.chdir(cwd)
     begin_anew(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
