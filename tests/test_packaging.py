@@ -155,7 +155,10 @@ def test_the_installed_command_validates_a_document(installed: Path, tmp_path: P
     assert run(installed, tmp_path, "dsjob", "validate", "job.json") == "job.json: ok\n"
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "zero2_gpt", "zero3_t5", "vision_digits"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["quickstart", *(pytest.param(r, marks=pytest.mark.full) for r in ("zero2_gpt", "zero3_t5", "vision_digits"))],
+)
 def test_the_installed_command_shows_the_recipes(installed: Path, tmp_path: Path, recipe: str) -> None:
     document = yaml.safe_load(run(installed, tmp_path, "dsjob", "show", f"+recipe={recipe}"))
     assert document["name"] == recipe
@@ -173,7 +176,11 @@ print(dsjob.__version__, *(m.__file__ for m in (dsjob, dsjob.conf, dsjob.recipes
 """
 
 
-@pytest.mark.parametrize("environment", ["bare", "installed"])
+# Where a package is installed, a clone can go wrong in more ways.
+ENVIRONMENTS = pytest.mark.parametrize("environment", [pytest.param("bare", marks=pytest.mark.full), "installed"])
+
+
+@ENVIRONMENTS
 def test_a_clone_uses_its_own_files(environment: str, clone: Path, request: pytest.FixtureRequest) -> None:
     python = request.getfixturevalue(environment)
     version, *files = run(python, clone, "python", "-c", FILES).split()
@@ -186,7 +193,7 @@ def test_a_clone_uses_its_own_files(environment: str, clone: Path, request: pyte
     assert run(python, clone, "python", "-c", probe).split() == [str(clone / "dsjob/deepspeed/__init__.py"), version]
 
 
-@pytest.mark.parametrize("environment", ["bare", "installed"])
+@ENVIRONMENTS
 def test_the_ranks_of_a_clone_are_the_clones_own(
     environment: str, clone: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

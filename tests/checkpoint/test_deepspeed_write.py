@@ -116,7 +116,7 @@ def follow(world: World, folder: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_deepspeed_goes_on_from_it(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed", reason="needs the real library: pip install deepspeed==0.19.6")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -190,7 +190,7 @@ def save_with_faults(url: str, faulty: FaultyStore, engine: Engine, kinds: list[
 @pytest.mark.parametrize(
     ("kinds", "every", "times"),
     [
-        pytest.param(["503", "lost", "flip"], 47, 1, id="some once"),
+        pytest.param(["503", "lost", "flip"], 71, 1, id="some once"),
         pytest.param(["503"], 31, FOREVER, id="busy for good"),
         *(pytest.param([kind], 1, 1, marks=pytest.mark.full, id=f"{kind} once") for kind in KINDS),
         *(pytest.param([kind], 4, FOREVER, marks=pytest.mark.full, id=f"{kind} for good") for kind in KINDS),
@@ -269,7 +269,7 @@ class Strike:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("every", [43, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["kill", pytest.param("killed", marks=pytest.mark.full)])
 def test_a_save_that_is_killed_at_any_request_is_there_or_not(
     s3: str, faulty: FaultyStore, engine: Engine, kind: str, every: int
@@ -292,7 +292,7 @@ def test_a_save_that_is_killed_at_any_request_is_there_or_not(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("kind", "every"), [("stop", 17), *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in ("stop", "stopped"))]
+    ("kind", "every"), [("stop", 29), *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in ("stop", "stopped"))]
 )
 def test_a_save_that_is_stopped_at_any_request_loses_to_the_newer_run(
     s3: str, faulty: FaultyStore, engine: Engine, kind: str, every: int

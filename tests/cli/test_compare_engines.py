@@ -38,6 +38,7 @@ installed = pytest.mark.skipif(
 
 
 @slow
+@pytest.mark.full
 @installed
 def test_quickstart_has_the_same_losses_on_two_ranks(tmp_path: Path) -> None:
     job = (*SMALL, "zero_optimization.stage=2", "launch.nproc=2")  # other stages: test_deepspeed_driven
@@ -58,9 +59,12 @@ def test_quickstart_has_the_same_losses_on_two_ranks(tmp_path: Path) -> None:
 @installed
 def test_losses_that_differ_end_with_1_and_what_fails_is_told(tmp_path: Path) -> None:
     make_job(tmp_path, bf16={"enabled": True})
-    done = dsjob("compare-engines", "cfg.json", "--steps", "3", "--tolerance", "0", cwd=tmp_path)
+    done = dsjob("compare-engines", "cfg.json", "--steps", "3", "--tolerance", "0", "--json", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "losses differ by more than 0" in done.stdout
+    found = json.loads(done.stdout)
+    assert found["agree"] is False
+    assert 0 < found["largest_difference"] <= 3e-2  # bf16
+    assert all(len(side["losses"]) == len(side["seconds"]) == 3 for side in found["engines"].values())
     done = dsjob("compare-engines", "cfg.json", "model._target_=my_model.Crash", cwd=tmp_path)
     assert done.returncode == 1
     assert "engine dsjob: ValueError: shapes do not fit" in done.stderr

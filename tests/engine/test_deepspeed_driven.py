@@ -119,7 +119,10 @@ def resize(world: World) -> tuple[int, int]:
 def run_all(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"compared": compare(world), "saved": save_and_load(world), "anew": begin_anew(world)}
     found["at once"], found["resized"] = step_at_once(world), resize(world)
-    return {**found, "odd": train_odd(world)} if world.data_size > 1 else {**found, "refused": refuse(world)}
+    return {**found, "odd": train_odd(world)} if world.data_size > 1 else found
+
+
+RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 
 
 @functools.cache
@@ -128,7 +131,7 @@ def run_on(ranks: int) -> list[dict[str, Any]]:
     return run_ranks(run_all, ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@RANKS
 @pytest.mark.parametrize(("name", "tolerance"), [cell(case[0], case[-1]) for case in CASES])
 def test_losses_norms_and_rates_are_those_of_dsjobs_engine(ranks: int, name: str, tolerance: float) -> None:
     for rank in run_on(ranks):
@@ -171,14 +174,14 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@RANKS
 def test_a_whole_step_is_that_of_its_calls(ranks: int) -> None:
     for found in run_on(ranks):
         usual, at_once = found["at once"]
         assert at_once == pytest.approx(usual, rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@RANKS
 def test_deepspeed_follows_a_change_of_the_train_batch(ranks: int) -> None:
     assert {found["resized"] for found in run_on(ranks)} == {(1, 1)}
 
@@ -210,7 +213,7 @@ def save_and_load(world: World) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@RANKS
 @pytest.mark.parametrize("name", [cell(f"{name}, stage {stage}") for name, stage, _ in SAVED])
 def test_checkpoints_are_dsjobs_and_either_engine_goes_on(ranks: int, name: str) -> None:
     for rank in run_on(ranks):
@@ -240,7 +243,7 @@ def begin_anew(world: World) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@RANKS
 def test_a_checkpoint_without_optimizer_state_begins_anew(ranks: int) -> None:
     for rank in run_on(ranks):
         for stage, (first, other) in enumerate(rank["anew"]):
@@ -316,7 +319,7 @@ def refuse(world: World) -> list[str]:
 
 
 def test_what_deepspeed_does_not_do_is_told() -> None:
-    messages = run_on(1)[0]["refused"]
+    (messages,) = run_ranks(refuse, 1)
     assert messages[0] == "engine: deepspeed cannot move states"
     assert messages[1] == "DeepSpeed supports no_sync only at stages 0 and 1"
     assert "cannot drop gradients in the middle of a step" in messages[2]

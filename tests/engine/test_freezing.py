@@ -98,7 +98,7 @@ def train_all(world: World) -> dict[tuple[str, int, bool], list[dict[str, Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_freezing_and_training_again_is_that_of_plain_pytorch(ranks: int) -> None:
     expected = {case: train_by_hand(case) for case, *_ in CASES}
     first, *others = run_ranks(train_all, ranks)

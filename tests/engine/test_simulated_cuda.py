@@ -134,7 +134,6 @@ RECOMPUTED = {
 }
 
 CASES = {"stages": STAGES, "offloaded": OFFLOADED, "groups": GROUPS, "optimizers": OPTIMIZERS, "recomputed": RECOMPUTED}
-ALONE = {"stages", "offloaded"}  # those that are tried on one rank, too
 
 
 def train_all(world: World, group: str) -> dict[str, Any]:
@@ -172,7 +171,11 @@ def run_group(group: str, world_size: int, simulated: bool) -> list[dict[str, An
 
 @pytest.mark.parametrize(
     ("group", "world_size", "name"),
-    [(g, size, n) for size in (1, 2) for g, cases in CASES.items() if size == 2 or g in ALONE for n in cases],
+    [
+        *(("stages", 1, name) for name in STAGES),
+        *((group, 2, name) for group, cases in CASES.items() for name in cases),
+        *(pytest.param("offloaded", 1, name, marks=pytest.mark.full) for name in OFFLOADED),
+    ],
 )
 def test_the_engine_on_a_device(group: str, world_size: int, name: str) -> None:
     case = CASES[group][name]
@@ -208,8 +211,17 @@ def overflow(world: World, stage: int, asks: bool) -> dict[str, Any]:
     return {"losses": [float(loss) for loss in losses], "told": told, "counted": counted, "last": last}
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 0), (2, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "stage", "asks"),
+    [
+        (1, 0, True),
+        (2, 3, False),
+        *(
+            pytest.param(*other, marks=pytest.mark.full)
+            for other in ((1, 0, False), (2, 0, True), (2, 0, False), (2, 3, True))
+        ),
+    ],
+)
 def test_an_overflow_is_told_late_and_changes_nothing(world_size: int, stage: int, asks: bool) -> None:
     expected = run_ranks(overflow, world_size, stage, asks)
     found = run_ranks(overflow, world_size, stage, asks, library=build())

@@ -34,6 +34,20 @@ EARLY: list[dict[str, Any]] = [  # all of them compress from step 3 on
 ]
 
 
+def cross(others: list[Any], names: list[str]) -> Any:
+    """Each optimizer of EARLY with one of `others` in turn; with all of them in `-m full`."""
+    return [
+        pytest.param(
+            optimizer,
+            other,
+            marks=[] if number % len(others) == place else [pytest.mark.full],
+            id=f"{name_optimizer(optimizer)}-{names[place]}",
+        )
+        for number, optimizer in enumerate(EARLY)
+        for place, other in enumerate(others)
+    ]
+
+
 def name_optimizer(optimizer: dict[str, Any]) -> str:
     return "-".join([optimizer["type"], *(key for key in optimizer["params"] if "var" in key)])
 
@@ -104,8 +118,7 @@ def measure(world: World, optimizer: dict[str, Any], steps: int) -> list[tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("optimizer", EARLY, ids=name_optimizer)
+@pytest.mark.parametrize(("optimizer", "ranks"), cross([2, 4], ["2", "4"]))
 def test_after_the_freeze_a_sixteenth_of_an_all_reduce_goes_over_the_wire(
     ranks: int, optimizer: dict[str, Any]
 ) -> None:
@@ -127,11 +140,12 @@ def train_apart(world: World, optimizer: dict[str, Any], config: dict[str, Any],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", EARLY, ids=name_optimizer)
 @pytest.mark.parametrize(
-    "config",
-    [{"accumulation": 3, "gradient_clipping": 0.5}, {"bf16": True}, {"fp16": {"enabled": True}}],
-    ids=["fp32", "bf16", "fp16"],
+    ("optimizer", "config"),
+    cross(
+        [{"accumulation": 3, "gradient_clipping": 0.5}, {"bf16": True}, {"fp16": {"enabled": True}}],
+        ["fp32", "bf16", "fp16"],
+    ),
 )
 def test_after_the_freeze_ranks_have_the_same_weights(optimizer: dict[str, Any], config: dict[str, Any]) -> None:
     steps = 8  # ZeroOneAdam's ranks have just met
@@ -204,8 +218,9 @@ def train_and_resume(world: World, folder: str, optimizer: dict[str, Any], confi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", EARLY, ids=name_optimizer)
-@pytest.mark.parametrize("config", [{"gradient_clipping": 0.5}, {"fp16": {"enabled": True}}], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("optimizer", "config"), cross([{"fp16": {"enabled": True}}, {"gradient_clipping": 0.5}], ["fp16", "fp32"])
+)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, optimizer: dict[str, Any], config: dict[str, Any]) -> None:
     assert run_ranks(train_and_resume, 2, str(tmp_path), optimizer, config) == [[], []]
 
@@ -252,8 +267,7 @@ def load_elsewhere(world: World, folder: str, optimizer: dict[str, Any]) -> dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("optimizer", EARLY, ids=name_optimizer)
+@pytest.mark.parametrize(("optimizer", "ranks"), cross([3, 1], ["3", "1"]))
 def test_on_another_number_of_ranks_the_errors_begin_anew_and_that_is_told(
     tmp_path: Path, optimizer: dict[str, Any], ranks: int
 ) -> None:

@@ -77,7 +77,7 @@ def overflow_on_one_rank(world: World, accumulation: int) -> list[dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.full), (2, 3)])
 def test_an_overflow_on_one_rank_is_a_skipped_step_on_all(world_size: int, accumulation: int) -> None:
     for found in run_ranks(overflow_on_one_rank, world_size, accumulation):
         for result in found:
@@ -163,7 +163,10 @@ def compare_stages(world: World, accumulation: int) -> dict[int, tuple[list[floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "accumulation"),
+    [*(pytest.param(*other, marks=pytest.mark.full) for other in ((1, 3), (2, 1))), (2, 3)],
+)
 def test_stages_agree_with_each_other_and_with_fp32(world_size: int, accumulation: int) -> None:
     for found in run_ranks(compare_stages, world_size, accumulation):
         exact, norm, weights = found.pop(-1)

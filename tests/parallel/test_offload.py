@@ -69,8 +69,12 @@ def compare(world: World, kind: str, precision: str) -> list[tuple[str, bool]]:
     ("world_size", "kind", "precision"),
     [
         *((1, "tied and frozen", precision) for precision in PRECISIONS),
-        *((2, "plain", precision) for precision in ("fp32", "bf16, reduced in fp32", "fp16")),
-        *(pytest.param(2, "plain", precision, marks=pytest.mark.full) for precision in ("bf16", "autocast")),
+        (2, "plain", "bf16, reduced in fp32"),
+        *(
+            pytest.param(2, "plain", precision, marks=pytest.mark.full)
+            for precision in PRECISIONS
+            if precision != "bf16, reduced in fp32"
+        ),
         *(
             pytest.param(*other, precision, marks=pytest.mark.full)
             for other in ((1, "plain"), (2, "tied and frozen"))

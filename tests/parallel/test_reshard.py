@@ -40,11 +40,19 @@ def load(
 
 
 PAIRS = [((2, 3), (1, 0)), ((1, 0), (2, 3)), ((2, 1), (3, 2)), ((4, 3), (2, 0)), ((2, 0), (4, 1)), ((2, 3), (2, 3))]
+SHRUNK, SHARDED = ((2, 3), (1, 0)), ((2, 0), (2, 1))
+HEADS = {"heads": {"match": "*bias", "lr": 0.002}}
+LEFT_OUT = [(PAIRS[0], True), (PAIRS[1], False), (PAIRS[2], True), (PAIRS[4], False)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saved", "loaded", "bf16"), [(*pair, False) for pair in PAIRS] + [(*pair, True) for pair in PAIRS[:3]]
+    ("saved", "loaded", "bf16"),
+    [
+        *((*pair, number == 1) for number, pair in enumerate(PAIRS[:4])),
+        *((*pair, False) for pair in PAIRS[5:]),
+        *(pytest.param(*pair, bf16, marks=pytest.mark.full) for pair, bf16 in LEFT_OUT),
+    ],
 )
 def test_state_is_equal_to_the_bit_and_training_goes_on(
     saved: tuple[int, int], loaded: tuple[int, int], bf16: bool, tmp_path: Path
@@ -66,10 +74,18 @@ def test_state_is_equal_to_the_bit_and_training_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [((2, 3), (1, 0)), ((2, 0), (2, 1))], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "rules"),
-    [("Lamb", {}), ("Lion", {}), ("Muon", {}), ("Muon", {"heads": {"match": "*bias", "lr": 0.002}})],
+    ("kind", "rules", "pair"),
+    [
+        ("Lamb", {}, SHRUNK),
+        ("Lion", {}, SHARDED),
+        ("Muon", {}, SHARDED),
+        ("Muon", HEADS, SHRUNK),
+        pytest.param("Lamb", {}, SHARDED, marks=pytest.mark.full),
+        pytest.param("Lion", {}, SHRUNK, marks=pytest.mark.full),
+        pytest.param("Muon", {}, SHRUNK, marks=pytest.mark.full),
+        pytest.param("Muon", HEADS, SHARDED, marks=pytest.mark.full),
+    ],
 )
 def test_the_state_of_every_optimizer_is_equal_to_the_bit(
     kind: str, rules: dict[str, Any], pair: tuple[tuple[int, int], tuple[int, int]], tmp_path: Path

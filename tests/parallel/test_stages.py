@@ -51,8 +51,18 @@ def train_stages(world: World, kind: str) -> dict[tuple[int, int], dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "tied and frozen"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [
+        (1, "plain"),
+        (2, "tied and frozen"),
+        (4, "plain"),
+        *(
+            pytest.param(*other, marks=pytest.mark.full)
+            for other in ((1, "tied and frozen"), (2, "plain"), (4, "tied and frozen"))
+        ),
+    ],
+)
 def test_every_stage_gives_what_plain_pytorch_gives(world_size: int, kind: str) -> None:
     expected = train_by_hand(STEPS, ROWS, make_net(kind))
     for results in run_ranks(train_stages, world_size, kind):
