@@ -260,9 +260,7 @@ class Private(Data):
         "data.eval._target_=my_model.Private",
         "+data.eval.options.items=[{secret_key:${oc.env:DSJOB_CANARY}}]",
     )
-    done = dsjob(
-        "cfg.json", *given, "+data.eval.token=${oc.env:DSJOB_CANARY}", cwd=job, fresh=True, DSJOB_CANARY=CANARY
-    )
+    done = dsjob("cfg.json", *given, "+data.eval.token=${oc.env:DSJOB_CANARY}", cwd=job, DSJOB_CANARY=CANARY)
     assert done.returncode == 0, done.stderr
     again = dsjob("run", "run", "trainer.max_steps=8", cwd=job, DSJOB_CANARY=CANARY)
     assert again.returncode == 0, again.stderr

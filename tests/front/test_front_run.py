@@ -21,11 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import make_job
-from programs import Rank, clean_env, run_program
+from programs import clean_env, run_program
 
 import dsjob
 from dsjob import errors
-from dsjob.launch import supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +42,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, with the module that jobs name; its name belongs to another folder in the next test."""
     make_job(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervisor, "start_process", Rank)  # a notebook's ranks are new interpreters
     yield tmp_path
     sys.modules.pop("my_model", None)
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jobs import dsjob, list_commits, make_job, read_metrics
@@ -28,10 +27,10 @@ def wait_until(condition: object, seconds: float = 60) -> None:
 class Started:
     """A job that runs on while the test does something to it."""
 
-    def __init__(self, folder: Path, *arguments: str, command: Sequence[str] = (), fresh: bool = False) -> None:
+    def __init__(self, folder: Path, *arguments: str, command: Sequence[str] = ()) -> None:
         self.folder, self.run = folder, folder / "run"
         command = [*command, DSJOB, "cfg.json", *arguments]
-        self.process: Any = start_fresh(command, folder) if fresh else Program(command, cwd=folder)
+        self.process = Program(command, cwd=folder)
 
     def wait_until_gone(self) -> None:
         wait_until(lambda: not find_processes(self.folder), 10)
@@ -41,14 +40,6 @@ class Started:
         reached = lambda: file.exists() and f'"step": {step},' in file.read_text()  # noqa: E731
         wait_until(lambda: reached() or self.process.poll() is not None)
         assert self.process.poll() is None, self.process.communicate()
-
-
-def start_fresh(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """The command in new interpreters."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, env=clean_env(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +190,7 @@ def test_ctrl_c_saves_under_torchrun(tmp_path: Path) -> None:
 
 def test_a_signal_to_the_launcher_saves_and_training_goes_on(tmp_path: Path) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
-    started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01", fresh=True)
+    started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01")
     started.wait_for_step(3)
     os.kill(started.process.pid, signal.SIGUSR1)
     wait_until(lambda: list_commits(started.run))
@@ -213,7 +204,7 @@ def test_a_signal_to_the_launcher_saves_and_training_goes_on(tmp_path: Path) -> 
 def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path) -> None:
     make_job(tmp_path)
     crash = ("trainer.train_batch=6", "model._target_=my_model.CrashOnRank1")
-    done = dsjob("cfg.json", "launch.nproc=3", *crash, cwd=tmp_path, fresh=True)
+    done = dsjob("cfg.json", "launch.nproc=2", *crash, cwd=tmp_path, fresh=True)
     assert done.returncode == 1
     assert done.stderr.startswith("dsjob: error: rank 1: ValueError: rank 1 has had enough (")
     assert "my_model.py:" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -9,7 +10,6 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import termios
 import time
 from fcntl import ioctl
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from jobs import dsjob, make_job, read_metrics
-from programs import DSJOB, clean_env
+from programs import DSJOB, Rank, clean_env
 from rich.console import Console
 
 from dsjob.training.display import Display, make_display
@@ -74,7 +74,8 @@ def run_on_terminal(folder: Path, *words: str, width: int = 100, **env: str) -> 
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, width, 0, 0))
     command = [DSJOB, "cfg.json", *words]
     environment = clean_env(TERM="xterm-256color", **env)
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    with contextlib.chdir(folder):
+        process = Rank(command, environment, theirs)
     os.close(theirs)
     found, began = b"", time.monotonic()
     while time.monotonic() - began < 100:
@@ -86,7 +87,7 @@ def run_on_terminal(folder: Path, *words: str, width: int = 100, **env: str) -> 
         elif process.poll() is not None:
             break
     os.close(ours)
-    assert process.wait() == 0, found.decode()
+    assert process.wait(10) == 0, found.decode()
     return found.decode()
 
 
