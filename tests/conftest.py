@@ -24,15 +24,18 @@ if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 8 << 30:
 # With -n, these files start first, the longest at the front: a worker that begins one last lets the others wait. Their
 # seconds are in `--junit-xml`'s file.
 LONGEST = [
-    "test_blame", "test_store_faults", "test_recomputed_blocks", "test_deepspeed_hostile", "test_packaging",
-    "test_deepspeed_driven", "test_fuzz", "test_user", "test_smoke", "test_activations", "test_compare_engines",
-    "test_run", "test_launch", "test_zero_to_fp32", "test_simulated_cuda", "test_object_stores", "test_front_run",
-    "test_metrics", "test_plan_memory", "test_convert_hostile", "test_hostile_documents", "test_saving_on_ranks",
-    "test_watchdog", "test_deepspeed_write", "test_stages", "test_rank_groups", "test_restarts", "test_reshard",
-    "test_module_of_an_engine", "test_user_backward", "test_parity_grid", "test_document", "test_offload",
-    "test_deepspeed_resume", "test_freezing", "test_compressing_convergence", "test_autocast_ranks",
-    "test_compressing_optimizers", "test_views", "test_malicious", "test_loss_average", "test_fp16", "test_ends",
-    "test_deepspeed_curves", "test_several_models",
+    "test_hf_trainer", "test_accelerate_programs", "test_trl", "test_smoke", "test_run", "test_front_run",
+    "test_blame", "test_store_faults", "test_packaging", "test_deepspeed_driven", "test_user", "test_simulated_cuda",
+    "test_launch", "test_exec", "test_convert_hostile", "test_recomputed_blocks", "test_parity_grid",
+    "test_activations", "test_offload", "test_rank_groups", "test_deepspeed_hostile", "test_object_stores",
+    "test_zero_to_fp32", "test_front_tasks", "test_library_tests", "test_zero", "test_stages",
+    "test_compressing_optimizers", "test_user_backward", "test_metrics", "test_site", "test_compare_engines",
+    "test_bad_input", "test_compose", "test_unshardable", "test_stream", "test_alias", "test_views",
+    "test_storage_points", "test_fuzz", "test_reshard", "test_loss_average", "test_compressing_convergence",
+    "test_saving_on_ranks", "test_import_time", "test_malicious", "test_freezing", "test_resume_grid", "test_places",
+    "test_module_of_an_engine", "test_deepspeed_resume", "test_run_step", "test_blocks", "test_model_parallel_jobs",
+    "test_kill_campaign", "test_watchdog", "test_restarts", "test_plan_memory", "test_hostile_documents",
+    "test_display", "test_torch_private", "test_gpu_smoke", "test_guides", "test_tutorial",
 ]  # fmt: skip
 
 

@@ -54,6 +54,7 @@ def test_results_name_each_test_and_why_it_fails(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_ranks_of_a_test_run_on_the_cpu(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     (entry,) = run_tests("transformers", make_checkout(tmp_path, LAUNCHED), "dsjob", results, warmup=3)

@@ -46,7 +46,10 @@ def read_average(folder: Path, step: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "stage"),
+    [(1, 0), (2, 0), (2, 3), *(pytest.param(2, stage, marks=pytest.mark.full) for stage in (1, 2))],
+)
 def test_averages_follow_the_weights_and_are_resumed_bit_for_bit(tmp_path: Path, ranks: int, stage: int) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_ranks(average_on_ranks, ranks, str(whole), 6, stage, {})
@@ -64,7 +67,7 @@ def test_averages_follow_the_weights_and_are_resumed_bit_for_bit(tmp_path: Path,
     assert read_digests(parts, 6) == digests
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.full), (2, 3)])
 def test_evaluations_use_the_averages_if_asked(tmp_path: Path, ranks: int, stage: int) -> None:
     losses = {}
     for evaluate in (False, True):

@@ -188,7 +188,7 @@ def measure_growth(world: World, sharded: bool) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_model_is_never_whole_on_any_rank(ranks: int) -> None:
     whole = sum(p.numel() * p.element_size() for p in Stack().parameters())
     block = sum(p.numel() * p.element_size() for p in Block().parameters())
@@ -233,8 +233,13 @@ def edit(world: World, stage: int, bf16: bool) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("stage", "bf16"),
+    [
+        *((0, True), (1, False), (3, True)),
+        *(pytest.param(*other, marks=pytest.mark.full) for other in ((0, False), (1, True), (3, False))),
+    ],
+)
 def test_gathered_parameters_are_whole_and_edits_of_one_rank_are_everybodys(stage: int, bf16: bool) -> None:
     results = run_ranks(edit, 2, stage, bf16)
     shape = tuple(build_net().head.weight.shape)
@@ -328,8 +333,13 @@ def read_values(world: World, stage: int, bf16: bool) -> dict[str, Tensor | None
     return values
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "bf16"),
+    [
+        *((0, True), (1, False), (2, True), (3, False)),
+        *(pytest.param(*other, marks=pytest.mark.full) for other in ((0, False), (1, True), (2, False), (3, True))),
+    ],
+)
 def test_values_of_one_parameter_are_the_same_everywhere(stage: int, bf16: bool) -> None:
     (alone,) = run_ranks(read_values_alone, 1, bf16)
     for values in run_ranks(read_values, 2, stage, bf16):
