@@ -11,6 +11,7 @@ let smooth = several;
 // Plotly reads names as its own small markup.
 const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const shorten = (text, length) => (text.length > length ? text.slice(0, length - 1) + "…" : text);
+const shortenPath = (path, length) => (path.length > length ? "…" + path.slice(1 - length) : path);
 const color = (run) => colors[run % colors.length];
 const dash = (run) => dashes[Math.floor(run / colors.length) % dashes.length];
 const make = (name, parent, className, text) => {
@@ -113,7 +114,7 @@ function label({ label: name, values, texts }, places, index, lying, last) {
   const ends = [Math.min(...at.keys()), Math.max(...at.keys())];
   const shown = [...at].filter(([where]) => (texts && at.size <= 6) || ends.includes(where));
   const length = lying ? Math.floor(40 / Math.max(2, shown.length)) : 18;
-  const named = { ...note, text: `<b>${plain(shorten(name, lying ? 44 : Math.max(12, Math.floor(150 / (last + 1)))))}</b>`, font: { size: 12 } };
+  const named = { ...note, text: `<b>${plain(shortenPath(name, lying ? 44 : Math.max(12, Math.floor(150 / (last + 1)))))}</b>`, font: { size: 12 } };
   return lying
     ? [{ ...named, x: -0.03, y: last - index, xanchor: "left", yanchor: "bottom", yshift: 9 },
       ...shown.map(([where, text]) => ({ ...note, text: plain(shorten(text, length)), x: where, y: last - index, yanchor: "top", yshift: -7,

@@ -128,8 +128,10 @@ def _place(metric: str) -> tuple[int, int]:
 
 def _make_axes(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     """The axes of the parallel coordinates: settings that differ, then the metric, null where a run has none."""
-    if len({run.info.metric for run in runs}) > 1 or all(run.metric is None for run in runs):
+    measured = {run.info.metric: run.better for run in runs if run.metric is not None}
+    if len(measured) != 1:
         return []
+    ((name, better),) = measured.items()
     axes: list[dict[str, Any]] = []
     for path in list_differing(runs)[:_AXES]:
         values = [run.values.get(path) for run in runs]
@@ -139,7 +141,5 @@ def _make_axes(runs: Sequence[Reported]) -> list[dict[str, Any]]:
             texts = [show(value) for value in values]
             known = list(dict.fromkeys(texts))
             axes.append({"label": path, "values": [known.index(text) for text in texts], "texts": known})
-    mode = runs[0].better
-    return (
-        [*axes, {"label": runs[0].info.metric, "values": [run.metric for run in runs], "better": mode}] if axes else []
-    )
+    result = {"label": name, "values": [run.metric for run in runs], "better": better}
+    return [*axes, result] if axes else []

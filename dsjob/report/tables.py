@@ -46,7 +46,7 @@ def show_tiles(run: Reported, last: Mapping[str, float]) -> str:
 def show_runs(runs: Sequence[Reported], names: Sequence[str]) -> str:
     """The sortable table of several runs, and where their parallel coordinates go."""
     settings = list_differing(runs)[:_SETTINGS]
-    metrics = list(dict.fromkeys(run.info.metric for run in runs))
+    metrics = list(dict.fromkeys(run.info.metric for run in runs if run.metric is not None))
     head = ["run", "status", "step", *metrics, "last loss", *settings]
     head = [text for text in head if text != "last loss" or metrics != ["loss"]]
     rows = []
@@ -56,9 +56,8 @@ def show_runs(runs: Sequence[Reported], names: Sequence[str]) -> str:
         last = [None if loss is None or loss.last is None else loss.last[1]] if "last loss" in head else []
         rows.append([name, _Status(run.info.status), run.info.step, *own, *last, *map(run.values.get, settings)])
     best = any(run.info.best is not None for run in runs)
-    note = "Click a heading to sort. " + (
-        "Metrics are those of the best checkpoint." if best else "Metrics are the last."
-    )
+    which = "the best among its checkpoints" if best else "the last"
+    note = f"Click a heading to sort. The metric of a run is {which}."
     return f'<section><h2>Runs</h2>{show_table(head, rows, sortable=True)}<p class="note">{note}</p></section>'
 
 
