@@ -23,6 +23,7 @@ from dsjob.errors import DsjobError, StorageError
 from dsjob.files import open_append, open_read, open_update, read_lines_backwards, sync_names
 
 RESOLVED_NAME = "resolved.json"
+PROGRAM_NAME = "program.json"  # instead of resolved.json, in the folder of a program under `dsjob exec`
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
 LOGS_NAME = "logs"  # the folder for the output of ranks

@@ -22,6 +22,7 @@ EXAMPLES = {
     "diff": (
         "dsjob ckpt diff runs/a runs/b",
         "dsjob ckpt diff runs/a --tag step-00000100 --tag step-00000200",
+        "dsjob ckpt diff runs/a --best",
         "dsjob ckpt diff runs/a weights.safetensors",
     ),
     "gc": ("dsjob ckpt gc runs/a --dry-run", "dsjob ckpt gc runs/a --older-than 7d"),
@@ -74,6 +75,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     diff.add_argument(
         "-t", "--tag", action="append", default=[], help="tag in A; if given twice, in A and in B (default: the newest)"
     )
+    diff.add_argument("--best", action="store_true", help="the best checkpoint in A; --tag is then that in B")
     gc = add("gc", _collect, "delete leftovers of killed or rewound runs")
     gc.add_argument("--dry-run", "-n", action="store_true", help="only print what would be deleted")
     gc.add_argument(
@@ -126,13 +128,15 @@ def _verify(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from dsjob.checkpoint.offline.compare import compare
 
-    tags = [*args.tag, None, None][:2]
-    if len(args.tag) > 2 or (args.b is None and len(args.tag) < 2):
+    tags = [*([choose_tag(args.a, None, best=True)] if args.best else []), *args.tag]
+    if len(tags) > 2 or (args.b is None and not args.best and len(tags) < 2):
         raise UsageError(
-            "diff needs two checkpoints", hint="dsjob ckpt diff A B, or dsjob ckpt diff A --tag ONE --tag OTHER"
+            "diff needs two checkpoints",
+            hint="dsjob ckpt diff A B, or dsjob ckpt diff A with --tag twice or --best",
         )
+    first, second = [*tags, None, None][:2]
     with show_progress("comparing", bytes_=False) as progress:
-        found = compare(args.a, args.b or args.a, tags=(tags[0], tags[1]), progress=progress)
+        found = compare(args.a, args.b or args.a, tags=(first, second), progress=progress)
     _print([asdict(one) for one in found] if args.json else text.show_differences(found))
     return int(any(one.kind != "same" for one in found))
 

@@ -14,7 +14,15 @@ from dsjob import provenance, storage
 from dsjob.contract.paths import get_at
 from dsjob.errors import DsjobError, UsageError
 from dsjob.files import open_read, read_lines_backwards
-from dsjob.run_folder import METRICS_NAME, RESOLVED_NAME, is_running, read_resolved, read_result
+from dsjob.run_folder import (
+    METRICS_NAME,
+    PROGRAM_NAME,
+    RESOLVED_NAME,
+    is_running,
+    read_json,
+    read_resolved,
+    read_result,
+)
 
 Status = Literal["running", "done", "unsaved", "failed", "stopped", "killed", "unreadable"]
 _POINTS = 24  # losses of a run that are read for a curve
@@ -26,13 +34,13 @@ _DEEPEST = 6  # levels of folders below the one that is asked for
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, as its folder shows it.
+    """A run of a job, or of a program under `dsjob exec`, as its folder shows it.
 
-    folder: its path. name: of the job. status: `running`; `done`, or `unsaved` if the final state could not be saved;
-    `failed`; `stopped` by a signal; `killed` if it ended without a word; `unreadable` if its files are damaged. step:
-    the last logged step, of max_steps; None if unknown. metric: the metric of checkpoint.best, or else eval/loss or
-    loss. best: its best value among the checkpoints, if the job has checkpoint.best. last: its last value. updated:
-    when the run last wrote a record, in seconds since 1970. losses: the loss at about 24 points, in order.
+    folder: its path. name: of the job or program. status: `running`; `done`, or `unsaved` if the final state could not
+    be saved; `failed`; `stopped` by a signal; `killed` if it ended without a word; `unreadable` if its files are
+    damaged. step: the last logged step, of max_steps; None if unknown. metric: the metric of checkpoint.best, or else
+    eval/loss or loss. best: its best value among the checkpoints, if the job has checkpoint.best. last: its last value.
+    updated: when the run last wrote a record, in seconds since 1970. losses: the loss at about 24 points, in order.
     """
 
     folder: str
@@ -58,8 +66,9 @@ def list_runs(folder: str = "outputs") -> list[RunInfo]:
 
 
 def _find(folder: str, depth: int) -> Iterator[str]:
-    if os.path.exists(os.path.join(folder, RESOLVED_NAME)):
-        yield folder
+    if any(os.path.exists(os.path.join(folder, name)) for name in (RESOLVED_NAME, PROGRAM_NAME)):
+        if not _is_task(folder):
+            yield folder
         return
     try:
         with os.scandir(folder) as entries:
@@ -70,10 +79,19 @@ def _find(folder: str, depth: int) -> Iterator[str]:
         yield from _find(path, depth + 1)
 
 
+def _is_task(folder: str) -> bool:
+    """Whether a folder belongs to an evaluation or a prediction, which trains nothing."""
+    try:
+        tasks = read_resolved(folder).get("tasks")
+    except DsjobError:  # listed as unreadable
+        return False
+    return isinstance(tasks, list) and bool(tasks) and "train" not in tasks
+
+
 def describe(folder: str) -> RunInfo:
     """The run in a folder."""
     try:
-        document, result = read_resolved(folder), read_result(folder)
+        document, result = read_document(folder), read_result(folder)
         best, metric = _find_best(folder, document)
         last = read_last(folder)
     except (DsjobError, OSError):
@@ -97,13 +115,28 @@ def describe(folder: str) -> RunInfo:
     )
 
 
+def read_document(folder: str) -> dict[str, Any]:
+    """The document of the job in a folder. For a program, its name, command and engine, and DeepSpeed's config. Raises
+    DsjobError."""
+    path = os.path.join(folder, PROGRAM_NAME)
+    if not os.path.exists(path) or os.path.exists(os.path.join(folder, RESOLVED_NAME)):
+        return read_resolved(folder)
+    program = read_json(path)
+    words = program.get("command")
+    command = [str(word) for word in words] if isinstance(words, list) and words else ["program"]
+    name = os.path.basename(command[0].rstrip("/")).removesuffix(".py")
+    config = read_json(os.path.join(folder, "deepspeed.json"))
+    own = {"command": command, "engine": program.get("engine"), "ranks": program.get("ranks")}
+    return {"name": name, **own, "deepspeed": config}
+
+
 def _as_number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def _find_time(folder: str) -> float:
     """When the run last wrote a record, or else, its document."""
-    for name in (METRICS_NAME, RESOLVED_NAME):
+    for name in (METRICS_NAME, RESOLVED_NAME, PROGRAM_NAME):
         with suppress(OSError):
             return os.stat(os.path.join(folder, name)).st_mtime
     return 0.0
@@ -189,9 +222,9 @@ def compare_runs(first: str, second: str) -> Compared:
     Raises UsageError for other folders.
     """
     for folder in (first, second):
-        if not os.path.exists(os.path.join(folder, RESOLVED_NAME)):
+        if not any(os.path.exists(os.path.join(folder, name)) for name in (RESOLVED_NAME, PROGRAM_NAME)):
             raise UsageError(f"{folder} is not the folder of a run", hint="dsjob runs lists runs and their folders")
-    documents = [dict(_list_leaves(read_resolved(folder))) for folder in (first, second)]
+    documents = [dict(_list_leaves(read_document(folder))) for folder in (first, second)]
     for document in documents:
         document.pop("output.dir", None)
     metrics = [read_last(folder) for folder in (first, second)]

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dsjob import provenance, storage
 from dsjob.contract.secrets import is_secret, redact
 from dsjob.errors import Preempted
-from dsjob.run_folder import make_run_dir, write_result
+from dsjob.run_folder import PROGRAM_NAME, make_run_dir, write_result
 
-PROGRAM_NAME = "program.json"
 _PATTERN = "outputs/%name/%time"  # the default of `output.dir`
 
 

@@ -17,6 +17,7 @@ from dsjob.launch.supervisor import Supervisor
 from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
 from dsjob.programs import folder, rank
 from dsjob.programs.alias import STAND_IN, stand_in
+from dsjob.run_folder import marking_running
 
 replace_process = os.execv
 _TIMEOUT, _GRACE = 1800.0, 60.0  # seconds, as in the schema of `launch`
@@ -97,7 +98,7 @@ def run_program(
             variables = {**list_variables(private, ranks.count, debug), **_list_own(engine, where, lenient)}
             variables.update(_locate(ranks))
             supervisor = Supervisor(private, make_logs(where), _TIMEOUT, _GRACE, own_exits=True)
-            with touching_save_request(where):
+            with touching_save_request(where), marking_running(where):
                 supervisor.run(command, variables, ranks.count)
     except DsjobError as error:
         folder.conclude(where, error.exit_code, error.message, time.monotonic() - began)

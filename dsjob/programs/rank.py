@@ -16,6 +16,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.abc import InspectLoader
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from dsjob.programs.told import describe
 from dsjob.ranks import patience
 from dsjob.ranks.failures import Failure, record_failure
 from dsjob.ranks.stalls import place_records, record_collectives
+from dsjob.run_folder import marking_running
 
 # Set by the launcher for its ranks.
 RUN_VARIABLE = "DSJOB_RUN"  # the run folder; empty if this rank writes nothing there
@@ -55,7 +57,9 @@ def main(words: Sequence[str]) -> int:
     watch = guard.begin(folder, run_dir)
     code, message = 0, ""
     try:
-        _run(kind, name, arguments)
+        # Without a launcher of dsjob, which marks the folder otherwise.
+        with marking_running(run_dir) if run_dir and not folder else nullcontext():
+            _run(kind, name, arguments)
     except SystemExit as end:
         code = _read_code(end)
         message = f"exited with code {code}" if code else ""

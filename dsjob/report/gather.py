@@ -12,9 +12,9 @@ from dsjob.contract import schema as contract
 from dsjob.contract.paths import Path
 from dsjob.contract.secrets import hide_secrets
 from dsjob.errors import DsjobError, UsageError
-from dsjob.front.runs import RunInfo, list_commits, list_runs
+from dsjob.front.runs import RunInfo, list_commits, list_runs, read_document
 from dsjob.report.series import Curve, read_curves
-from dsjob.run_folder import read_resolved, read_result
+from dsjob.run_folder import read_result
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def gather(folders: Sequence[str]) -> list[Reported]:
 
 def _read(info: RunInfo) -> Reported:
     try:
-        document = hide_secrets(read_resolved(info.folder))
+        document = hide_secrets(read_document(info.folder))
         result = read_result(info.folder)
         environment = provenance.read(info.folder)
         curves = read_curves(info.folder)

@@ -13,8 +13,9 @@ import torch
 
 from dsjob.callbacks.callback import Callback, RunView
 from dsjob.contract.environment import mask_texts
+from dsjob.errors import StorageError
 from dsjob.files import open_append, require_own
-from dsjob.provenance import Recording, append
+from dsjob.provenance import ENVIRONMENT_NAME, Recording, append
 from dsjob.ranks.mesh import World
 from dsjob.run_folder import (
     METRICS_NAME,
@@ -52,16 +53,20 @@ class EnvironmentFile(Callback):
             self._recording = Recording(partial(_describe_devices, run.engine.world))
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
-        self._write(wait=False)
+        self._write(run, wait=False)
 
     def on_end(self, run: RunView) -> None:
-        self._write(wait=True)
+        self._write(run, wait=True)
 
-    def _write(self, *, wait: bool) -> None:
+    def _write(self, run: RunView, *, wait: bool) -> None:
         record = self._recording.take(wait=wait) if self._recording else None
-        if record is not None:
+        if record is None:
+            return
+        self._recording = None
+        try:
             append(self._run_dir, record)
-            self._recording = None
+        except (OSError, StorageError) as error:  # training does not depend on it
+            run.say("not saved", f"what this run ran with ({ENVIRONMENT_NAME}): {error}")
 
 
 def _describe_devices(world: World) -> dict[str, Any]:

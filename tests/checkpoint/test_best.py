@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,12 @@ def test_best_selects_it_wherever_a_tag_does(trained: Path) -> None:
         done = run_command(*words, cwd=trained)
         assert (done.returncode, "step-00000002" in done.stdout) == (0, True), done.stderr
     assert "best" in run_command("ckpt", "ls", ".", cwd=trained).stdout
+    for words, code in (((), 1), (("--tag", "step-00000002"), 0), (("copied",), 0)):
+        done = run_command("ckpt", "diff", ".", *words, "--best", cwd=trained)
+        assert (done.returncode, done.stderr) == (code, ""), words
+    script = trained / "checkpoints/zero_to_fp32.py"
+    plain = subprocess.run([sys.executable, script, "--best"], capture_output=True, text=True, check=True)
+    assert plain.stdout.startswith("step-00000002, step 2: ")
     done = run_command("ckpt", "verify", ".", "--best", "--tag", "step-00000002", cwd=trained)
     assert (done.returncode, "not allowed with" in done.stderr) == (2, True)
     evaluated = dsjob.evaluate(".", best=True, trust=["small_jobs"], overrides=["output.dir=evaluated"])

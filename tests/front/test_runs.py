@@ -146,6 +146,24 @@ def test_runs_are_found_below_and_the_newest_comes_first(tmp_path: Path) -> None
         list_runs(str(tmp_path / "c"))
 
 
+def test_runs_of_programs_are_listed_and_evaluations_are_not(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 2, tasks=["train", "eval"])
+    write_run(tmp_path / "evaluated", 2, tasks=["eval"])
+    write_run(tmp_path / "predicted", 2, tasks=["predict"])
+    for name, lr in (("p", 0.1), ("q", 0.2)):
+        folder = write_run(tmp_path / name, 4, result={"status": "done"})
+        (folder / "resolved.json").unlink()
+        (folder / "program.json").write_text('{"command": ["scripts/train.py", "--fast"], "engine": "dsjob"}')
+        (folder / "deepspeed.json").write_text(json.dumps({"optimizer": {"params": {"lr": lr}}}))
+    found = {Path(run.folder).name: run for run in list_runs(str(tmp_path))}
+    assert found.keys() == {"a", "p", "q"}
+    program = found["p"]
+    assert (program.name, program.status, program.step, program.max_steps) == ("train", "done", 4, None)
+    assert (program.last, list(program.losses)) == (0, [0.75, 0.5, 0.25, 0])
+    compared = compare_runs(*(str(tmp_path / name) for name in "pq"))
+    assert compared.document == {"deepspeed.optimizer.params.lr": (0.1, 0.2)}
+
+
 def test_a_long_run_is_sampled(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", 100_000)
     assert (folder / "metrics.jsonl").stat().st_size > 4e6

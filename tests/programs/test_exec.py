@@ -16,7 +16,7 @@ import pytest
 from jobs import dsjob, read_metrics
 from programs import DSJOB, Program, clean_env, run_program
 
-from dsjob import provenance
+from dsjob import list_runs, provenance
 from dsjob.errors import UsageError
 from dsjob.programs import launch
 from dsjob.programs.alias import STAND_IN, stand_in
@@ -102,6 +102,7 @@ def test_a_program_trains_on_two_ranks_and_leaves_a_run_folder(folder: Path) -> 
     environment = provenance.read(str(folder / "run"))
     assert [environment["variables"][name] for name in ("API_TOKEN", "NCCL_DEBUG")] == ["***", "WARN"]
     assert read_result(folder)["status"] == "done"
+    assert [(run.name, run.status, run.step) for run in list_runs(str(folder))] == [("train", "done", 2)]
 
 
 LOOK = """

@@ -888,6 +888,16 @@ def locate(place: Folder, parent: Folder, name: str, tag: str | None) -> tuple[F
     return parent, find_commit(parent, name)
 
 
+def read_best(place: Folder) -> str:
+    """The tag in the file `best`, which runs with `checkpoint.best` keep up to date."""
+    try:
+        with place.open_file("best") as file:
+            return (file.read(256) or b"").decode(errors="replace").strip()
+    except FileNotFoundError:
+        hint = "choose a checkpoint with --tag; a run with checkpoint.best writes the file"
+        raise NothingThere(f"{place.root} has no file `best`", hint) from None
+
+
 def report(checkpoint: Checkpoint, written: list[Written]) -> None:
     parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values() if t.role in ROLES[:2])
     entries = weights(checkpoint)
@@ -919,7 +929,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint_dir", nargs="?", default=here, help=place_help)
     files = f"a folder, or a file *.safetensors, *{', *'.join(TORCH)} (default: the checkpoint folder)"
     parser.add_argument("output", nargs="?", help=files)
-    parser.add_argument("-t", "--tag", help="the checkpoint to convert, such as step-00000120 (default: the newest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-t", "--tag", help="the checkpoint to convert, such as step-00000120 (default: the newest)")
+    which.add_argument("--best", action="store_true", help="convert the checkpoint that the file `best` names")
     size_help = "most bytes of tensors per output file (default: 5GB)"
     parser.add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help=size_help)
     form_help = "format of the files in a folder: safetensors (default), or torch for pytorch_model.bin"
@@ -938,7 +950,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         limit, place = parse_size(given.max_shard_size), Folder(given.checkpoint_dir)
         parent, name = os.path.split(place.root)
-        source, record = locate(place, Folder(parent), name, given.tag)
+        source, record = locate(place, Folder(parent), name, read_best(place) if given.best else given.tag)
         checkpoint = read_checkpoint(source, record)
         if given.exclude_frozen_parameters:
             checkpoint = without_frozen(checkpoint)
