@@ -33,6 +33,7 @@ def count_visible() -> int:
     listed = os.environ.get(VISIBLE)
     if listed is None:
         return count_gpus()
+    # CUDA ignores everything from the first empty or negative entry on.
     names = [name.strip() for name in listed.split(",")]
     return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
 

@@ -116,6 +116,7 @@ def _settle_folder(job: ResolvedJob, run_dir: str | None) -> tuple[ResolvedJob, 
             return job, earlier
         return job.resuming(), earlier  # the first start already followed `never` or the tag; a restart must resume
     run_dir = run_dir or make_run_dir(job.document["output"]["dir"], job.spec.name)
+    # Absolute: the next start may be in another current folder.
     meeting.keep(key, os.path.abspath(run_dir))
     return job, run_dir
 

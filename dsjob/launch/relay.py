@@ -34,6 +34,7 @@ class Relay:
         """Prints the output since the last call."""
         for source, stream, decoder in self._streams:
             while data := _read(source):
+                # The decoder keeps an incomplete character until its other bytes arrive.
                 stream.write(decoder.decode(data))
                 stream.flush()
 

@@ -75,11 +75,13 @@ class WarmupLR(Schedule):
     ) -> None:
         self.min_lrs = spread(optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = spread(optimizer, warmup_max_lr, "warmup_max_lr")
+        # At least 2, as in DeepSpeed: the logarithmic warm-up divides by log(steps), which is 0 for one step.
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     def rate(self, group: int, step: int) -> float:
         low, high = self.min_lrs[group], self.max_lrs[group]
+        # DeepSpeed's schedules are one step behind, so the first two steps have the same rate.
         return low + (high - low) * self.share(max(step - 1, 0))
 
     def share(self, i: int) -> float:

@@ -31,6 +31,7 @@ def read_header(root: layout.Folder, name: str) -> tuple[int, dict[str, Place]]:
             size = file.seek(0, 2)
             file.seek(0)
             start = bytearray(8)
+            # If the file has less than 8 bytes, `size` fails the check below.
             length = int.from_bytes(start, "little") if layout.read_exactly(file, memoryview(start)) else size
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header claims to have {length} bytes")
@@ -65,6 +66,7 @@ def _find_places(header: dict[str, Any], start: int, size: int) -> dict[str, Pla
         places[name] = Place(entry["dtype"], list(shape), start + span[0], span[1] - span[0])
     # Gaps or overlaps could hide data, or make two readers see different tensors.
     end = start
+    # An empty tensor begins where the next one does, so the shorter one comes first.
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].length)):
         if place.start != end:
             raise ValueError(f"{name[:200]!r} does not begin where the previous tensor ends")

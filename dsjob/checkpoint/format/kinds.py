@@ -61,6 +61,7 @@ def make_array(described: dict[str, Any], data: bytearray | np.ndarray[Any, Any]
 
     Raises ValueError or TypeError if `described` and `data` do not fit together.
     """
+    # From an untrusted text, but this only builds a type. The kinds below exclude Python objects.
     dtype = np.dtype(str(described["dtype"]))
     if dtype.kind not in "biufcSUmM":
         raise ValueError(f"arrays of {dtype} are not supported")

@@ -39,6 +39,7 @@ class Rounded(plain.Fp32):
         if self.target(dtype) == dtype:
             return block
         width = plain.WIDTH[dtype]
+        # As bits: numpy has no bf16, and fp16 is computed by its bits too.
         out = np.empty(len(block) // width, "<f4" if self.dtype == "F32" else "<u2")
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for start in range(0, len(out), _PART):
@@ -46,6 +47,7 @@ class Rounded(plain.Fp32):
         return out.view(np.uint8).data
 
     def _round(self, name: str, dtype: str, block: memoryview, out: Array) -> None:
+        # Kept in fp64, so that finite values beyond fp32 count as overflows below.
         before = np.frombuffer(block, "<f8") if dtype == "F64" else widen(dtype, block)
         wide = before.astype("<f4", copy=False)
         if self.dtype == "F32":
@@ -78,6 +80,7 @@ def widen(dtype: str, block: memoryview) -> Array:
         return np.frombuffer(block, "<f4")
     bits = np.frombuffer(block, "<u2")
     if dtype == "BF16":
+        # BF16 is the upper half of fp32.
         wide: Array = (bits.astype("<u4") << 16).view("<f4")
         return wide
     # A table, because the processor's own conversion would turn signalling NaNs into quiet ones.
@@ -99,6 +102,7 @@ def _round_to_bf16(bits: Array, out: Array) -> None:
     rounded &= 1
     rounded += 0x7FFF
     rounded += bits
+    # The upper half of each 32-bit word, which is its second half in little-endian order.
     out[:] = rounded.view("<u2")[1::2]
 
 

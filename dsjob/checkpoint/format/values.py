@@ -54,6 +54,7 @@ class _Encoder:
             return value
         if isinstance(value, (np.integer, np.floating, np.bool_)):
             return self.encode(value.item(), where)
+        # A subclass of int, such as an IntEnum, becomes a plain int.
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
@@ -91,6 +92,7 @@ class _Encoder:
             return {tag: self.encode(KINDS[tag].encode(value), where)}
         if isinstance(value, np.ndarray):
             described, data = describe_array(value), array_bytes(value)
+            # Without `stored`, there is no other place. `pack` then raises for an array that is too large.
             if len(data) <= MOST_BYTES or self._stored is None:
                 return {"$array": {**described, "data": pack(data)}}
             return {"$array": {**described, "stored": self._store(np.frombuffer(bytearray(data), np.uint8))}}
@@ -144,6 +146,7 @@ def decode(value: Any, device: Any = "cpu", stored: Mapping[str, Any] | None = N
         own = (stored or {})[kept["stored"]].numpy() if "stored" in kept else bytearray(unpack(kept["data"]))
         return make_array(kept, own)
     tag = next(iter(value), None)
+    # Exactly one key: `encode` puts all other objects with keys that begin with $ under $items.
     if len(value) == 1 and tag in KINDS:
         return KINDS[tag].decode(decode(value[tag], device, stored))
     return {key: decode(item, device, stored) for key, item in value.items()}
