@@ -7,12 +7,15 @@ with several lanes reads a batch from each in turn.
 
 from __future__ import annotations
 
+import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dsjob.data.lanes import Lane, Position, Share, count_lanes, divide_lanes, has_state
@@ -22,6 +25,8 @@ from dsjob.data.samples import Collate, FailedBatch, Samples, keep, pack_failure
 from dsjob.data.workers import choose_options
 from dsjob.errors import DataError, DsjobError
 from dsjob.ranks.mesh import World
+
+_LARGEST = 900_000  # bytes of a dataset's states on a rank; a checkpoint takes 1 MiB
 
 
 def load_training(
@@ -65,7 +70,7 @@ class StreamLoader:
         self._lanes = count_lanes(dataset, world.data_size, num_workers)
         self._positions: dict[int, Position] = {}  # by lane
         self._turn = 0  # the place in this rank's lanes of the one that comes next
-        self._restored = False
+        self._restored = self._warned = False
 
     def seek(self, samples: int) -> None:
         """Tells how many samples the run has seen (over all ranks)."""
@@ -74,8 +79,26 @@ class StreamLoader:
     def state_dict(self) -> dict[str, Any]:
         """The positions in this rank's lanes, after the batch that was taken last."""
         own = {share.lane for share in self._shares()}  # after a resume, the positions of all ranks are known
-        read = [[lane, asdict(position)] for lane, position in self._positions.items() if lane in own]
-        return {"lanes": self._lanes, "turn": self._turn, "read": read}
+        read = [(lane, asdict(position)) for lane, position in self._positions.items() if lane in own]
+        self._drop_unsavable([position for _, position in read])
+        return {"lanes": self._lanes, "ranks": self._world.data_size, "turn": self._turn, "read": read}
+
+    def _drop_unsavable(self, positions: list[dict[str, Any]]) -> None:
+        """Leaves out the dataset's own states if a checkpoint cannot hold them: a resume then reads the samples of the
+        current pass again, lane by lane, and continues in the same order."""
+        try:
+            size = len(json.dumps([position["state"] for position in positions], skipkeys=True, default=_stand_in))
+            why = f"it has {size:,} bytes; the limit is {_LARGEST:,}" if size > _LARGEST else ""
+        except (TypeError, ValueError) as error:
+            why = str(error)
+        if not why:
+            return
+        for position in positions:
+            position["state"] = None
+        if not self._warned:
+            self._warned = True
+            what = f"checkpoints will not contain the state of {self._name} ({type(self.dataset).__name__}): {why}"
+            warnings.warn(f"{what}; a resume reads the samples of its pass again", stacklevel=2)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where all ranks were at `state`."""
@@ -89,8 +112,11 @@ class StreamLoader:
         self._lanes = lanes
         self._positions = {lane: Position(**position) for state in states for lane, position in state["read"]}
         # One state is that of a loader restored by itself; one per rank means that no lane has changed its rank.
-        same = len(states) in (1, self._world.data_size)
-        self._turn = states[self._world.data_rank if len(states) > 1 else 0]["turn"] if same else 0
+        # By lanes: with a user's mpu, there are more states than data-parallel ranks.
+        own = {share.lane for share in self._shares()}
+        turns = (each["turn"] for each in states if own.intersection(lane for lane, _ in each["read"]))
+        same = states[0].get("ranks", len(states)) == self._world.data_size
+        self._turn = next(turns, 0) if same else 0
         self._restored = True
 
     def describe_replay(self) -> str | None:
@@ -146,6 +172,14 @@ class StreamLoader:
                 continue
             yield batch
         self.passes.end(read)
+
+
+def _stand_in(value: Any) -> Any:
+    """What a value counts as in the size of a state. Checkpoints hold more types than JSON does, but no nested
+    tensors."""
+    if isinstance(value, Tensor):
+        raise TypeError("it contains a tensor")
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class _Reader(IterableDataset[Any]):

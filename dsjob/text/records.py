@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dsjob import storage
 from dsjob.errors import DataError, how_to_install
 
 FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "txt")
+_LONGEST = 256 << 20  # bytes, or characters of a CSV file, in a line: what is longer is no text file
 _PIECE = 1 << 20  # characters that are tokenised at once of a file that is one text
 
 
@@ -130,7 +130,7 @@ def _read_parquet(file: BinaryIO, columns: list[str], url: str) -> Iterator[tupl
 
 
 def _read_jsonl(file: BinaryIO, url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(_split_lines(file, url), start=1):
         if line.strip():
             yield f"{url}:{number}", _require_object(_parse(line, f"{url}:{number}"), f"{url}:{number}")
 
@@ -157,8 +157,9 @@ def _require_object(value: Any, place: str) -> Mapping[str, Any]:
 
 
 def _read_csv(file: BinaryIO, url: str, delimiter: str = ",") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    csv.field_size_limit(sys.maxsize)  # a text may be longer than the default of 131,072 characters
-    rows = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter)
+    csv.field_size_limit(_LONGEST)  # a text may be longer than the default of 131,072 characters
+    lines = _split_lines(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), url)
+    rows = csv.DictReader(lines, delimiter=delimiter)
     try:
         for row in rows:
             yield f"{url}:{rows.line_num}", row
@@ -171,20 +172,43 @@ def _read_tsv(file: BinaryIO, url: str) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _read_lines(file: BinaryIO, url: str) -> Iterator[Record]:
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(_split_lines(file, url), start=1):
         if line.strip():
             yield Record(_decode(line, f"{url}:{number}").rstrip("\r\n"))
 
 
 def _read_whole(file: BinaryIO, url: str) -> Iterator[Record]:
     """One text in pieces that end with a line, so that a file of any size fits in memory."""
-    number = 1
-    lines = file.readlines(_PIECE)
+    number, all_lines = 1, _split_lines(file, url)
+    lines = _take_piece(all_lines)
     while lines:
         piece = _decode(b"".join(lines), f"{url}: after line {number}")
         number += len(lines)
-        lines = file.readlines(_PIECE)
+        lines = _take_piece(all_lines)
         yield Record(piece, ends=not lines)
+
+
+def _take_piece(lines: Iterator[bytes]) -> list[bytes]:
+    taken, size = list[bytes](), 0
+    for line in lines:
+        taken.append(line)
+        size += len(line)
+        if size >= _PIECE:
+            break
+    return taken
+
+
+def _split_lines(file: Any, url: str) -> Iterator[Any]:
+    """The lines of a binary or text file, of bounded length: an endless one must not take all memory. Raises
+    DataError."""
+    number = 1
+    while line := file.readline(_LONGEST + 1):
+        if len(line) > _LONGEST:
+            raise DataError(
+                f"{url}:{number} is longer than {_LONGEST:,} bytes", hint="break it into lines, or check it"
+            )
+        yield line
+        number += 1
 
 
 def _decode(data: bytes, place: str) -> str:

@@ -169,12 +169,26 @@ def _read_in_turn(folder: str, ranks: Sequence[int], column: str) -> Iterator[by
     """The bytes of all batches in the order of the data."""
     block = max(1 << 16, min(4 << 20, _BLOCKS // max(1, len(ranks))))
     root = open_root(folder)
-    parts = [_read_frames(root.open_file(_name_part(rank, column)), block) for rank in ranks]
+    parts = [_read_frames(root, _name_part(rank, column), block) for rank in ranks]
     for row in zip_longest(*parts):
         yield from (data for data in row if data is not None)
 
 
-def _read_frames(raw: io.RawIOBase, block: int) -> Iterator[bytes]:
-    with io.BufferedReader(raw, block) as file:
-        while head := file.read(_FRAME.size):
-            yield file.read(*_FRAME.unpack(head))
+def _read_frames(root: layout.Folder, name: str, block: int) -> Iterator[bytes]:
+    """The frames of a part. Its file is open only while a block is read: there can be more parts than a process may
+    open."""
+    held, offset = io.BytesIO(), 0
+
+    def take(size: int) -> bytes:
+        nonlocal held, offset
+        data = held.read(size)
+        if len(data) == size:
+            return data
+        with io.BufferedReader(root.open_file(name), block) as file:
+            file.seek(offset)
+            held = io.BytesIO(file.read(max(block, size - len(data))))
+        offset += len(held.getbuffer())
+        return data + held.read(size - len(data))
+
+    while head := take(_FRAME.size):
+        yield take(*_FRAME.unpack(head))

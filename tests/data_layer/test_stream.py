@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -187,6 +188,45 @@ def test_a_dataset_with_state_reads_nothing_again() -> None:
         assert again.describe_replay() == replay
         assert take(again, 1) == [[40, 41]]
         assert again.dataset.read == read
+
+
+@pytest.mark.parametrize(("extra", "why"), [(torch.zeros(2), "it contains a tensor"), ("x" * 2**20, "the limit is")])
+def test_a_state_that_no_checkpoint_can_hold_is_replayed_in_the_same_order(extra: Any, why: str) -> None:
+    class Heavy(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "extra": [extra]}
+
+    class Shards(Sharded):
+        def shard(self, num_shards: int, index: int) -> Stateful:
+            return Heavy(self.numbers[index::num_shards])
+
+    def load() -> StreamLoader:
+        loader = make(Shards(range(80), 4), 0, 1)
+        loader.load_state_dict({"lanes": 4, "turn": 0, "read": []})  # a run that began on four ranks
+        return loader
+
+    first, again = load(), load()
+    expected, seen = take(load(), 12), take(first, 5)
+    with pytest.warns(UserWarning, match=why):
+        state = first.state_dict()
+    again.load_state_dict(json.loads(json.dumps(state)))
+    told = again.describe_replay()
+    assert told
+    assert told.startswith("reading 10 samples of data.train (Shards) again, because the checkpoint does not contain")
+    assert seen + take(again, 7) == expected
+
+
+def test_the_next_lane_is_found_under_a_model_parallel_unit() -> None:
+    """There, a checkpoint has a state for each rank: two for each data-parallel one."""
+    loaders = [make(Sharded(range(64), 4), rank, 2, workers=0) for rank in (0, 1)]
+    for loader in loaders:  # a run that began on four ranks reads two lanes on each of two
+        loader.load_state_dicts([{"lanes": 4, "turn": 0, "read": []}] * 2)
+    for _ in range(3):
+        take(loaders[1], 1)
+    states = [each.state_dict() for each in (loaders[0], loaders[0], loaders[1], loaders[1])]
+    again = make(Sharded(range(64), 4), 1, 2, workers=0)
+    again.load_state_dicts(states)
+    assert take(again, 1) == take(loaders[1], 1)
 
 
 def test_a_checkpoint_without_a_position_is_continued_in_one_part() -> None:

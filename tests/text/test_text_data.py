@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsjob import storage
 from dsjob.errors import DataError, StorageError
-from dsjob.text import Mixture, Pad, Text
+from dsjob.text import Mixture, Pad, Text, records
 
 TEXTS = ["one", "two is\nlonger, with “quotes”", "drei", ""]
 
@@ -315,3 +315,15 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
             Text(path, **options)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="there is no file or folder at /nowhere"):
         Text("/nowhere/a.txt")
+
+
+@pytest.mark.parametrize(("name", "lines"), [("a.txt", True), ("a.txt", False), ("a.jsonl", True), ("a.csv", True)])
+def test_an_endless_line_is_an_error_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lines: bool
+) -> None:
+    monkeypatch.setattr(records, "_LONGEST", 1000)
+    first = {"a.txt": "one", "a.jsonl": '{"text": "one"}', "a.csv": "text"}[name]
+    (tmp_path / name).write_text(first + "\n" + "x" * 5000)
+    source = records.Source((str(tmp_path / name),), {"text": "text"}, lines)
+    with pytest.raises(DataError, match=rf"{name}:2 is longer than 1,000 bytes"):
+        list(source.read())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from dsjob.errors import ContractError
-from dsjob.training.prediction_files import _to_lines
+from dsjob.training.prediction_files import Part, _to_lines, merge
 
 
 def test_values_inside_lists_become_json() -> None:
@@ -26,3 +29,20 @@ def test_values_inside_lists_become_json() -> None:
 def test_a_value_that_json_does_not_have_is_named() -> None:
     with pytest.raises(ContractError, match=r"predict\.outputs\.raw: bytes cannot be written as JSON"):
         _to_lines({"raw": [b"x"]}, 1)
+
+
+def test_more_parts_are_merged_than_a_process_may_open(tmp_path: Path) -> None:
+    written = {}
+    for rank in range(60):
+        with Part(str(tmp_path), rank, "jsonl") as part:
+            for turn in range(2):
+                part.add({"value": [turn * 60 + rank]}, 1)
+        written[rank] = part.written
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+        assert merge(str(tmp_path / "all.jsonl"), str(tmp_path), written, "jsonl") == 120
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert rows == [{"index": index, "value": index} for index in range(120)]
