@@ -11,7 +11,7 @@ from ranks import run_ranks
 from small_jobs import list_steps, make_document, read_losses, run
 
 from dsjob.callbacks import EarlyStopping
-from dsjob.errors import ContractError, DsjobError
+from dsjob.errors import ContractError, DocumentError, DsjobError
 from dsjob.ranks.mesh import World
 
 
@@ -86,12 +86,19 @@ def test_more_patience_continues_the_run(tmp_path: Path) -> None:
 
 
 def test_an_unknown_metric_is_told_with_those_that_exist(tmp_path: Path) -> None:
+    callback = EarlyStopping(metric="eval/f1")  # from trainer.eval_step, whose names are known only now
     with pytest.raises(DsjobError, match="no metric eval/f1") as told:
-        run(stopping(tmp_path, metric="eval/f1"))
+        callback.on_eval(Seen(), {"eval/loss": 1.0})  # type: ignore[arg-type]
     assert told.value.hint == "available: eval/loss"
 
 
+def test_a_metric_that_is_not_declared_is_told_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError, match=r'callbacks\.early\.metric: unknown metric "eval/los"') as told:
+        run(stopping(tmp_path, metric="eval/los"))
+    assert told.value.problems[0].hint == 'did you mean "eval/loss"? available: eval/loss'
+
+
 def test_a_job_without_evaluations_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="needs evaluations"):
+    with pytest.raises(DocumentError, match=r"add data\.eval"):
         run(make_document(tmp_path, callbacks={"early": {"_target_": "dsjob.callbacks.EarlyStopping"}}))
     assert not read_losses(tmp_path)

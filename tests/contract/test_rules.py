@@ -50,6 +50,10 @@ def stops_on(name: str) -> dict[str, Any]:
     return {"callbacks": {"stop": {"_target_": "a.Stop", "monitor": name}}}
 
 
+def stops_early(**arguments: Any) -> dict[str, Any]:
+    return {"callbacks": {"stop": {"_target_": "dsjob.callbacks.EarlyStopping", **arguments}}}
+
+
 def accuracy(name: str) -> dict[str, Any]:
     return {"data": EVAL, "metrics": {name: {"_target_": "a.b"}}}
 
@@ -367,6 +371,13 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {**stops_on("eval/acc"), **accuracy("acc")},
     ),
     ("unknown-metric", stops_on("eval/loss"), "callbacks.stop.monitor", {**stops_on("eval/loss"), "data": EVAL}),
+    ("unknown-metric", stops_early(), "callbacks.stop", {**stops_early(), "data": EVAL}),
+    (
+        "unknown-metric",
+        {**stops_early(metric="acc"), **accuracy("acc")},
+        "callbacks.stop.metric",
+        {**stops_early(metric="eval/acc"), **accuracy("acc")},
+    ),
     ("cadence-beyond-end", {**course(max_steps=1e1), "checkpoint": {"every": 2e1}}, "checkpoint.every", {}),
     (
         "cadence-beyond-end",

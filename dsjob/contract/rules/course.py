@@ -13,6 +13,7 @@ from dsjob.contract.rules.table import Document, Finding, enter, read
 from dsjob.contract.secrets import describe_secret, find_secrets, is_argument, is_reference, list_texts, redact
 from dsjob.errors import Problem
 
+_EARLY_STOPPING = "dsjob.callbacks.EarlyStopping"
 _POLICIES = ("auto", "never", "required")
 
 
@@ -143,7 +144,16 @@ def _metric(document: Document) -> Iterator[Finding]:
     known = losses | {f"{prefix}/{name}" for prefix in prefixes for name in names}
     there = f"available: {', '.join(sorted(known))}" if known else "add data.eval"
     for name, callback in read(document, "callbacks", {}).items():
-        monitored = callback.get("monitor") if isinstance(callback, dict) else None
+        if not isinstance(callback, dict):
+            continue
+        if callback.get("_target_") == _EARLY_STOPPING and _trains(document):
+            followed = callback.get("metric", "eval/loss")
+            if isinstance(followed, str) and _leads_nowhere(followed, known, losses):
+                place = f"callbacks.{name}{'.metric' if 'metric' in callback else ''}"
+                near = difflib.get_close_matches(followed, sorted(known), n=1, cutoff=0.5)
+                meant = f'did you mean "{near[0]}"? ' if near else ""
+                yield place, f'unknown metric "{followed}"', f"{meant}{there}"
+        monitored = callback.get("monitor")
         if isinstance(monitored, str) and monitored.startswith("eval/") and _leads_nowhere(monitored, known, losses):
             yield f"callbacks.{name}.monitor", f'unknown metric "{monitored}"', there
     best = read(document, "checkpoint.best")
