@@ -129,6 +129,7 @@ def measure(rounds: int, warm_up: int, steps: int) -> list[tuple[float, float]]:
     world = join_world(device="auto")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.data_size))
     spec = make_spec(world.data_size, warm_up, steps)
+    assert spec.data.train is not None
     dataset = call_target(spec.data.train)
     found = []
     with tempfile.TemporaryDirectory() as folder:

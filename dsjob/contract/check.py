@@ -112,8 +112,9 @@ def _find_watchers(config: dict[str, Any]) -> list[Problem]:
     note = "a program logs its own metrics; a job has this as monitor.{}"
     monitors = ("tensorboard", "csv_monitor", "wandb", "comet")
     found = {key: note.format(key) for key in monitors if isinstance(config.get(key), dict)}
+    asked = deepspeed_keys.CALLBACKS
     measured = "a program measures itself; a job has this as the callback dsjob.callbacks.{}"
-    found |= {key: measured.format(name) for key, name in deepspeed_keys.CALLBACKS.items() if key in config}
+    found |= {key: measured.format(name) for key, name in asked.items() if isinstance(config.get(key), (bool, dict))}
     return [Problem("has no effect here", (k,), "no-effect", n, severity="warning") for k, n in found.items()]
 
 
@@ -125,7 +126,7 @@ def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:
         if problem.rule == "unknown-key":
             meant |= {*map(str, problem.path[-1:]), *re.findall(r"\w+", problem.hint.partition("available")[0])}
     meant &= {*contract.list_homes(contract.job_schema()), "_target_"}  # the other words of hints are English
-    missing = ("required", "no-end", "no-optimizer", "no-total-steps")
+    missing = ("required", "no-train-data", "no-end", "no-optimizer", "no-total-steps")
     return [p for p in problems if p.rule not in missing or not meant & {*re.findall(r"\w+", p.message), *p.path[-1:]}]
 
 

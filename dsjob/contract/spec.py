@@ -32,7 +32,7 @@ Sets = NewType("Sets", dict[str, Target])  # sets of data by name; a single set 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    train: Target
+    train: Target | None  # None only if the job does not train
     eval: Sets
     test: Sets
     loader: Target | None

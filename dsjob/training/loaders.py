@@ -45,6 +45,8 @@ def build_training_data(spec: JobSpec, world: World, collate: Collate, trust: Tr
     # With an mpu, ranks in the middle of a model may read nothing. They still take part in every collective.
     if not world.loads:
         return NoLoader()
+    if spec.data.train is None:
+        raise DataError("the job has no training data", hint="add data.train")
     data = _call_data(spec.data.train, ("train",), trust)
     given = [key for key in ("loader", "collate", "group_by_length") if getattr(spec.data, key) not in (None, False)]
     if is_loader(data) and given:

@@ -27,7 +27,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         models += [(name, "; ".join(text for _, text in described))] if spec.models else described
     rows: Rows = [
         *(models if spec.models else models[:1]),
-        ("data", f"{spec.data.train.path}, {f'{size:,} samples' if size else 'a stream'}"),
+        ("data", f"{spec.data.train.path if spec.data.train else ''}, {f'{size:,} samples' if size else 'a stream'}"),
         ("batch", batch),
         ("steps", _describe_length(run)),
         *([] if spec.models else models[1:]),

@@ -28,7 +28,13 @@ _MODEL: Path = ("model", "_target_")
 def is_worth_trying(spec: JobSpec) -> bool:
     """Whether the document says how its model is called or what its loss is, and dsjob makes these calls itself."""
     says = (spec.inputs, spec.targets, spec.outputs, spec.losses, spec.label_smoothing)
-    return any(says) and spec.model is not None and spec.trainer.step is None and spec.trainer.mpu is None
+    return (
+        any(says)
+        and spec.data.train is not None
+        and spec.model is not None
+        and spec.trainer.step is None
+        and spec.trainer.mpu is None
+    )
 
 
 def try_on_batch(spec: JobSpec, ranks: int, trust: Trust) -> list[Problem]:

@@ -66,6 +66,9 @@ def test_every_key_of_a_config_has_a_place_or_a_status_at_every_leaf() -> None:
 
 def test_a_key_is_mapped_where_it_has_another_name_in_the_job() -> None:
     for key, below in deepspeed_schema()["properties"].items():
+        if key in deepspeed_keys.CALLBACKS:
+            assert below["x-note"].startswith(f"callbacks, as dsjob.callbacks.{deepspeed_keys.CALLBACKS[key]}")
+            continue
         placed = deepspeed_keys.to_job({key: 1})
         assert (below.get("x-status") == "mapped") == (bool(placed) and key not in placed), key
         if below.get("x-status") == "mapped":

@@ -341,6 +341,7 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "checkpoint.load_best_at_end",
         {"checkpoint": {"load_best_at_end": True, "best": {"keep": 2}}, "data": EVAL},
     ),
+    ("no-train-data", {"data": {"eval": CALLED}}, "data", {"data": {"eval": CALLED}, "tasks": ["eval"]}),
     ("no-task-data", {"tasks": ["train", "eval"]}, "tasks", {"tasks": ["train", "eval"], "data": EVAL}),
     ("no-eval-data", course(eval_step=CALLED), "trainer.eval_step", {**course(eval_step=CALLED), "data": EVAL}),
     ("no-eval-data", course(eval_every=5), "trainer.eval_every", {**course(eval_every=5), "data": EVAL}),

@@ -47,6 +47,13 @@ def _end(document: Document) -> Iterator[Finding]:
         )
 
 
+@enter("no-train-data", whole=True)
+def _train_data(document: Document) -> Iterator[Finding]:
+    """Training needs data; the tasks eval and predict have data of their own."""
+    if _trains(document) and isinstance(document.get("data"), dict) and "train" not in document["data"]:
+        yield "data", "the required key train is missing", "only jobs with other tasks than train can do without it"
+
+
 @enter("no-optimizer", whole=True)
 def _optimizer(document: Document) -> Iterator[Finding]:
     """Training without an optimizer changes nothing."""
