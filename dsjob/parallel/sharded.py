@@ -105,14 +105,16 @@ class Sharded(Strategy):
         allow_partial_calls(model, shard(model, zero, precision, options))
         write_back(model, placed, HOST if keep_off else world.device)
         self.module = model
+        # Listed once: a walk over all modules takes as long as a step of a small one.
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if world.device.type == "cpu":
-            for unit in self._units():
+            for unit in self._units:
                 exchange_directly(unit)
         if zero.offload != "none":
             use_cores(world.device)
         self._set_masters(zero, precision, left)
         # Whether each parameter is trained, when its sharded and its gathered tensor last agreed on it.
-        known = (parameter for unit in self._units() for parameter in list_sharded(unit))
+        known = (parameter for unit in self._units for parameter in list_sharded(unit))
         self._trained = {parameter: bool(parameter.sharded_param.requires_grad) for parameter in known}
         self._all = dict(model.named_parameters())
         for parameter in self._all.values():
@@ -204,12 +206,12 @@ class Sharded(Strategy):
                 gathered.requires_grad_(not trained)
                 thawed = thawed or not trained
         if thawed:
-            for unit in self._units():
+            for unit in self._units:
                 look_again_at_dtypes(unit)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        waiting = [p for unit in self._units() for p in list_sharded(unit) if _own_gradient(p) is not None]
+        waiting = [p for unit in self._units for p in list_sharded(unit) if _own_gradient(p) is not None]
         for parameter in waiting:  # in the same order on every rank
             gradient = cast(Tensor, _own_gradient(parameter))
             # [whole shape] on each rank. Dividing before the sum keeps fp16 from overflowing in it.
@@ -233,7 +235,7 @@ class Sharded(Strategy):
     def own_gradient(self, name: str) -> Tensor | None:
         if name in self._unsharded.masters:
             return self._unsharded.own_gradient(name)
-        known = (p for unit in self._units() for p in list_sharded(unit) if name_of(p) == name)
+        known = (p for unit in self._units for p in list_sharded(unit) if name_of(p) == name)
         return next(map(_own_gradient, known), None)
 
     def finish_step(self) -> None:
@@ -251,7 +253,7 @@ class Sharded(Strategy):
         # Once for the tensors that the module shows at the moment, perhaps gathered ones; below, once more for the
         # shards, which it shows after `reshard`.
         super().drop_gradients()
-        for unit in self._units():
+        for unit in self._units:
             # Micro steps before the boundary may have left parameters gathered, and sums in a wider dtype beside them.
             for parameter in list_sharded(unit):
                 _drop_own_gradient(parameter)
@@ -272,14 +274,14 @@ class Sharded(Strategy):
         yield from super().shown()
         yield from self._all.items()
         # Also whole tensors that are freed at the moment: a program may have kept them.
-        for parameter in (parameter for unit in self._units() for parameter in list_sharded(unit)):
+        for parameter in (parameter for unit in self._units for parameter in list_sharded(unit)):
             name, gathered = name_of(parameter), find_gathered(parameter)
             if name is not None and gathered is not None:
                 yield name, gathered
 
     def free_gathered(self) -> None:
         self._follow_freezing()
-        for unit in self._units():
+        for unit in self._units:
             unit.reshard()
 
     def keep_gathered(self) -> None:
@@ -287,23 +289,20 @@ class Sharded(Strategy):
             return
         self._keeps_gathered = True
         begin_calls(cast(FSDPModule, self.module))
-        for unit in self._units():
+        for unit in self._units:
             keep_gathered_in_state_dict(unit)
             for owner in list_owners(unit):
                 owner.register_state_dict_pre_hook(lambda *_: self._free_unless_whole())  # type: ignore[no-untyped-call]
         self._gather()
 
     def _gather(self) -> None:
-        for unit in self._units():
+        for unit in self._units:
             unit.unshard()
 
     def _free_unless_whole(self) -> None:
         """Before `state_dict()`: between a backward pass and the step, some blocks may be gathered, and others not."""
-        if not all(map(is_gathered, self._units())):
+        if not all(map(is_gathered, self._units)):
             self.free_gathered()
-
-    def _units(self) -> list[FSDPModule]:
-        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def weights(self) -> dict[str, Tensor]:
         # Not from the module: after an evaluation, it may still have gathered parameters. These are always sharded.

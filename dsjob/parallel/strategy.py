@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from dsjob.compute.autocast import cast_operators, find_safe_modules, mark
@@ -143,8 +142,7 @@ class Strategy:
         `unite_norms` of these norms.
         """
         named = {name: p for name, p in self.masters.items() if p.grad is not None}
-        parameters = list(named.values())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in named.values() if p.grad is not None]
         # Without offloading, nothing here waits for the device: the norm and the factor for clipping stay tensors.
         norm = self._measure(named)
         norm = norm / scale if scale != 1.0 else norm
@@ -154,7 +152,7 @@ class Strategy:
             norm = norm / divisor.to(norm)
             _divide(gradients, divisor)
         if gradients and max_norm > 0:
-            clip_grads_with_norm_(parameters, max_norm, norm)
+            multiply(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return unite_norms(self.optimizer, norm, self.world.device)
 
     def _measure(self, named: Mapping[str, nn.Parameter]) -> Tensor:
@@ -240,11 +238,22 @@ class Strategy:
 
 def _divide(gradients: list[Tensor], divisor: Tensor) -> None:
     """Divides gradients in place by a scalar tensor, which may be on another device."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for own in map(local, gradients):
-        by_kind.setdefault((own.device, own.dtype), []).append(own)
-    for (device, dtype), owns in by_kind.items():
+    for (device, dtype), owns in _group(gradients).items():
         torch._foreach_div_(owns, divisor.to(device, dtype))
+
+
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiplies gradients in place by a scalar tensor, as torch's `clip_grads_with_norm_` does."""
+    for (device, _), owns in _group(gradients).items():
+        torch._foreach_mul_(owns, factor.to(device))
+
+
+def _group(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """This rank's parts of gradients, by device and dtype. Operations on DTensors would cost more time on the host."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for own in map(local, gradients):
+        groups.setdefault((own.device, own.dtype), []).append(own)
+    return groups
 
 
 @torch.no_grad()
