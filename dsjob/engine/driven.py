@@ -78,10 +78,12 @@ def build_engine(
 
     optimizer = make_optimizer(trainable)
     names = {id(parameter): name for name, parameter in trainable.items()}
+    # By name: DeepSpeed steps flat pieces in place of these parameters.
     grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     scheduler = None
     if spec.scheduler is not None:
         scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), optimizer, trust)
+    # DeepSpeed needs a process group, even on one rank.
     world.ensure_group()
     try:
         driven = deepspeed.initialize(
@@ -128,12 +130,14 @@ def write_config(document: Mapping[str, Any], spec: EngineSpec) -> dict[str, Any
     for key in _REMOVED:
         zero.pop(key, None)
     if zero.get("stage", 0):
+        # Without these, DeepSpeed refuses optimizers that are not its own.
         written["zero_allow_untested_optimizer"] = True
         written["zero_force_ds_cpu_optimizer"] = False
     return {
         **written,
         "train_micro_batch_size_per_gpu": spec.trainer.micro_batch,
         "gradient_accumulation_steps": spec.trainer.grad_accum,
+        # Never: DeepSpeed's progress lines would repeat the log records.
         "steps_per_print": 2**62,
     }
 
@@ -231,6 +235,7 @@ class DrivenEngine(Engine):
         """See Engine. Raises LossScaleError if DeepSpeed's loss scale is exhausted."""
         boundary: bool = self.driven.is_gradient_accumulation_boundary()
         if boundary:
+            # Before the step: afterwards, the schedule has changed the rates.
             self.last_lr = self.get_lr()
         self._last_norm = None
         try:
@@ -324,6 +329,7 @@ class DrivenEngine(Engine):
             device=self.world.device,
             pretrained=describe_pretrained(self.module),
         )
+        # Weak, because the copies are as large as the whole state: they are freed once the save or load is over.
         self._given = weakref.ref(state)
         return state
 
@@ -355,6 +361,7 @@ class _Driven(Strategy):
     def __init__(self, engine: DrivenEngine, world: World) -> None:
         self.world = world
         self.module = engine.driven.module
+        # DeepSpeed has its own; `DeepSpeedState` reads them.
         self.masters = {}
         self._engine = weakref.ref(engine)
 

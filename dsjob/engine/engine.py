@@ -71,6 +71,7 @@ class Engine(Saving):
         self.strategy, self.spec, self.world, self.precision = strategy, spec, world, precision
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.config = config or {}
+        # 1-bit optimizers decide before each step whether the strategy reduces gradients.
         strategy.optimizer = optimizer
         # Gradients are reduced to the mean over ranks. Multiplying by this factor gives their sum.
         strategy.gradient_factor = world.data_size if spec.gradient_allreduce_op == "sum" else 1
@@ -123,6 +124,7 @@ class Engine(Saving):
         accumulation = self.rhythm.accumulation if scale_wrt_gas else 1
         # Gradients are summed over micro steps, so dividing each loss gives the gradient of their mean.
         part = loss / accumulation if accumulation > 1 else loss
+        # Counted here, because the hooks that count the program's own passes are disabled below.
         self.rhythm.passes += 1
         with self.strategy.parts("backward"):
             # Disable the hooks on outputs: this loss is divided and scaled already.
@@ -146,6 +148,7 @@ class Engine(Saving):
         self._require_whole_step(micro_batches)
         count = len(micro_batches)
         together = [MicroBatch(*spread(batch), target=batch) for batch in micro_batches]
+        # Read now, because `step` may change it.
         scale = self.loss_scale()
         try:
             with drive():
@@ -217,6 +220,7 @@ class Engine(Saving):
                     self._take_step(lr_kwargs or {})
             skipped = None if self._update.pending else not self._update.applied
             self.rhythm.end_micro_step(stepped=boundary, skipped=skipped)
+            # With a loss scale, the scale's minimum ends such a run instead.
             if self._update.scaler is None:
                 self.rhythm.require_progress()
         finally:
@@ -229,6 +233,7 @@ class Engine(Saving):
         self._settle()
         self.strategy.reduce_gradients()
         self.strategy.finish_gradients()
+        # The rates of this step: at its end, the schedule changes them.
         self.last_lr = self.get_lr()
         # A plateau schedule steps with the metric of an evaluation instead (dsjob/training/loop.py).
         plateau = isinstance(self.lr_scheduler, ReduceLROnPlateau)
@@ -266,6 +271,8 @@ class Engine(Saving):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            # While `__init__` runs or a copy is built, there is no `strategy`, and this lookup would call itself for
+            # ever.
             if name.startswith("__") or "strategy" not in self.__dict__:
                 raise AttributeError(name)
             try:
