@@ -16,22 +16,30 @@ TINY = {
     "convert": "--gigabytes 0.01 --repeats 1 --folder FOLDER",
     "cpu_optimizers": "--rounds 1 --sizes 1000 --without-deepspeed",
     "engine": "--sizes tiny --worlds 2 --stages 0 --precisions fp32 --accumulations 1 --against hand --rounds 1",
-    "loop": "--ranks 1 --rounds 1 --steps 1 --warm-up 1",
+    "loop": "--ranks 2 --rounds 1 --steps 1 --warm-up 1",
     "memory": "--ranks 1 --smoke",
     "programs": "--smoke",
     "text": "--rounds 1 --steps 1",
     "validate": "--rounds 1",
 }
+# The ranks that a benchmark starts are forks, too.
+FORKED = """
+import functools, runpy, sys
+from torch import multiprocessing
+multiprocessing.spawn = functools.partial(multiprocessing.start_processes, start_method="fork")
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 FRESH = ("validate",)  # started as from a clone; the others are forks, which has no influence on whether they work
 ROWS = {"convert": "results", "memory": "rows"}  # the others: cells
 
 
 def run(name: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    module = f"benchmarks.{name}"
     if name in FRESH:
+        command = [sys.executable, "-m", module, *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     else:
-        done = run_program(command, cwd=ROOT, timeout=500)
+        done = run_program([sys.executable, "-c", FORKED, module, *arguments], cwd=ROOT, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
