@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 from job_documents import make_job, resolve
-from jobs import DSJOB, clean_env
 from jobs import dsjob as command
+from programs import DSJOB, run_program
 
 import dsjob
 from dsjob import errors
@@ -270,7 +269,7 @@ def test_ranks_tell_the_place() -> None:
 def test_ranks_of_torchrun_tell_the_place() -> None:
     place = write("hidden:", "hiden:", "hiden")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", DSJOB, "cfg.yaml"]
-    done = subprocess.run(torchrun, env=clean_env(), text=True, capture_output=True, timeout=120, check=False)
+    done = run_program(torchrun, cwd=Path.cwd())
     said = f'{place}error[target]: model.hiden: places_module.Net has no argument "hiden" (rank '
     assert said in done.stderr  # torchrun may end the second rank before it says so as well
 
