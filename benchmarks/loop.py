@@ -39,6 +39,8 @@ from dsjob.training.objective import Objective
 from dsjob.training.passed import Passed
 from dsjob.training.run import Run
 from dsjob.training.steps import make_micro_step
+from dsjob.training.trainer import Parts, Trainer
+from dsjob.trust.grant import Trust
 from dsjob.trust.targets import call_target
 
 
@@ -84,6 +86,7 @@ def run_dsjob(spec: JobSpec, world: World, dataset: Any, folder: str) -> float:
         loader=load_training(dataset, micro_batch=spec.trainer.micro_batch, world=world, seed=0),
         max_steps=spec.trainer.max_steps or 0,
         passed=Passed(spec),
+        parts=Parts(Trainer(), spec, Trust()),
         checkpointer=Checkpointer(folder, world=world),
         callbacks=[clock],
         say=lambda title, text: None,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dsjob.monitors.monitor import Series as Series
     from dsjob.ranks.mpu import ModelParallelUnit as ModelParallelUnit
     from dsjob.ranks.rendezvous import init_distributed as init_distributed
+    from dsjob.training.trainer import Trainer as Trainer
 
     __version__: str
 
@@ -55,6 +56,7 @@ _HOMES = {
     "RunInfo": "dsjob.front.runs",
     "RunView": "dsjob.callbacks.callback",
     "Series": "dsjob.monitors.monitor",
+    "Trainer": "dsjob.training.trainer",
     "add_config_arguments": "dsjob.engine.build",
     "convert": "dsjob.front.weights",
     "evaluate": "dsjob.front.tasks",
@@ -81,6 +83,7 @@ __all__ = [
     "RunInfo",
     "RunView",
     "Series",
+    "Trainer",
     "__version__",
     "add_config_arguments",
     "checkpointing",

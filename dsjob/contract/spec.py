@@ -67,7 +67,9 @@ class Trainer:
     eval_every: Length
     eval_batches: int | None
     eval_micro_batch: int | None
+    parts: Target | None
     step: Target | None
+    disable_auto_grad_accumulation: bool
     eval_step: Target | None
     mpu: Target | None
     model_parallel_size: int

@@ -39,6 +39,7 @@ from dsjob.trust.grant import Trust
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], Optimizer]
+CreateOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizer]  # over parameters by name
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 E = TypeVar("E", bound=Engine)
 
@@ -181,9 +182,11 @@ def build_engine(
     lr_scheduler: LRScheduler | MakeScheduler | None = None,
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     config: Mapping[str, Any] | None = None,
+    create: CreateOptimizer | None = None,
 ) -> E:
     """Builds an engine of class `kind` from `spec`: spreads the model, then builds the optimizer and the schedule.
 
+    create: builds the optimizer over the masters by name, instead of `spec.optimizer`.
     config: the whole DeepSpeed config, for keys that are not in `spec`.
     """
     # The order matters: sharding replaces parameters, so everything that refers to the original ones is stored by name
@@ -205,6 +208,8 @@ def build_engine(
         built = _move_optimizer(optimizer, names, masters)
     elif optimizer is not None:
         built = optimizer(over)
+    elif create is not None and spec.optimizer is not None:
+        built = create(masters)
     elif spec.optimizer is not None:
         # The masters are new objects under FSDP2 and with offloading, so `names` does not know their ids.
         called = {id(master): name for name, master in masters.items()}
@@ -212,15 +217,7 @@ def build_engine(
     if built is not None:
         choose_kernels(built, masters.values(), spec.ops.cpu_optimizers, strategy.world)
     require_data_parallel(built, world)
-    scheduler: LRScheduler | None = None
-    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
-        if built is None:
-            raise UsageError("lr_scheduler needs an optimizer: pass one, or name one in the config")
-        scheduler = lr_scheduler(built)
-    elif lr_scheduler is not None:
-        scheduler = lr_scheduler  # type: ignore[assignment]
-    elif spec.scheduler is not None and built is not None:
-        scheduler = build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built, trust)
+    scheduler = _make_scheduler(lr_scheduler, spec, built, trust)
     return kind(
         strategy,
         spec=spec,
@@ -237,6 +234,20 @@ def _mark_leaves(model: nn.Module, spec: EngineSpec, world: World) -> None:
     if missing and world.everyone.rank == 0:
         message = f"zero_optimization.leaf_module names modules that the model does not have: {', '.join(missing)}"
         warnings.warn(message, ConfigWarning, stacklevel=4)
+
+
+def _make_scheduler(
+    given: LRScheduler | MakeScheduler | None, spec: EngineSpec, built: Optimizer | None, trust: Trust
+) -> LRScheduler | None:
+    if callable(given) and not hasattr(given, "step"):
+        if built is None:
+            raise UsageError("lr_scheduler needs an optimizer: pass one, or name one in the config")
+        return given(built)
+    if given is not None:
+        return given  # type: ignore[return-value]
+    if spec.scheduler is not None and built is not None:
+        return build_scheduler(settle_length(spec.scheduler, spec.trainer.max_steps), built, trust)
+    return None
 
 
 def _name_groups(parameters: Parameters | None, names: Mapping[int, str]) -> list[dict[str, Any]] | None:

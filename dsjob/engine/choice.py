@@ -9,14 +9,26 @@ from __future__ import annotations
 from torch import nn
 
 from dsjob.contract.resolved import ResolvedModel
-from dsjob.engine.build import build_engine
+from dsjob.engine.build import CreateOptimizer, MakeScheduler, build_engine
 from dsjob.engine.engine import Engine
+from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
 from dsjob.trust.grant import Trust
 
+_OWN = "set engine: dsjob, or remove create_optimizer and create_scheduler from the class of trainer.parts"
 
-def build_job_engine(model: nn.Module, job: ResolvedModel, world: World, *, trust: Trust) -> Engine:
-    """Builds the engine for one model of a job.
+
+def build_job_engine(
+    model: nn.Module,
+    job: ResolvedModel,
+    world: World,
+    *,
+    trust: Trust,
+    create: CreateOptimizer | None = None,
+    schedule: MakeScheduler | None = None,
+) -> Engine:
+    """Builds the engine for one model of a job. create, schedule: build its optimizer and its schedule, instead of the
+    document.
 
     Raises UsageError if the job asks for DeepSpeed, and it is not installed or refuses the job.
     """
@@ -24,5 +36,9 @@ def build_job_engine(model: nn.Module, job: ResolvedModel, world: World, *, trus
     if spec.driven:
         from dsjob.engine import driven  # its imports are slow, and few jobs need them
 
+        if create is not None or schedule is not None:
+            raise UsageError("engine: deepspeed builds the optimizer and the schedule of the document", hint=_OWN)
         return driven.build_engine(model, spec, world, trust=trust, config=config, document=job.sections)
-    return build_engine(model, spec, world, kind=Engine, trust=trust, config=config)
+    return build_engine(
+        model, spec, world, kind=Engine, trust=trust, config=config, create=create, lr_scheduler=schedule
+    )

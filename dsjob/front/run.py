@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dsjob.contract.environment import watch_output
 from dsjob.document.sizes import read_nproc
@@ -20,6 +20,9 @@ from dsjob.launch import launcher
 from dsjob.run_folder import METRICS_NAME
 from dsjob.trust.frames import TRACEBACK_HINT
 from dsjob.trust.user import grant
+
+if TYPE_CHECKING:
+    from dsjob.training.trainer import Trainer
 
 _running = threading.Lock()
 
@@ -55,6 +58,7 @@ def run(
     trust_remote_code: bool = False,
     unpinned: bool = False,
     smoke: bool = False,
+    trainer: type[Trainer] | None = None,
 ) -> Result:
     """Trains a job to its last step, like the command `dsjob run`, and shows its progress.
 
@@ -65,6 +69,8 @@ def run(
     trust, trust_remote_code, unpinned: as the flags of the command. A dict may name modules in the current folder
     and in the folder of the program.
     smoke: first try a few steps, an evaluation, a save, a resume and a conversion in a temporary folder.
+    trainer: a class derived from dsjob.Trainer, whose methods replace parts of the job (`trainer.parts`).
+    It must be importable, so it cannot be in the program itself. Its module is trusted.
 
     With one rank the job runs in this process, on this thread. With several (`launch.nproc=2`) it runs in child
     processes, which never import `__main__`. Afterwards the state of this process is restored: signal handlers,
@@ -74,6 +80,9 @@ def run(
     DsjobError for failures at run time, Preempted or Interrupted if a signal ended the run, and any exception of the
     job's own code.
     """
+    if trainer is not None:
+        path = _name_class(trainer)
+        overrides, trust = [*overrides, f"++trainer.parts._target_={path}"], [*trust, path]
     flags = make_flags(trust, trust_remote_code, unpinned)
     with one_at_a_time(), allowing(flags), watch_output(), telling_places():
         source = read_given(document, recipe, overrides)
@@ -84,6 +93,20 @@ def run(
         with keeping_process(torch=here), naming_no_flags(here):
             result = run_composed(composed, grant(source.file, flags), debug=False, smoke="first" if smoke else "")
     return _make_result(result)
+
+
+def _name_class(trainer: object) -> str:
+    """The dotted path of a Trainer class. Raises UsageError if ranks cannot import it."""
+    bases = getattr(trainer, "__mro__", ())
+    if not isinstance(trainer, type) or not any(base.__module__ == "dsjob.training.trainer" for base in bases):
+        found = trainer.__name__ if isinstance(trainer, type) else f"a {type(trainer).__name__}"
+        message = f"trainer is {found}, not a class derived from dsjob.Trainer"
+        raise UsageError(message, hint="pass the class itself: trainer=MyTrainer")
+    if "<locals>" in trainer.__qualname__ or trainer.__module__ == "__main__":
+        where = "in the program itself" if trainer.__module__ == "__main__" else "inside a function"
+        message = f"{trainer.__name__} is defined {where}, where ranks cannot import it"
+        raise UsageError(message, hint="define it at the top level of a module, and import it from there")
+    return f"{trainer.__module__}.{trainer.__qualname__}"
 
 
 @contextmanager

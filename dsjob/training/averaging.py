@@ -184,6 +184,10 @@ class Part:
         """See `Step.weigh`."""
         return self.step.weigh(losses, self._targets)
 
+    def weigh_mean(self, loss: Tensor) -> Tensor:
+        """`weigh` for the only loss, the mean over the targets of the micro batch."""
+        return self.weigh([Loss(loss.reshape(()))])[0]
+
 
 def _mask(loss: Tensor, count: Count) -> Tensor:
     """The loss; zero, still part of the graph, for a micro batch without targets, whose mean is NaN."""

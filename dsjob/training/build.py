@@ -26,7 +26,8 @@ from dsjob.checkpoint.root.retention import Best, Retention
 from dsjob.contract.models import is_trainable
 from dsjob.contract.paths import Path
 from dsjob.contract.resolved import ResolvedJob, ResolvedModel
-from dsjob.contract.spec import Checkpoint, JobSpec, Target, Trainer
+from dsjob.contract.spec import Checkpoint, JobSpec, Target
+from dsjob.contract.spec import Trainer as Lengths
 from dsjob.engine.choice import build_job_engine
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, DataError
@@ -45,6 +46,7 @@ from dsjob.training.metrics import Measure, Measures, make_measure
 from dsjob.training.objective import Objective, build_objective
 from dsjob.training.passed import NEVER
 from dsjob.training.steps import MicroStep, UserStep, make_micro_step
+from dsjob.training.trainer import METHODS, UNUSED, Parts, Trainer
 from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
 from dsjob.trust.targets import (
@@ -122,19 +124,24 @@ def build_engines(
     trust: Trust,
     *,
     steps: int | None = None,
+    parts: Parts | None = None,
 ) -> Engines:
     """Builds an engine around each model, moves the models to the device and shards them. A collective.
 
     `steps`: optimizer steps of the whole run, which set the length of schedules; None builds engines that do not
     train: dsjob's own engines without optimizer and schedule. Raises UsageError, TargetError, and ContractError for a
     model without anything to train.
+
+    parts: builds optimizers and schedules, if its class replaces these methods.
     """
     engines = {}
     for name, model in models.items():
         if steps is not None and is_trainable(job.document, name):
             _require_parameters(model, ("models", name, "model") if job.spec.models else ("model",))
         with placing_section(job.document, name):
-            engines[name] = build_job_engine(model, _settle(job.models[name], steps), world, trust=trust)
+            settled = _settle(job.models[name], steps)
+            own = parts.build_methods(settled.spec, steps) if parts is not None and steps is not None else {}
+            engines[name] = build_job_engine(model, settled, world, trust=trust, **own)
     return Engines(engines)
 
 
@@ -159,7 +166,7 @@ def _settle(model: ResolvedModel, steps: int | None) -> ResolvedModel:
     return dataclasses.replace(model, spec=spec)
 
 
-def count_steps(trainer: Trainer, samples: int | None) -> int:
+def count_steps(trainer: Lengths, samples: int | None) -> int:
     """Optimizer steps of the run; NEVER if only tokens or time limit it. `samples`: length of the dataset, None for a
     stream.
 
@@ -220,13 +227,40 @@ def build_averaging(spec: JobSpec, engines: Engines, objective: Objective) -> Av
     return Averaging(engines.first.world, by_targets=by_targets, objective=objective)
 
 
-def build_micro_step(spec: JobSpec, objective: Objective, measures: Measures, trust: Trust) -> MicroStep:
-    """The training step for one micro batch: `trainer.step`, or the forward pass and loss of `objective`.
+def build_parts(spec: JobSpec, trust: Trust) -> Parts:
+    """The methods of `trainer.parts`, or of a Trainer without parts of its own.
+
+    Raises ContractError if it is not a Trainer, or has a method of HF's Trainer that is never called; TargetError.
+    """
+    target, where = spec.trainer.parts, ("trainer", "parts")
+    if target is None:
+        return Parts(Trainer(), spec, trust)
+    parts = Parts(build_instance(target, Trainer, "a dsjob.Trainer", trust, where), spec, trust)
+    steps = {"training_step": spec.trainer.step, "prediction_step": spec.trainer.eval_step}
+    problems = [f"has {name}, which is never called" for name in UNUSED if hasattr(parts.trainer, name)]
+    problems += [
+        f"has {name}, but trainer.{key} is set, which is called instead"
+        for (name, step), key in zip(steps.items(), ("step", "eval_step"), strict=True)
+        if step is not None and parts.overrides(name)
+    ]
+    if problems:
+        error = ContractError(f"{target.path} {problems[0]}", hint=f"methods: {', '.join(METHODS)}")
+        error.put_at((*where, "_target_"))
+        raise error
+    return parts
+
+
+def build_micro_step(
+    spec: JobSpec, objective: Objective, measures: Measures, trust: Trust, parts: Parts | None = None
+) -> MicroStep:
+    """The training step for one micro batch: `trainer.step`, or the training_step of `parts` if its class replaces
+    it, or the forward pass and loss of `objective`.
 
     Raises TargetError.
     """
     step = build_callable(spec.trainer.step, "trainer.step", trust) if spec.trainer.step else None
-    return make_micro_step(step, objective, measures, _list_taken(spec))
+    method = parts.run_training_step if parts is not None and parts.overrides("training_step") else None
+    return make_micro_step(step, objective, measures, _list_taken(spec), method)
 
 
 def build_eval_step(spec: JobSpec, trust: Trust) -> UserStep | None:

@@ -108,9 +108,9 @@ class Evaluator:
         """The buffers of all models, which a forward pass may change."""
         return [buffer for each in self.engines.values() for buffer in each.module.buffers()]
 
-    def rehearse(self, say: Callable[[str, str], None]) -> None:
+    def rehearse(self, say: Callable[[str, str], None], *, adds: bool = False) -> None:
         """Evaluates one batch of each set and discards the result, so that mistakes in metrics show before the first
-        step.
+        step. adds: a Trainer adds metrics, which are not known yet.
 
         Restores random generators, buffers and metrics afterwards. Does nothing if data can be read only once. say:
         shows a title and a text to the user. Raises the errors of an evaluation, ContractError.
@@ -120,16 +120,16 @@ class Evaluator:
         if share(int(any(isinstance(data, Iterator) for data in self.sets.values())), engine.world):
             return
         with keep_rng(engine.device):
-            self._rehearse(say)
+            self._rehearse(say, adds)
 
-    def _rehearse(self, say: Callable[[str, str], None]) -> None:
+    def _rehearse(self, say: Callable[[str, str], None], adds: bool) -> None:
         buffers = self.list_buffers()
         before = [buffer.clone() for buffer in buffers]
         trainer = dataclasses.replace(self.spec.trainer, eval_batches=1)
         measures = self.measures.copy()
         once = dataclasses.replace(self, spec=dataclasses.replace(self.spec, trainer=trainer), measures=measures)
         results: dict[str, float] = {}
-        complete = len(measures) == len(self.measures)  # otherwise, some metric cannot be copied
+        complete = len(measures) == len(self.measures) and not adds  # otherwise, some metric cannot be copied
         for prefix in self.sets:
             results |= once._measure(prefix)
             try:
@@ -205,8 +205,7 @@ class Evaluator:
             if samples:
                 self.measures.feed(given, batch, None, samples)
             return {name: (scalars[name], samples) for name in sorted(scalars)}
-        outputs = self.objective.call(engine, batch)
-        losses = self.objective.find(outputs, batch)
+        outputs, losses, batch = self.objective.evaluate(engine, batch)
         means = [loss.mean for loss in losses]
         if samples:
             self.measures.feed(outputs, batch, self.objective.add(means), samples, self.objective)

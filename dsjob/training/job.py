@@ -146,15 +146,16 @@ def _prepare(
     models = build.build_models(job, trust)
     collate = build_collate(spec, trust)
     # Data before engines: the length of an epoch sets the length of schedules.
-    loader = build_training_data(spec, world, collate, trust)
+    parts = build.build_parts(spec, trust)
+    loader = build_training_data(spec, world, collate, trust, parts.trainer.get_train_dataloader)
     share_samples(loader, world)
-    sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec))
+    sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec), read=parts.read_set)
     if note := note_few_samples(loader.samples_per_epoch, spec.trainer.train_batch):
         display.say("note", note)
     require_samples(spec, loader.samples_per_epoch)
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
     passed = Passed(spec, loader.samples_per_epoch)
-    engines = build.build_engines(models, job, world, trust, steps=steps)
+    engines = build.build_engines(models, job, world, trust, steps=steps, parts=parts)
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on
     objective = build_objective(spec, engines.first.module, world.device, trust)
     callbacks = build.build_callbacks(spec, trust)
@@ -164,11 +165,12 @@ def _prepare(
     counted = {"tokens_and_time": passed} if passed.is_needed else {}
     named = {"callbacks": callbacks, "metrics": eval_metrics, "training_metrics": metrics, "data": stateful}
     kept = Kept(display.say, **named, passed=counted)
-    micro_step = build.build_micro_step(spec, objective, measures, trust)
+    objective = parts.bind(engines, objective, measures)
+    micro_step = build.build_micro_step(spec, objective, measures, trust, parts)
     given: dict[str, Any] = {"collate": collate, "objective": objective, "measures": eval_measures}
     evaluated = choose_sets(spec, sets, "eval")
     evaluator = build.build_evaluator(spec, engines, evaluated, trust, **given) if evaluated else None
-    tasks = build_tasks(spec, engines, sets, trust, run_dir, **given)
+    tasks = build_tasks(spec, engines, sets, trust, run_dir, parts=parts, **given)
     requests = Requests()
     run = Run(
         spec=spec,
@@ -176,6 +178,7 @@ def _prepare(
         loader=loader,
         max_steps=steps,
         passed=passed,
+        parts=parts,
         checkpointer=build.build_checkpointer(job, run_dir, world, kept),
         occasions=_watch_occasions(spec, run_dir, world, requests, passed),
         requests=requests,

@@ -29,6 +29,13 @@ def build_collate(spec: JobSpec, trust: Trust) -> Collate:
     return build_callable(spec.data.collate, "data.collate", trust) if spec.data.collate else None
 
 
+def call_training_data(spec: JobSpec, trust: Trust) -> Any:
+    """What `data.train` returns. Raises DataError."""
+    if spec.data.train is None:
+        raise DataError("the job has no training data", hint="add data.train")
+    return call_data(spec.data.train, ("train",), trust)
+
+
 @contextmanager
 def _placing_data(*key: str) -> Iterator[None]:
     """Says of a DataError that it is about the target `data.key`, unless it says more itself."""
@@ -40,14 +47,17 @@ def _placing_data(*key: str) -> Iterator[None]:
 
 
 @_placing_data("train")
-def build_training_data(spec: JobSpec, world: World, collate: Collate, trust: Trust) -> Loader:
-    """The training loader of this rank. Raises DataError, also for errors in the user's code."""
+def build_training_data(
+    spec: JobSpec, world: World, collate: Collate, trust: Trust, read: Callable[[], Any] | None = None
+) -> Loader:
+    """The training loader of this rank. read: returns the data instead of the target `data.train`.
+
+    Raises DataError, also for errors in the user's code.
+    """
     # With an mpu, ranks in the middle of a model may read nothing. They still take part in every collective.
     if not world.loads:
         return NoLoader()
-    if spec.data.train is None:
-        raise DataError("the job has no training data", hint="add data.train")
-    data = _call_data(spec.data.train, ("train",), trust)
+    data = read() if read is not None else call_training_data(spec, trust)
     given = [key for key in ("loader", "collate", "group_by_length") if getattr(spec.data, key) not in (None, False)]
     if is_loader(data) and given:
         raise DataError(
@@ -72,28 +82,35 @@ def build_training_data(spec: JobSpec, world: World, collate: Collate, trust: Tr
 
 
 def build_evaluation_sets(
-    spec: JobSpec, world: World, collate: Collate, trust: Trust, *roles: Literal["eval", "test"]
+    spec: JobSpec,
+    world: World,
+    collate: Collate,
+    trust: Trust,
+    *roles: Literal["eval", "test"],
+    read: Callable[[str, str], Any] | None = None,
 ) -> dict[str, Any]:
     """The sets of these `roles` by the prefix of their metrics (see Data.list_sets). Each is a dataset or a
     LoaderEvaluation, or None if this rank reads no data.
 
-    A collective. Raises the same errors as `build_training_data`.
+    read: returns the data of a role and the name of a set, instead of its target. A collective. Raises the same errors
+    as `build_training_data`.
     """
     sets = {}
     for prefix, target in spec.data.list_sets(*roles).items():
         key = prefix.split("/")
         with _placing_data(*key):
-            sets[prefix] = _build_evaluation_set(spec, world, collate, trust, tuple(key), target)
+            if world.loads:
+                data = read(key[0], key[-1] if key[1:] else "") if read else call_data(target, tuple(key), trust)
+                sets[prefix] = _build_evaluation_set(spec, world, collate, trust, tuple(key), data)
+            else:
+                sets[prefix] = None
     return sets
 
 
 def _build_evaluation_set(
-    spec: JobSpec, world: World, collate: Collate, trust: Trust, key: tuple[str, ...], target: Target
+    spec: JobSpec, world: World, collate: Collate, trust: Trust, key: tuple[str, ...], data: Any
 ) -> Any:
-    if not world.loads:
-        return None
     name, seed = ".".join(("data", *key)), spec.trainer.seed
-    data = _call_data(target, key, trust)
     if is_loader(data):  # data.train may still be a dataset, which then uses data.loader and data.collate
         return LoaderEvaluation(data, world=world, seed=seed, name=name)
     if spec.data.loader:
@@ -105,7 +122,7 @@ def _build_evaluation_set(
     return data
 
 
-def _call_data(target: Target, key: tuple[str, ...], trust: Trust) -> Any:
+def call_data(target: Target, key: tuple[str, ...], trust: Trust) -> Any:
     """Calls a target of the data section. Turns errors of the user's code into DataError."""
     try:
         return call_target(target, trust=trust, where=("data", *key))

@@ -20,6 +20,7 @@ from dsjob.data.batches import count_elements, is_tokens
 from dsjob.errors import ContractError
 from dsjob.ranks import patience
 from dsjob.ranks.watchdog import position
+from dsjob.training.averaging import Part, Step
 from dsjob.training.due import Due, evaluates_after
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.occasions import Occasions
@@ -83,9 +84,11 @@ def evaluate(run: Run) -> None:
 def _evaluate(run: Run, evaluator: Evaluator) -> None:
     run.requests.evaluates = False
     run.tell("on_eval_start")
-    found = evaluator.evaluate()
+    found = run.parts.run_evaluation(evaluator)
     for each in run.engines.values():
         if isinstance(each.lr_scheduler, ReduceLROnPlateau):
+            if evaluator.followed not in found:
+                raise ContractError(f"ReduceLROnPlateau requires {evaluator.followed}, which evaluate did not return")
             each.lr_scheduler.step(found[evaluator.followed])
     run.progress.last_evaluation, run.progress.evaluated_at = found, run.step
     run.tell("on_eval", found)
@@ -105,7 +108,7 @@ def _begin(run: Run) -> None:
     elif run.step and evaluates_after(run) and lacks_metrics(run):
         _make_up(run)  # the previous run ended after the save and before the evaluation of this step
     elif run.evaluator is not None:
-        run.evaluator.rehearse(run.say)
+        run.evaluator.rehearse(run.say, adds=run.parts.overrides("evaluate"))
     run.engines.train()
     run.measures.start()
 
@@ -181,39 +184,49 @@ def _hear_callbacks(run: Run, occasions: Occasions, due: Due) -> None:
 def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
     """Takes one optimizer step and adds its scalars, means over this rank's micro batches, to the meter."""
     engine, before = run.engine, run.step
-    micro_steps = engine.rhythm.accumulation
+    calls, tokens = engine.rhythm.accumulation, [0]
     sums: dict[str, Tensor] = {}
-    tokens = 0
-    for given, part in engine.strategy.parts.reading(run.averaging.read(batches, micro_steps)):
-        # Labels were counted on the host before this copy.
-        with engine.strategy.parts("data"):
-            batch = to_device(given, engine.device)
-        position.micro_steps += 1
+    delivered: Iterator[tuple[Any, Part]] = _deliver(run, batches, calls, tokens)
+    if run.spec.trainer.disable_auto_grad_accumulation:  # one call, which takes the batches itself
+        delivered, calls = iter([((batch for batch, _ in delivered), Part(Step(engine.world, 1)))]), 1
+    for batch, part in delivered:
         scalars = run.micro_step(run.engines, batch, part)
-        if run.spec.trainer.step is not None:
+        if run.spec.trainer.step is not None or run.parts.overrides("training_step"):
             scalars = meter.names.require(scalars, engine.world)
         for name, value in scalars.items():
             # Sums stay on the device: reading one here would make the host wait in every step.
             sums[name] = sums[name] + value if name in sums else value
-        tokens += count_elements(batch) if is_tokens(batch) else 0
-    meter.tokens += tokens
-    run.passed.count_tokens(tokens, engine.world)
+    meter.tokens += tokens[0]
+    run.passed.count_tokens(tokens[0], engine.world)
     if run.spec.trainer.step is not None:
-        _require_step(run, before, micro_steps)
+        _require_step(run, before, calls)
     note_skipped(run, meter)
     for name, total in sums.items():
-        mean = total / micro_steps if micro_steps > 1 else total
+        mean = total / calls if calls > 1 else total
         meter.scalars.setdefault(name, []).append(part.step.finish(mean) if name == "loss" else mean)
 
 
-def _require_step(run: Run, before: int, micro_steps: int) -> None:
+def _deliver(run: Run, batches: Iterator[Any], count: int, tokens: list[int]) -> Iterator[tuple[Any, Part]]:
+    """The micro batches of a step on the device. Adds their tokens to the only element of `tokens`."""
+    timer = run.engine.strategy.parts
+    for given, part in timer.reading(run.averaging.read(batches, count)):
+        # Labels were counted on the host before this copy.
+        with timer("data"):
+            batch = to_device(given, run.engine.device)
+        position.micro_steps += 1
+        tokens[0] += count_elements(batch) if is_tokens(batch) else 0
+        yield batch, part
+
+
+def _require_step(run: Run, before: int, calls: int) -> None:
     """Raises ContractError unless trainer.step took exactly one step of the first engine, and left no other engine in
     the middle of gradient accumulation."""
     advice = "call engine.backward(loss) and engine.step() of each engine in every call"
     if run.step != before + 1:
         first, steps = next(iter(run.engines)), run.step - before
+        times = f"{calls} time{'s' * (calls > 1)}"
         raise ContractError(
-            f"trainer.step was called {micro_steps} times, and the first model, {first}, took {steps} steps, not 1",
+            f"trainer.step was called {times}, and the first model, {first}, took {steps} steps, not 1",
             hint="list first the model that steps once per call" if steps > 1 else advice,
         )
     for name, engine in run.engines.items():

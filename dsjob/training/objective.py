@@ -63,7 +63,8 @@ class Objective:
     whole batch and returns its loss.
 
     terms: the losses; empty if the model returns its loss. shifts: whether the model shifts labels by one.
-    makes_inputs: whether the model makes the inputs of its decoder from the targets.
+    makes_inputs: whether the model makes the inputs of its decoder from the targets. own_loss, own_prediction: the
+    methods compute_loss and prediction_step of a Trainer that replaces them.
     """
 
     inputs: Selection | None = None
@@ -72,6 +73,8 @@ class Objective:
     terms: Sequence[Term] = ()
     shifts: bool = False
     makes_inputs: bool = False
+    own_loss: Callable[..., Any] | None = None
+    own_prediction: Callable[..., Any] | None = None
     _withheld: set[Any] = field(init=False)  # keys of the batch that the model does not receive
 
     def __post_init__(self) -> None:
@@ -115,6 +118,48 @@ class Objective:
             return {"logits": find_predictions(outputs)}
         return self.outputs.name(outputs)
 
+    @property
+    def losses(self) -> Sequence[Term]:
+        """The losses of the document that are in use."""
+        return () if self.own_loss is not None else self.terms
+
+    def compute(self, model: Callable[..., Any], batch: Any) -> tuple[Any, list[Loss]]:
+        """The model's output for a batch, and the losses. Raises the errors of `call` and `find`."""
+        if self.own_loss is None:
+            outputs = self.call(model, batch)
+            return outputs, self.find(outputs, batch)
+        given = self.own_loss(model, copy_batch(batch), return_outputs=True)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise ContractError(
+                f"compute_loss returned {type(given).__name__} with return_outputs=True",
+                hint="end it with: return (loss, outputs) if return_outputs else loss",
+            )
+        return given[1], [read_loss(given[0], self.own_loss)]
+
+    def evaluate(self, model: Callable[..., Any], batch: Any) -> tuple[Any, list[Loss], Any]:
+        """In evaluation: the model's output, the losses, and the batch, with the labels that a prediction_step of the
+        user's returned."""
+        if self.own_prediction is None:
+            return (*self.compute(model, batch), batch)
+        loss, outputs, labels = self._predict_own(model, batch)
+        if loss is None:
+            raise ContractError(
+                "prediction_step returned no loss in an evaluation", hint="return (loss, logits, labels)"
+            )
+        return outputs, [read_loss(loss, self.own_prediction)], _add_labels(batch, labels)
+
+    def answer(self, model: Callable[..., Any], batch: Any) -> Any:
+        """The model's output in prediction, for which the batch needs no targets."""
+        return self.call(model, batch) if self.own_prediction is None else self._predict_own(model, batch)[1]
+
+    def _predict_own(self, model: Callable[..., Any], batch: Any) -> tuple[Any, Any, Any]:
+        assert self.own_prediction is not None
+        given = self.own_prediction(model, copy_batch(batch))
+        if not isinstance(given, tuple) or len(given) != 3:
+            found = f"{type(given).__name__}{f' of {len(given)}' if isinstance(given, tuple) else ''}"
+            raise ContractError(f"prediction_step returned {found}", hint="return (loss, logits, labels)")
+        return given[0], {"logits": given[1]} if isinstance(given[1], Tensor) else given[1], given[2]
+
     def find(self, outputs: Any, batch: Any) -> list[Loss]:
         """The losses of a micro batch, one for each term; a single one if the model returns its loss.
 
@@ -144,7 +189,7 @@ class Objective:
 
     def count(self, batch: Any) -> list[Count] | None:
         """The number of targets of each loss in a batch; None if one of them does not count targets."""
-        if self.terms:
+        if self.losses:
             counts = [term.count(batch) for term in self.terms]
         elif self.targets is not None:
             counts = [count_chosen(self.targets.read(batch), batch, ignored=IGNORED, shifted=self.shifts)]
@@ -155,20 +200,29 @@ class Objective:
 
     def name(self, values: Sequence[Any]) -> dict[str, Any]:
         """Values of the losses, one for each, by their names in the log."""
-        names = [term.name for term in self.terms] or ["loss"]
+        names = [term.name for term in self.losses] or ["loss"]
         return dict(zip(names, values, strict=True))
 
     def add(self, values: Sequence[Any]) -> Any:
         """The loss: the weighted sum of the losses."""
-        if len(self.terms) < 2 and not any(term.weight != 1 for term in self.terms):
+        if len(self.losses) < 2 and not any(term.weight != 1 for term in self.losses):
             return values[0]
         return sum(term.weight * value for term, value in zip(self.terms, values, strict=True))
 
     def complete(self, means: Mapping[str, float]) -> dict[str, float]:
         """Means by name, with `loss` first, which is computed if each of several losses has its own mean."""
-        if not self.terms or "loss" in means:
+        if not self.losses or "loss" in means:
             return dict(means)
         return {"loss": self.add([means[term.name] for term in self.terms]), **means}
+
+
+def copy_batch(batch: Any) -> Any:
+    """A copy for a method of the user's, which may remove keys from it; the tensors are the same."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _add_labels(batch: Any, labels: Any) -> Any:
+    return {**batch, "labels": labels} if isinstance(batch, Mapping) and labels is not None else batch
 
 
 def count_chosen(chosen: Chosen, batch: Any, *, ignored: int | None, shifted: bool = False) -> Count:

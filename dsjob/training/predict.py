@@ -63,7 +63,7 @@ class Predictor:
             for batch, samples in read_set(self.spec, world, self.sets[prefix], name, collate=self.collate):
                 position.micro_steps += 1
                 batch = to_device(batch, engine.device)
-                outputs = self.objective.call(engine, batch) if self.step is None else self.step(self.engines, batch)
+                outputs = self.objective.answer(engine, batch) if self.step is None else self.step(self.engines, batch)
                 # A batch without samples only keeps the ranks of a sharded model together.
                 if samples and counts:
                     part.add(self._choose(Seen(outputs, batch, None, samples)), samples)

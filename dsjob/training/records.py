@@ -111,9 +111,9 @@ def record(run: Run, meter: Meter) -> None:
     if engine.precision.needs_scale:
         own["loss_scale"] = engine.loss_scale()
     found = {**own, **means, **_read_others(run), **run.measures.finish()}
-    run.progress.last_record = found | run.ask(found)
+    values = found | run.ask(found)
     meter.reset()
-    run.tell("on_log", run.progress.last_record)
+    run.parts.trainer.log(values)
 
 
 def _require_finite_losses(run: Run, meter: Meter, losses: list[float]) -> list[float]:

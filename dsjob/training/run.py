@@ -23,6 +23,7 @@ from dsjob.training.occasions import Occasions
 from dsjob.training.passed import Passed
 from dsjob.training.requests import Requests
 from dsjob.training.steps import MicroStep
+from dsjob.training.trainer import Parts
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Run:
     loader: Loader
     max_steps: int  # NEVER if only tokens or time end the run
     passed: Passed
+    parts: Parts  # the methods that the loop calls
     checkpointer: Checkpointer
     callbacks: Sequence[Callback]
     say: Callable[[str, str], None]
@@ -75,6 +77,9 @@ class Run:
     requests: Requests = field(default_factory=Requests)
     folder: str = ""
     progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.parts.attach(self)
 
     @property
     def engine(self) -> Engine:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsjob.compute.calls import to_scalar
 from dsjob.data.batches import count_samples
+from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError
 from dsjob.ranks.agreement import all_gather
@@ -21,16 +22,24 @@ from dsjob.training.objective import Objective
 
 UserStep = Callable[[Engines, Any], Any]
 MicroStep = Callable[[Engines, Any, Part], dict[str, Tensor]]
+Method = Callable[[Engine, Any, Part], tuple[Any, Mapping[str, Tensor]]]  # see Trainer.run_training_step
 
 
 def make_micro_step(
-    own: UserStep | None, objective: Objective, measures: Measures | None = None, taken: Collection[str] = ()
+    own: UserStep | None,
+    objective: Objective,
+    measures: Measures | None = None,
+    taken: Collection[str] = (),
+    method: Method | None = None,
 ) -> MicroStep:
     """A function that trains on a batch and returns detached scalars by name, `loss` first.
 
     own: the user's step, instead of the forward pass and loss of `objective`. measures: training metrics, which are fed
-    each batch. taken: names in the result of `own` that only metrics use.
+    each batch. taken: names in the result of `own` that only metrics use. method: a Trainer's training_step, if a
+    subclass has replaced it.
     """
+    if method is not None:
+        return lambda engines, batch, part: _call_method(method, engines, batch, part)
     if own is None:
         return lambda engines, batch, part: _train_one(engines, batch, part, objective, measures)
     return lambda engines, batch, part: _call_own(own, engines, batch, measures, taken)
@@ -40,8 +49,7 @@ def _train_one(
     engines: Engines, batch: Any, part: Part, objective: Objective, measures: Measures | None
 ) -> dict[str, Tensor]:
     engine = engines.first
-    outputs = objective.call(engine, batch)
-    found = objective.find(outputs, batch)
+    outputs, found = objective.compute(engine, batch)
     # []: each the mean over the micro batch times its share of the step's targets, so that `backward` can divide by the
     # number of micro batches as usual.
     weighed = part.weigh(found)
@@ -50,10 +58,22 @@ def _train_one(
     if measures:
         mean = objective.add([each.mean for each in found])
         measures.feed(outputs, batch, mean, count_samples(batch), objective)
+    _step(engine, part)
+    return {"loss": loss.detach(), **{name: each.detach() for name, each in objective.name(weighed).items()}}
+
+
+def _step(engine: Engine, part: Part) -> None:
     if engine.is_gradient_accumulation_boundary():  # all gradients of the step are there, but not reduced yet
         part.step.settle(engine)
     engine.step()
-    return {"loss": loss.detach(), **{name: each.detach() for name, each in objective.name(weighed).items()}}
+
+
+def _call_method(method: Method, engines: Engines, batch: Any, part: Part) -> dict[str, Tensor]:
+    engine = engines.first
+    given, named = method(engine, batch, part)
+    scalars = _name_loss(read_scalars(given, "training_step"), "training_step")
+    _step(engine, part)
+    return {**scalars, **named}
 
 
 def _call_own(
@@ -66,11 +86,14 @@ def _call_own(
     scalars = read_scalars(given, "trainer.step", taken)
     if measures:
         measures.feed(given, batch, None, count_samples(batch))
+    return _name_loss(scalars, "trainer.step")
+
+
+def _name_loss(scalars: dict[str, Tensor], what: str) -> dict[str, Tensor]:
+    """The scalars of a step of the user's with the loss first, under this name. Raises ContractError."""
     reserved = scalars.keys() & (RECORD_KEYS - {"loss"})
     if reserved:
-        raise ContractError(
-            f"trainer.step returned {min(reserved)!r}, a reserved log name", hint="give it another name"
-        )
+        raise ContractError(f"{what} returned {min(reserved)!r}, a reserved log name", hint="give it another name")
     first = "loss" if "loss" in scalars else next(iter(scalars))
     return {"loss": scalars.pop(first), **{name: scalars[name] for name in sorted(scalars)}}
 

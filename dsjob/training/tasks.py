@@ -30,6 +30,7 @@ from dsjob.training.metrics import Measures
 from dsjob.training.objective import Objective, build_objective
 from dsjob.training.predict import Predictor
 from dsjob.training.run import Result
+from dsjob.training.trainer import Parts
 from dsjob.trust.grant import Trust
 
 Say = Callable[[str, str], None]
@@ -57,6 +58,7 @@ class Tasks:
 
     evaluator: Evaluator | None
     predictor: Predictor | None
+    parts: Parts
 
     def run(self, say: Say) -> Outcome:
         """Runs the tasks, and shows what they found. A collective."""
@@ -64,11 +66,11 @@ class Tasks:
         predictions: dict[str, str] = {}
         if self.evaluator is not None:
             position.doing = "evaluating"
-            metrics = self.evaluator.evaluate()
+            metrics = self.parts.run_evaluation(self.evaluator)
             say("eval", "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         if self.predictor is not None:
             position.doing = "predicting"
-            predictions = self.predictor.predict()
+            predictions = self.parts.run_prediction(self.predictor)
             for prefix, url in predictions.items():
                 say("predicted", f"{name_data(prefix)}  {url}")
         return Outcome(metrics, predictions)
@@ -91,6 +93,7 @@ def build_tasks(
     trust: Trust,
     run_dir: str,
     *,
+    parts: Parts,
     collate: Any,
     objective: Objective,
     measures: Measures | None,
@@ -109,7 +112,7 @@ def build_tasks(
         predicted = choose_sets(spec, sets, "test" if spec.data.test else "eval")
         step = build.build_eval_step(spec, trust)
         predictor = Predictor(spec, engines, predicted, spec.predict.dir or run_dir, collate, step, objective)
-    return Tasks(evaluator, predictor)
+    return Tasks(evaluator, predictor, parts)
 
 
 def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, trust: Trust) -> Result:
@@ -121,12 +124,15 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     for model in models.values():
         model.requires_grad_(False)  # so that engines hold neither fp32 masters nor buckets for gradients
     collate = build_collate(spec, trust)
-    sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec))
+    parts = build.build_parts(spec, trust)
+    sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec), read=parts.read_set)
     engines = build.build_engines(models, job, world, trust)
     seed_rng(spec.trainer.seed + world.data_rank)
     objective = build_objective(spec, engines.first.module, world.device, trust)
     measures = build.build_measures("eval", spec, world, trust)[0] if "eval" in spec.tasks else None
-    tasks = build_tasks(spec, engines, sets, trust, run_dir, collate=collate, objective=objective, measures=measures)
+    objective = parts.bind(engines, objective, Measures())
+    given: dict[str, Any] = {"collate": collate, "objective": objective, "measures": measures}
+    tasks = build_tasks(spec, engines, sets, trust, run_dir, parts=parts, **given)
     source = _load(job, engines, run_dir, world, display.say)
     display.table(f"dsjob {spec.name}", _describe(tasks, source, world, run_dir))
     if world.everyone.rank == 0:

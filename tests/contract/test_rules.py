@@ -61,6 +61,12 @@ def accuracy(name: str) -> dict[str, Any]:
 # Rule, what breaks it in a job that is good otherwise, the path that it is told at, and what is near and all right.
 JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     (
+        "no-step-to-call",
+        {"trainer": {"disable_auto_grad_accumulation": True}},
+        "trainer.disable_auto_grad_accumulation",
+        {"trainer": {"disable_auto_grad_accumulation": True, "step": {"_target_": "a.step"}}},
+    ),
+    (
         "length-unknown",
         {**schedule("cosine"), "trainer": {"max_length": "30min"}},
         "trainer.max_length",

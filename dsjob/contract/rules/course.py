@@ -86,6 +86,19 @@ def _models(document: Document) -> Iterator[Finding]:
         yield "models", "need trainer.step", hint
 
 
+@enter("no-step-to-call", whole=True)
+def _accumulation(document: Document) -> Iterator[Finding]:
+    """Without trainer.step, dsjob itself takes the micro batches of a step. A metric of training needs single
+    batches."""
+    place = "trainer.disable_auto_grad_accumulation"
+    if read(document, place) is not True:
+        return
+    if not read(document, "trainer.step"):
+        yield place, "is set without trainer.step", "add trainer: {step: {_target_: my_module.step}}"
+    if any("train" in phases for phases in _list_phases(document).values()):
+        yield place, "cannot be combined with metrics of the phase train", "compute them in trainer.step"
+
+
 @enter("one-loss", whole=True)
 def _losses(document: Document) -> Iterator[Finding]:
     """`loss`, `losses` and `label_smoothing` each define the whole loss."""
@@ -139,7 +152,7 @@ def _task_data(document: Document) -> Iterator[Finding]:
 @enter("unknown-metric", whole=True)
 def _metric(document: Document) -> Iterator[Finding]:
     """A callback that monitors a metric which is never computed waits for ever."""
-    if read(document, "trainer.eval_step"):
+    if read(document, "trainer.eval_step") or read(document, "trainer.parts"):
         return  # it can return any metrics; their names are not known before it runs
     data = read(document, "data", {"eval": None})
     if "eval" in data and data["eval"] is None:
