@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from dsjob.training.run import Run
 
 T = TypeVar("T")
+_OF_HF = {  # attributes of HF's Trainer that methods written for it use
+    "accelerator": "write self.backward(loss) for self.accelerator.backward(loss)",
+    "args": "self.spec is the job",
+    "optimizer": "self.model.optimizer is the optimizer",
+    "lr_scheduler": "self.model.lr_scheduler is the schedule",
+    "train_dataset": "super().get_train_dataloader() returns what data.train names",
+    "eval_dataset": "super().get_eval_dataloader() returns what data.eval names",
+}
 METHODS = (
     "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "create_optimizer", "create_scheduler",
     "compute_loss", "training_step", "prediction_step", "log", "evaluate", "predict",
@@ -69,6 +77,10 @@ class Trainer:
     def model(self) -> Engine:
         """The engine of the first model. Its `module` is the model."""
         return self.engines.first
+
+    def __getattr__(self, name: str) -> Any:
+        advice = _OF_HF.get(name, "")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice and f': {advice}'}")
 
     def get_train_dataloader(self) -> Any:
         """The training set, or a loader: by default what `data.train` returns.
@@ -233,10 +245,12 @@ class Parts:
         """`evaluate` with this evaluator. Raises ContractError unless it returns numbers by name."""
         self.evaluator = evaluator
         found = self.trainer.evaluate()
-        named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
-        if not named or not all(isinstance(value, (int, float)) for value in found.values()):
+        pairs = found.items() if isinstance(found, dict) else [("", found)]
+        wrong = [(name, value) for name, value in pairs if not (name and isinstance(value, (int, float)))]
+        if wrong:
+            what = f"{wrong[0][0]}: " * bool(wrong[0][0]) + type(wrong[0][1]).__name__
             raise ContractError(
-                f"{self.name}.evaluate returned {type(found).__name__}, not numbers by name",
+                f"{self.name}.evaluate returned {what}, not numbers by name",
                 hint="return super().evaluate(), with your own metrics added: {**super().evaluate(), 'eval/mine': 0.5}",
             )
         return {name: float(value) for name, value in found.items()}

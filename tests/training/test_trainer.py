@@ -95,6 +95,7 @@ def test_prediction_and_test_data_of_ones_own(tmp_path: Path, ranks: int) -> Non
         ("Forgets", {"what": "outputs"}, "compute_loss returned Tensor with return_outputs=True"),
         ("Forgets", {"what": "optimizer"}, "create_optimizer returned NoneType, not a torch.optim.Optimizer"),
         ("Forgets", {"what": "metrics"}, r"Forgets\.evaluate returned NoneType, not numbers by name"),
+        ("Forgets", {"what": "numbers"}, r"evaluate returned eval/text: str, not numbers by name"),
         ("Forgets", {"what": "prediction"}, "prediction_step returned Tensor"),
     ],
 )
@@ -102,6 +103,11 @@ def test_what_people_forget(tmp_path: Path, parts: str, more: dict[str, Any], sa
     with pytest.raises(ContractError, match=said) as caught:
         token_jobs.run(make_document(str(tmp_path), parts, size=8, stage=0, **more))
     assert caught.value.hint or parts == "Tagged"
+
+
+def test_attributes_of_hf_are_told_in_words_of_dsjob() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'accelerator': write self\.backward\(loss\)"):
+        dsjob.Trainer().accelerator  # noqa: B018
 
 
 def test_a_method_that_is_not_called_is_refused(tmp_path: Path) -> None:
