@@ -25,6 +25,7 @@ NAMES = [
     "RunInfo",
     "RunView",
     "Series",
+    "Trainer",
     "add_config_arguments",
     "convert",
     "evaluate",
