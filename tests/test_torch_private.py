@@ -29,6 +29,7 @@ HERE = "torch_private"
 STANDALONE = "checkpoint.format.zero_to_fp32"
 # Private names of other libraries, by the module that uses them: not torch's, whatever they are called.
 OTHERS = {
+    "data.lanes": "datasets",
     "document.interpolation": "OmegaConf",
     "engine.driven": "DeepSpeed",
     "engine.driven_state": "DeepSpeed",

@@ -108,6 +108,16 @@ def has_state(dataset: Any) -> bool:
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether a dataset of Hugging Face has a shuffle buffer, which its state_dict leaves out."""
+    part = getattr(dataset, "_ex_iterable", None)  # private, but datasets tells it nowhere else
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        part = getattr(part, "ex_iterable", None)
+    return False
+
+
 def _iterate(dataset: Any) -> Iterator[Any]:
     """Iterates over a dataset as if there were no worker processes.
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dsjob.data.lanes import Lane, Position, Share, count_lanes, divide_lanes, has_state
+from dsjob.data.lanes import Lane, Position, Share, count_lanes, divide_lanes, has_shuffle_buffer, has_state
 from dsjob.data.loader import TrainingLoader, count_dataset
 from dsjob.data.passes import Passes
 from dsjob.data.samples import Collate, FailedBatch, Samples, keep, pack_failure, raise_failures
@@ -71,6 +71,10 @@ class StreamLoader:
         self._positions: dict[int, Position] = {}  # by lane
         self._turn = 0  # the place in this rank's lanes of the one that comes next
         self._restored = self._warned = False
+        if has_shuffle_buffer(dataset) and world.data_rank == 0:
+            lost = "a resume skips what is in it, and continues in another order"
+            what = f"{name} ({type(dataset).__name__}): checkpoints do not contain its shuffle buffer; {lost}"
+            warnings.warn(f"{what}; for an exact resume, shuffle before to_iterable_dataset", stacklevel=2)
 
     def seek(self, samples: int) -> None:
         """Tells how many samples the run has seen (over all ranks)."""

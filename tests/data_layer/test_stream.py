@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -308,3 +309,15 @@ def test_streams_of_hugging_face_are_read_in_shards_and_resumed(workers: int) ->
         again.load_state_dict(first.state_dict())
         assert again.describe_replay() is None
         assert begun + read(again, 11) == whole[rank]
+
+
+def test_a_shuffle_buffer_of_hugging_face_is_told() -> None:
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": list(range(64))}).to_iterable_dataset(num_shards=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(stream)
+    with pytest.warns(
+        UserWarning, match=r"data\.train \(IterableDataset\): checkpoints do not contain its shuffle buffer"
+    ):
+        make(stream.shuffle(seed=1, buffer_size=8).map(lambda row: row))
