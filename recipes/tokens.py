@@ -44,6 +44,11 @@ class ByteTokenizer:
         """One id per byte."""
         return [byte + FIRST_BYTE for byte in data]
 
+    def batch_decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each sequence of ids, without special tokens and sentinels."""
+        bodies = ([each - FIRST_BYTE for each in ids if FIRST_BYTE <= each < FIRST_SENTINEL] for ids in sequences)
+        return [bytes(body).decode(errors="replace") for body in bodies]
+
 
 class PretrainedTokenizer:
     """The tokenizer of a pretrained T5, from the hub (there at a commit, `revision`) or a folder.

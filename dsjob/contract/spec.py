@@ -170,6 +170,9 @@ class Predict:
 # of argument names to keys.
 Keys = NewType("Keys", object)
 
+# `tokenizer`, and settings with the names of transformers' GenerationConfig.
+Generation = NewType("Generation", Mapping[str, Any])
+
 LOSS_KEYS = ("weight", "outputs", "targets")  # dsjob's keys, next to the target's own arguments
 
 
@@ -283,6 +286,7 @@ class JobSpec(EngineSpec):
     tasks: Sequence[str]
     data: Data
     predict: Predict
+    generation: Generation | None
     inputs: Keys | None
     targets: Keys | None
     outputs: Keys | None

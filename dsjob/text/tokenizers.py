@@ -27,6 +27,10 @@ class Tokenizer(Protocol):
         """The ids of each text. begins: with the special tokens that the tokenizer puts before a text."""
         ...
 
+    def batch_decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each sequence of ids, without special tokens."""
+        ...
+
 
 class ByteTokenizer:
     """The bytes of UTF-8 as ids 0 to 255; 256 ends a text."""
@@ -38,6 +42,10 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
         """One id per byte."""
         return [list(text.encode("utf-8", "surrogatepass")) for text in texts]
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Bytes that are not UTF-8 become U+FFFD."""
+        return [bytes(number for number in ids if number < 256).decode("utf-8", "replace") for ids in sequences]
 
 
 class PretrainedTokenizer:
@@ -70,6 +78,11 @@ class PretrainedTokenizer:
             return []
         found: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=begins, verbose=False)["input_ids"]
         return [ids[:-1] if begins and ids and ids[-1] == self.eos else ids for ids in found]
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Without special tokens."""
+        texts: list[str] = self._tokenizer.batch_decode([list(ids) for ids in sequences], skip_special_tokens=True)
+        return texts
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:

@@ -26,7 +26,7 @@ from dsjob.checkpoint.root.retention import Best, Retention
 from dsjob.contract.models import is_trainable
 from dsjob.contract.paths import Path
 from dsjob.contract.resolved import ResolvedJob, ResolvedModel
-from dsjob.contract.spec import Checkpoint, JobSpec, Target
+from dsjob.contract.spec import Checkpoint, JobSpec, Target, make_target
 from dsjob.contract.spec import Trainer as Lengths
 from dsjob.engine.choice import build_job_engine
 from dsjob.engine.several import Engines
@@ -39,8 +39,10 @@ from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.seeding import seed_rng
+from dsjob.text.tokenizers import BYTES, ByteTokenizer
 from dsjob.training.averaging import Averaging
 from dsjob.training.evaluation import Evaluator
+from dsjob.training.generation import Generator, require_decoding
 from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measure, Measures, make_measure
 from dsjob.training.objective import Objective, build_objective
@@ -268,6 +270,21 @@ def build_eval_step(spec: JobSpec, trust: Trust) -> UserStep | None:
     return build_callable(spec.trainer.eval_step, "trainer.eval_step", trust) if spec.trainer.eval_step else None
 
 
+def build_generator(spec: JobSpec, trust: Trust) -> Generator | None:
+    """What generates in evaluation and prediction, if the document asks for it. Raises ContractError, DataError,
+    TargetError."""
+    if spec.generation is None:
+        return None
+    settings = {key: value for key, value in spec.generation.items() if key != "tokenizer"}
+    named = spec.generation.get("tokenizer")
+    if named is None or named == BYTES:
+        return Generator(settings, ByteTokenizer() if named else None)
+    if isinstance(named, str):  # by the target, so that what documents may load applies to it
+        named = {"_target_": "transformers.AutoTokenizer.from_pretrained", "pretrained_model_name_or_path": named}
+    made = build_object(make_target(named), trust, ("generation", "tokenizer"))
+    return Generator(settings, require_decoding(made))
+
+
 def build_evaluator(
     spec: JobSpec,
     engines: Engines,
@@ -294,6 +311,7 @@ def build_evaluator(
         averaging=build_averaging(spec, engines, objective),
         measures=measures if measures is not None else Measures(),
         taken=_list_taken(spec),
+        generator=build_generator(spec, trust),
     )
 
 

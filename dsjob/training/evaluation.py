@@ -22,6 +22,7 @@ from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import share, share_length
 from dsjob.ranks.watchdog import position
 from dsjob.training.averaging import Averaging
+from dsjob.training.generation import Generator
 from dsjob.training.metrics import Measures
 from dsjob.training.objective import Objective
 from dsjob.training.steps import Names, UserStep, read_scalars
@@ -75,7 +76,7 @@ class Evaluator:
 
     sets: by the prefix of their metrics; see `build_evaluation_sets`. step: the user's, instead of the forward pass and
     loss of `objective`. averaging: the weight of each batch. taken: names in the result of `step` that only `measures`
-    use.
+    use. generator: writes for each sample, for the metrics.
     """
 
     spec: JobSpec
@@ -87,6 +88,7 @@ class Evaluator:
     averaging: Averaging = dataclasses.field(default_factory=Averaging)
     measures: Measures = dataclasses.field(default_factory=Measures)
     taken: Collection[str] = ()
+    generator: Generator | None = None
 
     @property
     def followed(self) -> str:
@@ -207,6 +209,8 @@ class Evaluator:
             return {name: (scalars[name], samples) for name in sorted(scalars)}
         outputs, losses, batch = self.objective.evaluate(engine, batch)
         means = [loss.mean for loss in losses]
+        if self.generator is not None:
+            outputs = self.generator.add(engine, batch, outputs)
         if samples:
             self.measures.feed(outputs, batch, self.objective.add(means), samples, self.objective)
         weights = self.averaging.measure(losses, host_batch, samples)

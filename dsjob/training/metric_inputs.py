@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsjob.errors import ContractError
 from dsjob.torch_private import tree_map_only
+from dsjob.training.generation import Generated
 from dsjob.training.objective import Objective
 from dsjob.training.selection import Chosen, descend, describe_output, find_logits
 
@@ -101,6 +102,8 @@ def list_outputs(paths: Mapping[str, str] | None) -> set[str]:
 
 
 def _find_predictions(name: str, seen: Seen) -> Any:
+    if isinstance(seen.outputs, Generated):
+        return seen.outputs.predictions
     if (predictions := seen.predictions) is not None:
         return predictions.value
     found = find_logits(seen.outputs)
@@ -121,6 +124,8 @@ def _find_targets(name: str, seen: Seen) -> Any:
     if (targets := seen.targets) is not None:
         return targets.value
     batch = seen.batch
+    if isinstance(seen.outputs, Generated) and "reference" in seen.outputs:
+        return seen.outputs["reference"]
     if isinstance(batch, Mapping):
         key = next((key for key in _LABELS if key in batch), None)
         if key is not None:

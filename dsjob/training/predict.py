@@ -17,6 +17,7 @@ from dsjob.errors import ContractError, DataError
 from dsjob.ranks.agreement import gather_on_rank_0, on_rank_0
 from dsjob.ranks.watchdog import position
 from dsjob.training.evaluation import name_data, read_set
+from dsjob.training.generation import Generated, Generator
 from dsjob.training.metric_inputs import Seen, follow
 from dsjob.training.metrics import is_counted
 from dsjob.training.objective import Objective
@@ -40,6 +41,7 @@ class Predictor:
     collate: Callable[[list[Any]], Any] | None = None
     step: UserStep | None = None
     objective: Objective = dataclasses.field(default_factory=Objective)
+    generator: Generator | None = None
 
     def predict(self) -> dict[str, str]:
         """Writes a file for each set: one entry per sample, in the order of the data. Returns the files by prefix. A
@@ -63,7 +65,7 @@ class Predictor:
             for batch, samples in read_set(self.spec, world, self.sets[prefix], name, collate=self.collate):
                 position.micro_steps += 1
                 batch = to_device(batch, engine.device)
-                outputs = self.objective.answer(engine, batch) if self.step is None else self.step(self.engines, batch)
+                outputs = self._call(batch)
                 # A batch without samples only keeps the ranks of a sharded model together.
                 if samples and counts:
                     part.add(self._choose(Seen(outputs, batch, None, samples)), samples)
@@ -78,9 +80,17 @@ class Predictor:
         on_rank_0(world.everyone, finish)
         return url
 
+    def _call(self, batch: Any) -> Any:
+        if self.generator is None:
+            engine = self.engines.first
+            return self.objective.answer(engine, batch) if self.step is None else self.step(self.engines, batch)
+        return self.generator.add(self.engines.first, batch)
+
     def _choose(self, seen: Seen) -> Rows:
         """What `predict.outputs` names, by name."""
         paths = self.spec.predict.outputs
+        if paths is None and isinstance(seen.outputs, Generated):
+            return _check_rows(seen.outputs, seen.samples)
         if paths is None and self.step is None and self.objective.chooses:
             return _check_rows(self.objective.name_predictions(seen.outputs), seen.samples)
         if paths is None:

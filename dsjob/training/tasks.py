@@ -111,7 +111,9 @@ def build_tasks(
     if "predict" in spec.tasks:
         predicted = choose_sets(spec, sets, "test" if spec.data.test else "eval")
         step = build.build_eval_step(spec, trust)
-        predictor = Predictor(spec, engines, predicted, spec.predict.dir or run_dir, collate, step, objective)
+        generator = build.build_generator(spec, trust)
+        folder = spec.predict.dir or run_dir
+        predictor = Predictor(spec, engines, predicted, folder, collate, step, objective, generator)
     return Tasks(evaluator, predictor, parts)
 
 

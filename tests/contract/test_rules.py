@@ -350,6 +350,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("no-train-data", {"data": {"eval": CALLED}}, "data", {"data": {"eval": CALLED}, "tasks": ["eval"]}),
     ("no-task-data", {"tasks": ["train", "eval"]}, "tasks", {"tasks": ["train", "eval"], "data": EVAL}),
     ("no-eval-data", course(eval_step=CALLED), "trainer.eval_step", {**course(eval_step=CALLED), "data": EVAL}),
+    (
+        "generation-eval-step",
+        {"generation": {}, **course(eval_step=CALLED), "data": EVAL},
+        "generation",
+        {"generation": {}, "data": EVAL},
+    ),
     ("no-eval-data", course(eval_every=5), "trainer.eval_every", {**course(eval_every=5), "data": EVAL}),
     ("no-eval-data", course(eval_at_start=True), "trainer.eval_at_start", course(eval_at_start=False)),
     ("no-eval-data", {"metrics": {"a": {"_target_": "a.b"}}}, "metrics", accuracy("a")),

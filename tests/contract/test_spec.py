@@ -15,7 +15,19 @@ from job_documents import make_job, resolve
 from dsjob.contract.deepspeed_keys import CALLBACKS, to_config_path, to_job
 from dsjob.contract.lengths import PATTERN, Length
 from dsjob.contract.schema import Schema, deepspeed_schema, is_target, job_schema
-from dsjob.contract.spec import EngineSpec, JobSpec, Keys, Method, Metric, NamedLoss, Sets, Target, make_target, view
+from dsjob.contract.spec import (
+    EngineSpec,
+    Generation,
+    JobSpec,
+    Keys,
+    Method,
+    Metric,
+    NamedLoss,
+    Sets,
+    Target,
+    make_target,
+    view,
+)
 
 NOT_IN_THE_SPEC = {"$schema", "deepspeed", "resolved"}
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -57,6 +69,8 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = is_target(schema) and {"type", "params"} <= set(schema["properties"])
     elif hint is Length:
         agrees = schema["type"] == ["integer", "string"] and schema["pattern"] == PATTERN
+    elif hint is Generation:
+        agrees = schema["type"] == "object" and "tokenizer" in schema["properties"]
     elif hint is Keys:
         agrees = schema["type"] == ["array", "object"]
     elif is_dataclass(hint):

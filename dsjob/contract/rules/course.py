@@ -149,6 +149,17 @@ def _task_data(document: Document) -> Iterator[Finding]:
                 yield "tasks", f"{task} needs data.eval or data.test", "add one of them"
 
 
+@enter("generation-eval-step")
+def _generation(document: Document) -> Iterator[Finding]:
+    """trainer.eval_step decides alone what a batch gives, so generation beside it would not happen."""
+    if read(document, "generation") is not None and read(document, "trainer.eval_step"):
+        yield (
+            "generation",
+            "is set, but trainer.eval_step replaces it",
+            "call model.generate in trainer.eval_step",
+        )
+
+
 @enter("unknown-metric", whole=True)
 def _metric(document: Document) -> Iterator[Finding]:
     """A callback that monitors a metric which is never computed waits for ever."""
