@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dsjob.engine.build import initialize as initialize
     from dsjob.engine.engine import Engine as Engine
     from dsjob.errors import Problem as Problem
+    from dsjob.front.generate import Generation as Generation
+    from dsjob.front.generate import generate as generate
     from dsjob.front.look import plan as plan
     from dsjob.front.look import resolve as resolve
     from dsjob.front.look import validate as validate
@@ -48,6 +50,7 @@ _HOMES = {
     "Callback": "dsjob.callbacks.callback",
     "Engine": "dsjob.engine.engine",
     "Evaluation": "dsjob.front.tasks",
+    "Generation": "dsjob.front.generate",
     "ModelParallelUnit": "dsjob.ranks.mpu",
     "Monitor": "dsjob.monitors.monitor",
     "Predictions": "dsjob.front.tasks",
@@ -60,6 +63,7 @@ _HOMES = {
     "add_config_arguments": "dsjob.engine.build",
     "convert": "dsjob.front.weights",
     "evaluate": "dsjob.front.tasks",
+    "generate": "dsjob.front.generate",
     "init_distributed": "dsjob.ranks.rendezvous",
     "initialize": "dsjob.engine.build",
     "list_runs": "dsjob.front.runs",
@@ -75,6 +79,7 @@ __all__ = [
     "Callback",
     "Engine",
     "Evaluation",
+    "Generation",
     "ModelParallelUnit",
     "Monitor",
     "Predictions",
@@ -90,6 +95,7 @@ __all__ = [
     "convert",
     "errors",
     "evaluate",
+    "generate",
     "init_distributed",
     "initialize",
     "list_runs",

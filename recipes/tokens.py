@@ -44,6 +44,10 @@ class ByteTokenizer:
         """One id per byte."""
         return [byte + FIRST_BYTE for byte in data]
 
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """The ids of a text with an end marker, as a tokenizer of transformers returns them."""
+        return {"input_ids": [*self.encode(text.encode()), EOS]}
+
     def batch_decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """The text of each sequence of ids, without special tokens and sentinels."""
         bodies = ([each - FIRST_BYTE for each in ids if FIRST_BYTE <= each < FIRST_SENTINEL] for ids in sequences)

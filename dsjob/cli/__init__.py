@@ -35,6 +35,7 @@ dsjob: train PyTorch models from a job document
   dsjob plan FILE | +recipe=NAME         predict memory, communication and checkpoint size
   dsjob eval RUN|CKPT [key=value ...]    evaluate a checkpoint on data.eval and data.test
   dsjob predict RUN|CKPT [key=value ...] write its outputs for data.test, in the order of the data
+  dsjob generate RUN|CKPT [--prompt TEXT] let its model continue texts; without them, ask for prompts
   dsjob compare-engines FILE             run a few steps with dsjob and DeepSpeed, and compare
   dsjob convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights
   dsjob runs [DIR]                       list runs; dsjob runs diff A B compares two
@@ -63,6 +64,7 @@ examples:
 _WITH_OVERRIDES = ("run", "eval", "predict", "validate", "show", "plan", "compare-engines")
 COMMANDS = (
     *("run", "exec", "init", "validate", "show", "plan", "schema", "import", "compare-engines", "eval", "predict"),
+    "generate",
     *("convert", "runs", "report", "ops", "ckpt"),
 )
 _LOCAL_RANK = ("--local-rank=", "--local_rank=")  # torch.distributed.launch puts it first; RANK says the same

@@ -17,7 +17,7 @@ from dsjob.front.run import naming_no_flags, one_at_a_time
 from dsjob.front.source import Source, allowing, list_words, make_flags, quote, require_path, telling_places
 from dsjob.launch import launcher
 
-Task = Literal["eval", "predict"]  # generate will be another
+Task = Literal["eval", "predict", "generate"]
 
 
 @dataclass(frozen=True)
@@ -125,5 +125,6 @@ def make_task(task: Task, chosen: Chosen, overrides: Sequence[str]) -> Source:
     folder = os.path.join(chosen.run_dir or os.path.join("outputs", "%name"), f"{task}-{chosen.tag}")
     # Only the micro batch matters. Without the sizes of a training step, any number of ranks is possible.
     sizes = ["trainer.train_batch=null", "trainer.grad_accum=null", "resolved.world_size=null"]
-    given = [f"output.dir={quote(folder)}", *overrides, f"tasks=[{task}]", f"checkpoint.resume={quote(url)}"]
+    tasks = f"tasks=[{'predict' if task == 'generate' else task}]"
+    given = [f"output.dir={quote(folder)}", *overrides, tasks, f"checkpoint.resume={quote(url)}"]
     return Source(chosen.file, [*sizes, *given])

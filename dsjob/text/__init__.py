@@ -3,3 +3,4 @@
 from dsjob.text.collate import Pad as Pad
 from dsjob.text.dataset import Text as Text
 from dsjob.text.mixture import Mixture as Mixture
+from dsjob.text.prompts import Prompts as Prompts

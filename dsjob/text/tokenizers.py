@@ -43,6 +43,10 @@ class ByteTokenizer:
         """One id per byte."""
         return [list(text.encode("utf-8", "surrogatepass")) for text in texts]
 
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """The ids of a prompt, as a tokenizer of transformers returns them."""
+        return {"input_ids": self.encode([text], begins=True)[0]}
+
     def batch_decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Bytes that are not UTF-8 become U+FFFD."""
         return [bytes(number for number in ids if number < 256).decode("utf-8", "replace") for ids in sequences]

@@ -273,10 +273,13 @@ def build_eval_step(spec: JobSpec, trust: Trust) -> UserStep | None:
 def build_generator(spec: JobSpec, trust: Trust) -> Generator | None:
     """What generates in evaluation and prediction, if the document asks for it. Raises ContractError, DataError,
     TargetError."""
-    if spec.generation is None:
-        return None
-    settings = {key: value for key, value in spec.generation.items() if key != "tokenizer"}
-    named = spec.generation.get("tokenizer")
+    return None if spec.generation is None else make_generator(spec.generation, trust)
+
+
+def make_generator(section: Mapping[str, Any], trust: Trust) -> Generator:
+    """A generator with the settings of a section `generation`. Raises as `build_generator`."""
+    settings = {key: value for key, value in section.items() if key != "tokenizer"}
+    named = section.get("tokenizer")
     if named is None or named == BYTES:
         return Generator(settings, ByteTokenizer() if named else None)
     if isinstance(named, str):  # by the target, so that what documents may load applies to it

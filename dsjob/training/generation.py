@@ -7,7 +7,7 @@ its own has to do the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _LABELS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 class Generated(dict[str, Any]):
     """A model's outputs by name, and beside them `generated`: int64 [samples, tokens]; with a tokenizer also `text` and
-    `reference`, lists of strings. reference: the labels; "" without labels."""
+    `reference`, lists of strings; with texts as prompts also `prompt`. reference: the labels, if there are any."""
 
     @property
     def predictions(self) -> Any:
@@ -37,21 +37,63 @@ class Generator:
         """tokenizer: an object with `batch_decode` or `decode`."""
         self._settings, self._tokenizer = dict(settings), tokenizer
 
-    @torch.no_grad()
     def add(self, engine: Engine, batch: Any, outputs: Any = None) -> Generated:
-        """`outputs`, if there are any, with what the model generates for `batch`. A collective if the model is sharded.
+        """`write` for an engine. A collective if the model is sharded."""
+        return self.write(engine.module, engine.device, batch, outputs, autocast=engine.precision.autocast)
+
+    @torch.no_grad()
+    def write(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch: Any,
+        outputs: Any = None,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> Generated:
+        """`outputs`, if there are any, with what the model generates for `batch`: one with `input_ids`, or with
+        `prompt`, a list of texts.
 
         Raises ContractError if the model or the batch is not made for it.
         """
-        generated = self._generate(engine, batch)
-        found = Generated({**_by_name(outputs), "generated": generated})
+        if isinstance(batch, Mapping) and "prompt" in batch and "input_ids" not in batch:
+            given = self._encode(model, device, batch["prompt"])
+            generated = self._generate(model, device, given, autocast)
+            found = Generated({"prompt": batch["prompt"], "generated": generated})
+        else:
+            generated = self._generate(model, device, batch, autocast)
+            found = Generated({**_by_name(outputs), "generated": generated})
         if self._tokenizer is not None:
             found["text"] = self._decode(generated)
-            found["reference"] = self._decode(batch.get("labels", torch.zeros(len(generated), 0)))
+            if "labels" in batch:
+                found["reference"] = self._decode(batch["labels"])
         return found
 
-    def _generate(self, engine: Engine, batch: Any) -> Tensor:
-        model: Any = engine.module
+    def _encode(self, model: nn.Module, device: torch.device, texts: Sequence[str]) -> dict[str, Tensor]:
+        """The batch of `texts`: `input_ids` and `attention_mask`, int64 [texts, longest]. Raises ContractError."""
+        if not callable(self._tokenizer):
+            found = "there is no tokenizer" if self._tokenizer is None else "the tokenizer cannot encode"
+            raise ContractError(
+                f"generation: prompts are texts, but {found}",
+                hint="set generation.tokenizer to bytes, a tokenizer's folder, or an object that is called with a text",
+            )
+        rows = [torch.tensor(self._tokenizer(text)["input_ids"], dtype=torch.int64) for text in texts]
+        self._require_room(model, max(map(len, rows)))
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._find_pad(model))
+        masks = [torch.ones_like(row) for row in rows]
+        mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+    def _require_room(self, model: nn.Module, longest: int) -> None:
+        """Raises ContractError for a prompt that leaves no room below the model's longest sequence."""
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        if isinstance(limit, int) and longest >= limit:
+            raise ContractError(
+                f"generation: a prompt has {longest} tokens, but the model takes {limit} with what it writes",
+                hint="shorten the prompt",
+            )
+
+    def _generate(self, model: Any, device: torch.device, batch: Any, autocast: torch.dtype | None) -> Tensor:
         if not callable(getattr(model, "generate", None)):
             raise ContractError(
                 f"generation: {type(model).__name__} has no method generate",
@@ -60,8 +102,7 @@ class Generator:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             raise ContractError("generation: the batch has no input_ids", hint="make the data return a dict with them")
         config = getattr(model, "config", None)
-        dtype = engine.precision.autocast
-        with torch.autocast(engine.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
             if getattr(config, "is_encoder_decoder", False):
                 given = {key: value for key, value in batch.items() if key not in _LABELS}
                 return _require_ids(model.generate(**given, **self._settings))

@@ -19,7 +19,7 @@ class Listed(NamedTuple):
 
 LISTED: tuple[Listed, ...] = (
     Listed("dsjob.recipes", r"[a-z]\w*\.[A-Za-z]\w*", r"dsjob\.recipes\.\w+"),
-    Listed("dsjob.text", r"Text|Pad|Mixture", r"dsjob\.text\.\w+"),
+    Listed("dsjob.text", r"Text|Pad|Mixture|Prompts", r"dsjob\.text\.\w+"),
     Listed("dsjob.callbacks", r"[A-Z]\w*", r"dsjob\.callbacks\.(?!callback$)\w+"),
     Listed("dsjob.optim.schedules", r"[A-Z]\w*", r"dsjob\.optim\.schedules"),
     Listed("torch", r"tensor|zeros|ones|full|arange|rand|randn|randint|Generator|device", r"torch(\._C)?"),

@@ -1,0 +1,134 @@
+"""`dsjob generate`: lets the model of a checkpoint continue texts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+from dsjob.cli.eval import make_task_parser
+from dsjob.cli.flags import allow_protocols, read_flags
+from dsjob.cli.overrides import is_override
+from dsjob.errors import UsageError
+from dsjob.front.checkpoint import choose_checkpoint
+from dsjob.front.execute import run_composed
+from dsjob.front.generate import Generation, choose_settings, load_writer, make_generation, read_generation, writing
+from dsjob.launch import launcher
+from dsjob.launch.rank import end_rank
+from dsjob.training.form import showing
+
+# Flag, type, key of the section `generation`.
+_SETTINGS = (
+    ("--max-new-tokens", int, "max_new_tokens"),
+    ("--num-beams", int, "num_beams"),
+    ("--temperature", float, "temperature"),
+    ("--top-k", int, "top_k"),
+    ("--top-p", float, "top_p"),
+)
+
+
+def main(arguments: list[str], debug: bool) -> int:
+    """Prints what the model writes for each prompt."""
+    args = _make_parser().parse_intermixed_args(arguments)
+    allow_protocols(args.trust)
+    sources = [word for word in args.words if not is_override(word)]
+    if len(sources) != 1:
+        given = f"one checkpoint, not {', '.join(sources)}" if sources else "a run's folder or a checkpoint"
+        raise UsageError(
+            f"dsjob generate needs {given}", hint="dsjob generate outputs/mine --prompt 'Once upon a time'"
+        )
+    settings = {key: value for _, _, key in _SETTINGS if (value := getattr(args, key)) is not None}
+    settings |= {"do_sample": True} if args.do_sample else {}
+    if not args.prompt and args.prompts is None:
+        if not sys.stdin.isatty():
+            raise UsageError("there is no prompt", hint="use --prompt TEXT, or --prompts FILE (- for stdin)")
+        return _converse(sources[0], settings, args)
+    result = _generate(sources[0], settings, args, debug)
+    if launcher.is_first():
+        _show(result, args)
+    if launcher.read_world_size() is not None:
+        end_rank(0)
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = make_task_parser(
+        "generate",
+        "Let the model of a checkpoint continue texts. It needs a method generate, which language models of "
+        "transformers have. Without --prompt and --prompts, dsjob asks for prompts until Ctrl-D.",
+        (
+            "dsjob generate runs/a --prompt 'Once upon a time' --max-new-tokens 50",
+            "dsjob generate runs/a --prompts questions.jsonl --out answers.jsonl launch.nproc=2",
+            "dsjob generate runs/a --best --tokenizer path/to/tokenizer",
+        ),
+    )
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; repeatable")
+    parser.add_argument("--prompts", metavar="FILE", help="a text per line, or JSONL with `prompt`; - for stdin")
+    parser.add_argument("--tokenizer", metavar="NAME", help="`bytes`, or a tokenizer's folder (default: the job's)")
+    parser.add_argument("--out", metavar="FILE", help="also write JSONL with prompt, generated and text")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
+    for flag, kind, key in _SETTINGS:
+        parser.add_argument(flag, type=kind, metavar="N", help=f"see generation.{key}")
+    return parser
+
+
+def _generate(source: str, settings: dict[str, Any], args: argparse.Namespace, debug: bool) -> Generation:
+    chosen = choose_checkpoint(source, args.tag, best=args.best)
+    overrides = [word for word in args.words if is_override(word)]
+    section = choose_settings(chosen, args.tokenizer, settings, overrides)
+    with ExitStack() as stack:
+        prompts = args.prompt
+        if args.prompts is not None and prompts:
+            raise UsageError("--prompt and --prompts exclude each other", hint="put all prompts into the file")
+        if args.prompts == "-":
+            from dsjob.text.prompts import read_prompts
+
+            prompts = read_prompts(sys.stdin.read(), "the standard input")
+        file = args.prompts if args.prompts not in (None, "-") else stack.enter_context(writing(prompts))
+        composed = make_generation(chosen, file, section, overrides).compose()
+        stack.enter_context(showing("quiet"))
+        return read_generation(run_composed(composed, chosen.grant(read_flags(args)), debug))
+
+
+def _show(result: Generation, args: argparse.Namespace) -> None:
+    from dsjob import storage
+
+    if args.out:
+        with storage.open_write(args.out) as file:
+            file.write(storage.read_text(result.file).encode())
+    rows = [json.loads(line) for line in storage.read_text(result.file).splitlines()]
+    for row in rows:
+        if args.json:
+            print(json.dumps(row))  # noqa: T201
+        elif len(rows) == 1:
+            print(_clean(row["text"]))  # noqa: T201
+        else:
+            print(f"> {row['prompt']}\n{_clean(row['text'])}\n")  # noqa: T201
+
+
+def _clean(text: str) -> str:
+    """A text without control characters: a model may write sequences that a terminal would obey."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def _converse(source: str, settings: dict[str, Any], args: argparse.Namespace) -> int:
+    """Asks for prompts on the terminal, and answers each in this process."""
+    if any(is_override(word) for word in args.words):
+        raise UsageError("changes of the job need --prompt or --prompts", hint="asking for prompts uses one process")
+    write = load_writer(
+        source, tag=args.tag, best=args.best, tokenizer=args.tokenizer, settings=settings, flags=read_flags(args)
+    )
+    width = shutil.get_terminal_size().columns
+    print(f"{source}: write a prompt; Ctrl-D ends"[:width])  # noqa: T201
+    while True:
+        try:
+            prompt = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()  # noqa: T201
+            return 0
+        if prompt:
+            print(_clean(write(prompt)))  # noqa: T201

@@ -1,0 +1,100 @@
+"""`dsjob generate` and `dsjob.generate`: continuing prompts with the model of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+from jobs import DSJOB, clean_env, dsjob
+from text_jobs import JOB, SENTENCES
+
+from dsjob.errors import DataError
+from dsjob.text.prompts import read_prompts
+
+PROMPTS = ["some", "words ${oc.env:HOME} 'quoted' \"twice\" \\ and\nmore", "x"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose model, GPT-2 over bytes, has taken one step."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "sentences.py").write_text(SENTENCES)
+    (folder / "job.yaml").write_text(JOB)
+    done = dsjob("job.yaml", "tasks=[train]", "output.dir=run", "~metrics", "~data.eval", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def read_rows(file: Path) -> list[tuple[str, str]]:
+    return [(row["prompt"], row["text"]) for row in map(json.loads, file.read_text().splitlines())]
+
+
+def test_prompts_are_continued_alike_on_every_number_of_ranks(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps({'prompt': each})}\n" for each in PROMPTS))
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path / f"out-{ranks}.jsonl"
+        options = ("--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--out", str(out))
+        done = dsjob("generate", str(run), *options, f"launch.nproc={ranks}", cwd=run.parent)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("> some\n")
+        found.append(read_rows(out))
+    assert [prompt for prompt, _ in found[0]] == PROMPTS
+    assert found[0] == found[1]
+    each = [
+        dsjob("generate", str(run), "--prompt", text, "--max-new-tokens", "4", "--json", cwd=run.parent)
+        for text in PROMPTS[:2]
+    ]
+    assert [json.loads(done.stdout)["text"] for done in each] == [text for _, text in found[0][:2]]
+
+
+def test_without_a_prompt_the_terminal_is_asked(run: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [DSJOB, "generate", str(run), "--max-new-tokens", "4"],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=run.parent,
+        env=clean_env(),
+        text=True,
+    )
+    os.write(ours, b"some\n\x04")
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    expected = dsjob("generate", str(run), "--prompt", "some", "--max-new-tokens", "4", cwd=run.parent).stdout
+    assert out == f"{run}: write a prompt; Ctrl-D ends\n> {expected}> \n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "there is no prompt"),
+        (("--prompt", "a", "--prompts", "b"), "--prompt and --prompts exclude each other"),
+        (("--prompt", "a", "--max-new-tokens", "0"), "generation.max_new_tokens: must be at least 1, but is 0"),
+        (("--prompt", "a" * 70), "a prompt has 70 tokens, but the model takes 64 with what it writes"),
+        (("--prompts", "nowhere.txt"), "nowhere.txt"),
+        (("--prompt", "a", "--tokenizer", "nowhere"), "nowhere"),
+    ],
+)
+def test_mistakes_are_told(run: Path, options: tuple[str, ...], message: str) -> None:
+    done = dsjob("generate", str(run), *options, cwd=run.parent)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_prompts_are_lines_or_json() -> None:
+    text = 'one\r\n\n"two\\nlines"\n{"prompt": "three", "id": 3}\n'
+    assert read_prompts(text, "file") == ["one", "two\nlines", "three"]
+    for bad, message in (
+        ("", "contains no prompts"),
+        ('a\n{"text": 1}', "file:2: no prompt"),
+        ("{", "file:1: not JSON"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_prompts(bad, "file")
