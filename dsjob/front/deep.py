@@ -1,7 +1,7 @@
 """`dsjob validate --deep`: imports the targets that a document names, and checks their arguments against signatures.
 
-If the document says how its model is called and what its loss is, both are called with one batch. Otherwise, nothing is
-called. The trust rules are those of `dsjob run`.
+If the document says how its model is called, what its loss is or what its metrics are, these are called with one batch
+of each set of data. Otherwise, nothing is called. The trust rules are those of `dsjob run`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def check_targets(document: Mapping[str, Any], trust: Trust, known: set[Path]) -
 
 
 def check_batch(document: Mapping[str, Any], ranks: int, trust: Trust) -> list[Problem]:
-    """The problems that calling the model and the losses with one batch shows. document: a resolved one."""
+    """The problems that calling the model, the losses and the metrics with one batch of each set shows. document: a
+    resolved one."""
     from dsjob.training.trial import is_worth_trying, try_on_batch
 
     spec = view(JobSpec, document)

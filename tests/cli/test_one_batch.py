@@ -1,4 +1,4 @@
-"""`validate --deep` calls the model and the losses with one batch if the document says how."""
+"""`validate --deep` calls the model, the losses and the metrics with one batch of each set if the document says how."""
 
 from __future__ import annotations
 
@@ -116,3 +116,65 @@ def test_what_torch_warns_of_is_a_warning(job: Path) -> None:
 def test_without_these_keys_nothing_is_called(job: Path) -> None:
     document = SOUND.replace("inputs: [x]\ntargets: [y]\nloss: {_target_: torch.nn.MSELoss}\n", "")
     assert validate(job, document.replace("points_module.points", "points_module.Broken")) == (0, ["cfg.yaml: ok"])
+
+
+EVALUATED = SOUND.replace(
+    "data: {train: {_target_: points_module.points}}",
+    "data:\n"
+    "  train: {_target_: points_module.points}\n"
+    "  eval:\n"
+    "    near: {_target_: points_module.points}\n"
+    "    far: {_target_: points_module.points, n: 2}\n"
+    "  test: {_target_: points_module.unlabelled}\n"
+    "metrics:\n"
+    "  error: {_target_: points_module.measure}",
+)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "code", "told"),
+    [
+        ("", "", 0, "cfg.yaml: ok"),
+        (
+            "far: {_target_: points_module.points, n: 2}",
+            "far: {_target_: points_module.Broken}",
+            2,
+            "cfg.yaml:9:11: error[one-batch]: data.eval.far._target_: ",
+        ),
+        (
+            "far: {_target_: points_module.points, n: 2}",
+            "far: {_target_: points_module.unlabelled}",
+            2,
+            "cfg.yaml:3:11: error[one-batch]: targets[0]: the batch, of type dict, has no 'y', but x (on a batch",
+        ),
+        (
+            "test: {_target_: points_module.unlabelled}",
+            "test: {_target_: points_module.Broken}",
+            2,
+            "cfg.yaml:10:10: error[one-batch]: data.test._target_: ",
+        ),
+        (
+            "points_module.measure",
+            "points_module.fail",
+            2,
+            "cfg.yaml:12:11: error[one-batch]: metrics.error._target_: ValueError: mine",
+        ),
+        (
+            "points_module.measure",
+            "points_module.measure, inputs: {preds: outputs, target: batch.z}",
+            2,
+            "cfg.yaml:12:",
+        ),
+    ],
+)
+def test_metrics_and_each_set_are_tried(job: Path, right: str, wrong: str, code: int, told: str) -> None:
+    with (job / "points_module.py").open("a") as module:
+        module.write(
+            "def unlabelled(): return [{'x': torch.ones(4)}] * 4\n"
+            "def measure(preds, target): return (preds - target).abs().mean()\n"
+            "def fail(preds, target): raise ValueError('mine')\n"
+        )
+    assert right in EVALUATED
+    found, (first, *more) = validate(job, EVALUATED.replace(right, wrong))
+    assert (found, more) == (code, [])
+    assert first.startswith(told)
