@@ -35,7 +35,7 @@ dsjob: train PyTorch models from a job document
   dsjob plan FILE | +recipe=NAME         predict memory, communication and checkpoint size
   dsjob eval RUN|CKPT [key=value ...]    evaluate a checkpoint on data.eval and data.test
   dsjob predict RUN|CKPT [key=value ...] write its outputs for data.test, in the order of the data
-  dsjob generate RUN|CKPT [--prompt TEXT] let its model continue texts; without them, ask for prompts
+  dsjob generate RUN|CKPT                let its model continue texts (--prompt TEXT), or ask for them
   dsjob compare-engines FILE             run a few steps with dsjob and DeepSpeed, and compare
   dsjob convert --to fp32 CKPT [OUT]     convert a checkpoint to plain weights
   dsjob runs [DIR]                       list runs; dsjob runs diff A B compares two
@@ -51,6 +51,7 @@ dsjob: train PyTorch models from a job document
   --trust protocol:NAME, folder:PATH     allow a protocol of URLs; allow writing to a folder
   --trust-remote-code, --unpinned        allow code from a hub; hub names without a revision
   --quiet, --json                        of a run: show only problems; print JSON lines
+  --smoke                                of a run: first try a few steps, a save and a resume
   --debug                                show tracebacks
   --version                              print the version
 

@@ -132,7 +132,14 @@ def test_help_of_run_lists_flags_that_run_takes() -> None:
     listed = {name for action in make_help()._actions for name in action.option_strings}
     assert len(listed) > 15
     # `dsjob.cli` takes these.
-    assert listed - set(taken._option_string_actions) == {"--debug", "--quiet", "-q", "--json"}
+    assert listed - set(taken._option_string_actions) == {
+        "--debug",
+        "--quiet",
+        "-q",
+        "--json",
+        "--smoke",
+        "--smoke-only",
+    }
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
