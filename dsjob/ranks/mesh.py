@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsjob.errors import LaunchError
 from dsjob.ranks.axes import Axes, build_mesh
+from dsjob.ranks.heap import keep_freed_memory
 from dsjob.ranks.meeting import STORE_VARIABLE, open_store
 from dsjob.torch_private import list_process_groups
 
@@ -129,6 +130,8 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
     if world_size > 1:
         # Before joining, since gloo connects all ranks with each other then.
         _allow_connections(world_size)
+        if chosen.type == "cpu":
+            keep_freed_memory()
     if world_size > 1 and not dist.is_initialized():
         _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen)
     return World(data_rank=rank, local_rank=local_rank, data_size=world_size, device=chosen, timeout=timeout)

@@ -1,0 +1,23 @@
+"""Tells the C library to keep freed memory for the next step.
+
+Training on the host frees and allocates the same buffers in each step: whole weights, gradients, activations. By
+default, glibc returns them to the system, which then has to clear each page again before its first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_KEPT = 1 << 30  # bytes at the top of the heap that stay
+_LARGE = 32 << 20  # bytes; glibc allows no more. Larger blocks are always returned
+
+
+def keep_freed_memory() -> None:
+    """Raises glibc's limits for this process. Does nothing with other C libraries."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    mallopt(_MMAP_THRESHOLD, _LARGE)
+    mallopt(_TRIM_THRESHOLD, _KEPT)
