@@ -116,6 +116,8 @@ def sections(key: str, node: Schema) -> st.SearchStrategy[Any]:
     """What may stand at a key."""
     if key == "deepspeed":
         return objects(contract.deepspeed_schema())
+    if key == "data":
+        return objects(node, ("train",))  # which a rule requires of jobs that train
     if key in ("optimizer", "scheduler") and "allOf" in node:
         return st.sampled_from(OPTIMIZERS if key == "optimizer" else SCHEDULES).flatmap(lambda k: methods(node, k))
     return values(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -337,3 +338,9 @@ def test_files_classes_and_functions_are_short_enough_to_read(name: str) -> None
 def measure(nodes: list[ast.AST], *kinds: type[Defined]) -> Iterator[tuple[str, int]]:
     """Names and lines of the definitions of these kinds."""
     return ((node.name, (node.end_lineno or 0) - node.lineno + 1) for node in nodes if isinstance(node, kinds))
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports them by their names, and cannot collect the second one."""
+    names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

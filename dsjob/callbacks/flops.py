@@ -132,7 +132,21 @@ class Flops(Callback):
 
 
 def _make_table(counter: FlopCounterMode, depth: int) -> str:
-    return str(counter.get_table(999 if depth == -1 else depth))  # type: ignore[no-untyped-call]
+    """The operations of each module and of its operators. depth: of modules inside modules; -1 is all.
+
+    Not torch's own table, which needs a package that torch does not install.
+    """
+    counts = {name: found for name, found in counter.get_flop_counts().items() if name != "Global"}
+    total = counter.get_total_flops() or 1
+    lines = [("module", "operations", "share")]
+    for name in sorted(counts):
+        if depth != -1 and name.count(".") >= depth:
+            continue
+        found = counts[name]
+        lines.append((name, f"{sum(found.values()):,}", f"{sum(found.values()) / total:.1%}"))
+        lines += [(f"  {operator}", f"{flops:,}", f"{flops / total:.1%}") for operator, flops in found.items()]
+    width, digits = (max(len(line[column]) for line in lines) for column in (0, 1))
+    return "\n".join(f"{name:<{width}}  {flops:>{digits}}  {share:>6}" for name, flops, share in lines)
 
 
 def _find_peak(run: RunView) -> float | None:

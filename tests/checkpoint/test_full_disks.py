@@ -46,6 +46,8 @@ def fill_up(world: World | None, folder: str, disk: str, policy: str, behind: bo
 def become_read_only(world: World | None, folder: str, disk: str) -> dict[str, Any]:
     """A job whose disk becomes read-only before step 3 is saved."""
     first = world is None or world.data_rank == 0
+    if first:
+        remount(disk, size=SIZE * 8)  # it must not be full before
     ended = train(world, folder, disk, [at_step(3, lambda: remount(disk, read_only=True) if first else None)])
     return {"ended": ended, "steps": list_steps(f"file://{disk}/checkpoints")}
 

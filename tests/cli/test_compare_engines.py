@@ -117,7 +117,7 @@ def test_nothing_is_saved_whatever_the_job_says() -> None:
     data = make_document()["data"]
     document = resolve(make_document(checkpoint=periods, data={**data, "eval": data["train"]}))
     found = view(JobSpec, _cut(document, "dsjob", 3, "side")).checkpoint
-    asked = (found.every, found.every_minutes, found.every_epochs, found.best, found.dir)
+    asked = (found.every.amount, found.every_minutes, found.every_epochs, found.best, found.dir)
     assert asked == (0, None, None, None, None)
     assert not any((found.at_end, found.on_signal, found.async_))
 
