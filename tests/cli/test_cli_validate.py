@@ -240,8 +240,10 @@ def test_interpolations_are_followed(validate: Any) -> None:
     assert (code, err) == (
         2,
         [
-            "job.yaml:9:14: error[pattern]: checkpoint.every: must be a number of steps, or a length with a unit "
-            + 'such as 100ba, 2ep, 1000sp, 1e6tok, 90sec, 30min or 2h, but is "AdamW"'
+            (
+                "job.yaml:9:14: error[pattern]: checkpoint.every: must be a number of steps, or a length with a unit "
+                'such as 100ba, 2ep, 1000sp, 1e6tok, 90sec, 30min or 2h, but is "AdamW"'
+            )
         ],
     )
 
