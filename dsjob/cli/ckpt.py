@@ -88,7 +88,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for one in (info, verify, copy):
         default = "all" if one is copy else "the newest"
         add_choice(one, default=default)
-    return parser.parse_args(arguments)
+    args, rest = parser.parse_known_args(arguments)
+    # argparse takes an optional positional as missing if a flag comes before it: diff A --best B.
+    if args.action is _diff and args.b is None and len(rest) == 1 and not rest[0].startswith("-"):
+        args.b, rest = rest[0], []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
 
 
 def _print(value: Any) -> None:

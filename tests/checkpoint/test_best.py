@@ -100,6 +100,9 @@ def test_best_selects_it_wherever_a_tag_does(trained: Path) -> None:
     for words, code in (((), 1), (("--tag", "step-00000002"), 0), (("copied",), 0)):
         done = run_command("ckpt", "diff", ".", *words, "--best", cwd=trained)
         assert (done.returncode, done.stderr) == (code, ""), words
+    for words, code in ((("--best", "copied"), 0), (("--best", "copied", "more"), 2), (("--best", "--bets"), 2)):
+        done = run_command("ckpt", "diff", ".", *words, cwd=trained)
+        assert (done.returncode, "unrecognized" in done.stderr) == (code, code == 2), words
     script = trained / "checkpoints/zero_to_fp32.py"
     plain = subprocess.run([sys.executable, script, "--best"], capture_output=True, text=True, check=True)
     assert plain.stdout.startswith("step-00000002, step 2: ")
