@@ -1,8 +1,8 @@
 """The token cache: the ids of all texts in one file, which every process maps into its memory.
 
 One process of a machine builds it, under a lock that the kernel releases if the process is killed. The others wait at
-the lock and not in a collective, so their waiting has no time limit. (Ranks on a machine that already has the cache do
-wait in one: machines should share the folder, or start together.) Files:
+the lock and not in a collective, so their waiting has no time limit. Neither has that of ranks on a machine that
+already has the cache (`dsjob.ranks.waiting`). Files:
 
     tokens       the ids of all texts, one after the other: uint16 or uint32
     ends         int64 [texts]: where each text ends in `tokens`

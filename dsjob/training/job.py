@@ -26,6 +26,7 @@ from dsjob.errors import DsjobError
 from dsjob.monitors.delivery import Delivery
 from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
+from dsjob.ranks.waiting import waiting_for_all
 from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, STOP_REQUEST, TRACEBACK_PREFIX, read_result, write_result
 from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
@@ -147,7 +148,8 @@ def _prepare(
     collate = build_collate(spec, trust)
     # Data before engines: the length of an epoch sets the length of schedules.
     parts = build.build_parts(spec, trust)
-    loader = build_training_data(spec, world, collate, trust, parts.trainer.get_train_dataloader)
+    with waiting_for_all(world, "data.train"):
+        loader = build_training_data(spec, world, collate, trust, parts.trainer.get_train_dataloader)
     share_samples(loader, world)
     sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec), read=parts.read_set)
     if note := note_few_samples(loader.samples_per_epoch, spec.trainer.train_batch):

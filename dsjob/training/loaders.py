@@ -16,6 +16,7 @@ from dsjob.data.passes import require_same_length
 from dsjob.errors import DataError, DsjobError
 from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
+from dsjob.ranks.waiting import waiting_for_all
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure, find_path
 from dsjob.trust.grant import Trust
 from dsjob.trust.targets import build_callable, call_target, find_target, placing_target
@@ -99,11 +100,12 @@ def build_evaluation_sets(
     for prefix, target in spec.data.list_sets(*roles).items():
         key = prefix.split("/")
         with _placing_data(*key):
-            if world.loads:
-                data = read(key[0], key[-1] if key[1:] else "") if read else call_data(target, tuple(key), trust)
-                sets[prefix] = _build_evaluation_set(spec, world, collate, trust, tuple(key), data)
-            else:
-                sets[prefix] = None
+            data = None
+            with waiting_for_all(world, ".".join(("data", *key))):
+                if world.loads:
+                    data = read(key[0], key[-1] if key[1:] else "") if read else call_data(target, tuple(key), trust)
+            loads = world.loads
+            sets[prefix] = _build_evaluation_set(spec, world, collate, trust, tuple(key), data) if loads else None
     return sets
 
 
