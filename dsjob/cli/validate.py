@@ -38,14 +38,15 @@ def main(arguments: list[str], debug: bool) -> int:
     found: list[Problem] = []
     flags, deep = read_flags(args), bool(args.deep)
     for url in args.files or [recipe]:
+        lengths: list[str] = []
         if args.files:
-            problems, texts = validate_file(url, args.world_size, overrides, flags, deep=deep)
+            problems, texts = validate_file(url, args.world_size, overrides, flags, deep=deep, lengths=lengths)
         else:
-            problems, texts = validate_recipe(overrides, args.world_size, flags, deep=deep), {}
+            problems, texts = validate_recipe(overrides, args.world_size, flags, deep=deep, lengths=lengths), {}
         if args.strict:
             problems = [replace(problem, severity="error") for problem in problems]
         if args.format == "text":
-            _print_text(url, problems, texts)
+            _print_text(url, problems, texts, lengths)
         found += problems
     if args.format != "text":
         print(_render(args.format, report.sort_problems(found)))  # noqa: T201
@@ -99,7 +100,7 @@ def _explain(rule: str) -> None:
         print(f"{name}{f' ({level})' if level else ''}: {EXPLANATIONS[name]}")  # noqa: T201
 
 
-def _print_text(url: str, problems: list[Problem], texts: Mapping[str, str]) -> None:
+def _print_text(url: str, problems: list[Problem], texts: Mapping[str, str], lengths: list[str]) -> None:
     for problem in problems:
         stream = sys.stderr if problem.severity == "error" else sys.stdout
         shown = texts.get(problem.source) if stream.isatty() else None
@@ -107,6 +108,8 @@ def _print_text(url: str, problems: list[Problem], texts: Mapping[str, str]) -> 
         print(report.to_text(problem, shown), file=stream, flush=True)
     if not any(problem.severity == "error" for problem in problems):
         print(f"{name_source(url)}: {_conclude(problems)}", flush=True)  # noqa: T201
+        for length in lengths:
+            print(f"  {length}", flush=True)  # noqa: T201
 
 
 def _conclude(warnings: list[Problem]) -> str:

@@ -1,7 +1,8 @@
 """`dsjob validate --deep`: imports the targets that a document names, and checks their arguments against signatures.
 
 If the document says how its model is called, what its loss is or what its metrics are, these are called with one batch
-of each set of data. Otherwise, nothing is called. The trust rules are those of `dsjob run`.
+of each set of data. Otherwise, nothing is called, except for data whose length counts. The trust rules are those
+of `dsjob run`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from dsjob.contract.job_lengths import list_lengths
 from dsjob.contract.paths import Path
 from dsjob.contract.spec import LOSS_KEYS, METRIC_KEYS, JobSpec, view
 from dsjob.errors import DsjobError, Problem, TargetError
@@ -49,6 +52,27 @@ def check_batch(document: Mapping[str, Any], ranks: int, trust: Trust) -> list[P
         return []
     with contextlib.redirect_stdout(sys.stderr), refuse_exits():
         return try_on_batch(spec, ranks, trust)
+
+
+def count_data(document: Mapping[str, Any], ranks: int, trust: Trust) -> tuple[int | None, int]:
+    """The samples of the training data (None if unknown), and the tokens of a step (0 if unknown), as far as lengths of
+    the document need them. document: a resolved one."""
+    spec = view(JobSpec, document)
+    units = {length.unit for length in list_lengths(spec).values()}
+    if spec.data.train is None or not units & {"epochs", "tokens"}:
+        return None, 0
+    from dsjob.data.batches import count_elements, is_tokens
+    from dsjob.training.probe import load_data
+
+    spec, tokens = replace(spec, data=replace(spec.data, num_workers=0)), 0
+    with contextlib.redirect_stdout(sys.stderr), refuse_exits():
+        try:
+            loader = load_data(spec, ranks, trust)
+            if "tokens" in units and is_tokens(batch := next(iter(loader))):
+                tokens = count_elements(batch) * spec.trainer.train_batch // spec.trainer.micro_batch
+            return loader.samples_per_epoch, tokens
+        except Exception:  # of the user's data: a run shows it
+            return None, 0
 
 
 def _list_targets(value: Any, path: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from dsjob.contract.job_lengths import describe_lengths
 from dsjob.contract.precisions import Dtype
 from dsjob.contract.spec import JobSpec, view
 from dsjob.document.origins import Composed
@@ -176,7 +177,7 @@ def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Lo
     from dsjob.training import probe
     from dsjob.training.activations import measure_activations
     from dsjob.training.build import count_steps
-    from dsjob.training.passed import NEVER, describe_lengths
+    from dsjob.training.passed import NEVER
 
     assert spec.model is not None
     built = probe.build_on_meta(spec.model, trust)

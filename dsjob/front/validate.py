@@ -10,8 +10,10 @@ from typing import Any
 from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import report
+from dsjob.contract.job_lengths import describe_lengths
 from dsjob.contract.locations import NEVER_GRANTED
 from dsjob.contract.secrets import list_texts
+from dsjob.contract.spec import JobSpec, view
 from dsjob.document import Document
 from dsjob.document.bare import check_bare_config
 from dsjob.document.job_file import require_job_file
@@ -48,11 +50,12 @@ def validate_file(
     flags: Flags | None = None,
     *,
     deep: bool = False,
+    lengths: list[str] | None = None,
 ) -> tuple[list[Problem], dict[str, str]]:
     """The problems of a document with `overrides`, including its DeepSpeed config, in the order of their places.
 
     Also returns the texts of the files, by source. `flags`: what the user trusts. `deep`: import targets and check
-    their arguments.
+    their arguments. `lengths`: receives what each length with a unit comes to, if there is no error.
     """
     texts: dict[str, str] = {}
 
@@ -64,7 +67,7 @@ def validate_file(
         document = documents.require_few(documents.parse_open(text, source))
         texts[source] = document.text
         yield from document.duplicates
-        yield from _check(document, world_size, overrides, texts, flags, deep=deep)
+        yield from _check(document, world_size, overrides, texts, flags, deep=deep, lengths=lengths)
 
     return _collect(find, name_source(url)), texts
 
@@ -82,11 +85,19 @@ def validate_document(
 
 
 def validate_recipe(
-    overrides: Sequence[str], world_size: int | None = None, flags: Flags | None = None, *, deep: bool = False
+    overrides: Sequence[str],
+    world_size: int | None = None,
+    flags: Flags | None = None,
+    *,
+    deep: bool = False,
+    lengths: list[str] | None = None,
 ) -> list[Problem]:
     """Like `validate_file`, for a job that `overrides` compose without a document."""
     return _collect(
-        lambda: _check_composed(_compose_words(overrides, None), None, world_size, [], flags, deep=deep), ""
+        lambda: _check_composed(
+            _compose_words(overrides, None), None, world_size, [], flags, deep=deep, lengths=lengths
+        ),
+        "",
     )
 
 
@@ -121,6 +132,7 @@ def _check(
     flags: Flags | None,
     *,
     deep: bool,
+    lengths: list[str] | None = None,
 ) -> list[Problem]:
     require_own(document)
     if is_deepspeed(document.value):
@@ -132,7 +144,7 @@ def _check(
     composed, unread = _compose(document, overrides)
     if composed.deepspeed is not None:
         texts[composed.deepspeed.source] = composed.deepspeed.text
-    return _check_composed(composed, document, world_size, unread, flags, deep=deep)
+    return _check_composed(composed, document, world_size, unread, flags, deep=deep, lengths=lengths)
 
 
 def _check_composed(
@@ -143,13 +155,26 @@ def _check_composed(
     flags: Flags | None,
     *,
     deep: bool,
+    lengths: list[str] | None = None,
 ) -> list[Problem]:
     """`unread`: the reason why the DeepSpeed config that the document names was not read; empty if it was."""
     ranks, ranks_from = choose_world_size(composed.document, composed.locate, asked=world_size)
     trust = grant(document, flags or Flags())
     checked = check_composed(composed, trust, world_size=ranks, ranks_from=ranks_from, unread=unread)
     found = [*checked.problems, *_look_at_targets(composed, checked, trust, ranks, deep=deep)]
+    if lengths is not None and checked.resolved and all(one.severity != "error" for one in found):
+        lengths += _describe_lengths(checked.resolved.document, ranks, trust, deep=deep)
     return found + (_find_other_job(composed, checked.resolved.document) if checked.resolved else [])
+
+
+def _describe_lengths(document: dict[str, Any], ranks: int, trust: Trust, *, deep: bool) -> Iterator[str]:
+    samples, tokens = None, 0
+    if deep:
+        from dsjob.front.deep import count_data
+
+        samples, tokens = count_data(document, ranks, trust)
+    for key, text in describe_lengths(view(JobSpec, document), samples, tokens):
+        yield f"{key}: {text}" if ": " in text or deep else f"{key}: {text}: --deep counts its steps"
 
 
 def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, ranks: int, *, deep: bool) -> list[Problem]:

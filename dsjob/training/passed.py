@@ -9,32 +9,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dsjob.contract.job_lengths import list_lengths
 from dsjob.contract.lengths import Length
-from dsjob.contract.paths import Path
 from dsjob.contract.spec import JobSpec
 from dsjob.engine.engine import Engine
 from dsjob.errors import ContractError, DataError
 from dsjob.ranks.mesh import World
 
 NEVER = 2**62  # steps of a run that ends by tokens or time
-
-
-def list_lengths(spec: JobSpec) -> dict[Path, Length]:
-    """All lengths of a job by their place."""
-    trainer = spec.trainer
-    found: dict[Path, Length | None] = {
-        ("trainer", "max_length"): trainer.max_length,
-        ("trainer", "log_every"): trainer.log_every,
-        ("trainer", "eval_every"): trainer.eval_every,
-        ("checkpoint", "every"): spec.checkpoint.every,
-    }
-    return {place: length for place, length in found.items() if length is not None}
 
 
 def require_samples(spec: JobSpec, samples: int | None) -> None:
@@ -44,24 +32,6 @@ def require_samples(spec: JobSpec, samples: int | None) -> None:
             error = DataError(f"{length} needs a dataset with a length", hint="write it in steps, samples or time")
             error.put_at(place)
             raise error
-
-
-def describe_lengths(spec: JobSpec, samples: int | None, tokens: int) -> Iterator[tuple[str, str]]:
-    """Each length with a unit by its key, and the steps that it stands for. samples: of an epoch; None for a stream.
-    tokens: of a step, as far as known."""
-    batch = spec.trainer.train_batch
-    for place, length in list_lengths(spec).items():
-        about = ""
-        if length.unit == "seconds":
-            about = ": wall-clock time"
-        elif length.unit == "tokens":
-            about = f": about {length.amount / tokens:,.4g} steps of {tokens:,} tokens" if tokens else ""
-        elif length.unit != "steps":
-            amount = length.amount * (samples or 0 if length.unit == "epochs" else 1)
-            about = f": {amount / batch:,.6g} steps of {batch:,} samples" if amount else ""
-        if length.text.isdigit():
-            continue
-        yield ".".join(map(str, place)), f"{length}{about}"
 
 
 class Passed:

@@ -178,3 +178,15 @@ def test_metrics_and_each_set_are_tried(job: Path, right: str, wrong: str, code:
     found, (first, *more) = validate(job, EVALUATED.replace(right, wrong))
     assert (found, more) == (code, [])
     assert first.startswith(told)
+
+
+@pytest.mark.parametrize(("deep", "epochs"), [(["--deep"], "4 steps of 4 samples"), ([], "--deep counts its steps")])
+def test_lengths_with_a_unit_are_shown_in_steps(job: Path, deep: list[str], epochs: str) -> None:
+    document = SOUND.replace("max_steps: 2", "max_length: 2ep, log_every: 10sp")
+    (job / "cfg.yaml").write_text(document)
+    told = dsjob("validate", *deep, "cfg.yaml", cwd=job).stdout.splitlines()
+    assert told[-3:] == [
+        "cfg.yaml: ok",
+        f"  trainer.max_length: 2ep: {epochs}",
+        "  trainer.log_every: 10sp: 2.5 steps of 4 samples",
+    ]
