@@ -80,6 +80,7 @@ HOMES: dict[str, set[str]] = {
     "yaml": {"document", "document.hydra_errors", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
     "setuptools": {"ops.compiling"},
+    "torchmetrics": {"text.metrics"},
     "wandb": {"monitors.wandb"},
     "comet_ml": {"monitors.comet"},
     "mlflow": {"monitors.mlflow"},

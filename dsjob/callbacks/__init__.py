@@ -10,5 +10,6 @@ from dsjob.callbacks.learning_rates import LearningRates as LearningRates
 from dsjob.callbacks.memory_use import MemoryUse as MemoryUse
 from dsjob.callbacks.nan_guard import NanGuard as NanGuard
 from dsjob.callbacks.profiler import Profiler as Profiler
+from dsjob.callbacks.sampled_text import SampledText as SampledText
 from dsjob.callbacks.stop_after import StopAfter as StopAfter
 from dsjob.callbacks.wall_clock import WallClock as WallClock

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from contextlib import ExitStack
 from typing import Any
@@ -122,8 +121,7 @@ def _converse(source: str, settings: dict[str, Any], args: argparse.Namespace) -
     write = load_writer(
         source, tag=args.tag, best=args.best, tokenizer=args.tokenizer, settings=settings, flags=read_flags(args)
     )
-    width = shutil.get_terminal_size().columns
-    print(f"{source}: write a prompt; Ctrl-D ends"[:width])  # noqa: T201
+    print(f"{source}: write a prompt; Ctrl-D ends")  # noqa: T201
     while True:
         try:
             prompt = input("> ")

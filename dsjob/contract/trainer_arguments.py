@@ -47,7 +47,7 @@ _WARMUP = "scheduler.params.warmup_num_steps scheduler.params.num_warmup_steps" 
 _STAGE = "zero_optimization.stage zero_optimization.offload_param zero_optimization.offload_optimizer"
 _LOGS = "all records are in metrics.jsonl in the run's folder"
 _HUB = "dsjob uploads nothing: convert a checkpoint and push that"
-_GENERATES = "dsjob evaluates loss and metrics, without generation"
+_GENERATES = "the model's own generation config, or the section generation, has it"
 _SAVES = "checkpoints are always complete, and checkpoint.keep sets how many are kept"
 _METRICS = "dsjob evaluates data.eval with metrics"
 _DDP = "dsjob sets up DDP and FSDP2"
@@ -213,10 +213,10 @@ ARGUMENTS: dict[str, Argument] = {
     "save_only_model": _out(_SAVES, False),
     "enable_jit_checkpoint": _out(_SAVES, False),
     "restore_callback_states_from_checkpoint": _out(_SAVES, False),
-    "predict_with_generate": _out(_GENERATES, False),
-    "generation_max_length": _out(_GENERATES),
-    "generation_num_beams": _out(_GENERATES),
-    "generation_config": _out(_GENERATES),
+    "predict_with_generate": _in("tasks", "generation", False, "the tokenizer is for you to fill in"),
+    "generation_max_length": _in("tasks", "generation.max_length"),
+    "generation_num_beams": _in("tasks", "generation.num_beams"),
+    "generation_config": _out("write its values into the section generation"),
     "push_to_hub": _out(_HUB, False),
     "push_to_hub_model_id": _out(_HUB),
     "push_to_hub_organization": _out(_HUB),

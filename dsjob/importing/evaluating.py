@@ -29,6 +29,7 @@ def draft_evaluating(settings: Settings, total: int | None, draft: Draft) -> Non
     limit = settings["save_total_limit"]
     draft.put("checkpoint.keep", limit.to(limit.value or 0))
     _draft_eval_batch(settings, draft)
+    _draft_generation(settings, draft)
     _draft_tasks(settings, strategy, draft)
 
 
@@ -105,6 +106,23 @@ def _draft_eval_batch(settings: Settings, draft: Draft) -> None:
     for name in ("per_gpu_eval_batch_size", "per_device_eval_batch_size"):
         if settings[name].rank > Rank.DEFAULT and settings[name].value is not None:
             draft.put("trainer.eval_micro_batch", settings[name])
+
+
+def _draft_generation(settings: Settings, draft: Draft) -> None:
+    """predict_with_generate, and the lengths and beams that Seq2SeqTrainer only uses with it."""
+    switch = settings["predict_with_generate"]
+    parts = {"generation_max_length": "max_length", "generation_num_beams": "num_beams"}
+    for name, key in parts.items():
+        if settings[name].value is None:
+            continue
+        if switch.value is True:
+            draft.put(f"generation.{key}", settings[name].to(draft.whole(settings[name])))
+        else:
+            draft.note("left out", f"{settings[name].label}: only used with predict_with_generate", settings[name])
+    if switch.value is True:
+        draft.put("generation.use_cache", switch.to(True))
+        text = "generation.tokenizer: name your tokenizer's folder, so that metrics compare texts"
+        draft.note("fill in", text, switch)
 
 
 def _draft_tasks(settings: Settings, strategy: Given, draft: Draft) -> None:

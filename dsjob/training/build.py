@@ -39,10 +39,10 @@ from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.seeding import seed_rng
+from dsjob.text.generation import Generator, require_decoding
 from dsjob.text.tokenizers import BYTES, ByteTokenizer
 from dsjob.training.averaging import Averaging
 from dsjob.training.evaluation import Evaluator
-from dsjob.training.generation import Generator, require_decoding
 from dsjob.training.metric_inputs import list_outputs
 from dsjob.training.metrics import Measure, Measures, make_measure
 from dsjob.training.objective import Objective, build_objective

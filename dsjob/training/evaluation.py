@@ -21,8 +21,8 @@ from dsjob.errors import ContractError, MetricError
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import share, share_length
 from dsjob.ranks.watchdog import position
+from dsjob.text.generation import Generator
 from dsjob.training.averaging import Averaging
-from dsjob.training.generation import Generator
 from dsjob.training.metrics import Measures
 from dsjob.training.objective import Objective
 from dsjob.training.steps import Names, UserStep, read_scalars

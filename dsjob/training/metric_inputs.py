@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from dsjob.errors import ContractError
+from dsjob.text.generation import Generated
 from dsjob.torch_private import tree_map_only
-from dsjob.training.generation import Generated
 from dsjob.training.objective import Objective
 from dsjob.training.selection import Chosen, descend, describe_output, find_logits
 

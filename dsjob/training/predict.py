@@ -16,8 +16,8 @@ from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, DataError
 from dsjob.ranks.agreement import gather_on_rank_0, on_rank_0
 from dsjob.ranks.watchdog import position
+from dsjob.text.generation import Generated, Generator
 from dsjob.training.evaluation import name_data, read_set
-from dsjob.training.generation import Generated, Generator
 from dsjob.training.metric_inputs import Seen, follow
 from dsjob.training.metrics import is_counted
 from dsjob.training.objective import Objective

@@ -19,7 +19,7 @@ class Listed(NamedTuple):
 
 LISTED: tuple[Listed, ...] = (
     Listed("dsjob.recipes", r"[a-z]\w*\.[A-Za-z]\w*", r"dsjob\.recipes\.\w+"),
-    Listed("dsjob.text", r"Text|Pad|Mixture|Prompts", r"dsjob\.text\.\w+"),
+    Listed("dsjob.text", r"Text|Pad|Mixture|Prompts|Rouge|exact_match", r"dsjob\.text\.\w+"),
     Listed("dsjob.callbacks", r"[A-Z]\w*", r"dsjob\.callbacks\.(?!callback$)\w+"),
     Listed("dsjob.optim.schedules", r"[A-Z]\w*", r"dsjob\.optim\.schedules"),
     Listed("torch", r"tensor|zeros|ones|full|arange|rand|randn|randint|Generator|device", r"torch(\._C)?"),
@@ -35,6 +35,7 @@ LISTED: tuple[Listed, ...] = (
     Listed("torchmetrics", r"[A-Z]\w*", r"torchmetrics\.(aggregation|classification|collections|regression)(\..+)?"),
     Listed("torchmetrics.classification", r"[A-Z]\w*", r"torchmetrics\.classification\..+"),
     Listed("torchmetrics.regression", r"[A-Z]\w*", r"torchmetrics\.regression\..+"),
+    Listed("torchmetrics.text", r"(BLEU|CHRF)Score|(Char|Word)ErrorRate|EditDistance", r"torchmetrics\.text\..+"),
     Listed(
         "transformers",
         # Rag's retrievers read pickled indexes, and Timm's models come from another hub.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import dsjob
 from dsjob.errors import ContractError
 from dsjob.ranks.mesh import World
+from dsjob.text.generation import Generated, Generator, cut_prompts, require_decoding
 from dsjob.text.tokenizers import ByteTokenizer
-from dsjob.training.generation import Generated, Generator, cut_prompts, require_decoding
 from dsjob.training.metric_inputs import Inputs, Seen
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1}
@@ -146,6 +146,35 @@ def test_what_cannot_generate_is_an_error(model: nn.Module, batch: Any, message:
 def test_a_tokenizer_has_to_decode() -> None:
     with pytest.raises(ContractError, match="int cannot decode"):
         require_decoding(3)
+
+
+MEASURED = (
+    "+metrics.rouge={_target_: dsjob.text.Rouge, keys: [rouge1, rougeL]}",
+    "+metrics.errors={_target_: torchmetrics.text.CharErrorRate}",
+    "+metrics.exact={_target_: dsjob.text.exact_match, inputs: {preds: outputs.text, target: outputs.text}}",
+    "~metrics.share",
+)
+SAMPLED = "{_target_: dsjob.callbacks.SampledText, prompts: [some, word], max_new_tokens: 4}"
+
+
+def test_rouge_and_other_metrics_of_texts_are_those_of_one_process(tmp_path: Path) -> None:
+    (tmp_path / "sentences.py").write_text(SENTENCES)
+    (tmp_path / "job.yaml").write_text(JOB)
+    found, sampled = [], []
+    for ranks, micro in ((1, 7), (2, 2)):
+        options = (f"launch.nproc={ranks}", f"trainer.eval_micro_batch={micro}", f"output.dir=run{ranks}")
+        more = (*MEASURED, "tasks=[train]", f"+callbacks.sampled={SAMPLED}")
+        done = jobs.dsjob("job.yaml", *options, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads((tmp_path / f"run{ranks}" / "result.json").read_text())["metrics"])
+        lines = (tmp_path / f"run{ranks}" / "samples.jsonl").read_text().splitlines()
+        sampled.append([json.loads(line) for line in lines])
+    scores = {name for name in found[0] if name.startswith(("eval/rouge/", "eval/errors"))}
+    assert {"eval/errors", "eval/rouge/rouge1_fmeasure", "eval/rouge/rougeL_recall"} <= scores
+    assert {name: found[1][name] for name in scores} == pytest.approx({name: found[0][name] for name in scores})
+    assert found[0]["eval/errors"] > 0
+    assert sampled[0] == sampled[1]
+    assert [(row["step"], row["prompt"]) for row in sampled[0]] == [(1, "some"), (1, "word")]
 
 
 def test_a_job_evaluates_and_predicts_texts_alike_on_every_number_of_ranks(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ its own has to do the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dsjob.engine.engine import Engine
 from dsjob.errors import ContractError
 
 IGNORED = -100  # label of tokens without a loss, as in torch's cross entropy
@@ -37,8 +36,8 @@ class Generator:
         """tokenizer: an object with `batch_decode` or `decode`."""
         self._settings, self._tokenizer = dict(settings), tokenizer
 
-    def add(self, engine: Engine, batch: Any, outputs: Any = None) -> Generated:
-        """`write` for an engine. A collective if the model is sharded."""
+    def add(self, engine: Any, batch: Any, outputs: Any = None) -> Generated:
+        """`write` for an `Engine`. A collective if the model is sharded."""
         return self.write(engine.module, engine.device, batch, outputs, autocast=engine.precision.autocast)
 
     @torch.no_grad()
@@ -64,9 +63,10 @@ class Generator:
             generated = self._generate(model, device, batch, autocast)
             found = Generated({**_by_name(outputs), "generated": generated})
         if self._tokenizer is not None:
-            found["text"] = self._decode(generated)
+            special = self._list_special(model)
+            found["text"] = self._decode(generated, special)
             if "labels" in batch:
-                found["reference"] = self._decode(batch["labels"])
+                found["reference"] = self._decode(batch["labels"], special)
         return found
 
     def _encode(self, model: nn.Module, device: torch.device, texts: Sequence[str]) -> dict[str, Tensor]:
@@ -123,8 +123,18 @@ class Generator:
                     return int(value[0] if isinstance(value, (list, tuple)) else value)
         return 0
 
-    def _decode(self, ids: Tensor) -> list[str]:
-        rows = [[each for each in row if each >= 0] for row in ids.tolist()]
+    def _list_special(self, model: nn.Module) -> set[int]:
+        """The ids that begin, end and fill up a text, which are no part of it."""
+        found: set[Any] = set()
+        for name in ("generation_config", "config"):
+            config = getattr(model, name, None)
+            for key in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
+                value = getattr(config, key, None)
+                found |= set(value) if isinstance(value, (list, tuple)) else {value}
+        return found - {None}
+
+    def _decode(self, ids: Tensor, special: Collection[int]) -> list[str]:
+        rows = [[each for each in row if each >= 0 and each not in special] for row in ids.tolist()]
         if callable(getattr(self._tokenizer, "batch_decode", None)):
             return list(self._tokenizer.batch_decode(rows))
         return [self._tokenizer.decode(row) for row in rows]
