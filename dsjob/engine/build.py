@@ -32,6 +32,7 @@ from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.onebit.own_gradients import require_data_parallel
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import build_strategy
+from dsjob.parallel.sharded import refuse_sharded
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.rendezvous import init_distributed
@@ -194,6 +195,7 @@ def build_engine(
     precision = Precision.of(spec, world.device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     # By name: after sharding, the ids of these parameters mean nothing.
+    refuse_sharded(model)  # else parameters from before would be called strangers
     groups = _name_groups(model_parameters, names)
     checkpointing.use_ranks(world)
     _mark_leaves(model, spec, world)

@@ -67,7 +67,7 @@ class Sharded(Strategy):
     """Shards each repeated block of a model as one unit, and the rest of the model as another."""
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
-        _refuse_sharded(model)
+        refuse_sharded(model)
         _refuse_groups(zero, world)
         if zero.mics_shard_size > 0:
             # Each group of `mics_shard_size` ranks holds one whole copy of the state.
@@ -330,7 +330,8 @@ def _drop_own_gradient(parameter: Any) -> None:
         gathered.grad = None
 
 
-def _refuse_sharded(model: nn.Module) -> None:
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises UsageError for a model that an engine has sharded."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError(
             "the model, or a part of it, is already sharded by another engine",

@@ -30,8 +30,7 @@ for _ in range(2):
     engine.backward(engine(torch.randn(2, 8)).square().sum())
     engine.step()
 try:
-    now = [p for p in net.parameters() if p.requires_grad]
-    deepspeed.initialize(model=net, model_parameters=now, config=config)
+    deepspeed.initialize(model=net, model_parameters=trained, config=config)
 except Exception as error:
     refused = f"{type(error).__name__}: {error}"
 a, b = (whole(getattr(base[0], name)["default"].weight) for name in ("lora_A", "lora_B"))

@@ -88,4 +88,6 @@ def test_all_cases_record_what_they_record_on_deepspeed(folder: Path, program: s
     }
     assert not {name: found for name, found in differ.items() if found}
     # Two engines that both save wrong files would be equal.
-    assert all(all(saved) for engine in ENGINES for run in found[engine] for saved in list_saved(run))
+    saved = [each for engine in ENGINES for run in found[engine] for each in list_saved(run)]
+    assert all(map(all, saved))
+    assert bool(saved) == (program == CASES[SAVED].program)
