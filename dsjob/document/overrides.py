@@ -156,6 +156,8 @@ def explain_no_key(key: str, wrong: str = "", siblings: Sequence[str] = ()) -> P
 
 def _explain_absent(parts: list[str], wrong: str, siblings: Sequence[str], known: list[str]) -> Problem:
     """The problem of an override of a key that a section could have, but does not. `known`: the section's own keys."""
+    if wrong and wrong not in parts:  # a key inside the value, which is merged into the section
+        parts = [*parts, wrong]
     key, meant = ".".join(parts), find_similar(wrong, siblings)
     if meant and wrong in parts[:-1]:  # a misspelt section: the argument itself need not exist yet
         at = parts.index(wrong)

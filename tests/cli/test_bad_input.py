@@ -10,6 +10,7 @@ from jobs import DSJOB, clean_env, dsjob, list_commits, make_job, read_metrics
 
 CASES = [
     (["trainer.micro_bath=4"], 2, ["trainer.micro_bath: unknown key", 'did you mean "micro_batch"?']),
+    (["optimizer={type: SGD, parms: {lr: 1}}"], 2, ["optimizer.parms: is not in the document", '"params"']),
     (["model.hidden=4"], 2, ["model.hidden: is not in the document", "+model.hidden="]),
     (
         ["trainer.micro_bath=4", "optimizer.parms.lr=1", "trainer.max_steps=many"],
