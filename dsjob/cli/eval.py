@@ -44,15 +44,21 @@ def make_task_parser(task: Task, description: str, examples: tuple[str, ...]) ->
 def perform(task: Task, args: argparse.Namespace, debug: bool) -> int:
     """Performs a task with the checkpoint that the arguments name."""
     allow_protocols(args.trust)
-    sources = [word for word in args.words if not is_override(word)]
-    if len(sources) != 1:
-        given = f"one checkpoint, not {', '.join(sources)}" if sources else "a run's folder or a checkpoint"
-        raise UsageError(f"dsjob {task} needs {given}", hint=f"dsjob {task} outputs/mine")
-    chosen = choose_checkpoint(sources[0], args.tag, best=args.best)
-    source = make_task(task, chosen, [word for word in args.words if is_override(word)])
+    named, overrides = split_words(task, args.words)
+    chosen = choose_checkpoint(named, args.tag, best=args.best)
+    source = make_task(task, chosen, overrides)
     result = run_composed(source.compose(), chosen.grant(read_flags(args)), debug)
     if launcher.is_first():
         print(f"result  {result['run_dir']}/result.json")  # noqa: T201
     if launcher.read_world_size() is not None:
         end_rank(0)
     return 0
+
+
+def split_words(task: Task, words: list[str]) -> tuple[str, list[str]]:
+    """The checkpoint that the words of a command name, and the overrides among them. Raises UsageError."""
+    sources = [word for word in words if not is_override(word)]
+    if len(sources) != 1:
+        given = f"one checkpoint, not {', '.join(sources)}" if sources else "a run's folder or a checkpoint"
+        raise UsageError(f"dsjob {task} needs {given}", hint=f"dsjob {task} outputs/mine")
+    return sources[0], [word for word in words if is_override(word)]

@@ -8,13 +8,13 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from dsjob.cli.eval import make_task_parser
+from dsjob import storage
+from dsjob.cli.eval import make_task_parser, split_words
 from dsjob.cli.flags import allow_protocols, read_flags
-from dsjob.cli.overrides import is_override
 from dsjob.errors import UsageError
 from dsjob.front.checkpoint import choose_checkpoint
 from dsjob.front.execute import run_composed
-from dsjob.front.generate import Generation, choose_settings, load_writer, make_generation, read_generation, writing
+from dsjob.front.generate import choose_settings, load_writer, make_generation, read_rows, writing
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
 from dsjob.training.form import showing
@@ -33,21 +33,16 @@ def main(arguments: list[str], debug: bool) -> int:
     """Prints what the model writes for each prompt."""
     args = _make_parser().parse_intermixed_args(arguments)
     allow_protocols(args.trust)
-    sources = [word for word in args.words if not is_override(word)]
-    if len(sources) != 1:
-        given = f"one checkpoint, not {', '.join(sources)}" if sources else "a run's folder or a checkpoint"
-        raise UsageError(
-            f"dsjob generate needs {given}", hint="dsjob generate outputs/mine --prompt 'Once upon a time'"
-        )
+    named, overrides = split_words("generate", args.words)
     settings = {key: value for _, _, key in _SETTINGS if (value := getattr(args, key)) is not None}
     settings |= {"do_sample": True} if args.do_sample else {}
     if not args.prompt and args.prompts is None:
         if not sys.stdin.isatty():
             raise UsageError("there is no prompt", hint="use --prompt TEXT, or --prompts FILE (- for stdin)")
-        return _converse(sources[0], settings, args)
-    result = _generate(sources[0], settings, args, debug)
+        return _converse(named, overrides, settings, args)
+    file = _generate(named, overrides, settings, args, debug)
     if launcher.is_first():
-        _show(result, args)
+        _show(file, args)
     if launcher.read_world_size() is not None:
         end_rank(0)
     return 0
@@ -75,9 +70,11 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _generate(source: str, settings: dict[str, Any], args: argparse.Namespace, debug: bool) -> Generation:
+def _generate(
+    source: str, overrides: list[str], settings: dict[str, Any], args: argparse.Namespace, debug: bool
+) -> str:
+    """The file that was written."""
     chosen = choose_checkpoint(source, args.tag, best=args.best)
-    overrides = [word for word in args.words if is_override(word)]
     section = choose_settings(chosen, args.tokenizer, settings, overrides)
     with ExitStack() as stack:
         prompts = args.prompt
@@ -90,16 +87,14 @@ def _generate(source: str, settings: dict[str, Any], args: argparse.Namespace, d
         file = args.prompts if args.prompts not in (None, "-") else stack.enter_context(writing(prompts))
         composed = make_generation(chosen, file, section, overrides).compose()
         stack.enter_context(showing("quiet"))
-        return read_generation(run_composed(composed, chosen.grant(read_flags(args)), debug))
+        (written,) = run_composed(composed, chosen.grant(read_flags(args)), debug)["predictions"]
+    return str(written)
 
 
-def _show(result: Generation, args: argparse.Namespace) -> None:
-    from dsjob import storage
-
+def _show(file: str, args: argparse.Namespace) -> None:
+    rows = read_rows(file)
     if args.out:
-        with storage.open_write(args.out) as file:
-            file.write(storage.read_text(result.file).encode())
-    rows = [json.loads(line) for line in storage.read_text(result.file).splitlines()]
+        storage.write_bytes(args.out, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
     for row in rows:
         if args.json:
             print(json.dumps(row))  # noqa: T201
@@ -114,9 +109,9 @@ def _clean(text: str) -> str:
     return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-def _converse(source: str, settings: dict[str, Any], args: argparse.Namespace) -> int:
+def _converse(source: str, overrides: list[str], settings: dict[str, Any], args: argparse.Namespace) -> int:
     """Asks for prompts on the terminal, and answers each in this process."""
-    if any(is_override(word) for word in args.words):
+    if overrides:
         raise UsageError("changes of the job need --prompt or --prompts", hint="asking for prompts uses one process")
     write = load_writer(
         source, tag=args.tag, best=args.best, tokenizer=args.tokenizer, settings=settings, flags=read_flags(args)

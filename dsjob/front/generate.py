@@ -12,20 +12,16 @@ from typing import Any
 
 from dsjob import storage
 from dsjob.contract.environment import watch_output
-from dsjob.document.sizes import read_nproc
 from dsjob.errors import UsageError
 from dsjob.front.checkpoint import Chosen, choose_checkpoint
-from dsjob.front.execute import run_composed
-from dsjob.front.process import keeping_process, require_no_group
-from dsjob.front.run import naming_no_flags, one_at_a_time
+from dsjob.front.run import one_at_a_time
 from dsjob.front.source import Source, allowing, list_words, make_flags, quote, require_path, telling_places
-from dsjob.front.tasks import make_task
+from dsjob.front.tasks import make_task, perform
 from dsjob.front.weights import load_model
-from dsjob.launch import launcher
 from dsjob.training.form import showing
 from dsjob.trust.user import Flags
 
-_FORM = ("++predict.outputs=null", "++predict.format=jsonl")  # what `read_generation` reads
+_FORM = ("++predict.outputs=null", "++predict.format=jsonl")  # what `read_rows` reads
 
 
 @dataclass(frozen=True)
@@ -68,15 +64,13 @@ def generate(
         raise UsageError("prompts must be a list of texts that are not empty", hint='prompts=["Once upon a time"]')
     with one_at_a_time(), allowing(flags), watch_output(), telling_places(), writing(prompts) as file:
         chosen = choose_checkpoint(require_path(checkpoint, "a checkpoint"), tag, best=best)
-        source = make_generation(
-            chosen, file, choose_settings(chosen, tokenizer, settings), list_words(None, overrides)
-        )
-        composed = source.compose()
-        here = launcher.read_world_size() is not None or read_nproc(composed.document) == 1
-        if here:
-            require_no_group()
-        with keeping_process(torch=here), naming_no_flags(here), showing("quiet"):
-            return read_generation(run_composed(composed, chosen.grant(flags), debug=False))
+        words = list_words(None, overrides)
+        source = make_generation(chosen, file, choose_settings(chosen, tokenizer, settings, words), words)
+        with showing("quiet"):
+            result = perform(source, chosen.grant(flags))
+    (written,) = result["predictions"]
+    texts = [row["text"] for row in read_rows(written)]
+    return Generation(texts, written, result["checkpoint"], result["step"], result["run_dir"])
 
 
 @contextmanager
@@ -95,18 +89,15 @@ def choose_settings(
     document = chosen.file.value if chosen.file is not None else {}
     own = dict(document.get("generation") or {})
     train = document.get("data", {}).get("train") or {}
-    named = tokenizer or own.get("tokenizer") or (train.get("tokenizer") if _is_text(train) else None)
     if any(each.lstrip("+").startswith("generation.tokenizer") for each in overrides):
         return {**own, **settings}
+    of_texts = train.get("tokenizer") if train.get("_target_") == "dsjob.text.Text" else None
+    named = tokenizer or own.get("tokenizer") or of_texts
     if named is None:
         raise UsageError(
             "the job of this checkpoint names no tokenizer", hint="add --tokenizer FOLDER, or --tokenizer bytes"
         )
     return {**own, **settings, "tokenizer": named}
-
-
-def _is_text(data: Mapping[str, Any]) -> bool:
-    return data.get("_target_") == "dsjob.text.Text"
 
 
 def make_generation(chosen: Chosen, file: str, settings: Mapping[str, Any], overrides: Sequence[str]) -> Source:
@@ -128,12 +119,9 @@ def _write(value: Any) -> str:
     return quote(value) if isinstance(value, str) else json.dumps(value)
 
 
-def read_generation(result: Mapping[str, Any]) -> Generation:
-    """What a generation has written, from its result.json."""
-    (file,) = result["predictions"]
-    rows = [json.loads(line) for line in storage.read_text(file).splitlines()]
-    texts = [row["text"] for row in rows]
-    return Generation(texts, file, result["checkpoint"], result["step"], result["run_dir"])
+def read_rows(file: str) -> list[dict[str, Any]]:
+    """What a generation has written: an object for each prompt, in their order."""
+    return [json.loads(line) for line in storage.read_text(file).splitlines()]
 
 
 def load_writer(

@@ -16,6 +16,7 @@ from dsjob.front.process import keeping_process, require_no_group
 from dsjob.front.run import naming_no_flags, one_at_a_time
 from dsjob.front.source import Source, allowing, list_words, make_flags, quote, require_path, telling_places
 from dsjob.launch import launcher
+from dsjob.trust.grant import Trust
 
 Task = Literal["eval", "predict", "generate"]
 
@@ -104,13 +105,17 @@ def _perform(
     flags = make_flags(trust, trust_remote_code, unpinned)
     with one_at_a_time(), allowing(flags), watch_output(), telling_places():
         chosen = choose_checkpoint(require_path(checkpoint, "a checkpoint"), tag, best=best)
-        source = make_task(task, chosen, list_words(None, overrides))
-        composed = source.compose()
-        here = launcher.read_world_size() is not None or read_nproc(composed.document) == 1
-        if here:
-            require_no_group()
-        with keeping_process(torch=here), naming_no_flags(here):
-            return run_composed(composed, chosen.grant(flags), debug=False)
+        return perform(make_task(task, chosen, list_words(None, overrides)), chosen.grant(flags))
+
+
+def perform(source: Source, trust: Trust) -> dict[str, Any]:
+    """Runs the job of a task from a program. Returns the contents of result.json."""
+    composed = source.compose()
+    here = launcher.read_world_size() is not None or read_nproc(composed.document) == 1
+    if here:
+        require_no_group()
+    with keeping_process(torch=here), naming_no_flags(here):
+        return run_composed(composed, trust, debug=False)
 
 
 def make_task(task: Task, chosen: Chosen, overrides: Sequence[str]) -> Source:

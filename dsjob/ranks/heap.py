@@ -7,6 +7,7 @@ default, glibc returns them to the system, which then has to clear each page aga
 from __future__ import annotations
 
 import ctypes
+import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _KEPT = 1 << 30  # bytes at the top of the heap that stay
@@ -14,7 +15,9 @@ _LARGE = 32 << 20  # bytes; glibc allows no more. Larger blocks are always retur
 
 
 def keep_freed_memory() -> None:
-    """Raises glibc's limits for this process. Does nothing with other C libraries."""
+    """Raises glibc's limits for this process, unless the user has set them. Does nothing with other C libraries."""
+    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
+        return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):

@@ -284,8 +284,9 @@ def make_generator(section: Mapping[str, Any], trust: Trust) -> Generator:
         return Generator(settings, ByteTokenizer() if named else None)
     if isinstance(named, str):  # by the target, so that what documents may load applies to it
         named = {"_target_": "transformers.AutoTokenizer.from_pretrained", "pretrained_model_name_or_path": named}
-    made = build_object(make_target(named), trust, ("generation", "tokenizer"))
-    return Generator(settings, require_decoding(made))
+    where = ("generation", "tokenizer")
+    with placing_target(where):
+        return Generator(settings, require_decoding(call_target(make_target(named), trust=trust, where=where)))
 
 
 def build_evaluator(

@@ -434,6 +434,18 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("deepspeed-mpu", {**BY_DEEPSPEED, **course(mpu=CALLED)}, "trainer.mpu", course(mpu=CALLED)),
     ("deepspeed-compile", {**BY_DEEPSPEED, "compile": ON}, "compile.enabled", {"compile": ON}),
     (
+        "deepspeed-ops",
+        {**BY_DEEPSPEED, "ops": {"cpu_optimizers": "require"}},
+        "ops.cpu_optimizers",
+        {**BY_DEEPSPEED, "ops": {"cpu_optimizers": "auto"}},
+    ),
+    (
+        "deepspeed-generation",
+        {**BY_DEEPSPEED, "generation": {}, "data": EVAL, "zero_optimization": {"stage": 3}},
+        "generation",
+        {**BY_DEEPSPEED, "generation": {}, "data": EVAL, "zero_optimization": {"stage": 2}},
+    ),
+    (
         "deepspeed-fp16-stage",
         {**BY_DEEPSPEED, "fp16": ON},
         "fp16.enabled",

@@ -9,9 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import transformers
 from jobs import DSJOB, clean_env, dsjob
 from text_jobs import JOB, SENTENCES
 
+import dsjob as dsjob_module
 from dsjob.errors import DataError
 from dsjob.text.prompts import read_prompts
 
@@ -50,6 +52,18 @@ def test_prompts_are_continued_alike_on_every_number_of_ranks(run: Path, tmp_pat
         for text in PROMPTS[:2]
     ]
     assert [json.loads(done.stdout)["text"] for done in each] == [text for _, text in found[0][:2]]
+
+
+def test_a_tokenizer_of_transformers_is_loaded_from_its_folder(run: Path, tmp_path: Path) -> None:
+    """The one of ByT5, whose ids are those of bytes, three higher."""
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "tokenizer")
+    options = ("--prompt", "some", "--tokenizer", str(tmp_path / "tokenizer"), "--max-new-tokens", "4", "--json")
+    done = dsjob("generate", str(run), *options, "--num-beams", "1", cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["text"] == bytes(each - 3 for each in row["generated"] if 3 <= each < 256).decode(errors="ignore")
+    found = dsjob_module.generate(run, ["some"], overrides=["generation.tokenizer=bytes"], max_new_tokens=4)
+    assert len(found.texts) == 1
 
 
 def test_without_a_prompt_the_terminal_is_asked(run: Path) -> None:

@@ -45,6 +45,21 @@ def _compile(document: Document) -> Iterator[Finding]:
         yield "compile.enabled", "does not work with engine deepspeed", f"turn it off, or {_OTHER}"
 
 
+@enter("deepspeed-ops")
+def _ops(document: Document) -> Iterator[Finding]:
+    """DeepSpeed steps its own optimizers, or flat parts of parameters that dsjob does not see."""
+    if is_driven(document) and read(document, "ops.cpu_optimizers") == "require":
+        yield "ops.cpu_optimizers", "require does not work with engine deepspeed", f"set auto, or {_OTHER}"
+
+
+@enter("deepspeed-generation")
+def _generation(document: Document) -> Iterator[Finding]:
+    """At stage 3, transformers lets ranks wait for one another in generate only if it knows of the sharding. A program
+    tells it; a job does not."""
+    if is_driven(document) and read(document, "generation") is not None and read_stage(document) == 3:
+        yield "generation", "does not work at stage 3 with engine deepspeed", _OTHER
+
+
 @enter("deepspeed-fp16-stage")
 def _fp16(document: Document) -> Iterator[Finding]:
     """At stage 0, with an optimizer that the program passes in, DeepSpeed divides gradients by a loss scale without
