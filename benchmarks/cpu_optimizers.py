@@ -42,13 +42,13 @@ def make(elements: int, parts: int) -> list[nn.Parameter]:
 def make_ours(name: str, elements: int, parts: int) -> Step:
     parameters = make(elements, parts)
     weights, gradients = [p.data for p in parameters], [p.grad for p in parameters if p.grad is not None]
-    state = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    averages, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     if name == "adamw":
         options: dict[str, Any] = {"rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "decay": 0.01}
-        return lambda: kernels.adam_(weights, gradients, *state, [1.0] * parts, **options)
+        return lambda: kernels.adam_(weights, gradients, averages, squares, [1.0] * parts, **options)
     if name == "lion":
-        return lambda: kernels.lion_(weights, gradients, state[0], rate=1e-3, betas=(0.9, 0.99), decay=0.01)
-    return lambda: kernels.adagrad_(weights, gradients, state[0], [1e-3] * parts, eps=1e-10, decay=0.01)
+        return lambda: kernels.lion_(weights, gradients, averages, rate=1e-3, betas=(0.9, 0.99), decay=0.01)
+    return lambda: kernels.adagrad_(weights, gradients, squares, [1e-3] * parts, eps=1e-10, decay=0.01)
 
 
 def make_torch(name: str, elements: int, parts: int) -> Step | None:
