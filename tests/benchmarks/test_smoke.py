@@ -18,6 +18,7 @@ TINY = {
     "engine": "--sizes tiny --worlds 2 --stages 0 --precisions fp32 --accumulations 1 --against hand --rounds 1",
     "loop": "--ranks 2 --rounds 1 --steps 1 --warm-up 1",
     "memory": "--ranks 1 --smoke",
+    "nvme": "--rounds 1 --megabytes 2 --folder FOLDER",
     "programs": "--smoke",
     "text": "--rounds 1 --steps 1",
     "validate": "--rounds 1",
