@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dsjob.front.weights import load_model as load_model
     from dsjob.monitors.monitor import Monitor as Monitor
     from dsjob.monitors.monitor import Series as Series
+    from dsjob.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from dsjob.ranks.mpu import ModelParallelUnit as ModelParallelUnit
     from dsjob.ranks.rendezvous import init_distributed as init_distributed
     from dsjob.training.trainer import Trainer as Trainer
@@ -66,6 +67,7 @@ _HOMES = {
     "generate": "dsjob.front.generate",
     "init_distributed": "dsjob.ranks.rendezvous",
     "initialize": "dsjob.engine.build",
+    "linear_cross_entropy": "dsjob.ops.linear_cross_entropy",
     "list_runs": "dsjob.front.runs",
     "load_model": "dsjob.front.weights",
     "plan": "dsjob.front.look",
@@ -98,6 +100,7 @@ __all__ = [
     "generate",
     "init_distributed",
     "initialize",
+    "linear_cross_entropy",
     "list_runs",
     "load_model",
     "plan",

@@ -280,6 +280,14 @@ def collecting(optimizer: Optimizer, change: Callable[[Any], Any]) -> Iterator[N
         del optimizer._init_group  # type: ignore[attr-defined]
 
 
+# --- checks on the device
+
+
+def assert_on_device(holds: Tensor) -> None:
+    """Fails if `holds`, a bool scalar, is false, without waiting for the device. Public functions would wait."""
+    torch._assert_async(holds)
+
+
 # --- storages
 
 

@@ -33,6 +33,7 @@ NAMES = [
     "generate",
     "init_distributed",
     "initialize",
+    "linear_cross_entropy",
     "list_runs",
     "load_model",
     "plan",

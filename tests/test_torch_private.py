@@ -179,6 +179,12 @@ def test_trees_are_walked() -> None:
     assert torch_private.tree_map_only(int, str, {"a": [1, 2.5]}) == {"a": ["1", 2.5]}
 
 
+def test_an_assertion_fails() -> None:
+    torch_private.assert_on_device(torch.tensor(True))
+    with pytest.raises(RuntimeError):
+        torch_private.assert_on_device(torch.tensor(False))
+
+
 def test_tensors_without_memory_and_their_operators_are_seen() -> None:
     seen = []
 

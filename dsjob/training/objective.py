@@ -20,6 +20,7 @@ from dsjob.contract.paths import Path
 from dsjob.contract.spec import JobSpec, Target
 from dsjob.data.batches import IGNORED, count_samples, count_targets
 from dsjob.errors import ContractError
+from dsjob.ops.linear_cross_entropy import linear_cross_entropy
 from dsjob.torch_private import tree_map_only
 from dsjob.training.selection import Chosen, Selection
 from dsjob.trust.frames import put_at
@@ -261,7 +262,9 @@ _REDUCTION = "return the mean over the batch; a loss of torch.nn does so with re
 
 def _compare(function: LossFunction, predictions: Chosen, targets: Chosen) -> Any:
     """The result of a loss function. Errors of torch's own functions become a ContractError that shows the shapes."""
-    given = tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor, predictions)
+    given = predictions
+    if _inner(function) is not linear_cross_entropy:  # it widens its sums itself, and a whole weight would cost memory
+        given = tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor, predictions)
     try:
         return function(*given.args, *targets.args, **given.keywords, **targets.keywords)
     except torch.OutOfMemoryError:

@@ -18,6 +18,7 @@ class Listed(NamedTuple):
 
 
 LISTED: tuple[Listed, ...] = (
+    Listed("dsjob", r"linear_cross_entropy", r"dsjob\.ops\.linear_cross_entropy"),
     Listed("dsjob.recipes", r"[a-z]\w*\.[A-Za-z]\w*", r"dsjob\.recipes\.\w+"),
     Listed("dsjob.text", r"Text|Pad|Mixture|Prompts|Rouge|exact_match", r"dsjob\.text\.\w+"),
     Listed("dsjob.callbacks", r"[A-Z]\w*", r"dsjob\.callbacks\.(?!callback$)\w+"),

@@ -38,6 +38,14 @@ class Tagger(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+class HeadApart(Tagger):
+    """A Tagger that leaves its last layer to the loss. It returns views: DDP fails on parameters themselves."""
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        hidden = torch.tanh(self.fc(self.emb(input_ids).cumsum(1)))
+        return {"hidden": hidden, "weight": self.head.weight[:], "bias": self.head.bias[:]}
+
+
 def build_of_transformers(kind: str) -> nn.Module:
     """A tiny model of transformers: Llama, which shifts labels, T5, which does not, or Llama inside peft's."""
     import transformers
