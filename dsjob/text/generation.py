@@ -21,7 +21,10 @@ _LABELS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 class Generated(dict[str, Any]):
     """A model's outputs by name, and beside them `generated`: int64 [samples, tokens]; with a tokenizer also `text` and
-    `reference`, lists of strings; with texts as prompts also `prompt`. reference: the labels, if there are any."""
+    `reference`, lists of strings; with texts as prompts also `prompt`. reference: the labels, if there are any. pad:
+    the id that fills up `generated`."""
+
+    pad: int = 0
 
     @property
     def predictions(self) -> Any:
@@ -62,6 +65,7 @@ class Generator:
         else:
             generated = self._generate(model, device, batch, autocast)
             found = Generated({**_by_name(outputs), "generated": generated})
+        found.pad = self._find_pad(model)
         if self._tokenizer is not None:
             special = self._list_special(model)
             found["text"] = self._decode(generated, special)
@@ -111,7 +115,7 @@ class Generator:
         return written[:, prompts.shape[1] :]
 
     def _find_pad(self, model: nn.Module) -> int:
-        """The id that fills up short prompts; where there is none, the id that ends a text, as in transformers."""
+        """The id that fills up short prompts and texts; by default the id that ends a text, as in transformers."""
         configs = [self._settings]
         for name in ("generation_config", "config"):
             config = getattr(model, name, None)

@@ -68,7 +68,8 @@ class Predictor:
                 outputs = self._call(batch)
                 # A batch without samples only keeps the ranks of a sharded model together.
                 if samples and counts:
-                    part.add(self._choose(Seen(outputs, batch, None, samples)), samples)
+                    rows = self._choose(Seen(outputs, batch, None, samples))
+                    part.add(rows, samples, _list_padded(rows, outputs))
         self.engines.train()
         written = gather_on_rank_0(world.everyone, lambda: (world.data_rank, world.everyone.rank, part.written))
 
@@ -97,6 +98,13 @@ class Predictor:
             return _check_rows({"logits": _find_logits(seen.outputs)}, seen.samples)
         found = {key: follow(path, seen, f"predict.outputs.{key}") for key, path in paths.items()}
         return _check_rows(found, seen.samples)
+
+
+def _list_padded(rows: Rows, outputs: Any) -> dict[str, int]:
+    """The rows that are generated ids, whose length differs between batches, each with the id that fills it up."""
+    if not isinstance(outputs, Generated):
+        return {}
+    return {name: outputs.pad for name, value in rows.items() if value is outputs["generated"]}
 
 
 def _begin(parts: str) -> None:

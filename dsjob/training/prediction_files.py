@@ -28,6 +28,7 @@ from dsjob.checkpoint.root.source import open_root
 from dsjob.errors import ContractError
 
 Rows = Mapping[str, Any]  # by name: a tensor [samples, ...], or a list with one JSON value per sample
+Column = tuple[str, tuple[int, ...]]
 _FRAME = struct.Struct("<Q")
 _BLOCKS = 256 << 20  # bytes that rank 0 reads ahead, over all parts
 _SPLIT = "predict.outputs.{}: {} in one batch, but {} in another; safetensors needs equal ones"
@@ -35,10 +36,13 @@ _SPLIT = "predict.outputs.{}: {} in one batch, but {} in another; safetensors ne
 
 @dataclass
 class Written:
-    """What a rank has written. columns: by name, the safetensors dtype and the shape of a sample."""
+    """What a rank has written. columns: by name, the safetensors dtype and the shape of a sample. padded: the names of
+    columns of ids whose length differs between batches, each with the id that fills them up; their shape is that of the
+    longest batch."""
 
     samples: int = 0
-    columns: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)
+    padded: dict[str, int] = field(default_factory=dict)
 
 
 class Part(AbstractContextManager["Part"]):
@@ -49,19 +53,18 @@ class Part(AbstractContextManager["Part"]):
         self._folder, self._rank, self._form = folder, rank, form
         self._stack, self._files = ExitStack(), dict[str, BinaryIO]()
 
-    def add(self, rows: Rows, samples: int) -> None:
-        """Adds a batch. Raises ContractError for values that the format cannot hold."""
+    def add(self, rows: Rows, samples: int, padded: Mapping[str, int] | None = None) -> None:
+        """Adds a batch. padded: see `Written`. Raises ContractError for values that the format cannot hold."""
         self.written.samples += samples
         if self._form == "jsonl":
             self._write("lines", _to_lines(rows, samples))
             return
+        self.written.padded |= padded or {}
         for number, (name, value) in enumerate(rows.items()):
-            column = _describe_column(name, value)
-            known = self.written.columns.setdefault(name, column)
-            if known != column:
-                raise ContractError(_SPLIT.format(name, *(f"{kind}{list(shape)}" for kind, shape in (column, known))))
+            _join_column(self.written, name, _describe_column(name, value), self.written.padded)
             data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            self._write(str(number), data)
+            # The length of a padded row follows from the number of samples.
+            self._write(str(number), _FRAME.pack(samples) + bytes(data) if name in self.written.padded else data)
 
     def _write(self, column: str, data: bytes | memoryview) -> None:
         if column not in self._files:
@@ -136,23 +139,42 @@ def merge(url: str, folder: str, parts: Mapping[int, Written], form: str) -> int
             return samples
         columns = _join_columns(list(written.values()))
         file.write(_make_header(columns, samples))
-        for number in range(len(columns)):
+        padded = next(iter(written.values())).padded if written else {}
+        for number, (name, column) in enumerate(columns.items()):
             for data in _read_in_turn(folder, list(written), str(number)):
-                file.write(data)
+                file.write(_fill_up(data, column, padded[name]) if name in padded else data)
     return samples
 
 
-def _join_columns(parts: Sequence[Written]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    columns = parts[0].columns if parts else {}
+def _join_columns(parts: Sequence[Written]) -> dict[str, Column]:
+    joined = Written()
     for part in parts:
         for name, column in part.columns.items():
-            if column != columns[name]:
-                told = (f"{kind}{list(shape)}" for kind, shape in (column, columns[name]))
-                raise ContractError(_SPLIT.format(name, *told))
-    return columns
+            _join_column(joined, name, column, part.padded)
+    return joined.columns
 
 
-def _make_header(columns: Mapping[str, tuple[str, tuple[int, ...]]], samples: int) -> bytes:
+def _join_column(written: Written, name: str, column: Column, padded: Mapping[str, int]) -> None:
+    """Adds the column of a batch or of a part to `written`. Raises ContractError if it does not fit the others."""
+    known = written.columns.setdefault(name, column)
+    if name in padded and column[0] == known[0]:
+        written.columns[name] = (column[0], max(column[1], known[1]))
+    elif known != column:
+        raise ContractError(_SPLIT.format(name, *(f"{kind}{list(shape)}" for kind, shape in (column, known))))
+
+
+def _fill_up(frame: bytes, column: Column, pad: int) -> bytes:
+    """The rows of a padded batch, filled up to the length of the column."""
+    dtype, (longest,) = column
+    width = layout.WIDTH[dtype]
+    (samples,) = _FRAME.unpack(frame[: _FRAME.size])
+    length = (len(frame) - _FRAME.size) // samples
+    end = pad.to_bytes(width, "little", signed=True) * (longest - length // width)
+    starts = (_FRAME.size + row * length for row in range(samples))
+    return b"".join(frame[start : start + length] + end for start in starts)
+
+
+def _make_header(columns: Mapping[str, Column], samples: int) -> bytes:
     header, start = {}, 0
     for name, (dtype, shape) in columns.items():
         length = samples * layout.WIDTH[dtype]

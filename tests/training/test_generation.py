@@ -12,6 +12,7 @@ import torch
 import transformers
 from engines import make_config
 from ranks import run_ranks
+from safetensors.torch import load_file
 from text_jobs import JOB, SENTENCES
 from torch import Tensor, nn
 
@@ -177,6 +178,17 @@ def test_rouge_and_other_metrics_of_texts_are_those_of_one_process(tmp_path: Pat
     assert [(row["step"], row["prompt"]) for row in sampled[0]] == [(1, "some"), (1, "word")]
 
 
+WRITES_AS_MANY = """
+def build_varied():
+    model = build()
+    model.config.pad_token_id = model.generation_config.pad_token_id = 9
+    def generate(input_ids, attention_mask, **settings):
+        return torch.cat([input_ids, torch.full_like(input_ids, 65)], 1)
+    model.generate = generate
+    return model
+"""
+
+
 def test_a_job_evaluates_and_predicts_texts_alike_on_every_number_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "sentences.py").write_text(SENTENCES)
     (tmp_path / "job.yaml").write_text(JOB)
@@ -193,3 +205,23 @@ def test_a_job_evaluates_and_predicts_texts_alike_on_every_number_of_ranks(tmp_p
     assert [row["reference"] for row in rows[:2]] == [" words 00", "words 01"]
     assert [(row["text"], row["reference"]) for row in rows] == [(row["text"], row["reference"]) for row in found[1][0]]
     assert found[0][1] == pytest.approx(found[1][1])
+
+
+def test_generated_ids_of_different_lengths_are_filled_up_in_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "sentences.py").write_text(SENTENCES + WRITES_AS_MANY)
+    (tmp_path / "job.yaml").write_text(JOB)
+    given = (
+        "model._target_=sentences.build_varied",
+        "~generation.tokenizer",
+        "~metrics",
+        "++predict.format=safetensors",
+        "++predict.outputs={ids: outputs.generated}",
+        "tasks=[train, predict]",
+        "trainer.eval_micro_batch=1",
+    )
+    for ranks in (1, 2):
+        done = jobs.dsjob("job.yaml", *given, f"launch.nproc={ranks}", f"output.dir=run{ranks}", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = load_file(tmp_path / f"run{ranks}" / "predictions-eval.safetensors")["ids"]
+        # The prompts have 4, 5 and 6 bytes.
+        assert found.tolist() == [[65] * (4 + row % 3) + [9] * (2 - row % 3) for row in range(7)]
