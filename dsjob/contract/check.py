@@ -108,13 +108,10 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
 
 
 def _find_watchers(config: dict[str, Any]) -> list[Problem]:
-    """Warnings for the monitors and breakdowns of a bare config, which only jobs have."""
-    note = "a program logs its own metrics; a job has this as monitor.{}"
-    monitors = ("tensorboard", "csv_monitor", "wandb", "comet")
-    found = {key: note.format(key) for key in monitors if isinstance(config.get(key), dict)}
+    """Warnings for the breakdowns of a bare config, which only jobs have."""
     asked = deepspeed_keys.CALLBACKS
     measured = "a program measures itself; a job has this as the callback dsjob.callbacks.{}"
-    found |= {key: measured.format(name) for key, name in asked.items() if isinstance(config.get(key), (bool, dict))}
+    found = {key: measured.format(name) for key, name in asked.items() if isinstance(config.get(key), (bool, dict))}
     return [Problem("has no effect here", (k,), "no-effect", n, severity="warning") for k, n in found.items()]
 
 

@@ -12,9 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.contract import schema
 from dsjob.data import Epochs
+from dsjob.deepspeed.monitor import require_packages
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
 from dsjob.engine import build, configs
 from dsjob.errors import ConfigWarning
+from dsjob.ranks.agreement import on_rank_0
 
 engine_type = DeepSpeedEngine  # what `initialize` makes; `dsjob exec` puts one here that records its steps
 
@@ -44,6 +46,7 @@ def initialize(
     given = configs.read_given(args, config, trust)
     with build.dropping_own_group():
         world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
+        on_rank_0(world.everyone, lambda: require_packages(given))
         if dotted and world.everyone.rank == 0:
             listed = (
                 f"these keys have no effect, in DeepSpeed neither; write them as section and key: {', '.join(dotted)}"

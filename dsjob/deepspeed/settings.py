@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,15 +33,6 @@ def _is_on(dotted: str) -> Callable[[Settings], bool]:
 
     get.__doc__ = f"Whether `{dotted}` of the config is on."
     return get
-
-
-class Monitor:
-    """DeepSpeed's monitor, always disabled. The sections that enable monitors have no effect; a warning says so."""
-
-    enabled = False
-
-    def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """Discards the events (name, value, step), because `enabled` is False."""
 
 
 class Settings:
@@ -114,8 +105,6 @@ class Settings:
     data_efficiency_enabled = _is_on("data_efficiency.enabled")
     curriculum_enabled_legacy = _is_on("curriculum_learning.enabled")
     aio_config = _read("aio")
-
-    monitor = Monitor()
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage of the config."""

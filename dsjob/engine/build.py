@@ -136,7 +136,9 @@ def make_engine(
     """Builds an engine of class `kind`. Rank 0 warns about keys in the config that have no effect."""
     spec, told = resolve_config(given.config, world_size=world.data_size, locate=given.origin.locate)
     if world.everyone.rank == 0:
-        configs.warn(told, given.origin)
+        # Subclasses have monitors (dsjob.deepspeed).
+        idle = configs.find_monitors(given.config) if kind is Engine else []
+        configs.warn([*told, *idle], given.origin)
     with _hinting_at_trust():
         return build_engine(
             model,

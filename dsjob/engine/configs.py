@@ -124,6 +124,14 @@ def _refuse_job(config: Mapping[Any, Any], source: str) -> None:
         raise ConfigError([Problem(message, (sections[0],), "job-document", hint, source)])
 
 
+def find_monitors(config: Mapping[str, Any]) -> list[Problem]:
+    """Warnings for the enabled monitors of a config, for an engine that has none."""
+    sections = {key: config.get(key) for key in ("tensorboard", "csv_monitor", "wandb", "comet")}
+    asked = [key for key, section in sections.items() if isinstance(section, Mapping) and section.get("enabled")]
+    hint = "dsjob.deepspeed.initialize returns an engine with monitors"
+    return [Problem("has no effect here", (key,), "no-effect", hint, severity="warning") for key in asked]
+
+
 def warn(problems: Sequence[Problem], origin: Origin) -> None:
     """Warns, at the line that calls `initialize`. To be called by what `initialize` calls."""
     for text in describe_warnings(problems, origin):

@@ -38,10 +38,11 @@ SERVICES = {
 
 
 def find_missing(document: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems for the monitors of a resolved document whose package is not installed. Imports nothing."""
+    """Problems for the enabled monitors of a document whose package is not installed. Imports nothing."""
     for name, service in SERVICES.items():
         section = document["monitor"].get(name)
-        if section and section["enabled"] and service.package and not _is_installed(service.package):
+        enabled = isinstance(section, Mapping) and section.get("enabled") is True
+        if enabled and service.package and not _is_installed(service.package):
             message = f"needs the package {service.package}, which is not installed"
             yield Problem(message, ("monitor", name), "missing-package", f"pip install {service.distribution}")
 

@@ -22,10 +22,22 @@ class CometMonitor(Monitor):
     def begin(self, series: Series) -> None:
         import comet_ml
 
+        section = self._section
+        if not series.of_job:
+            self._experiment = comet_ml.start(
+                api_key=section.api_key,
+                project=section.project,
+                workspace=section.workspace,
+                experiment_key=section.experiment_key,
+                mode=section.mode,
+                online=section.online,
+            )
+            if section.experiment_name:
+                self._experiment.set_name(section.experiment_name)
+            return
         folder = os.environ.get("COMET_OFFLINE_DIRECTORY", os.path.join(series.run_dir, "comet"))
         # Captured output would be sent before values of environment variables are masked in it.
         options: dict[str, Any] = {"auto_output_logging": False, "auto_metric_logging": False, "log_code": False}
-        section = self._section
         self._experiment = comet_ml.start(
             project=section.project,
             workspace=section.workspace,

@@ -25,7 +25,7 @@ class CsvMonitor(Monitor):
     def begin(self, series: Series) -> None:
         self._folder = series.choose_folder(self._section, "csv")
         os.makedirs(self._folder, exist_ok=True)
-        for name in os.listdir(self._folder):
+        for name in os.listdir(self._folder) if series.of_job else ():
             if name.endswith(".csv"):
                 _cut(os.path.join(self._folder, name), series.begin)
 

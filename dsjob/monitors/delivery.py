@@ -18,7 +18,28 @@ from dsjob.monitors.monitor import Event, Monitor, Series
 from dsjob.run_folder import MONITORS_NAME, read_json
 
 
-class Delivery:
+class Receivers:
+    """Monitors by name. One that fails is named once, and dropped. say: shows a title and a text."""
+
+    def __init__(self, monitors: Mapping[str, Monitor], say: Callable[[str, str], None]) -> None:
+        self._monitors, self._say = dict(monitors), say
+
+    def _try(self, name: str, action: Callable[[Monitor], None]) -> None:
+        try:
+            if name in self._monitors:
+                action(self._monitors[name])
+        except Exception as error:
+            self._drop(f"monitor {name}", error, [name])
+
+    def _drop(self, title: str, error: Exception, names: Sequence[str]) -> None:
+        """Continues without these monitors."""
+        for name in names:
+            self._monitors.pop(name, None)
+        reason = mask(str(error)).strip().split("\n")[0][:300] or type(error).__name__
+        self._say(title, f"failed, and receives no more values of this run: {type(error).__name__}: {reason}")
+
+
+class Delivery(Receivers):
     """Passes values to the monitors of a run. They begin with the first value, so that a run that fails at once leaves
     nothing behind.
 
@@ -36,7 +57,7 @@ class Delivery:
         document: Mapping[str, Any],
         say: Callable[[str, str], None],
     ) -> None:
-        self._monitors, self._say = dict(monitors), say
+        super().__init__(monitors, say)
         self._name, self._document = name, mask_texts(hide_secrets(dict(document)))
         self._run_dir, self._path = run_dir, os.path.join(run_dir, MONITORS_NAME)
         self._begin = 0
@@ -97,20 +118,6 @@ class Delivery:
             os.replace(temporary, self._path)
         except (OSError, DsjobError) as error:
             self._drop("monitors", error, [*self._monitors])
-
-    def _try(self, name: str, action: Callable[[Monitor], None]) -> None:
-        try:
-            if name in self._monitors:
-                action(self._monitors[name])
-        except Exception as error:
-            self._drop(f"monitor {name}", error, [name])
-
-    def _drop(self, title: str, error: Exception, names: Sequence[str]) -> None:
-        """Continues without these monitors."""
-        for name in names:
-            self._monitors.pop(name, None)
-        reason = mask(str(error)).strip().split("\n")[0][:300] or type(error).__name__
-        self._say(title, f"failed, and receives no more values of this run: {type(error).__name__}: {reason}")
 
 
 def _write(events: Sequence[Event], monitor: Monitor) -> None:

@@ -20,6 +20,8 @@ class Series:
     name: of the job. run_dir: the run's folder. key: 32 hexadecimal digits that identify the run; a resumed run keeps
     them, one that starts again has new ones. begin: samples seen before the first value; more than 0 in a resumed run.
     document: the resolved document, without secrets.
+
+    A program with an engine of its own has none of these (`of_program`): values are added to those of earlier runs.
     """
 
     name: str
@@ -28,9 +30,22 @@ class Series:
     begin: int
     document: Mapping[str, Any]
 
+    @classmethod
+    def of_program(cls) -> Series:
+        """The series of a program, whose monitors behave as DeepSpeed's do."""
+        return cls("", "", "", 0, {})
+
+    @property
+    def of_job(self) -> bool:
+        """Whether a job's run sends the values."""
+        return bool(self.key)
+
     def choose_folder(self, section: MonitorFiles, default: str) -> str:
         """`output_path/job_name`; without an output_path, the folder `default` in the run's folder. DeepSpeed's default
-        for job_name stands for the name of the run's folder, so that runs do not share a folder."""
+        for job_name stands for the name of the run's folder, so that runs do not share a folder. For a program, always
+        `output_path/job_name`."""
+        if not self.of_job:
+            return os.path.join(os.path.expanduser(section.output_path), section.job_name)
         if not section.output_path:
             return os.path.join(self.run_dir, default)
         name = os.path.basename(os.path.abspath(self.run_dir)) if section.job_name == UNNAMED else section.job_name

@@ -23,7 +23,7 @@ class TensorBoardMonitor(Monitor):
 
         folder = series.choose_folder(self._section, "tensorboard")
         # Readers drop values of earlier files from `purge_step` on.
-        self._writer = SummaryWriter(folder, purge_step=series.begin + 1)
+        self._writer = SummaryWriter(folder, purge_step=series.begin + 1 if series.of_job else None)
 
     def write_events(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:

@@ -20,10 +20,16 @@ class WandbMonitor(Monitor):
     def begin(self, series: Series) -> None:
         import wandb
 
+        place: dict[str, Any] = {
+            "project": self._section.project,
+            "group": self._section.group,
+            "entity": self._section.team,
+        }
+        if not series.of_job:
+            self._run = wandb.init(**place)  # the run that the program has begun itself, if any
+            return
         self._run = wandb.init(
-            project=self._section.project,
-            group=self._section.group,
-            entity=self._section.team,
+            **place,
             id=series.key,
             name=series.name,
             resume="allow",
@@ -34,7 +40,9 @@ class WandbMonitor(Monitor):
         )
 
     def write_events(self, events: Sequence[Event]) -> None:
-        self._run.log({name: value for name, value, _ in events}, step=events[0][2])
+        # wandb itself joins the values of one step.
+        for name, value, samples in events:
+            self._run.log({name: value}, step=samples)
 
     def end(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.data import Epochs
+from dsjob.deepspeed.monitor import Monitor
 from dsjob.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from dsjob.deepspeed.settings import Settings
 from dsjob.engine.batches import load_batches
@@ -30,6 +31,7 @@ class DeepSpeedEngine(Settings, Engine):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
+        self.monitor = Monitor(self.config, self.global_rank)
         # What libraries read from the wrapper that DeepSpeed puts around an optimizer.
         optimizer: Any = self.optimizer
         if optimizer is not None and self._update.scaler is not None:
@@ -38,6 +40,19 @@ class DeepSpeedEngine(Settings, Engine):
             optimizer.parameter_offload = DeepSpeedZeRoOffload()
         # As DeepSpeed does: programs evaluate and save on rank 0 alone.
         self.strategy.keep_gathered()
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        before = self.global_steps
+        super().step(lr_kwargs)
+        if self.global_steps > before and self.monitor.enabled and self.global_rank == 0:
+            self._write_rates()
+
+    def _write_rates(self) -> None:
+        """Writes what DeepSpeed writes after each optimizer step."""
+        events = [("Train/Samples/lr", rate, self.global_samples) for rate in self.get_lr()[:1]]
+        if self.spec.fp16.enabled:
+            events.append(("Train/Samples/loss_scale", self.loss_scale(), self.global_samples))
+        self.monitor.write_events(events)
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         super()._take_step(lr_kwargs)
