@@ -51,6 +51,7 @@ from dsjob.training.steps import MicroStep, UserStep, make_micro_step
 from dsjob.training.trainer import METHODS, UNUSED, Parts, Trainer
 from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
+from dsjob.trust.hub import name_tokenizer
 from dsjob.trust.targets import (
     build_callable,
     build_instance,
@@ -282,8 +283,8 @@ def make_generator(section: Mapping[str, Any], trust: Trust) -> Generator:
     named = section.get("tokenizer")
     if named is None or named == BYTES:
         return Generator(settings, ByteTokenizer() if named else None)
-    if isinstance(named, str):  # by the target, so that what documents may load applies to it
-        named = {"_target_": "transformers.AutoTokenizer.from_pretrained", "pretrained_model_name_or_path": named}
+    if isinstance(named, str):
+        named = name_tokenizer(named)
     where = ("generation", "tokenizer")
     with placing_target(where):
         return Generator(settings, require_decoding(call_target(make_target(named), trust=trust, where=where)))

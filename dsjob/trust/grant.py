@@ -30,7 +30,7 @@ from dsjob.contract.locations import GRANT, GRANT_FOLDER, check_folders, check_k
 from dsjob.contract.paths import Path
 from dsjob.contract.secrets import check_references
 from dsjob.errors import Problem, UsageError
-from dsjob.trust.hub import check_arguments
+from dsjob.trust.hub import check_arguments, name_tokenizer
 from dsjob.trust.listed import LISTED, is_listed, matches
 from dsjob.trust.literals import LOADERS, check_literals, check_options, is_reader
 
@@ -301,7 +301,20 @@ def _equals(module: str, name: str, found: Any) -> bool:
 def check_document(document: Mapping[str, Any], trust: Trust) -> list[Problem]:
     """Everything in a document that is not trusted, judged by its strings: targets, remote code, unpinned names,
     URLs."""
-    return [*check_keys(document, trust.protocols), *_check(document, (), trust)]
+    return [*check_keys(document, trust.protocols), *_check(document, (), trust), *_check_tokenizer(document, trust)]
+
+
+def _check_tokenizer(document: Mapping[str, Any], trust: Trust) -> Iterator[Problem]:
+    """Problems with `generation.tokenizer` if it is a name, which has no place for a revision."""
+    section = document.get("generation")
+    name = section.get("tokenizer") if isinstance(section, Mapping) else None
+    if not isinstance(name, str) or name == "bytes":
+        return
+    target = name_tokenizer(name)
+    advice = f"name a local folder, write {{_target_: {target['_target_']}, _args_: [{name}], revision: <commit>}}"
+    for problem in _check(target, (), trust):
+        shown = f"{advice}, or run with --unpinned" if problem.rule == "unpinned" else problem.hint
+        yield dataclasses.replace(problem, path=("generation", "tokenizer"), hint=shown)
 
 
 def check_target(value: Mapping[str, Any], trust: Trust, found: Any = None) -> list[Problem]:

@@ -53,6 +53,11 @@ def check_arguments(value: Mapping[str, Any], path: Path, *, remote_code: bool, 
             yield Problem(what, (*path, *place), "unpinned", advice)
 
 
+def name_tokenizer(name: str) -> dict[str, str]:
+    """The target that loads a tokenizer named by a string alone, so that what documents may load applies to it."""
+    return {"_target_": "transformers.AutoTokenizer.from_pretrained", "pretrained_model_name_or_path": name}
+
+
 def check_files(files: Iterable[model_files.Found], path: Path) -> Iterator[Problem]:
     """Problems with a model's files that would run code when it is loaded. `path`: where the document names the
     model."""

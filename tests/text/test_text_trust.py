@@ -35,6 +35,22 @@ def test_what_texts_may_name(arguments: dict[str, Any], rules: list[str]) -> Non
     assert list_rules(**arguments) == rules
 
 
+@pytest.mark.parametrize(
+    ("named", "rules"),
+    [
+        ("someone/words", ["unpinned"]),
+        ("bytes", []),
+        (".", []),
+        ({"_target_": "transformers.AutoTokenizer.from_pretrained", "_args_": ["a/b"], "revision": 40 * "a"}, []),
+    ],
+)
+def test_the_tokenizer_of_generation_is_checked_with_its_place(named: Any, rules: list[str]) -> None:
+    problems = check_document({"generation": {"tokenizer": named}}, Trust())
+    assert [problem.rule for problem in problems] == rules
+    assert all(problem.dotted == "generation.tokenizer" and "revision" in problem.hint for problem in problems)
+    assert check_document({"generation": {"tokenizer": named}}, Trust(unpinned=True)) == []
+
+
 def test_the_rest_of_the_room_is_not_for_documents() -> None:
     document = make_document("runs/a", data={"train": {"_target_": "dsjob.text.cache.write_cache"}})
     assert "untrusted-target" in [problem.rule for problem in check_document(document, Trust())]
