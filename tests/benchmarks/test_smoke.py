@@ -16,6 +16,7 @@ TINY = {
     "convert": "--gigabytes 0.01 --repeats 1 --folder FOLDER",
     "cpu_optimizers": "--rounds 1 --sizes 1000 --without-deepspeed",
     "engine": "--sizes tiny --worlds 2 --stages 0 --precisions fp32 --accumulations 1 --against hand --rounds 1",
+    "linear_cross_entropy": "--rounds 1 --shapes 8x300x4",
     "loop": "--ranks 2 --rounds 1 --steps 1 --warm-up 1",
     "memory": "--ranks 1 --smoke",
     "nvme": "--rounds 1 --megabytes 2 --folder FOLDER",
