@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.contract import schema
 from dsjob.data import Epochs
-from dsjob.deepspeed.monitor import require_packages
+from dsjob.deepspeed.program_monitors import require_packages
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
 from dsjob.engine import build, configs
 from dsjob.errors import ConfigWarning

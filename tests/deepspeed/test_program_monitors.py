@@ -10,7 +10,7 @@ import torch
 from engines import make_config, make_deepspeed_engine, make_tokens
 
 import dsjob
-from dsjob.deepspeed.monitor import Monitor
+from dsjob.deepspeed.program_monitors import Monitor
 from dsjob.errors import ConfigError, ConfigWarning, UsageError
 
 RATES = {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 3, "warmup_type": "linear"}

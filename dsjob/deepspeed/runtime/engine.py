@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.data import Epochs
-from dsjob.deepspeed.monitor import Monitor
+from dsjob.deepspeed.program_monitors import Monitor
 from dsjob.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from dsjob.deepspeed.settings import Settings
 from dsjob.engine.batches import load_batches
