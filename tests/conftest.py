@@ -25,7 +25,8 @@ if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 8 << 30:
 # seconds are in `--junit-xml`'s file.
 LONGEST = [
     "test_hf_trainer", "test_accelerate_programs", "test_trl", "test_smoke", "test_run", "test_front_run",
-    "test_blame", "test_store_faults", "test_packaging", "test_deepspeed_driven", "test_user", "test_simulated_cuda",
+    "test_blame", "test_one_rank", "test_generate", "test_generation",
+    "test_store_faults", "test_packaging", "test_deepspeed_driven", "test_user", "test_simulated_cuda",
     "test_launch", "test_exec", "test_convert_hostile", "test_recomputed_blocks", "test_parity_grid",
     "test_activations", "test_offload", "test_rank_groups", "test_deepspeed_hostile", "test_object_stores",
     "test_zero_to_fp32", "test_front_tasks", "test_library_tests", "test_zero", "test_stages",
@@ -69,16 +70,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in need_gpu:
                 item.add_marker(pytest.mark.skip(reason=reason))
     if "full" in config.option.markexpr:
-        whole = {
-            item.function for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("full")
-        }
+        whole = {item.function for item in items if isinstance(item, pytest.Function) and is_left_out(item)}
         for item in items:
             if isinstance(item, pytest.Function) and item.function in whole:  # the cut is a part of the proof
                 item.add_marker(pytest.mark.full)
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether only `-m full` runs a test: `@pytest.mark.full`, or `full("id", ...)` for these parameters alone."""
+    marks = list(item.iter_markers("full"))
+    parameters = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    return any(not mark.args or parameters in mark.args for mark in marks)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -197,6 +197,7 @@ CALLS: dict[str, tuple[tuple[str, ...], Callable[[str], Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", ["409", "503", "drop", "hang", "lost"])
+@pytest.mark.full("hang-write", "hang-create")
 def test_a_fault_of_one_write_is_mended(s3: str, faulty: FaultyStore, kind: str, call: str) -> None:
     methods, act = CALLS[call]
     fault = faulty.fail(kind, *methods, part="/x")
@@ -212,6 +213,7 @@ def test_a_fault_of_one_write_is_mended(s3: str, faulty: FaultyStore, kind: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:6])
+@pytest.mark.full("hang")
 def test_creation_is_never_taken_for_anothers_nor_the_other_way_round(s3: str, faulty: FaultyStore, kind: str) -> None:
     faulty.fail(kind, *WRITES, part="/x")
     try:
@@ -230,6 +232,7 @@ def test_creation_is_never_taken_for_anothers_nor_the_other_way_round(s3: str, f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.full("create", "upload")
 def test_a_store_that_stays_busy_is_an_error_in_words(s3: str, faulty: FaultyStore, call: str) -> None:
     methods, act = CALLS[call]
     faulty.fail("503", *methods, part="/x", times=1000)

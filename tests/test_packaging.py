@@ -204,6 +204,7 @@ def test_the_ranks_of_a_clone_are_the_clones_own(
     assert (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.full
 def test_the_tests_of_a_clone_run_without_dsjob_installed(bare: Path, clone: Path) -> None:
     runs = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract/test_schema.py"]
     assert " passed" in run(bare, clone, "python", *runs)

@@ -44,6 +44,7 @@ def make_checkout(folder: Path, tests: str) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_results_name_each_test_and_why_it_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.jsonl"
     passed, failed = run_tests("accelerate", make_checkout(tmp_path, TESTS), "dsjob", results)

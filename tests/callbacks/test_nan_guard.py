@@ -33,6 +33,7 @@ def guard_on_ranks(world: World, folder: str, action: str, sections: dict[str, A
 
 
 @pytest.mark.parametrize(("ranks", "stage", "clipping"), [(1, 0, 0.0), (1, 0, 1.0), (2, 0, 1.0), (2, 3, 1.0)])
+@pytest.mark.full("2-0-1.0")
 def test_what_is_not_finite_is_named_and_never_reaches_the_weights(
     tmp_path: Path, ranks: int, stage: int, clipping: float
 ) -> None:

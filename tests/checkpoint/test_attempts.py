@@ -263,6 +263,7 @@ def run_races(url: str, count: int) -> None:
             racer.join()
 
 
+@pytest.mark.full("s3")
 def test_of_two_runs_that_race_for_a_tag_one_wins_and_the_other_says_so(root: str) -> None:
     run_races(root, 8)
 

@@ -40,6 +40,7 @@ def check(results: dict[str, tuple[str, str]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.full("z1_fp32_ws3_groups", "z0_bf16_ws2_plain")
 def test_pickles_are_refused_at_every_place_of_every_file(source: str, tmp_path: Path) -> None:
     results = read_watched(hostile.make_pickles(RUNS[source], tmp_path), tmp_path)
     assert len(results) >= {"z0_bf16_ws2_plain": 10}.get(source, 40)
@@ -86,6 +87,7 @@ OTHERS = ("skipped_steps", "global_samples", "param_shapes", "module", "buffer_n
 
 
 @pytest.mark.parametrize("keys", [COUNTS, pytest.param((*OTHERS, "num_experts", "mine"), marks=pytest.mark.slow)])
+@pytest.mark.full("keys1")
 def test_values_that_have_no_end_are_shortened(keys: tuple[str, ...], tmp_path: Path) -> None:
     """A list that holds one list eleven times, and so on for thirty levels, has no repr that anybody waits for."""
     source = "z1_fp32_ws3_groups"

@@ -94,6 +94,7 @@ def test_the_file_is_a_plain_zip_whose_tensors_are_aligned(checkpoint: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
     """Only lengths are looked at: the bytes are holes in the file."""
     size, block = (1 << 32) + 64, memoryview(bytes(1 << 26))

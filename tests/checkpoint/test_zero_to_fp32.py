@@ -817,6 +817,7 @@ def peak_mib(*command: object) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F64"])
+@pytest.mark.full("F64", "BF16", "F16")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, dtype: str) -> None:
     columns = 1000
     count = (600 if dtype in ("F32", "BF16") else 100) * 250_000 // columns  # rows, for 600 or 100 MB of output

@@ -71,6 +71,7 @@ def test_losses_that_differ_end_with_1_and_what_fails_is_told(tmp_path: Path) ->
 
 
 @installed
+@pytest.mark.full
 def test_a_side_hides_what_it_has_read_and_takes_no_module_of_python_from_the_current_folder(tmp_path: Path) -> None:
     make_job(tmp_path, model={"_target_": "refusing.Model", "token": "${oc.env:DSJOB_TOKEN}"})
     (tmp_path / "refusing.py").write_text(

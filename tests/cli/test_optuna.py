@@ -44,6 +44,7 @@ def test_an_interval_is_searched_and_trials_that_fail_are_counted_as_failed(tmp_
 
 
 @needs_optuna
+@pytest.mark.full
 def test_a_study_without_a_completed_trial_shows_its_table(tmp_path: Path) -> None:
     make_job(tmp_path, model={"_target_": "my_model.Crash"})
     done = dsjob(

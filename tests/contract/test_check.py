@@ -522,6 +522,7 @@ def put(path: tuple[str, ...], kind: str, value: dict[str, int]) -> dict[str, An
 
 
 @pytest.mark.parametrize("mistake", ["dropped", "doubled", "swapped", "replaced"])
+@pytest.mark.full("replaced", "doubled", "dropped")
 def test_a_mistyped_key_is_refused_and_99_in_100_times_the_right_one_is_suggested(mistake: str) -> None:
     tried, right = 0, 0
     for path, schema, kind in sections():

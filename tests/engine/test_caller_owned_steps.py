@@ -67,6 +67,7 @@ def compare(world: World) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.full("2")
 def test_steps_are_those_of_a_boundary_set_by_hand(world_size: int) -> None:
     for stage, config, own, expected, norms, samples, worst, micro_steps in run_ranks(compare, world_size)[0]:
         case = (stage, config, own)

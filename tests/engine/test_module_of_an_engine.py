@@ -81,6 +81,7 @@ def use_module(world: World, stage: int, bf16: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "bf16"), [(1, True), pytest.param(2, False, marks=pytest.mark.full), (3, True)])
+@pytest.mark.full("1-True")
 def test_the_model_itself_can_be_saved_and_generates(stage: int, bf16: bool) -> None:
     for rank, found in enumerate(run_ranks(use_module, 2, stage, bf16)):
         expected = found["expected"]

@@ -180,6 +180,7 @@ def resume_everywhere(world: World, folder: str, workers: int) -> None:
     ("world_size", "workers"),
     [(1, 2), (2, 0), *(pytest.param(*other, marks=pytest.mark.full) for other in ((1, 0), (2, 2)))],
 )
+@pytest.mark.full("1-2")
 def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(tmp_path: Path, world_size: int, workers: int) -> None:
     run_ranks(resume_everywhere, world_size, str(tmp_path), workers)
     whole = read_digests(tmp_path / "whole", 8)

@@ -233,6 +233,7 @@ print(f"the program ends {result.step}\\n", end="")  # one write: ranks share th
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.full("1")
 def test_a_script_without_a_guard_runs_its_job_from_any_folder(tmp_path: Path, folder: Path, nproc: int) -> None:
     """Ranks never import it, and find the modules that lie beside it."""
     (folder / "train.py").write_text(SCRIPT)

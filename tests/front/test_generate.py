@@ -54,6 +54,7 @@ def test_prompts_are_continued_alike_on_every_number_of_ranks(run: Path, tmp_pat
     assert [json.loads(done.stdout)["text"] for done in each] == [text for _, text in found[0][:2]]
 
 
+@pytest.mark.full
 def test_a_tokenizer_of_transformers_is_loaded_from_its_folder(run: Path, tmp_path: Path) -> None:
     """The one of ByT5, whose ids are those of bytes, three higher."""
     transformers.ByT5Tokenizer().save_pretrained(tmp_path / "tokenizer")

@@ -52,6 +52,7 @@ def count_bytes_read() -> int:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.full("1")
 def test_the_status_of_real_runs(tmp_path: Path, nproc: int) -> None:
     make_job(tmp_path, callbacks={"act": {"_target_": "my_model.Act"}}, launch={"nproc": nproc})
     (tmp_path / "my_model.py").write_text((tmp_path / "my_model.py").read_text() + DIE)

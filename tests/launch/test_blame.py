@@ -161,10 +161,11 @@ def test_workers_that_load_data_end_with_their_rank(tmp_path: Path) -> None:
             "rank 1: user code called sys.exit(0) before the last step ({file}:",
             "another rank",
         ),
-        (
+        pytest.param(
             "sleep",
             "rank 0 timed out waiting for another rank: rank 1 has stalled in step 3 (training), at {file}:",
             "stack of rank 1",
+            marks=pytest.mark.full,
         ),
         (
             "SIGKILL",
@@ -234,6 +235,7 @@ def deaf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, tuple[K
 
 
 @pytest.mark.parametrize(("saves", "ranks"), DEAF)
+@pytest.mark.full("False-ranks0")
 def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
     deaf: dict[Any, tuple[Killable, Path]], saves: bool, ranks: tuple[int, int]
 ) -> None:

@@ -110,6 +110,7 @@ TWENTY = [(agents, draw_kills(seed)) for seed in range(10) for agents in (1, 2)]
 @pytest.mark.parametrize(
     ("agents", "kills"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in TWENTY)]
 )
+@pytest.mark.full("1-kills0")
 def test_ranks_that_are_started_anew_resume_from_the_newest_checkpoint(
     tmp_path: Path, unused_port: int, unbroken: dict[int, float], agents: int, kills: list[str]
 ) -> None:

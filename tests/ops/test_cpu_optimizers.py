@@ -248,6 +248,7 @@ def test_a_compiled_step_has_no_graph_break() -> None:
 
 
 @pytest.mark.parametrize("limit", ["plain", "avx2"])
+@pytest.mark.full("plain")
 def test_every_instruction_set_agrees(limit: str) -> None:
     """A new process, since the processor is asked once per call but a limit is an environment variable."""
     code = """

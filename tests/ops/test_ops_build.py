@@ -161,6 +161,7 @@ def test_a_library_in_the_wheel_needs_no_cache(tiny: Op, tmp_path: Path, monkeyp
     assert build.build(tiny) == library
 
 
+@pytest.mark.full
 def test_a_waiting_process_ends_with_ctrl_c(tiny: Op, tmp_path: Path) -> None:
     first = start(tmp_path / "csrc")
     assert first.stdout

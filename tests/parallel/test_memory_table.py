@@ -41,6 +41,7 @@ def measure(world: World) -> dict[tuple[int, str], dict[str, dict[str, float]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.full("4")
 def test_each_stage_takes_its_part_from_every_rank(ranks: int) -> None:
     """In bf16 with two micro batches: bytes a parameter of parameters, gradients, and masters with Adam's moments."""
     n = ranks

@@ -58,6 +58,7 @@ def run_ways(kind: str, bf16: bool) -> list[dict[str, tuple[list[float], dict[st
         *(pytest.param(*other, marks=pytest.mark.full) for other in (("tied and frozen", False), ("plain", True))),
     ],
 )
+@pytest.mark.full("tied and frozen-True")
 def test_groups_give_the_losses_of_stage_3(kind: str, bf16: bool) -> None:
     for found in run_ways(kind, bf16):
         losses, state, _ = found["plain"]

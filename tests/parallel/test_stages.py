@@ -63,6 +63,7 @@ def train_stages(world: World, kind: str) -> dict[tuple[int, int], dict[str, Any
         ),
     ],
 )
+@pytest.mark.full("4-plain")
 def test_every_stage_gives_what_plain_pytorch_gives(world_size: int, kind: str) -> None:
     expected = train_by_hand(STEPS, ROWS, make_net(kind))
     for results in run_ranks(train_stages, world_size, kind):

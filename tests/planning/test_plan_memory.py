@@ -129,6 +129,7 @@ def compare(world: World, kind: str, reduce: str | None, whole: bool) -> list[tu
         ),
     ],
 )
+@pytest.mark.full("2-tied and frozen-None-False", "1-plain-fp32-False")
 def test_model_states_are_within_5_percent_of_the_live_tensors_of_every_rank(
     world_size: int, kind: str, reduce: str | None, whole: bool
 ) -> None:
@@ -175,6 +176,7 @@ def compare_offloaded(
         *(pytest.param(world_size, "plain", None, True, marks=pytest.mark.full) for world_size in (1, 2, 3)),
     ],
 )
+@pytest.mark.full("1-tied and frozen-None-False")
 def test_offloaded_states_are_within_5_percent_on_both_sides(
     world_size: int, kind: str, reduce: str | None, whole: bool
 ) -> None:
@@ -198,6 +200,7 @@ def compare_sums(world: World) -> list[tuple[str, dict[str, int], Memory]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.full("1")
 def test_sums_in_fp32_are_within_5_percent(world_size: int) -> None:
     for rows in run_ranks(compare_sums, world_size):
         for name, measured, memory in rows:

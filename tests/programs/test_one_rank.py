@@ -75,12 +75,14 @@ def test_the_rank_that_calls_alone_gets_an_error_that_names_the_other_ways(
 @pytest.mark.parametrize(
     ("stage", "then", "call", "what"),
     [
-        ("0", "train", SAVE, "engine.save_checkpoint()"),
+        pytest.param("0", "train", SAVE, "engine.save_checkpoint()", marks=pytest.mark.full),
         ("3", "end", SAVE, "engine.save_checkpoint()"),
         ("0", "end", "engine.load_checkpoint('saved')", "engine.load_checkpoint()"),
-        ("1", "barrier", "engine.save_16bit_model('saved')", "engine.save_16bit_model()"),
+        pytest.param(
+            *("1", "barrier", "engine.save_16bit_model('saved')", "engine.save_16bit_model()"), marks=pytest.mark.full
+        ),
         ("2", "end", "engine.module_state_dict()", "engine.module_state_dict()"),
-        ("3", "train", GATHER, "GatheredParameters"),
+        pytest.param("3", "train", GATHER, "GatheredParameters", marks=pytest.mark.full),
     ],
 )
 def test_saving_on_one_rank_is_an_error_that_says_to_call_it_on_all(
@@ -147,6 +149,7 @@ def work_alone(world: World, stage: int, bf16: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.full("1-False", "2-False")
 def test_below_stage_3_one_rank_may_call_the_model_and_read_its_state(stage: int, bf16: bool) -> None:
     first, second = run_ranks(work_alone, 2, stage, bf16)
     plain, _ = run_ranks(work_alone, 2, 0, bf16)

@@ -52,8 +52,16 @@ class Net(Plain):
     ("how", "said"),
     [
         ("exception", "dsjob: rank 1 ends because another rank has failed: rank 0: ValueError: the data are wrong"),
-        ("os._exit", "dsjob: rank 1 ends because another rank has failed: rank 0: user code called os._exit(3)"),
-        ("library", "dsjob: rank 1 ends because rank 0, which hosts the ranks' store, is gone"),
+        pytest.param(
+            "os._exit",
+            "dsjob: rank 1 ends because another rank has failed: rank 0: user code called os._exit(3)",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "library",
+            "dsjob: rank 1 ends because rank 0, which hosts the ranks' store, is gone",
+            marks=pytest.mark.full,
+        ),
         ("SIGKILL", "dsjob: rank 1 ends because rank 0, which hosts the ranks' store, is gone"),
     ],
 )
@@ -85,6 +93,7 @@ def test_a_rank_0_that_takes_the_store_with_it_ends_the_others(
 
 
 @pytest.mark.parametrize("failing", ["CrashOnRank1", "Nan"])
+@pytest.mark.full("Nan")
 def test_a_sweep_under_torchrun_goes_on_after_a_run_that_fails(tmp_path: Path, unused_port: int, failing: str) -> None:
     make_job(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={unused_port}"]

@@ -40,6 +40,7 @@ def test_a_student_learns_from_its_teacher(tmp_path: Path) -> None:
         ["models.discriminator.fp16.enabled=true", "models.generator.model.latent=32"],
     ],
 )
+@pytest.mark.full("options0")
 def test_a_generator_comes_nearer_to_real_digits(tmp_path: Path, options: list[str]) -> None:
     done = dsjob("+recipe=gan_digits", "output.dir=run", "trainer.max_epochs=30", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

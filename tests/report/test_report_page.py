@@ -59,6 +59,7 @@ def test_the_page_holds_the_curves_and_settings_and_escapes_names(page: Path) ->
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (390, False), (1280, True)])
+@pytest.mark.full("390-False")
 def test_a_browser_draws_every_curve(page: Path, tmp_path: Path, width: int, dark: bool) -> None:
     with Browser(tmp_path / "profile", width=width, height=800, dark=dark) as browser:
         browser.open(page.as_uri(), "document.querySelectorAll('#parallel .trace').length === 2")

@@ -35,6 +35,7 @@ def run_all(world: World, folder: str, loss: dict[str, Any] | None) -> dict[Any,
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full("2-sum and count")
 def test_neither_micro_batch_nor_ranks_nor_stage_change_a_number(tmp_path: Any, world_size: int, loss: str) -> None:
     losses, norms, evaluated, weights = token_jobs.train_by_hand(token_jobs.sum_up if LOSSES[loss] else None)
     for rank, results in enumerate(run_ranks(run_all, world_size, str(tmp_path), LOSSES[loss])):

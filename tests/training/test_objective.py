@@ -45,6 +45,7 @@ def run_all(world: World, folder: str) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.full("1")
 def test_several_losses_are_those_of_a_loop_by_hand(tmp_path: Any, world_size: int) -> None:
     """At every stage and micro batch, also of samples that are no target of one of the losses."""
     expected, weights = plain_jobs.train_by_hand(plain_jobs.both)

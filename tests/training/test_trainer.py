@@ -42,6 +42,7 @@ def run_all(world: World, folder: str, stages: tuple[int, ...]) -> dict[Any, Any
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, (0,)), (2, (0, 1, 2, 3))])
+@pytest.mark.full("2-stages1")
 def test_parts_that_compute_the_same_give_the_same(tmp_path: Path, ranks: int, stages: tuple[int, ...]) -> None:
     """With accumulation: 4 or 2 micro batches of 2, with unlike numbers of targets."""
     losses, norms, evaluated, weights = token_jobs.train_by_hand()
