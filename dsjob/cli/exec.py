@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -50,10 +51,23 @@ def main(arguments: list[str], debug: bool) -> int:
         _refuse_ranks(args)
         given = () if args.local_rank is None else (f"--local-rank={args.local_rank}",)
         become_rank(replace(program, arguments=(*given, *program.arguments)), **settings)
+    _tell_misplaced(args)
     ranks = choose_ranks(
         _count_ranks(args), args.include, args.exclude, address=args.master_addr, port=args.master_port
     )
     return run_program(program, ranks, debug=debug or args.debug, **settings)
+
+
+def _tell_misplaced(args: argparse.Namespace) -> None:
+    """Says that a flag behind the program is the program's, if it looks like a choice of ranks and there is none."""
+    if args.num_gpus is None and args.include is None and args.exclude is None:
+        given = (word.partition("=")[0] for word in args.arguments)
+        if flag := next((word for word in given if word in ("--num_gpus", "--include", "--exclude")), None):
+            print(  # noqa: T201
+                f"dsjob: {flag} is passed to {args.program}, because it comes after it; flags of the launcher go before"
+                f" the program: dsjob exec {flag} ... {args.program}",
+                file=sys.stderr,
+            )
 
 
 def _count_ranks(args: argparse.Namespace) -> int | None:
@@ -87,6 +101,8 @@ def _read_program(args: argparse.Namespace) -> Program:
     if not args.module and not os.path.exists(name):
         module = "/" not in name and not name.endswith(".py")
         hint = f"a module needs -m: dsjob exec -m {name}" if module else "give the path of a Python file"
+        if name.startswith("python"):
+            hint = "leave the interpreter out: dsjob exec train.py; or run any command with --no_python"
         raise UsageError(f"{name} does not exist", hint=hint)
     kind: Literal["module", "file"] = "module" if args.module else "file"
     return Program(kind, name, tuple(args.arguments), local_rank=not args.no_local_rank)

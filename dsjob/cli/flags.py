@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dsjob.contract import locations
+from dsjob.contract.hints import suggest
 from dsjob.errors import UsageError
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import Flags
@@ -26,7 +27,14 @@ class _Parser(argparse.ArgumentParser):
             message = f"{self.prog} needs {missing.removesuffix(f', {REST}')}"
         else:
             message = f"{self.prog}: {message}"
-        raise UsageError(message, hint=f"{self.prog} --help shows the arguments, with examples")
+        shown = f"{self.prog} --help shows the arguments, with examples"
+        raise UsageError(message, hint=" ".join(filter(None, (self._suggest(message), shown))))
+
+    def _suggest(self, message: str) -> str:
+        """The flag that an unknown one was probably meant to be."""
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        return suggest(unknown, known) if unknown.startswith("--") else ""
 
 
 def make_parser(command: str, description: str, examples: Sequence[str], **options: Any) -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ from dsjob.contract.paths import Path, get_at
 from dsjob.document.places import place_problems
 from dsjob.engine import configs
 from dsjob.engine.configs import Origin
-from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem
+from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, UsageError
 from dsjob.programs.alias import STAND_IN
 
 # Problems that no value which a library fills in later can mend.
@@ -161,8 +161,14 @@ def install() -> None:
 
     def make_and_tell(self: Any, config_file_or_dict: Any) -> None:
         line, given = find_line(), config_file_or_dict
-        is_file = isinstance(given, (str, os.PathLike)) and os.path.exists(given)
-        origin = read_file(os.fspath(given)) if is_file else None
+        named = os.fspath(given) if isinstance(given, (str, os.PathLike)) else ""
+        is_file = os.path.exists(named)
+        if named.endswith(".json") and not is_file:  # other strings may be the config itself, as JSON or in base64
+            raise UsageError(
+                f"{line[0]}:{line[1]}: the DeepSpeed config {named} does not exist",
+                hint=f"give the path of a JSON file; a relative path starts at {os.getcwd()}",
+            )
+        origin = read_file(named) if is_file else None
         make(self, given)
         _known[self] = Told(origin or _originate(given if isinstance(given, Mapping) else self.config, line), line)
 

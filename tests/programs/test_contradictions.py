@@ -117,3 +117,13 @@ def test_an_argument_whose_key_is_missing_is_told_only_if_somebody_gave_it(tmp_p
         assert f"ds.json:{place}: error[contradiction]: {key}: {message}; {hint}\n" in done.stderr
     assert "gradient_clipping" not in done.stderr  # DeepSpeed's default is what the argument says
     assert "params.eps" not in done.stderr
+
+
+def test_a_config_file_that_does_not_exist_is_told_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from transformers import TrainingArguments\n\nTrainingArguments('out', use_cpu=True, deepspeed='dz.json')\n"
+    )
+    done = dsjob("exec", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "dsjob: error: train.py:3: the DeepSpeed config dz.json does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
