@@ -1,8 +1,8 @@
 """The cross entropy of a linear layer's outputs, without ever holding all of these outputs (logits).
 
 A forward pass computes the logits of one chunk of the vocabulary after the other, and keeps their logarithmic sums of
-exponentials. The backward pass computes each chunk again. So the loss costs a third more multiplications than torch's,
-but needs no memory in proportion to rows times vocabulary, and moves fewer bytes. The gradient of each weight is one
+exponentials. The backward pass computes each chunk again. So the loss needs no memory in proportion to rows times
+vocabulary, but a third more multiplications than torch's: it saves memory, not time. The gradient of each weight is one
 product over all rows, accumulated in fp32 as in torch.
 
 Recent versions of torch have `torch.nn.functional.linear_cross_entropy` with chunks of rows. That one computes the
