@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -33,8 +34,7 @@ class _Parser(argparse.ArgumentParser):
     def _suggest(self, message: str) -> str:
         """The flag that an unknown one was probably meant to be."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
-        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        return suggest(unknown, known) if unknown.startswith("--") else ""
+        return suggest(unknown, re.findall(r"--[\w-]+", self.format_help())) if unknown.startswith("--") else ""
 
 
 def make_parser(command: str, description: str, examples: Sequence[str], **options: Any) -> argparse.ArgumentParser:
