@@ -138,16 +138,7 @@ def _compute(
 
 
 @_compute.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    classes: int,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def _(hidden: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
     return rows, torch.empty_like(rows)
 
@@ -198,18 +189,9 @@ def _differentiate(
 
 @_differentiate.register_fake
 def _(
-    slope: Tensor,
-    log_sum: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    classes: int,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    wanted: list[bool],
+    slope: Tensor, log_sum: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    wanted: list[bool] = rest[-1]
     of_hidden = torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0)
     return of_hidden, _allocate(weight, wanted[1]), _allocate(weight[:, 0] if bias is None else bias, wanted[2])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -59,13 +60,13 @@ def main(arguments: list[str], debug: bool) -> int:
 
 
 def _tell_misplaced(args: argparse.Namespace) -> None:
-    """Says that a flag behind the program is the program's, if it looks like a choice of ranks and there is none."""
+    """Warns about a launcher flag after the program, which the program gets, unless flags before it choose ranks."""
     if args.num_gpus is None and args.include is None and args.exclude is None:
         given = (word.partition("=")[0] for word in args.arguments)
         if flag := next((word for word in given if word in ("--num_gpus", "--include", "--exclude")), None):
             print(  # noqa: T201
-                f"dsjob: {flag} is passed to {args.program}, because it comes after it; flags of the launcher go before"
-                f" the program: dsjob exec {flag} ... {args.program}",
+                f"dsjob: {flag} comes after {args.program}, so the program gets it; put the launcher's flags first:"
+                f" dsjob exec {flag} ... {args.program}",
                 file=sys.stderr,
             )
 
@@ -101,8 +102,8 @@ def _read_program(args: argparse.Namespace) -> Program:
     if not args.module and not os.path.exists(name):
         module = "/" not in name and not name.endswith(".py")
         hint = f"a module needs -m: dsjob exec -m {name}" if module else "give the path of a Python file"
-        if name.startswith("python"):
-            hint = "leave the interpreter out: dsjob exec train.py; or run any command with --no_python"
+        if re.fullmatch(r"python[\d.]*", name):
+            hint = "leave out the interpreter: dsjob exec train.py; or run any command with --no_python"
         raise UsageError(f"{name} does not exist", hint=hint)
     kind: Literal["module", "file"] = "module" if args.module else "file"
     return Program(kind, name, tuple(args.arguments), local_rank=not args.no_local_rank)

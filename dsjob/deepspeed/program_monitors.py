@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from dsjob.contract.monitors import Comet, MonitorFiles, Wandb
@@ -60,11 +59,7 @@ class Monitor(Receivers):
             return
         plain = [_make_plain(event) for event in events]
         for name in list(self._monitors) if plain else ():
-            self._try(name, partial(_write, plain))
-
-
-def _write(events: Sequence[Event], monitor: Any) -> None:
-    monitor.write_events(events)
+            self._try(name, lambda monitor: monitor.write_events(plain))
 
 
 def _warn(title: str, text: str) -> None:

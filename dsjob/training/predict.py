@@ -101,7 +101,7 @@ class Predictor:
 
 
 def _list_padded(rows: Rows, outputs: Any) -> dict[str, int]:
-    """The rows that are generated ids, whose length differs between batches, each with the id that fills it up."""
+    """The rows that are generated ids, whose length differs between batches, each with its pad token."""
     if not isinstance(outputs, Generated):
         return {}
     return {name: outputs.pad for name, value in rows.items() if value is outputs["generated"]}

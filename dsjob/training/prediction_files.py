@@ -37,7 +37,7 @@ _SPLIT = "predict.outputs.{}: {} in one batch, but {} in another; safetensors ne
 @dataclass
 class Written:
     """What a rank has written. columns: by name, the safetensors dtype and the shape of a sample. padded: the names of
-    columns of ids whose length differs between batches, each with the id that fills them up; their shape is that of the
+    columns of ids whose length differs between batches, each with the id that pads them; their shape is that of the
     longest batch."""
 
     samples: int = 0
@@ -142,7 +142,7 @@ def merge(url: str, folder: str, parts: Mapping[int, Written], form: str) -> int
         padded = next(iter(written.values())).padded if written else {}
         for number, (name, column) in enumerate(columns.items()):
             for data in _read_in_turn(folder, list(written), str(number)):
-                file.write(_fill_up(data, column, padded[name]) if name in padded else data)
+                file.write(_pad_rows(data, column, padded[name]) if name in padded else data)
     return samples
 
 
@@ -163,8 +163,8 @@ def _join_column(written: Written, name: str, column: Column, padded: Mapping[st
         raise ContractError(_SPLIT.format(name, *(f"{kind}{list(shape)}" for kind, shape in (column, known))))
 
 
-def _fill_up(frame: bytes, column: Column, pad: int) -> bytes:
-    """The rows of a padded batch, filled up to the length of the column."""
+def _pad_rows(frame: bytes, column: Column, pad: int) -> bytes:
+    """The rows of a batch, padded to the length of the column."""
     dtype, (longest,) = column
     width = layout.WIDTH[dtype]
     (samples,) = _FRAME.unpack(frame[: _FRAME.size])

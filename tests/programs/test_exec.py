@@ -352,8 +352,9 @@ def test_an_engine_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         (["--include", "localhost:0", "--num_gpus", "1", "train.py"], "--num_gpus excludes --include"),
         (["--include", "localhost:0", "train.py"], "--include names GPUs, but this machine has none"),
         (["missing.py"], "missing.py does not exist"),
+        (["python_train.py"], "give the path of a Python file"),
         (["--num_gpu", "2", "train.py"], 'did you mean "--num_gpus"?'),
-        (["python", "train.py"], "leave the interpreter out: dsjob exec train.py"),
+        (["python", "train.py"], "leave out the interpreter: dsjob exec train.py"),
         (["missing"], "a module needs -m: dsjob exec -m missing"),
         (["cfg.yaml"], "run a job: dsjob cfg.yaml"),
         (["-m", "missing.module"], "No module named 'missing'"),
@@ -368,12 +369,12 @@ def test_what_cannot_run_is_refused_with_what_to_do(folder: Path, words: list[st
     assert "Traceback" not in done.stderr or words[0] == "-m"
 
 
-def test_a_launcher_flag_behind_the_program_is_told(tmp_path: Path) -> None:
+def test_a_launcher_flag_after_the_program_is_reported(tmp_path: Path) -> None:
     (tmp_path / "ok.py").write_text("import sys\nprint(sys.argv[-2:])")
     done = execute(tmp_path, "ok.py", "--num_gpus", "2")
     assert (done.returncode, done.stdout) == (0, "['--num_gpus', '2']\n"), done.stderr
-    assert "--num_gpus is passed to ok.py, because it comes after it" in done.stderr
-    assert "is passed" not in execute(tmp_path, "--num_gpus", "1", "ok.py", "--num_gpus", "2").stderr
+    assert "--num_gpus comes after ok.py, so the program gets it" in done.stderr
+    assert "comes after" not in execute(tmp_path, "--num_gpus", "1", "ok.py", "--num_gpus", "2").stderr
 
 
 def test_flags_that_mean_this_machine_alone_are_accepted(tmp_path: Path) -> None:

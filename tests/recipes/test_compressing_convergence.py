@@ -59,10 +59,8 @@ def train(world: World, steps: int, optimizers: list[dict[str, Any]]) -> list[fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "count", "reached"), [(300, 2, 2.3), pytest.param(600, 4, 2.2, marks=pytest.mark.full)]
-)
-@pytest.mark.full("300-2-2.3")
+@pytest.mark.full
+@pytest.mark.parametrize(("steps", "count", "reached"), [(300, 2, 2.3), (600, 4, 2.2)])
 def test_a_gpt_ends_within_one_percent_of_adamws_loss(steps: int, count: int, reached: float) -> None:
     optimizers = list_optimizers(steps)[:count]
     for adam, *others in run_ranks(train, 2, steps, optimizers):
