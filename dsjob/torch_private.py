@@ -12,6 +12,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +41,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 if TYPE_CHECKING:  # they take long to import, and not all that runs on ranks needs them
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
 # is_functorch_wrapped_tensor: whether torch.func differentiates a tensor. torch.func itself cannot tell.
@@ -103,6 +105,27 @@ def keep_outputs(ddp: DistributedDataParallel) -> None:
     There is no public option for that.
     """
     ddp._set_ddp_sink_clone(False)
+
+
+def with_part(like: DTensor, part: Tensor) -> DTensor:
+    """`part` as this rank's part of a tensor that is spread like `like`, with the dtype of `part`.
+
+    `DTensor.from_local` would copy a part on the host to the device of the mesh.
+    """
+    from torch.distributed.tensor import DTensor
+
+    meta = like._spec.tensor_meta
+    assert meta is not None
+    spec = replace(like._spec, tensor_meta=meta._replace(dtype=part.dtype))
+    return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def find_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor: the object inside it, whose memory can be replaced. `to_local` returns another
+    object with the same memory. A plain tensor is returned unchanged."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 # --- FSDP2. Nothing inside a unit (a module after `fully_shard`) is public. `list_sharded` returns objects of the class

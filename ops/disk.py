@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -39,7 +40,9 @@ class Buffer:
     def reserve(self, size: int) -> None:
         """Makes room for `size` bytes. What the buffer held is lost if it has to grow."""
         if self.bytes.numel() < size:
-            self.bytes = torch.frombuffer(mmap.mmap(-1, round_up(size)), dtype=torch.uint8)
+            # Private, so that limits on a process's memory count it, and worker processes get no part of it.
+            memory = mmap.mmap(-1, round_up(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Piece(NamedTuple):
@@ -81,12 +84,15 @@ class ScratchFile:
         """
         self.folder, self.size = folder, 0
         self._block = round_up(block_size)
+        # By address: a mapping and its offset. As long as it is here, no other tensor can have its address.
+        self._mapped: dict[int, tuple[Tensor, int]] = {}
         try:
             os.makedirs(folder, exist_ok=True)
             self._fd, self.direct = _open(folder)
         except OSError as error:
             raise self._explain("create a file in", error) from error
         self._pool = ThreadPoolExecutor(requests, thread_name_prefix="dsjob-disk")
+        _open_files.add(self)
 
     def __del__(self) -> None:
         if hasattr(self, "_pool"):
@@ -110,9 +116,24 @@ class ScratchFile:
         """A range of the file as a tensor: uint8 [size]. Only what is touched takes memory, which the system can take
         back.
 
-        Do not use it while a transfer of the same range is under way.
+        Do not use it while a transfer of the same range is under way. If the disk fails while it is read, the system
+        kills the process; `read_mapped` raises an error instead.
         """
-        return torch.frombuffer(mmap.mmap(self._fd, round_up(size), offset=offset), dtype=torch.uint8)[:size]
+        mapped = torch.frombuffer(mmap.mmap(self._fd, round_up(size), offset=offset), dtype=torch.uint8)
+        self._mapped[mapped.data_ptr()] = mapped, offset
+        return mapped[:size]
+
+    def find(self, tensor: Tensor) -> int | None:
+        """The offset of the mapping that `tensor` is a view of; None if it is elsewhere."""
+        known = self._mapped.get(tensor.untyped_storage().data_ptr())
+        return known[1] if known is not None else None
+
+    def sync(self) -> None:
+        """Waits until everything that was written through mappings is on the disk. Raises StorageError if it failed."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._explain("write to", error) from error
 
     def read(self, pieces: Sequence[Piece], buffer: Buffer) -> Transfer:
         """Begins to read pieces into a buffer."""
@@ -150,6 +171,26 @@ class ScratchFile:
             f"cannot {what} {self.folder}: {error.strerror}",
             hint=free if full else "check the folder and its disk, or choose a folder on another disk",
         )
+
+
+_open_files: WeakSet[ScratchFile] = WeakSet()
+
+
+def read_mapped(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` in memory if it is a mapping of a scratch file; otherwise `tensor` itself.
+
+    Raises StorageError if the disk fails.
+    """
+    for file in list(_open_files):
+        offset = file.find(tensor)
+        if offset is None:
+            continue
+        buffer, size = Buffer(), round_up(tensor.untyped_storage().nbytes())
+        buffer.reserve(size)
+        file.read([Piece(offset, 0, size)], buffer).wait()
+        memory = torch.empty(0, dtype=tensor.dtype)
+        return memory.set_(buffer.bytes.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensor
 
 
 def _open(folder: str) -> tuple[int, bool]:

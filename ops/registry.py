@@ -1,4 +1,7 @@
-"""The ops: what each is for, the sources it is built from, and what is used where it is missing."""
+"""The ops: what each is for, the sources it is built from, and what is used where it is missing.
+
+Ops in plain torch have nothing to build; they run wherever torch does.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,11 @@ _ALL = (
         ("CPU_OPTIMIZERS", "CPU_ADAM", "CPU_LION", "CPU_ADAGRAD", "CPU_LAMB"),
     ),
 )
+# The ops in plain torch: who uses each.
+PLAIN = {
+    "linear_cross_entropy": "loss._target_: dsjob.linear_cross_entropy",
+    "transformer": "models with dsjob.deepspeed.DeepSpeedTransformerLayer",
+}
 OPS: dict[str, Op] = {op.name: op for op in _ALL}
 
 

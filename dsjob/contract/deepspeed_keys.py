@@ -43,6 +43,7 @@ _JOB_SECTIONS = (
     "pipeline",
     "compile",
     "ops",
+    "aio",
     "data_types",
 )
 # Sections that are passed to the installed DeepSpeed with `engine: deepspeed`. dsjob itself handles the others: it

@@ -86,6 +86,8 @@ class OffloadOptimizer:
     device: Literal["none", "cpu", "nvme"]
     pin_memory: bool
     ratio: float
+    nvme_path: str | None
+    buffer_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,15 @@ class Compile:
 
 
 @dataclass(frozen=True, slots=True)
+class Aio:
+    """Requests of offload_optimizer.device nvme. block_size: in bytes."""
+
+    block_size: int
+    queue_depth: int
+    intra_op_parallelism: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ops:
     """Whether to use each native op."""
 
@@ -163,6 +174,7 @@ class Method:
 class Predict:
     outputs: Mapping[str, str] | None
     format: Literal["jsonl", "safetensors"]
+    batches: int | None
     dir: str | None
 
 
@@ -271,6 +283,7 @@ class EngineSpec:
     activation_checkpointing: ActivationCheckpointing
     compile: Compile
     ops: Ops
+    aio: Aio
     optimizer: Method | None
     scheduler: Method | None
     monitor: Monitors

@@ -138,7 +138,8 @@ def make_engine(
     if world.everyone.rank == 0:
         # Subclasses have monitors (dsjob.deepspeed).
         idle = configs.find_monitors(given.config) if kind is Engine else []
-        configs.warn([*told, *idle], given.origin)
+        replaced = configs.find_replaced(given, {"optimizer": optimizer, "scheduler": lr_scheduler})
+        configs.warn([*told, *idle, *replaced], given.origin)
     with _hinting_at_trust():
         return build_engine(
             model,
@@ -203,7 +204,7 @@ def build_engine(
     _mark_leaves(model, spec, world)
     # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
     prepare_blocks(model, spec)
-    strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision)
+    strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision, aio=spec.aio)
     masters = strategy.masters
     over = list(masters.values()) if groups is None else _find_groups(groups, masters)
     built: Optimizer | None = None
@@ -219,6 +220,8 @@ def build_engine(
         called = {id(master): name for name, master in masters.items()}
         built = build_optimizer(spec.optimizer, over, trust, called)
     if built is not None:
+        if strategy.disk is not None:
+            strategy.disk.require(built)
         choose_kernels(built, masters.values(), spec.ops.cpu_optimizers, strategy.world)
     require_data_parallel(built, world)
     scheduler = _make_scheduler(lr_scheduler, spec, built, trust)

@@ -14,6 +14,7 @@ from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
 from dsjob.importing import accelerate, sources
 from dsjob.importing.command_line import Command, Word
 from dsjob.importing.deepspeed import draft_deepspeed
+from dsjob.importing.determined import draft_determined
 from dsjob.importing.given import SHELL, Draft, Given, Rank, Settings, differs, is_off, join, show
 from dsjob.importing.launchers import draft_launcher
 from dsjob.importing.settle import Imported, settle
@@ -66,6 +67,14 @@ def _take(source: Source, gathered: Gathered) -> None:
     elif source.kind == "accelerate":
         settings = accelerate.read_settings(source.content, source.locate, gathered.draft)
         join(gathered.accelerate, settings, gathered.draft)
+    elif source.kind == "determined":
+        draft_determined(source.content, source.locate, gathered.draft)
+        hyperparameters = source.content.get("hyperparameters")
+        config = hyperparameters.get("deepspeed_config") if isinstance(hyperparameters, dict) else None
+        if config is not None:
+            place = source.locate(("hyperparameters", "deepspeed_config"))
+            given = Given(config, "deepspeed_config", place, Rank.ARGUMENTS)
+            _name_file(given, gathered, source.name, "deepspeed")
     elif source.kind == "arguments":
         gathered.trainer = True
         arguments = [

@@ -1,40 +1,44 @@
-"""Optimizer state on a local disk, stepped part by part. No strategy uses it yet: a document cannot ask for it.
+"""Optimizer state and fp32 masters on a local disk, stepped part by part.
 
-Between steps, the large tensors of an optimizer's state are mappings of a scratch file, so a checkpoint, or a program,
-reads and writes them like any other tensor. A step reads the state of one part of the parameters after another into
-buffers, past the page cache. While a part is stepped, the next ones are read and earlier ones are written.
+Between steps, the large tensors are mappings of a scratch file, so a checkpoint, or a program, reads and writes them
+like any other tensor. A step reads one part of the parameters after another, with its state, into buffers, past the
+page cache. While a part is stepped, the next ones are read and earlier ones are written.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsjob.errors import UsageError
 from dsjob.ops.disk import Buffer, Piece, ScratchFile, Transfer, round_up
-from dsjob.optim.parts import step_in_parts
+from dsjob.optim.parts import can_step_in_parts, step_in_parts
 from dsjob.optim.shards import local
+from dsjob.torch_private import find_part, with_part
 
 SMALL = 64 << 10  # bytes: a smaller tensor stays in memory, since a request would take longer than its bytes
+PART = 16 << 20  # bytes of masters that are stepped at a time; Adam's averages take twice as many in the same buffer
 
 
 class _Entry(NamedTuple):
-    """A tensor of the state: the dict and key that hold it, its mapping, and its place in the file and in a buffer."""
+    """This rank's part of a tensor: the object that the optimizer uses, its mapping, and its place in the file and in a
+    buffer. `tensor.data` is set to one memory or the other: the optimizer keeps its objects, also inside of DTensors.
+    """
 
-    state: dict[str, Any]
-    key: str
+    tensor: Tensor
     mapped: Tensor
     piece: Piece
 
-    def take_from(self, buffer: Buffer) -> None:
-        """Makes the optimizer use the bytes in a buffer."""
-        part = local(self.mapped)
-        self.state[self.key] = _wrap(self.mapped, _view(buffer.bytes[self.piece.start :], part, part.dtype))
+    def view(self, buffer: Buffer) -> Tensor:
+        """The values whose bytes are in a buffer."""
+        return _view(buffer.bytes[self.piece.start :], self.mapped, self.mapped.dtype)
 
 
 class _Loaded(NamedTuple):
@@ -42,26 +46,55 @@ class _Loaded(NamedTuple):
     buffer: Buffer
     reading: Transfer
 
+    def give_back(self) -> None:
+        """Makes the optimizer use the mappings again."""
+        for entry in self.entries:
+            entry.tensor.data = entry.mapped
+
 
 class StateOnDisk:
-    """The state of one optimizer on this rank. buffers: that hold the state of one part each."""
+    """What one optimizer on this rank keeps on a disk. buffers: that hold the tensors of one part each."""
 
     def __init__(self, file: ScratchFile, buffers: int) -> None:
         self._file = file
         self._free = [Buffer() for _ in range(max(buffers, 1))]
         self._writing: deque[tuple[Transfer, Buffer]] = deque()
-        # Offsets and mappings by address. As long as a mapping is here, no other tensor can have its address.
-        self._placed: dict[int, tuple[int, Tensor]] = {}
+
+    def require(self, optimizer: Optimizer) -> None:
+        """Raises UsageError for an optimizer that cannot step part by part."""
+        if not can_step_in_parts(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__} cannot step its state from a disk, part by part: it needs all parameters"
+                " at once, or is neither torch's nor dsjob's, or has hooks",
+                hint="use zero_optimization.offload_optimizer.device=cpu, or AdamW",
+            )
 
     def make(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A new tensor with the shape and placement of `like`: on the disk, unless it is small. Raises StorageError."""
+        """A new tensor on the host with the shape and placement of `like`: on the disk, unless it is small. Raises
+        StorageError."""
         own = local(like)
-        if own.numel() * dtype.itemsize < SMALL or own.device.type != "cpu":
-            return torch.empty_like(like, dtype=dtype)
-        offset = self._file.allocate(own.numel() * dtype.itemsize)
-        part = _view(self._file.map(offset, own.numel() * dtype.itemsize), own, dtype)
-        self._placed[part.data_ptr()] = offset, part
-        return _wrap(like, part)
+        if own.numel() * dtype.itemsize < SMALL:
+            return torch.empty_like(like, dtype=dtype, device="cpu")
+        part = self._map(own, dtype)
+        return with_part(like, part) if isinstance(like, DTensor) else part
+
+    @torch.no_grad()
+    def keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of `values` on the host that `make` has made. Raises StorageError."""
+        kept = self.make(values, dtype)
+        entry = self._find(local(kept), 0)
+        if entry is None:
+            local(kept).copy_(local(values))
+        else:
+            buffer = self._take_buffer(entry.piece.size)
+            entry.view(buffer).copy_(local(values))
+            self._write([entry], buffer)
+            self._settle()
+        return kept
+
+    def sync(self) -> None:
+        """Call it after writing into tensors: raises StorageError if a write has failed."""
+        self._file.sync()
 
     @torch.no_grad()
     def step(
@@ -71,8 +104,11 @@ class StateOnDisk:
         step: Callable[[Optimizer], object],
         done: Callable[[int], None],
     ) -> None:
-        """Like `step_in_parts`, for an optimizer that `can_step_in_parts`. Raises StorageError, after which the state
-        is unusable."""
+        """Like `step_in_parts`. `done` finds the new weights in memory.
+
+        Raises StorageError, after which the state is unusable, and UsageError as `require` does.
+        """
+        self.require(optimizer)
         if not parts:
             step(optimizer)
             return
@@ -91,66 +127,65 @@ class StateOnDisk:
             own = loaded[number]
             own.reading.wait()
             for entry in own.entries:
-                entry.take_from(own.buffer)
+                entry.tensor.data = entry.view(own.buffer)
             step(optimizer)
 
         def end(number: int) -> None:
+            done(number)
             own = loaded.pop(number)
-            for entry in own.entries:
-                entry.state[entry.key] = entry.mapped
+            own.give_back()
             self._write(own.entries, own.buffer)
             self._keep_new(optimizer, parts[number])
-            done(number)
 
         try:
             step_in_parts(optimizer, parts, step_next, end)
         finally:
             for number in list(loaded):  # after an error
                 unused = loaded.pop(number)
-                for entry in unused.entries:
-                    entry.state[entry.key] = entry.mapped
+                unused.give_back()
                 self._writing.append((unused.reading, unused.buffer))
             self._settle()
 
     def _start(self, optimizer: Optimizer, part: Sequence[Tensor]) -> _Loaded:
-        """Begins to read the state of a part."""
+        """Begins to read the masters and the state of a part."""
         entries, start = [], 0
-        for parameter in part:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                place = self._placed.get(local(value).data_ptr()) if isinstance(value, Tensor) else None
-                if place is not None:
-                    size = round_up(local(value).nbytes)
-                    entries.append(_Entry(state, key, value, Piece(place[0], start, size)))
-                    start += size
-        buffer = self._take_buffer()
-        buffer.reserve(start)
+        for tensor in chain(map(find_part, part), _list_state(optimizer, part)):
+            entry = self._find(tensor, start)
+            if entry is not None:
+                entries.append(entry)
+                start += entry.piece.size
+        buffer = self._take_buffer(start)
         return _Loaded(entries, buffer, self._file.read([entry.piece for entry in entries], buffer))
 
     def _keep_new(self, optimizer: Optimizer, part: Sequence[Tensor]) -> None:
         """Moves state that this step has created to the disk."""
         entries, start = [], 0
-        values = []
-        for parameter in part:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                own = local(value) if isinstance(value, Tensor) else None
-                if own is None or own.nbytes < SMALL or own.data_ptr() in self._placed:
-                    continue
-                mapped = self.make(value, own.dtype)
-                place = self._placed[local(mapped).data_ptr()][0]
-                entries.append(_Entry(state, key, mapped, Piece(place, start, round_up(own.nbytes))))
-                values.append(own)
-                start += round_up(own.nbytes)
+        for tensor in _list_state(optimizer, part):
+            if tensor.nbytes < SMALL or self._file.find(tensor) is not None:
+                continue
+            entry = self._find(self._map(tensor, tensor.dtype), start)
+            assert entry is not None
+            entries.append(entry._replace(tensor=tensor))
+            start += entry.piece.size
         if not entries:
             return
-        buffer = self._take_buffer()
-        buffer.reserve(start)
-        for entry, value in zip(entries, values, strict=True):
-            entry.take_from(buffer)
-            local(entry.state[entry.key]).copy_(value)
-            entry.state[entry.key] = entry.mapped
+        buffer = self._take_buffer(start)
+        for entry in entries:
+            entry.view(buffer).copy_(entry.tensor)
+            entry.tensor.data = entry.mapped
         self._write(entries, buffer)
+
+    def _map(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A new tensor on the disk with the shape of `like`."""
+        size = like.numel() * dtype.itemsize
+        return _view(self._file.map(self._file.allocate(size), size), like, dtype)
+
+    def _find(self, tensor: Tensor, start: int) -> _Entry | None:
+        """The entry of a tensor on the disk, `start` bytes into a buffer; None if it is in memory."""
+        offset = self._file.find(tensor)
+        if offset is None:
+            return None
+        return _Entry(tensor, tensor.data, Piece(offset, start, round_up(tensor.nbytes)))
 
     def _write(self, entries: Sequence[_Entry], buffer: Buffer) -> None:
         self._writing.append((self._file.write([entry.piece for entry in entries], buffer), buffer))
@@ -161,12 +196,14 @@ class StateOnDisk:
             self._end_oldest()
         return bool(self._free)
 
-    def _take_buffer(self) -> Buffer:
-        while not self._find_free():
-            if not self._writing:
-                return Buffer()  # all hold parts that were read ahead, while a part has new state to be written
+    def _take_buffer(self, size: int) -> Buffer:
+        """A buffer with room for `size` bytes."""
+        while not self._find_free() and self._writing:
             self._end_oldest()
-        return self._free.pop()
+        # There is none if all hold parts that were read ahead, while a part has new state to be written.
+        buffer = self._free.pop() if self._free else Buffer()
+        buffer.reserve(size)
+        return buffer
 
     def _end_oldest(self) -> None:
         transfer, buffer = self._writing.popleft()
@@ -179,15 +216,13 @@ class StateOnDisk:
             self._end_oldest()
 
 
+def _list_state(optimizer: Optimizer, part: Sequence[Tensor]) -> Iterator[Tensor]:
+    """This rank's parts of the tensors in the state of `part`."""
+    for parameter in part:
+        yield from (find_part(v) for v in optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
+
+
 def _view(memory: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """The beginning of `memory` (uint8) as a tensor with the shape of `like`, and with its strides if it is dense."""
     flat = memory[: like.numel() * dtype.itemsize].view(dtype)
     return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
-
-
-def _wrap(like: Tensor, part: Tensor) -> Tensor:
-    """`part` as this rank's part of a tensor that is spread over ranks like `like`."""
-    if not isinstance(like, DTensor):
-        return part
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())

@@ -7,7 +7,8 @@ hooks, step everything at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 from dsjob.optim.lion import Lion
 from dsjob.optim.shards import local
 from dsjob.torch_private import collecting, has_step_hooks
+
+T = TypeVar("T")
 
 # A step of these updates each parameter with a gradient independently, and does nothing else.
 _SEPARATE = (
@@ -58,6 +61,21 @@ def step_own_parts(optimizer: Optimizer) -> None:
             optimizer.step()
     else:
         optimizer.step()
+
+
+def split(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Splits `items` into lists whose sizes add up to at most `limit`. A larger item is alone in its list."""
+    part: list[T] = []
+    total = 0
+    for item in items:
+        own = size(item)
+        if part and total + own > limit:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += own
+    if part:
+        yield part
 
 
 def step_in_parts(

@@ -3,18 +3,21 @@
 from torch import nn
 
 from dsjob.compute.precision import Precision
-from dsjob.contract.spec import Zero
+from dsjob.contract.spec import Aio, Zero
+from dsjob.parallel.masters import open_disk
 from dsjob.parallel.replicated import Replicated
 from dsjob.parallel.sharded import Sharded
 from dsjob.parallel.strategy import Strategy as Strategy
 from dsjob.ranks.mesh import World
 
 
-def build_strategy(model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> Strategy:
+def build_strategy(model: nn.Module, *, zero: Zero, world: World, precision: Precision, aio: Aio) -> Strategy:
     """The strategy for a ZeRO stage. On one rank nothing is sharded, except to load offloaded parameters by block.
 
-    Raises UsageError if the number of ranks does not divide into the groups of MiCS or hpZ.
+    Raises UsageError if the number of ranks does not divide into the groups of MiCS or hpZ,
+    StorageError if the folder for state on a disk cannot be used.
     """
+    disk = open_disk(zero, aio)
     if zero.stage == 0 or (world.data_size == 1 and zero.offload != "param"):
-        return Replicated(model, zero=zero, world=world, precision=precision)
-    return Sharded(model, zero=zero, world=world, precision=precision)
+        return Replicated(model, zero=zero, world=world, precision=precision, disk=disk)
+    return Sharded(model, zero=zero, world=world, precision=precision, disk=disk)

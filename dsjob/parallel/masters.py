@@ -1,7 +1,8 @@
 """fp32 masters of parameters in lower precision, or on another device: they receive gradients, and return new weights.
 
-Masters are on the model's device, or on the host, where the optimizer then steps. If masters and parameters are on
-different devices and host memory is pinned, copies overlap with the passes and with the optimizer's step.
+Masters are on the model's device, or on the host, where the optimizer then steps, or on a disk (`optim.on_disk`). If
+masters and parameters are on different devices and host memory is pinned, copies overlap with the passes and with the
+optimizer's step.
 
 Masters are fp32, whatever the dtype of the model. With FSDP2, the sharded parameters themselves are the masters, and
 MixedPrecisionPolicy makes the compute copies. A replicated bf16 model is cast in place and has separate masters, as in
@@ -12,7 +13,8 @@ weight is stepped, because clipping needs their norm.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,19 +22,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsjob.contract.sharding import choose_share
+from dsjob.contract.spec import Aio, Zero
+from dsjob.ops.disk import ScratchFile
+from dsjob.optim import on_disk
 from dsjob.optim.host import take_step
-from dsjob.optim.parts import can_step_in_parts, step_in_parts
+from dsjob.optim.on_disk import StateOnDisk
+from dsjob.optim.parts import can_step_in_parts, split, step_in_parts
 from dsjob.optim.shards import local
 from dsjob.parallel.pairs import HOST, Pair, Pairs
+from dsjob.ranks.heap import return_freed_memory
 
 PART = 64 << 20  # bytes of masters on the host that are stepped at a time; then their new weights are sent
+
+_MOST_REQUESTS = 64  # a thread each
 
 
 class Masters(Pairs):
     """fp32 copies of parameters. Create them before casting the parameters, which is up to the caller."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], host: Container[str] = (), pin: bool = False) -> None:
-        """host: names of parameters whose masters are on the host. pin: use pinned memory for them."""
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        host: Container[str] = (),
+        pin: bool = False,
+        disk: StateOnDisk | None = None,
+    ) -> None:
+        """host: names of parameters whose masters are on the host. pin: use pinned memory for them. disk: keeps them,
+        and their optimizer state, between steps. Raises StorageError."""
+        self._disk = disk
         # A separate stream only helps with pinned memory: copies from and to pageable memory block the host.
         far = [p.device for name, p in parameters.items() if name in host and p.device.type == "cuda"]
         side = torch.cuda.Stream(far[0]) if far and pin else None  # type: ignore[no-untyped-call]
@@ -40,6 +57,10 @@ class Masters(Pairs):
         for name, parameter in parameters.items():
             # Before the caller casts the parameters: the masters keep bits that a lower precision loses.
             on_host = name in host
+            if on_host and disk is not None:
+                kept = disk.keep(parameter.data, torch.float32)
+                pairs[name] = Pair(parameter, nn.Parameter(kept), on_host, on_disk=True, is_sent=True)
+                continue
             device, pins = HOST if on_host else parameter.device, on_host and side is not None
             # fp32, in the parameter's shape. For a shard, that is the whole shape, but it only has memory for this
             # rank's part.
@@ -105,34 +126,26 @@ class Masters(Pairs):
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """Steps `optimizer`. New weights from the host are sent part by part, while it steps the next part."""
-        parts = list(_split([p for p in self._pairs.values() if p.on_host and p.master.grad is not None]))
-        # With a single part, there is no step for its copies to overlap with.
-        if len(parts) < 2 or not can_step_in_parts(optimizer):
-            take_step(optimizer)
-            return
+        """Steps `optimizer`. New weights from the host are sent part by part, while it steps the next part.
+
+        Raises StorageError, and UsageError for an optimizer that cannot step state on a disk.
+        """
+        far = [p for p in self._pairs.values() if p.on_host and p.master.grad is not None]
+        parts = list(split(far, lambda pair: local(pair.master).nbytes, PART if self._disk is None else on_disk.PART))
 
         def send(number: int) -> None:
             self._send(parts[number])
             for pair in parts[number]:
                 pair.is_sent = True
 
-        step_in_parts(optimizer, [[pair.master for pair in part] for part in parts], take_step, send)
-
-
-def _split(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Splits pairs into lists of at most `PART` bytes. A larger pair is alone in its list."""
-    part: list[Pair] = []
-    size = 0
-    for pair in pairs:
-        own = local(pair.master).nbytes
-        if part and size + own > PART:
-            yield part
-            part, size = [], 0
-        part.append(pair)
-        size += own
-    if part:
-        yield part
+        stepped = [[pair.master for pair in part] for part in parts]
+        if self._disk is not None:
+            self._disk.step(optimizer, stepped, take_step, send)
+        # With a single part, there is no step for its copies to overlap with.
+        elif len(parts) < 2 or not can_step_in_parts(optimizer):
+            take_step(optimizer)
+        else:
+            step_in_parts(optimizer, stepped, take_step, send)
 
 
 def _add(pair: Pair, gradient: Tensor) -> None:
@@ -145,6 +158,17 @@ def _add(pair: Pair, gradient: Tensor) -> None:
     pair.master.grad = kept
     if pair.on_host:  # keep the memory: the system would map new pages each time
         pair.sums = kept
+
+
+def open_disk(zero: Zero, aio: Aio) -> StateOnDisk | None:
+    """A file of this rank for masters and optimizer state, if they go to a disk. Raises StorageError."""
+    offload = zero.offload_optimizer
+    if offload is None or offload.device != "nvme":
+        return None
+    return_freed_memory()
+    requests = min(aio.queue_depth * aio.intra_op_parallelism, _MOST_REQUESTS)
+    file = ScratchFile(cast(str, offload.nvme_path), block_size=aio.block_size, requests=requests)
+    return StateOnDisk(file, offload.buffer_count)
 
 
 def use_cores(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dsjob.ops.disk import read_mapped
 from dsjob.optim.shards import local
 
 HOST = torch.device("cpu")
@@ -20,7 +21,8 @@ class Pair:
     """A parameter and its master.
 
     taken: a gradient of the parameter that was not yet added to the master's. sums: memory on the host that is reused
-    for the master's gradient. is_sent: the master's new values have been sent to the parameter.
+    for the master's gradient. is_sent: the master's new values have been sent to the parameter. on_disk: the master is
+    a mapping of a file between steps, so it is read only if its values may have changed.
     """
 
     parameter: nn.Parameter
@@ -29,6 +31,7 @@ class Pair:
     taken: Tensor | None = None
     sums: Tensor | None = None
     is_sent: bool = False
+    on_disk: bool = False
 
 
 class Pairs:
@@ -57,11 +60,17 @@ class Pairs:
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """Copies the masters' values to the parameters, in their dtype, unless they were sent already."""
+        """Copies the masters' values to the parameters, in their dtype, unless they were sent already. Raises
+        StorageError for masters on a disk."""
         self._send([pair for pair in self._pairs.values() if not pair.is_sent])
         for pair in self._pairs.values():
-            pair.is_sent = False
+            pair.is_sent = pair.on_disk
         self._join()
+
+    def forget_sent(self) -> None:
+        """Makes `give_weights` copy all masters: something else than a step may have written to them."""
+        for pair in self._pairs.values():
+            pair.is_sent = False
 
     def _join(self) -> None:
         """Makes the device wait for all copies before it continues. The host does not wait."""
@@ -73,7 +82,10 @@ class Pairs:
         pins = self._side is not None
         with self._beside():
             for pair in pairs:
-                target, source = local(pair.parameter.data), local(pair.master.data)
+                target, source = local(pair.parameter.data), read_mapped(local(pair.master.data))
+                if pair.on_disk and target.device == source.device:
+                    target.copy_(source)  # one by one: together, copies of them would fill the memory
+                    continue
                 if target.device == source.device:
                     near[0].append(target)
                     near[1].append(source)
@@ -104,4 +116,4 @@ class Pairs:
         """Drops the gradients taken in this step."""
         for pair in self._pairs.values():
             pair.taken = pair.master.grad = None
-            pair.is_sent = False
+        self.forget_sent()

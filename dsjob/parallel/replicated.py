@@ -19,7 +19,7 @@ from dsjob.optim.onebit.own_gradients import wants_own_gradients
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.presharded import make_whole, require_shards
 from dsjob.parallel.statistics import keep_statistics_wide
-from dsjob.parallel.strategy import Strategy, align, mark_safe, widen
+from dsjob.parallel.strategy import Disk, Strategy, align, mark_safe, widen
 from dsjob.ranks.mesh import World
 from dsjob.torch_private import keep_outputs, tree_flatten, tree_unflatten
 
@@ -28,8 +28,8 @@ class Replicated(Strategy):
     """DDP, or the bare module on one rank. In half precision, or with offloading, the model computes on a copy of fp32
     masters."""
 
-    def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
-        super().__init__(model, world, precision)
+    def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision, disk: Disk) -> None:
+        super().__init__(model, world, precision, disk)
         require_shards(model, world)
         make_whole(model)
         self.module = model.to(world.device)
@@ -52,12 +52,10 @@ class Replicated(Strategy):
             use_cores(world.device)
         copied = {name: p for name, p in trainable.items() if p.is_floating_point() and (low or name in host)}
         if copied:
-            self.copies = Masters(copied, host, pin=offload.pin_memory if offload else False)
+            self.copies = Masters(copied, host, pin=offload is not None and offload.pin_memory, disk=disk)
         if low:
             keep_statistics_wide(model)
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(precision.compute)
+            _cast(model, precision.compute)
         if self.copies is not None and offload is not None:
             # Before the boundary, gradients accumulate on the device. Only the reduced sum is copied to the host.
             self.copies.stream(lambda: self._boundary or self._sums_in_masters)
@@ -166,6 +164,13 @@ class Replicated(Strategy):
     def close(self) -> None:
         super().close()
         self._ddp = None
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating-point parameters, in place."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def _free_group_last(ddp: DistributedDataParallel) -> None:

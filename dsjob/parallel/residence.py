@@ -42,6 +42,8 @@ def offload(
     pins = pin_memory and torch.cuda.is_available()
 
     def to_host(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor  # perhaps on a disk, which need not go back to memory
         moved = tensor.to("cpu", non_blocking=non_blocking)
         return moved.pin_memory() if pins and not isinstance(moved, DTensor) and not moved.is_pinned() else moved
 

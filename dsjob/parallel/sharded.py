@@ -44,7 +44,7 @@ from dsjob.parallel.presharded import (
     write_back,
 )
 from dsjob.parallel.statistics import keep_statistics_wide
-from dsjob.parallel.strategy import Strategy, align, broadcast, widen
+from dsjob.parallel.strategy import Disk, Strategy, align, broadcast, widen
 from dsjob.parallel.units import shard
 from dsjob.parallel.unsharded import Unsharded
 from dsjob.parallel.whole_state import show_whole_state
@@ -66,13 +66,13 @@ from dsjob.torch_private import (
 class Sharded(Strategy):
     """Shards each repeated block of a model as one unit, and the rest of the model as another."""
 
-    def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision) -> None:
+    def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision, disk: Disk) -> None:
         refuse_sharded(model)
         _refuse_groups(zero, world)
         if zero.mics_shard_size > 0:
             # Each group of `mics_shard_size` ranks holds one whole copy of the state.
             world = dataclasses.replace(world, copies=world.data_size // zero.mics_shard_size)
-        super().__init__(model, world, precision)
+        super().__init__(model, world, precision, disk)
         self._stage = zero.stage
         self._flags: tuple[bool, bool] | None = None
         self._announced = zero.stage < 3
@@ -146,7 +146,7 @@ class Sharded(Strategy):
         # anyway.
         low = precision.compute if precision.compute == precision.reduce != torch.float32 else None
         copied = {name: p for name, p in trainable.items() if (low or name in host) and name not in whole}
-        self.copies = Masters(copied, host, pin=offload.pin_memory)
+        self.copies = Masters(copied, host, pin=offload.pin_memory, disk=self.disk)
         if low:
             _cast(self.module, list(copied.values()), low)
         # FSDP2 leaves a gradient on a shard only once it is reduced, so it may go to the host at once.

@@ -20,8 +20,11 @@ from torch.optim import Optimizer
 from dsjob.compute.autocast import cast_operators, find_safe_modules, mark
 from dsjob.compute.parts import Parts
 from dsjob.compute.precision import Precision
+from dsjob.optim import on_disk
 from dsjob.optim.host import take_step
+from dsjob.optim.on_disk import StateOnDisk
 from dsjob.optim.onebit.own_gradients import unite_norms
+from dsjob.optim.parts import split
 from dsjob.optim.shards import local
 from dsjob.parallel.masters import Masters
 from dsjob.parallel.norms import total_norm
@@ -31,6 +34,8 @@ from dsjob.torch_private import change_tensors
 
 _SENT_AT_ONCE = 64 << 20  # bytes
 _SENT_ALONE = 1 << 20
+
+Disk = StateOnDisk | None  # keeps the state of masters on the host, and those in `copies`, between steps
 
 
 class MicroBatch(NamedTuple):
@@ -63,14 +68,15 @@ class Strategy:
     masters: dict[str, nn.Parameter]
     autocast: torch.dtype | None  # the dtype of operators in forward passes; None: that of their operands
     copies: Masters | None = None  # if masters are not parameters of the model
+    disk: Disk = None
     optimizer: Optimizer | None = None  # the engine's; None until it is built
     averages: Mapping[str, Tensor] = MappingProxyType({})  # of masters by name, saved in checkpoints
     # The engine calls it with the names of masters whose gradients are not finite, and skips the step, also in fp32.
     guard: Callable[[list[str]], None] | None = None
     gradient_factor: int = 1  # a step multiplies reduced gradients by it: the number of ranks to get their sum
 
-    def __init__(self, model: nn.Module, world: World, precision: Precision) -> None:
-        self.world = world
+    def __init__(self, model: nn.Module, world: World, precision: Precision, disk: Disk) -> None:
+        self.world, self.disk = world, disk
         self.autocast = precision.autocast
         self._counted_elsewhere = find_counted_elsewhere(model, world)  # by name, since sharding replaces parameters
 
@@ -176,6 +182,10 @@ class Strategy:
         """Steps the optimizer. Copies of new weights to the model may still be running when this returns."""
         if self.copies is not None:
             self.copies.step(optimizer)
+        elif self.disk is not None:
+            masters = [m for m in self.masters.values() if m.grad is not None and m.device.type == "cpu"]
+            parts = list(split(masters, lambda master: local(master).nbytes, on_disk.PART))
+            self.disk.step(optimizer, parts, take_step, lambda _: None)
         else:
             take_step(optimizer)
 
@@ -228,6 +238,7 @@ class Strategy:
         """Call it after writing into `weights()`: updates everything derived from them."""
         self.free_gathered()
         if self.copies is not None:
+            self.copies.forget_sent()
             self.copies.give_weights()
 
     def weights(self) -> dict[str, Tensor]:

@@ -180,13 +180,13 @@ class GatheredParameters:
 
     modifier_rank: the rank whose values at the end are kept, on all ranks and in the masters (with an mpu, a
     data-parallel rank). Without it, changes are lost, and a UserWarning says so (but not of changes of `.data`). Every
-    rank must enter and leave the context. Contexts may be nested. `fwd_module` has no effect, since forward passes
-    gather on their own.
+    rank must enter and leave the context. Contexts may be nested. None among `params` is skipped. `fwd_module` has no
+    effect, since forward passes gather on their own.
     """
 
     def __init__(
         self,
-        params: Tensor | nn.Module | Iterable[Tensor] | Mapping[str, Tensor],
+        params: Tensor | nn.Module | Iterable[Tensor | None] | Mapping[str, Tensor | None] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -195,8 +195,8 @@ class GatheredParameters:
             params = params.parameters()
         elif isinstance(params, Mapping):
             params = params.values()
-        listed = [params] if isinstance(params, Tensor) else list(params)
-        self._params = list({id(p): p for p in listed}.values()) if enabled else []
+        listed = [params] if params is None or isinstance(params, Tensor) else list(params)
+        self._params = list({id(p): p for p in listed if p is not None}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self.group: dist.ProcessGroup | None = None  # ranks with the same unsharded parameters; None: all
         self._gathered: list[Tensor] = []

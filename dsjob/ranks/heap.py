@@ -14,13 +14,28 @@ _KEPT = 1 << 30  # bytes at the top of the heap that stay
 _LARGE = 32 << 20  # bytes; glibc allows no more. Larger blocks are always returned
 
 
+_SMALL = 1 << 20  # bytes
+
+
 def keep_freed_memory() -> None:
     """Raises glibc's limits for this process, unless the user has set them. Does nothing with other C libraries."""
+    _set_limits(_LARGE, _KEPT)
+
+
+def return_freed_memory() -> None:
+    """Lowers the limits again, for a process that has little memory: blocks above 1 MiB are returned when freed.
+
+    Optimizer state that moves to a disk would otherwise leave holes in the heap, as large as the state.
+    """
+    _set_limits(_SMALL, _SMALL)
+
+
+def _set_limits(large: int, kept: int) -> None:
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return
-    mallopt(_MMAP_THRESHOLD, _LARGE)
-    mallopt(_TRIM_THRESHOLD, _KEPT)
+    mallopt(_MMAP_THRESHOLD, large)
+    mallopt(_TRIM_THRESHOLD, kept)

@@ -385,11 +385,11 @@ def test_unsupported_keys_are_found_at_any_depth() -> None:
 
 
 def test_a_value_that_is_not_supported_names_the_nearest_that_is() -> None:
-    section = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}
-    found = problems(zero_optimization=section)["zero_optimization.offload_optimizer.device"]
+    section = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/n"}}
+    found = problems(zero_optimization=section)["zero_optimization.offload_param.device"]
     assert (found.rule, found.message) == ("unsupported", '"nvme" is not supported by dsjob')
     assert "cpu" in found.hint
-    assert problems(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}) == {}
+    assert problems(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}) == {}
 
 
 def test_a_key_without_effect_is_a_warning_with_the_reason() -> None:

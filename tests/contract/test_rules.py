@@ -147,9 +147,27 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         "nvme-stage",
-        zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/n"}),
+        {**zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/n"}), "engine": "deepspeed"},
         "zero_optimization.offload_optimizer.device",
-        zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/n"}),
+        zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/n"}),
+    ),
+    (
+        "nvme-path",
+        zero(1, offload_optimizer={"device": "nvme"}),
+        "zero_optimization.offload_optimizer.device",
+        zero(1, offload_optimizer={"device": "nvme", "nvme_path": "n"}),
+    ),
+    (
+        "nvme-path",
+        zero(1, offload_optimizer={"device": "nvme", "nvme_path": "s3://bucket/n"}),
+        "zero_optimization.offload_optimizer.nvme_path",
+        zero(1, offload_optimizer={"device": "cpu", "nvme_path": "s3://bucket/n"}),
+    ),
+    (
+        "nvme-optimizer",
+        {**zero(1, offload_optimizer={"device": "nvme", "nvme_path": "/n"}), "optimizer": {"type": "Lamb"}},
+        "zero_optimization.offload_optimizer.device",
+        {**zero(1, offload_optimizer={"device": "nvme", "nvme_path": "/n"}), "optimizer": {"type": "NAdam"}},
     ),
     (
         "offload-ratio-stage",
@@ -404,6 +422,18 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"checkpoint": {"at_end": False}},
         "checkpoint.at_end",
         {"checkpoint": {"at_end": False, "every": 5}},
+    ),
+    (
+        "greatest-loss",
+        {"data": EVAL, "checkpoint": {"best": {"mode": "max"}}},
+        "checkpoint.best.mode",
+        {"data": EVAL, "checkpoint": {"best": {"mode": "min"}}},
+    ),
+    (
+        "greatest-loss",
+        {"data": EVAL, **stops_early(mode="max", metric="eval/loss")},
+        "callbacks.stop.mode",
+        {**stops_early(mode="max", metric="eval/acc"), **accuracy("acc")},
     ),
     (
         "memory-between-ranks",

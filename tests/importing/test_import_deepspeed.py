@@ -350,14 +350,18 @@ def test_what_dsjob_does_not_support_is_left_out_and_told(tmp_path: Path) -> Non
     resolve_imported(imported)
 
 
-def test_offloading_to_nvme_becomes_offloading_to_the_host(tmp_path: Path) -> None:
-    disk = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 4}
-    config = {"train_batch_size": 8, "optimizer": ADAMW, "zero_optimization": {"stage": 3, "offload_optimizer": disk}}
-    imported = import_texts(tmp_path, {"ds.json": config})
-    assert imported.document["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+def test_optimizer_state_on_nvme_stays_there_and_parameters_go_to_the_host(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 5}
+    sections = {"offload_optimizer": disk, "offload_param": disk}
+    config = {"train_batch_size": 8, "optimizer": ADAMW, "zero_optimization": {"stage": 3, **sections}}
+    imported = import_texts(tmp_path, {"ds.json": {**config, "aio": {"queue_depth": 4}}})
+    zero = imported.document["zero_optimization"]
+    assert zero["offload_optimizer"] == disk
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert imported.document["aio"] == {"queue_depth": 4}
     told = messages(imported, "not supported")
-    assert 'zero_optimization.offload_optimizer.device "nvme" is not supported by dsjob: replaced by cpu' in told
-    assert "offload_optimizer.nvme_path=/local_nvme: no effect with cpu" in messages(imported, "left out")
+    assert 'zero_optimization.offload_param.device "nvme" is not supported by dsjob: replaced by cpu' in told
+    assert "offload_param.nvme_path=/local_nvme: no effect with cpu" in messages(imported, "left out")
     resolve_imported(imported)
 
 

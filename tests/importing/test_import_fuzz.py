@@ -15,7 +15,7 @@ from dsjob.contract.paths import get_at
 from dsjob.contract.trainer_arguments import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.document import parse
 from dsjob.errors import DsjobError
-from dsjob.importing import accelerate
+from dsjob.importing import accelerate, determined
 from dsjob.importing.command_line import Command, find_commands
 from dsjob.importing.gather import import_sources
 from dsjob.importing.given import is_open
@@ -105,6 +105,12 @@ def test_deepspeed_configs(config: dict[str, Any]) -> None:
 def test_arguments(arguments: dict[str, Any], config: dict[str, Any], beside: bool) -> None:
     found = [take("arguments", arguments), *([take("deepspeed", config)] if beside else [])]
     attempt(found)
+
+
+@FEW
+@given(objects([*determined.KEYS]))
+def test_experiments_of_determined(content: dict[str, Any]) -> None:
+    attempt([take("determined", content)])
 
 
 @FEW

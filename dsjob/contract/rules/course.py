@@ -297,6 +297,20 @@ def _best(document: Document) -> Iterator[Finding]:
         yield "checkpoint.load_best_at_end", "is set without checkpoint.best", hint
 
 
+@enter("greatest-loss", severity="warning", whole=True)
+def _greatest_loss(document: Document) -> Iterator[Finding]:
+    """The greatest loss is the worst one. A run would keep its worst checkpoint, or stop because it improves."""
+    choosing = {"checkpoint.best": read(document, "checkpoint.best")}
+    for name, callback in read(document, "callbacks", {}).items():
+        if isinstance(callback, dict) and callback.get("_target_") == _EARLY_STOPPING:
+            choosing[f"callbacks.{name}"] = callback
+    for place, section in choosing.items():
+        if isinstance(section, dict) and section.get("mode") == "max":
+            metric = section.get("metric", "eval/loss")
+            if isinstance(metric, str) and metric.rpartition("/")[2] == "loss":
+                yield f"{place}.mode", f"max chooses the greatest {metric}", "write mode: min"
+
+
 @enter("memory-between-ranks", whole=True)
 def _memory(document: Document) -> Iterator[Finding]:
     """`memory://` is the memory of one process: ranks do not see what other ranks have saved there."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsjob.contract.gpus import read_gpus
-from dsjob.contract.rules.table import Document, Finding, enter, is_on, read, read_offload, read_stage
+from dsjob.contract.rules.table import Document, Finding, enter, is_driven, is_on, read, read_offload, read_stage
 from dsjob.errors import UsageError
+
+# Types of optimizers whose step updates each parameter on its own. `optim.parts` has their classes.
+STEPPED_IN_PARTS = ("adadelta", "adagrad", "adam", "adamw", "adamax", "lion", "nadam", "radam", "rmsprop", "sgd")
 
 # Ranks
 
@@ -167,12 +170,45 @@ def _offload_optimizer(document: Document) -> Iterator[Finding]:
 @enter("nvme-stage")
 def _nvme_stage(document: Document) -> Iterator[Finding]:
     """DeepSpeed can swap optimizer state to NVMe disks only at stage 3, which is also the only stage that offloads
-    parameters."""
-    if read_offload(document, "optimizer") == "nvme" and read_stage(document) in (1, 2):
+    parameters. dsjob's own engine can at stages 1 to 3."""
+    if is_driven(document) and read_offload(document, "optimizer") == "nvme" and read_stage(document) in (1, 2):
         yield (
             "zero_optimization.offload_optimizer.device",
-            f"nvme needs stage 3, but the stage is {read_stage(document)}",
-            "use cpu",
+            f"nvme needs stage 3 with engine: deepspeed, but the stage is {read_stage(document)}",
+            "use engine: dsjob, stage 3, or cpu",
+        )
+
+
+@enter("nvme-path")
+def _nvme_path(document: Document) -> Iterator[Finding]:
+    """Optimizer state on a disk needs a folder there. There is no default, because only you know which disk is local,
+    fast and has room."""
+    if read_offload(document, "optimizer") != "nvme":
+        return
+    path = read(document, "zero_optimization.offload_optimizer.nvme_path")
+    if path is None:
+        yield (
+            "zero_optimization.offload_optimizer.device",
+            "nvme needs nvme_path, which is not set",
+            "set nvme_path to a folder on a local disk, or use cpu",
+        )
+    elif isinstance(path, str) and "://" in path:
+        key, hint = "zero_optimization.offload_optimizer.nvme_path", "name a folder on a local disk"
+        yield key, f"{path} is a URL, but the file must be on this machine", hint
+
+
+@enter("nvme-optimizer")
+def _nvme_optimizer(document: Document) -> Iterator[Finding]:
+    """Only a part of the state on a disk is in memory at a time, so the optimizer must update each parameter on its
+    own. Lamb, Muon and LBFGS need all of them at once."""
+    kind = read(document, "optimizer.type")
+    if is_driven(document) or read_offload(document, "optimizer") != "nvme" or not isinstance(kind, str):
+        return
+    if kind.lower() not in STEPPED_IN_PARTS:
+        yield (
+            "zero_optimization.offload_optimizer.device",
+            f"{kind} cannot step its state from a disk, part by part",
+            f"use cpu, or one of these optimizers: {', '.join(STEPPED_IN_PARTS)}",
         )
 
 

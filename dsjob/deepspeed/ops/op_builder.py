@@ -53,7 +53,19 @@ class CPULionBuilder(OpBuilder):
     NAME = "cpu_lion"
 
 
+class TransformerBuilder(OpBuilder):
+    """The transformer layer."""
+
+    NAME = "transformer"
+
+
+class StochasticTransformerBuilder(OpBuilder):
+    """The same layer with `stochastic_mode`, which has no effect here."""
+
+    NAME = "stochastic_transformer"
+
+
 class AsyncIOBuilder(OpBuilder):
-    """Asynchronous file I/O for NVMe; not supported by dsjob."""
+    """Asynchronous file I/O; dsjob's own needs nothing to be built."""
 
     NAME = "async_io"

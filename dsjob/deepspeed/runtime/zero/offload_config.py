@@ -8,7 +8,7 @@ from dsjob.deepspeed.runtime.config import Section
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Devices to offload to. dsjob does not support NVMe."""
+    """Devices to offload to. NVMe is only for the optimizer."""
 
     none = "none"
     cpu = "cpu"
