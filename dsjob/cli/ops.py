@@ -33,15 +33,17 @@ def _look() -> dict[str, Any]:
     from dataclasses import asdict
 
     from dsjob.ops.build import find_built, open_cache
-    from dsjob.ops.registry import OPS
+    from dsjob.ops.registry import OPS, PLAIN
     from dsjob.ops.toolchain import find_problem, find_toolchain
 
-    ops = []
+    ops: list[dict[str, Any]] = []
     for op in OPS.values():
         built, problem = find_built(op), find_problem(op)
         state = "built" if built else f"cannot be built: {problem}" if problem else "not built yet"
         ops.append({"name": op.name, "device": op.device, "state": state, "library": built and str(built)})
         ops[-1] |= {"users": op.users, "instead": op.instead}
+    plain = {"device": "any", "state": "plain torch, nothing to build", "library": None, "instead": ""}
+    ops += [{"name": name, "users": users, **plain} for name, users in PLAIN.items()]
     try:
         folder = str(open_cache())
     except BuildError as error:
@@ -73,10 +75,12 @@ def _build(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="ops to build (default: all)")
     args = parser.parse_args(arguments)
     from dsjob.ops.build import build
-    from dsjob.ops.registry import OPS
+    from dsjob.ops.registry import OPS, PLAIN
     from dsjob.ops.toolchain import find_problem
 
     for name in args.names:
+        if name in PLAIN:
+            raise UsageError(f"{name} is plain torch: there is nothing to build", hint=f"available: {', '.join(OPS)}")
         if name not in OPS:
             raise UsageError(f"unknown op {name!r}", hint=f"available: {', '.join(OPS)}")
     for op in [OPS[name] for name in args.names] or [op for op in OPS.values() if not find_problem(op)]:

@@ -1,6 +1,7 @@
 """Finds the repeated blocks of a model, which become units of sharding, recomputation and compilation.
 
-Blocks are siblings of the same class in a list, have children, and share no parameter with the rest of the model.
+Blocks are siblings of the same class in a list, are built of several layers, and share no parameter with the rest of
+the model.
 Blocks with less than a million elements are units of their own only at stage 3 (`contract.sharding`): at lower stages,
 everything is gathered at once, and the hooks and collectives of small units would cost more than they hide.
 """
@@ -88,7 +89,7 @@ def find_by_suffix(model: nn.Module, suffixes: Sequence[str]) -> Found:
 
 
 def find_blocks(model: nn.Module, *, sharing: bool = False) -> list[nn.Module]:
-    """The outermost repeated blocks of a model, in order: siblings of the same class in a list, each with children.
+    """The outermost repeated blocks of a model, in order: siblings of one class in a list, built of several layers.
 
     Omits a block that shares a parameter with anything outside it, because a parameter can be sharded in only one unit.
     The block then belongs to the rest of the model. Also omits blocks with a parameter marked by `mark_external`.
@@ -110,9 +111,8 @@ def _search(module: nn.Module) -> Iterator[nn.Module]:
         return
     children = list(module.children())
     if isinstance(module, _CONTAINERS):
-        # A single layer, or one without children such as nn.Linear, is too small to be gathered on its own.
         counts = Counter(type(child) for child in children)
-        blocks = [c for c in children if counts[type(c)] > 1 and any(True for _ in c.children())]
+        blocks = [child for child in children if counts[type(child)] > 1 and _is_composed(child)]
     else:
         blocks = []
     for child in children:
@@ -121,6 +121,16 @@ def _search(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _search(child)
+
+
+def _is_composed(module: nn.Module) -> bool:
+    """Whether a module is built of several layers. One such as nn.Linear is too small to be gathered on its own.
+
+    A fused layer such as DeepSpeed's holds all matrices itself, instead of in children. So does a recurrent network,
+    which is one layer all the same.
+    """
+    matrices = sum(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
+    return any(True for _ in module.children()) or (matrices > 2 and not isinstance(module, nn.RNNBase))
 
 
 def _owned_ids(model: nn.Module, blocks: list[nn.Module]) -> Iterator[int]:

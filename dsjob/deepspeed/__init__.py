@@ -23,6 +23,8 @@ from dsjob.deepspeed.absent import explain as _explain
 from dsjob.deepspeed.absent import explain_imports as _explain_imports
 from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
 from dsjob.deepspeed.entry import initialize as initialize
+from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
+from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from dsjob.engine.build import add_config_arguments as add_config_arguments
 from dsjob.engine.build import init_distributed as init_distributed

@@ -16,7 +16,7 @@ _HERE = __package__
 _PIPELINE = "pipelines are not built yet; ZeRO stage 3 spreads a model over all ranks (zero_optimization.stage: 3)"
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
 _EXPERTS = "expert parallelism is not built; a model with experts trains under ZeRO like any other"
-_NVME = "offloading to NVMe is not built; offload_optimizer and offload_param support device: cpu"
+_NVME = "the config's offload_optimizer section keeps optimizer state on a disk: device nvme, with nvme_path"
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
 _LAUNCHER = "start ranks with `dsjob exec`, torchrun, srun, or launch.nproc in a job document"
@@ -46,10 +46,7 @@ ALTERNATIVES = {
     "runtime.bf16_optimizer": _OPTIMIZER,
     "runtime.base_optimizer": _OPTIMIZER,
     "nvme": _NVME,
-    "ops.transformer": _KERNELS,
     "ops.sparse_attention": _KERNELS,
-    "DeepSpeedTransformerLayer": _KERNELS,
-    "DeepSpeedTransformerConfig": _KERNELS,
     "tp_model_init": "pass a model that is already divided among ranks, with an mpu: initialize(..., mpu=mpu)",
     "sequence": "sequence parallelism is not built; activation_checkpointing and ZeRO stage 3 save memory for long"
     " sequences",

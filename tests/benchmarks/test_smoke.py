@@ -22,6 +22,7 @@ TINY = {
     "nvme": "--rounds 1 --megabytes 2 --folder FOLDER",
     "programs": "--smoke",
     "text": "--rounds 1 --steps 1",
+    "transformer_layer": "--rounds 1 --shapes 2x4x8x2",
     "validate": "--rounds 1",
 }
 # The ranks that a benchmark starts are forks, too.

@@ -26,7 +26,10 @@ def test_ops_are_listed_and_built(
     library = capsys.readouterr().out.removeprefix("cpu_optimizers: ").strip()
     assert Path(library).is_relative_to(tmp_path)
     assert main(["ops", "--json"]) == 0
-    (op,) = json.loads(capsys.readouterr().out)["ops"]
+    op, *plain = json.loads(capsys.readouterr().out)["ops"]
+    assert {"linear_cross_entropy", "transformer"} == {each["name"] for each in plain}
+    assert main(["ops", "build", "transformer"]) == 2
+    assert "transformer is plain torch: there is nothing to build" in capsys.readouterr().err
     assert (op["name"], op["state"], op["library"]) == ("cpu_optimizers", "built", library)
 
 

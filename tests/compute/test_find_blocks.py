@@ -1,6 +1,7 @@
 """Which parts of a model are sharded as units, without a word from the model."""
 
 import pytest
+import torch
 from net import Net
 from torch import nn
 
@@ -15,6 +16,14 @@ class Block(nn.Module):
         )
 
 
+class Fused(nn.Module):
+    """Several layers in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.ones(2, 2)) for _ in range(3))
+
+
 class Model(nn.Module):
     def __init__(self, blocks: nn.Module, head: nn.Module | None = None) -> None:
         super().__init__()
@@ -26,6 +35,7 @@ def test_blocks_of_a_list_are_units_and_their_parts_are_not() -> None:
     assert find_blocks(net) == list(net.blocks)
     model = Model(nn.ModuleList([Block(), Block()]))
     assert find_blocks(model) == list(model.blocks.children())
+    assert len(find_blocks(Model(nn.ModuleList([Fused(), Fused()])))) == 2
 
 
 def test_lists_inside_modules_are_found_in_order() -> None:
@@ -38,6 +48,7 @@ def test_lists_inside_modules_are_found_in_order() -> None:
     [
         nn.ModuleList([Block()]),  # nothing repeats
         nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),  # layers, not blocks made of parts
+        nn.ModuleList([nn.LSTM(2, 2, num_layers=2), nn.LSTM(2, 2, num_layers=2)]),
         nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())]),  # nothing to shard
     ],
 )

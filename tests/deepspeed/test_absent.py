@@ -24,8 +24,8 @@ from dsjob.deepspeed.absent import ALTERNATIVES
         ("import dsjob.deepspeed.runtime.pipe.topology", "no deepspeed.runtime.pipe: pipelines are not"),
         ("from dsjob.deepspeed.moe.layer import MoE", "no deepspeed.moe.layer: expert parallelism is not built"),
         (
-            "from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer",
-            "no deepspeed.ops.transformer: use torch's",
+            "from dsjob.deepspeed.ops.sparse_attention import SparseSelfAttention",
+            "no deepspeed.ops.sparse_attention: use torch's",
         ),
         ("import dsjob.deepspeed.inferense", "no deepspeed.inferense; docs/explanation/deepspeed-tests.md"),
     ],

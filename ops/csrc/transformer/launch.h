@@ -1,0 +1,45 @@
+// Starts the kernels of the transformer layer on a stream, by raw pointers. Nothing here knows torch.
+//
+// No binding calls them: `ops/transformer.py` uses PyTorch's operators. nvcc compiles them for sm_80 and sm_90, and tests
+// run them on a CPU (`tests/ops/test_transformer_kernels.py`). They have not run on a GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace dsjob {
+
+enum class Kind { fp32, fp16, bf16 };  // of all tensors that are void*; [rows, width], or [width] for parameters
+
+struct Shape {
+    std::int64_t rows;
+    int width;  // a multiple of 4; at most 12,288, so that a row fits into shared memory
+};
+
+struct Dropout {
+    float ratio;  // 0: none
+    std::uint64_t seed, stream;
+};
+
+// Each returns what the launch reported, or cudaErrorInvalidValue for a shape that the kernels do not take. What the
+// pointers are is described beside the kernels.
+cudaError_t bias_gelu(Kind, Shape, const void* x, const void* bias, void* out, cudaStream_t);
+cudaError_t bias_gelu_backward(
+    Kind, Shape, const void* gradient, const void* x, const void* bias, void* to_x, cudaStream_t
+);
+cudaError_t drop_add_norm(
+    Kind, Shape, Dropout, float eps, const void* x, const void* bias, const void* residual, const void* weight,
+    const void* norm_bias, void* z, void* y, std::uint8_t* kept, float* mean, float* slope, cudaStream_t
+);
+cudaError_t drop_add_norm_backward(
+    Kind, Shape, Dropout, const void* gradient, const void* added, const void* z_or_y, const void* weight,
+    const void* norm_bias, const float* mean, const float* slope, const std::uint8_t* kept, void* to_residual,
+    void* to_x, cudaStream_t
+);
+cudaError_t sum_columns(
+    Kind, Shape, const void* gradient, const void* z_or_y, const void* weight, const void* norm_bias,
+    const float* mean, const float* slope, float* to_weight, float* to_bias, cudaStream_t
+);
+
+}  // namespace dsjob

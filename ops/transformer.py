@@ -1,0 +1,314 @@
+"""DeepSpeed's transformer layer: the encoder layer of BERT, with LayerNorm after or before each part.
+
+It consists of PyTorch's operators, so it runs on CPUs and GPUs. The names of parameters and options are DeepSpeed's,
+and so is the arithmetic: GELU is the approximation with tanh, and in a layer with `pre_layer_norm`, `norm_w` belongs to
+the attention and `attn_nw` to the feed-forward part. So checkpoints of DeepSpeed's layer load.
+
+Dropout draws from torch's generators, which a job's `seed` seeds, a checkpoint restores, and recomputed activations
+replay. All options draw the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dsjob.errors import UsageError
+from dsjob.ops.recomputed import drop, multiply_dropped, norm_invertibly, project_gelu
+
+
+@dataclass
+class DeepSpeedTransformerConfig:
+    """The options of a `DeepSpeedTransformerLayer`.
+
+    hidden_size, heads: the width and its number of attention heads, which divides it. intermediate_size: the width of
+    the feed-forward part, by default four times as wide. attn_dropout_ratio, hidden_dropout_ratio: of the attention's
+    probabilities, and of what each part adds; 0 or less: no dropout.
+
+    initializer_range: the standard deviation of new weights. adjust_init_range: divide it by
+    sqrt(2 * num_hidden_layers) for the weights that write into the residual stream. DeepSpeed's layer does so only if
+    local_rank is 0; this one always.
+
+    local_rank: the GPU to make current, where it is 0 or more and there are GPUs. fp16: compute in fp16 even if the
+    parameters are fp32. Otherwise the layer computes in the dtype of autocast, or of its parameters.
+    return_tuple, huggingface (its older name): return a tuple. training: whether the layer begins in training mode.
+
+    Three options save memory in exchange for time: normalize_invertible rebuilds the inputs of LayerNorm from its
+    outputs, gelu_checkpoint computes the output of GELU again, and attn_dropout_checkpoint the dropout of attention
+    probabilities. The last one matters on CPUs; on GPUs, SDPA's kernels never store the probabilities.
+
+    No effect: batch_size and max_seq_length, since any size works; seed, since dropout draws from torch's generators;
+    and stochastic_mode, since this layer has no faster, less deterministic version of its operators.
+    """
+
+    batch_size: int = -1
+    hidden_size: int = -1
+    intermediate_size: int = -1
+    heads: int = -1
+    attn_dropout_ratio: float = -1
+    hidden_dropout_ratio: float = -1
+    num_hidden_layers: int = -1
+    initializer_range: float = -1
+    layer_norm_eps: float = 1e-12
+    local_rank: int = -1
+    seed: int = -1
+    fp16: bool = False
+    pre_layer_norm: bool = True
+    normalize_invertible: bool = False
+    gelu_checkpoint: bool = False
+    adjust_init_range: bool = True
+    attn_dropout_checkpoint: bool = False
+    stochastic_mode: bool = False
+    return_tuple: bool = False
+    training: bool = True
+    max_seq_length: int = -1
+    huggingface: bool = False
+    layer_id: int = dataclasses.field(default=-1, init=False)  # of the newest layer with this config
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size <= 0:
+            self.intermediate_size = 4 * self.hidden_size
+
+    @classmethod
+    def from_dict(cls, json_object: dict[str, Any]) -> DeepSpeedTransformerConfig:
+        """A config with the options in `json_object`. Its other keys become attributes."""
+        options = {field.name for field in dataclasses.fields(cls) if field.init}
+        config = cls(**{key: value for key, value in json_object.items() if key in options})
+        for key in json_object.keys() - options:
+            setattr(config, key, json_object[key])
+        return config
+
+    @classmethod
+    def from_json_file(cls, json_file: str | Path) -> DeepSpeedTransformerConfig:
+        """A config with the options in a JSON file, in UTF-8 or, as DeepSpeed expects, in UTF-16."""
+        loaded: dict[str, Any] = json.loads(Path(json_file).read_bytes())
+        return cls.from_dict(loaded)
+
+    def check(self) -> None:
+        """Raises UsageError for a value that a layer cannot be built with."""
+        for name in ("hidden_size", "heads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.hidden_size % self.heads:
+            raise UsageError(f"hidden_size {self.hidden_size} does not divide into {self.heads} heads")
+        for name in ("attn_dropout_ratio", "hidden_dropout_ratio"):
+            if getattr(self, name) >= 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be below 1")
+
+
+class DeepSpeedTransformerLayer(nn.Module):
+    """A layer of a BERT encoder: self-attention, then a feed-forward part; each with dropout, residual and LayerNorm.
+
+    initial_weights, initial_biases: instead of new parameters, copies of tensors for query, key, value, attention
+    output, attention norm, intermediate, output and norm, in this order.
+
+    Raises UsageError for a config that is incomplete or contradictory.
+    """
+
+    layer_id: ClassVar[int] = 0  # of the next layer
+
+    def __init__(
+        self,
+        config: DeepSpeedTransformerConfig,
+        initial_weights: Sequence[Tensor] | None = None,
+        initial_biases: Sequence[Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        config.check()
+        self.config = config
+        config.layer_id = DeepSpeedTransformerLayer.layer_id
+        DeepSpeedTransformerLayer.layer_id += 1
+        if config.local_rank >= 0 and torch.cuda.is_available():
+            torch.cuda.set_device(config.local_rank)
+        width, inner = config.hidden_size, config.intermediate_size
+        # DeepSpeed's order: its checkpoints number the optimizer's state by it.
+        self.attn_qkvw = nn.Parameter(torch.empty(3 * width, width))
+        self.attn_qkvb = nn.Parameter(torch.empty(3 * width))
+        self.attn_ow = nn.Parameter(torch.empty(width, width))
+        self.attn_ob = nn.Parameter(torch.empty(width))
+        self.attn_nw = nn.Parameter(torch.empty(width))
+        self.attn_nb = nn.Parameter(torch.empty(width))
+        self.inter_w = nn.Parameter(torch.empty(inner, width))
+        self.inter_b = nn.Parameter(torch.empty(inner))
+        self.output_w = nn.Parameter(torch.empty(width, inner))
+        self.output_b = nn.Parameter(torch.empty(width))
+        self.norm_w = nn.Parameter(torch.empty(width))
+        self.norm_b = nn.Parameter(torch.empty(width))
+        if initial_weights is None or initial_biases is None:
+            self.init_transformer_weights(config.adjust_init_range)
+        for kind, given in (("w", initial_weights), ("b", initial_biases)):
+            if given is not None:
+                self._take(kind, given)
+        self.train(config.training)
+
+    def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
+        """Initialises every parameter, in place: normal weights, biases of 0, and norms of 1.
+
+        Raises UsageError without the options that it needs: initializer_range and, to adjust it, num_hidden_layers.
+        """
+        config = self.config
+        std = config.initializer_range
+        if std < 0:
+            raise UsageError(f"initializer_range is {std}; give the standard deviation of new weights, such as 0.02")
+        if adjust_init_range and config.num_hidden_layers < 1:
+            raise UsageError(
+                f"num_hidden_layers is {config.num_hidden_layers}; adjust_init_range needs the number of layers"
+            )
+        residual_std = std / math.sqrt(2 * config.num_hidden_layers) if adjust_init_range else std
+        for name, parameter in self.named_parameters():
+            if name.endswith("b"):
+                nn.init.zeros_(parameter)
+            elif name in ("attn_nw", "norm_w"):
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=residual_std if name in ("attn_ow", "output_w") else std)
+
+    def _take(self, kind: str, given: Sequence[Tensor]) -> None:
+        """Copies initial weights (kind w) or biases (b)."""
+        if len(given) != 8:
+            raise UsageError(
+                f"{len(given)} initial tensors; expected 8: q, k, v, attention output and norm, "
+                "intermediate, output, norm"
+            )
+        names = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
+        for name, tensor in zip(names, (torch.cat([part.detach() for part in given[:3]]), *given[3:]), strict=True):
+            own = getattr(self, name + kind)
+            if own.shape != tensor.shape:
+                raise UsageError(
+                    f"the initial tensor for {name + kind} is {list(tensor.shape)}; this config needs {list(own.shape)}"
+                )
+            setattr(self, name + kind, nn.Parameter(tensor.detach().clone()))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        layer_head_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_value: Any = None,
+        output_attentions: bool = False,
+        grads: list[Any] | None = None,
+        **others: Any,
+    ) -> Tensor | tuple[Tensor]:
+        """The layer's output, with the shape and dtype of `hidden_states`.
+
+        hidden_states: float [B, S, hidden_size]. attention_mask: bool, True where a position may be attended to, or
+        float, added to the scores (BERT: 0 and -10000): [B, S], or broadcastable to [B, heads, S, S] such as
+        [B, 1, 1, S]. grads: a list to which the backward pass appends [gradient, name], as DeepSpeed's tests expect.
+        The other arguments are those of transformers' layers, whose place this one can take; they may only be None or
+        False.
+
+        Raises UsageError for one of these, and for a mask of another dtype.
+        """
+        unsupported = {
+            "head_mask": head_mask,
+            "layer_head_mask": layer_head_mask,
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+            "past_key_value": past_key_value,
+            "output_attentions": output_attentions,
+            **others,
+        }
+        for name, value in unsupported.items():
+            if value is not None and value is not False:
+                raise UsageError(f"DeepSpeedTransformerLayer does not support {name}")
+        if grads is not None:
+            self._record(grads)
+        device = hidden_states.device.type
+        dtype = self._choose_dtype(device)
+        with torch.autocast(device, enabled=False):
+            out = self._compute(hidden_states.to(dtype), _make_additive(attention_mask, dtype))
+        out = out.to(hidden_states.dtype)
+        return (out,) if self.config.return_tuple or self.config.huggingface else out
+
+    def _choose_dtype(self, device: str) -> torch.dtype:
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        own = self.attn_qkvw.dtype
+        return torch.float16 if self.config.fp16 and own == torch.float32 else own
+
+    def _compute(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self.config.pre_layer_norm:
+            x = x + self._attend(self._norm(x, self.norm_w, self.norm_b), mask)
+            return x + self._feed(self._norm(x, self.attn_nw, self.attn_nb))
+        x = self._norm(x + self._attend(x, mask), self.attn_nw, self.attn_nb)
+        return self._norm(x + self._feed(x), self.norm_w, self.norm_b)
+
+    def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """What the attention adds to the residual stream, [B, S, hidden_size]."""
+        config, kind = self.config, x.dtype
+        projected = F.linear(x, self.attn_qkvw.to(kind), self.attn_qkvb.to(kind))
+        parts = projected.view(*x.shape[:2], 3, config.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, heads, S, D]
+        ratio = max(config.attn_dropout_ratio, 0.0) if self.training else 0.0
+        if not ratio or x.is_cuda:
+            q, k, v = parts
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, ratio)
+        else:  # SDPA on CPUs has no fused path with dropout
+            q, k, v = parts.contiguous()  # one copy, which both products save; they would make copies of their own
+            scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+            probabilities = (scores if mask is None else scores + mask).softmax(-1)
+            if config.attn_dropout_checkpoint:
+                mixed = multiply_dropped(probabilities, v, ratio)
+            else:
+                mixed = drop(probabilities, ratio) @ v
+        return self._drop(F.linear(mixed.transpose(1, 2).flatten(2), self.attn_ow.to(kind), self.attn_ob.to(kind)))
+
+    def _feed(self, x: Tensor) -> Tensor:
+        """What the feed-forward part adds to the residual stream, [B, S, hidden_size]."""
+        kind = x.dtype
+        inner = F.linear(x, self.inter_w.to(kind), self.inter_b.to(kind))
+        weight, bias = self.output_w.to(kind), self.output_b.to(kind)
+        if self.config.gelu_checkpoint:
+            return self._drop(project_gelu(inner, weight, bias))
+        return self._drop(F.linear(F.gelu(inner, approximate="tanh"), weight, bias))
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+        if self.config.normalize_invertible:
+            return norm_invertibly(x, weight, bias, self.config.layer_norm_eps)
+        return F.layer_norm(x, weight.shape, weight, bias, self.config.layer_norm_eps)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        ratio = self.config.hidden_dropout_ratio
+        return drop(x, ratio) if self.training and ratio > 0 else x
+
+    def _record(self, grads: list[Any]) -> None:
+        """Appends gradients to `grads` as they are computed, under the names in DeepSpeed's tests."""
+        start = 2 * self.config.hidden_size
+        names = {"attn_qkv": "V", "attn_o": "O", "attn_n": "N2", "inter_": "int", "output_": "out", "norm_": "norm"}
+        for (first, name), kind in itertools.product(names.items(), "wb"):
+
+            def append(found: Tensor, label: str = f"{name}_{kind.upper()}") -> None:
+                grads.append([found[start:] if label[0] == "V" else found, label])
+
+            getattr(self, first + kind).register_hook(append)
+
+
+def _make_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as numbers to add to the scores. They are finite, so a row without any position gives no NaN."""
+    if mask is None:
+        return None
+    lowest = torch.finfo(dtype).min / 2  # half of it, so that a score can be added
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
+    elif mask.is_floating_point():
+        mask = mask.to(dtype).clamp(min=lowest)
+    else:
+        raise UsageError(
+            f"attention_mask is {mask.dtype}; expected torch.bool (True: may be attended to), "
+            "or a float that is added to the scores",
+            hint="mask.bool() if it has ones and zeros",
+        )
+    return mask[:, None, None, :] if mask.dim() == 2 else mask
