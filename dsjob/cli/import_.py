@@ -1,4 +1,4 @@
-"""`dsjob import`: converts DeepSpeed configs, Trainer arguments, launch commands and accelerate files to a document."""
+"""`dsjob import`: converts configs and launch commands of other tools to a job document."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="a DeepSpeed config, Trainer arguments as JSON, a text file with the "
-        "launch command, or an accelerate file; a path, a URL, or - (standard input)"
+        "launch command, an accelerate file, or an experiment of Determined; a path, a URL, or - (standard input)"
     )  # fmt: skip
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="output format (default: yaml)")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the document to this file")

@@ -146,7 +146,7 @@ def _pop(document: dict[str, Any], path: Path) -> Any:
 def note_gaps(document: dict[str, Any], draft: Draft) -> None:
     """Adds notes on values that a job needs and no source gives; `validate` asks for them too."""
     trainer = document.get("trainer", {})
-    if not {"max_steps", "max_epochs"} & set(trainer):
+    if not {"max_steps", "max_epochs", "max_length"} & set(trainer):
         draft.note("fill in", "trainer.max_steps or trainer.max_epochs: no source says how long to train")
     if not {"train_batch", "micro_batch"} & set(trainer):
         draft.note("fill in", "trainer.micro_batch: no source gives a batch size")
@@ -184,7 +184,7 @@ def _fill_in(document: dict[str, Any], winners: Mapping[Path, Given], draft: Dra
         if has_at(filled, path):
             _pop(filled, path)
     trainer = filled.setdefault("trainer", {})
-    if not {"max_steps", "max_epochs"} & set(trainer):
+    if not {"max_steps", "max_epochs", "max_length"} & set(trainer):
         trainer["max_steps"] = 1_000_000
     if not {"train_batch", "micro_batch"} & set(trainer):
         trainer["micro_batch"] = 1

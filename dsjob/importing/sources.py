@@ -16,16 +16,17 @@ from dsjob.contract.trainer_arguments import ARGUMENTS, SCRIPT_ARGUMENTS
 from dsjob.document import Document
 from dsjob.document.origins import STDIN, read_text
 from dsjob.errors import DocumentError, Problem, UsageError
-from dsjob.importing import accelerate
+from dsjob.importing import accelerate, determined
 from dsjob.importing.command_line import Command, find_commands
 
-SourceKind = Literal["deepspeed", "arguments", "command", "accelerate"]
+SourceKind = Literal["deepspeed", "arguments", "command", "accelerate", "determined"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 _WORDS = {
     "deepspeed": "a DeepSpeed config",
     "arguments": "Trainer arguments",
     "command": "a launch command",
     "accelerate": "an accelerate file",
+    "determined": "an experiment of Determined",
 }
 MAX_COMMAND = 1 << 20  # characters of a script that starts a training
 _SUFFIXES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
@@ -136,7 +137,7 @@ def _recognise(document: Document, url: str, asked: SourceKind | None) -> Source
 def name_foreign(content: dict[str, Any]) -> str:
     """The type of a document that is neither a job nor a DeepSpeed config, but that `dsjob import` reads; empty if
     unclear."""
-    for kind in ("arguments", "accelerate"):
+    for kind in ("arguments", "accelerate", "determined"):
         theirs = [key for key, value in content.items() if _TESTS[kind](key, value)]
         rest = {key: value for key, value in content.items() if key not in theirs}
         if len(theirs) > len(rest) and not any(_is_deepspeed(*item) for item in rest.items()):
@@ -160,10 +161,15 @@ def _is_accelerate(key: str, value: Any) -> bool:
     return key in accelerate.KEYS and key not in accelerate.PATHS  # those are in its sections, not at the top level
 
 
+def _is_determined(key: str, value: Any) -> bool:
+    return key in determined.KEYS and key not in ("data", "debug", "name")  # which others have too
+
+
 _TESTS: dict[str, Callable[[str, Any], bool]] = {
     "deepspeed": _is_deepspeed,
     "arguments": _is_argument,
     "accelerate": _is_accelerate,
+    "determined": _is_determined,
 }
 
 
