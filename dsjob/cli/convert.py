@@ -125,7 +125,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "with --to hf: dtype of the weights (default: fp32); with --to deepspeed: compute dtype (default: the job's)"
     )
     add("--dtype", choices=tuple(DTYPES), help=dtype)
-    tokenizer = "with --to hf: copy a tokenizer's files from this folder (default: the job's tokenizer)"
+    tokenizer = (
+        "with --to hf: copy a tokenizer's files from this folder (default: the one beside the checkpoint, or the job's)"
+    )
     add("--tokenizer", metavar="FOLDER", help=tokenizer)
     add("--merge", action="store_true", help="with --to hf: merge a LoRA adapter into the weights")
     add("--adapter", metavar="NAME", help="with --to hf: which of several adapters to write")

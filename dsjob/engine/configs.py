@@ -15,7 +15,7 @@ from dsjob.config import Config
 from dsjob.contract import locations
 from dsjob.contract.bounds import check_values
 from dsjob.document.bare import leave_unknown_out
-from dsjob.document.places import Locate
+from dsjob.document.places import Locate, place_problems
 from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, UsageError
 from dsjob.trust.grant import Trust
 
@@ -130,6 +130,23 @@ def find_monitors(config: Mapping[str, Any]) -> list[Problem]:
     asked = [key for key, section in sections.items() if isinstance(section, Mapping) and section.get("enabled")]
     hint = "dsjob.deepspeed.initialize returns an engine with monitors"
     return [Problem("has no effect here", (key,), "no-effect", hint, severity="warning") for key in asked]
+
+
+def find_replaced(given: Given, passed: Mapping[str, object]) -> list[Problem]:
+    """Warnings for sections of a config that what the program passes to `initialize` replaces, as in DeepSpeed."""
+    found = [
+        Problem(
+            f"has no effect: the program passes {_name_passed(value)}, which replaces it", (section,), "replaced",
+            "remove one of the two", severity="warning",
+        )
+        for section, value in passed.items()
+        if value is not None and given.config.get(section)
+    ]  # fmt: skip
+    return place_problems(found, given.origin.locate)
+
+
+def _name_passed(value: object) -> str:
+    return "a function" if callable(value) else f"its own {type(value).__name__}"
 
 
 def warn(problems: Sequence[Problem], origin: Origin) -> None:

@@ -57,6 +57,7 @@ class Saving(Readings):
             device=self.world.device,
             pretrained=describe_pretrained(self.strategy.module),
             averages=self.strategy.averages,
+            disk=self.strategy.disk,
         )
 
     def counters(self) -> dict[str, int]:
@@ -70,6 +71,8 @@ class Saving(Readings):
         self.rhythm.restore(counters)
         # Gradients belong to the weights before the load. `finish_step` refreshes the compute copies from the masters.
         self.strategy.drop_gradients()
+        if self.strategy.disk is not None:
+            self.strategy.disk.sync()
         self.strategy.finish_step()
 
     def save_checkpoint(

@@ -26,7 +26,6 @@ from dsjob.errors import ConfigError, DocumentError, Problem
 from dsjob.programs.origins import Told, tell_origin
 
 _LINE = re.compile(r"- ds (\S+?)=(.*) vs hf (.*?)=(.*)", re.DOTALL)
-_DEFAULT = "the default of TrainingArguments"
 # The arguments from which the Trainer calculates a value.
 _PARTS = {
     "train_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -52,7 +51,8 @@ def explain(lines: list[str], args: Any, told: Told) -> list[Problem]:
             return []  # a version with other words: its own error is shown
         key, value, name, other = match.groups()
         path = tuple(key.split("."))
-        problem = Problem(f"{value}, but {_name(name)}={other} ({_place(name, args, told)})", path, "contradiction")
+        place = _place(name, other, args, told)
+        problem = Problem(f"{value}, but {_name(name)}={other} ({place})", path, "contradiction")
         source, at, column = told.origin.locate(path)
         hint = 'write "auto" here to use the argument, or make both equal'
         found.append(dataclasses.replace(problem, source=source, line=at, column=column, hint=hint))
@@ -73,7 +73,7 @@ def find_unused(config: dict[str, Any], args: Any, steps: int, told: Told) -> li
         if default is None or not isinstance(section, dict) or get_at(config, path, None) is not None:
             continue
         places = {name: _place_argument(name, args, told) for name in names if getattr(args, name, None) is not None}
-        given = {name: place for name, place in places.items() if place != _DEFAULT}
+        given = {name: place for name, place in places.items() if place != _name_default(args)}
         values = [getattr(args, name) for name in names if hasattr(args, name)]
         value = args.get_warmup_steps(steps) if "warmup_steps" in names else values if len(names) > 1 else values[0]
         if given and value != default:
@@ -90,33 +90,42 @@ def _name(name: str) -> str:
     return name.replace("+", ", ").replace("|", " or ").removesuffix(" (calculated)")
 
 
-def _place(name: str, args: Any, told: Told) -> str:
+def _place(name: str, value: str, args: Any, told: Told) -> str:
     words = re.findall(r"\w+", name)
-    parts = _PARTS.get(words[0], ())
+    parts: tuple[str, ...] = _PARTS.get(words[0], ())
+    if name == "warmup_steps" and value != str(args.warmup_steps):  # a share of all steps, or 0, which becomes 1
+        parts = ("warmup_steps",)
     each = {part: _place_argument(part, args, told) for part in parts or words if hasattr(args, part)}
     if parts:
         return "from " + ", ".join(f"{part}={getattr(args, part)}: {place}" for part, place in each.items())
-    given = [place for part, place in each.items() if place != _DEFAULT]
-    return ", ".join(dict.fromkeys(given)) or _DEFAULT
+    given = [place for part, place in each.items() if place != _name_default(args)]
+    return ", ".join(dict.fromkeys(given)) or _name_default(args)
+
+
+def _name_default(args: Any) -> str:
+    return f"the default of {type(args).__name__}"  # TRL's classes have other defaults than TrainingArguments
 
 
 def _place_argument(name: str, args: Any, told: Told) -> str:
     """Where an argument of TrainingArguments is given: its value is there, so the program has not replaced it."""
-    value = getattr(args, name)
+    value, source = getattr(args, name), told.origin.locate(())[0]
     for at, word in enumerate(sys.argv):
         flag, equals, text = word.partition("=")
         following = "".join(sys.argv[at + 1 : at + 2])
         if flag.startswith("--") and flag[2:].replace("-", "_") == name:
-            shown = word if equals or following.startswith("--") else f"{word} {following}"
+            shown = word if equals or following.startswith("--") else f"{word} {following}".rstrip()
             if _is_read_as(text or following, value):
                 return f"{shown} on the command line"
-        elif at and word.endswith((".json", ".yaml", ".yml")) and os.path.isfile(word):
+        elif at and word.endswith((".json", ".yaml", ".yml")) and os.path.isfile(word) and word != source:
             with suppress(DocumentError):
                 document = documents.parse(storage.read_text(word), word)
                 if name in document.value and _is_read_as(str(document.value[name]), value):
                     return describe_place(document.locate((name,)))
     [default] = [field.default for field in dataclasses.fields(args) if field.name == name] or [None]
-    return _DEFAULT if value == default else describe_place((*told.line, 0))
+    if value == default:
+        return _name_default(args)
+    place = describe_place((*told.line, 0))
+    return place if default is not None else f"{place}, or chosen by {type(args).__name__}"
 
 
 def _is_read_as(text: str, value: Any) -> bool:

@@ -60,9 +60,11 @@ def choose_ranks(
 ) -> Ranks:
     """The number of ranks and their GPUs. Without any argument: one rank for each visible GPU, else one.
 
-    Raises UsageError.
+    Raises UsageError, also if `port` is in use.
     """
     place = (address or "127.0.0.1", port)
+    if port is not None:
+        _require_free_port(port)
     if include is not None or exclude is not None:
         if count is not None:
             raise UsageError("--num_gpus excludes --include and --exclude", hint="these also say how many GPUs to use")
@@ -90,8 +92,7 @@ def run_program(
     command = program.make_command(local_rank=program.local_rank)
     words = [program.name, *program.arguments]
     folder.describe(where, words, engine, ranks.count)
-    shown = f"{ranks.count} rank{'s' * (ranks.count > 1)}"
-    print(f"dsjob exec: {program.name} on {shown}, run folder {where}", file=sys.stderr, flush=True)  # noqa: T201
+    _tell_beginning(program, ranks.count, where)
     began = time.monotonic()
     try:
         with private_folder() as private:
@@ -111,12 +112,18 @@ def become_rank(program: Program, *, engine: str, run_dir: str | None, lenient: 
     """Replaces this process, a rank that another launcher has started, by one that runs the program."""
     where = ""
     if launcher.is_first():
-        where = folder.create(program.name, run_dir)
-        folder.describe(where, [program.name, *program.arguments], engine, launcher.read_world_size() or 1)
+        where, count = folder.create(program.name, run_dir), launcher.read_world_size() or 1
+        folder.describe(where, [program.name, *program.arguments], engine, count)
+        _tell_beginning(program, count, where)
     os.environ.update(_list_own(engine, where, lenient))
     command = program.make_command(local_rank=False)
     sys.stdout.flush()
     replace_process(command[0], command)
+
+
+def _tell_beginning(program: Program, ranks: int, run_dir: str) -> None:
+    shown = f"{ranks} rank{'s' * (ranks > 1)}"
+    print(f"dsjob exec: {program.name} on {shown}, run folder {run_dir}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def require_engine(engine: str) -> None:
@@ -148,6 +155,17 @@ def _locate(ranks: Ranks) -> dict[str, str]:
     port = ranks.port or _find_free_port()
     found = {"MASTER_ADDR": ranks.address, "MASTER_PORT": str(port)}
     return found if ranks.gpus is None else {**found, **devices.make_visible(ranks.gpus)}
+
+
+def _require_free_port(port: int) -> None:
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
+        try:
+            found.bind(("", port))
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"--master_port {port} cannot be used: {error}", hint="leave it out, and a free port is chosen"
+            ) from error
 
 
 def _find_free_port() -> int:

@@ -155,9 +155,10 @@ def install() -> None:
     imported."""
     if STAND_IN not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         return  # --engine deepspeed: DeepSpeed itself judges the config
+    from accelerate.utils.dataclasses import DeepSpeedPlugin
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-    make = HfDeepSpeedConfig.__init__
+    make, set_precision = HfDeepSpeedConfig.__init__, DeepSpeedPlugin.set_mixed_precision
 
     def make_and_tell(self: Any, config_file_or_dict: Any) -> None:
         line, given = find_line(), config_file_or_dict
@@ -172,4 +173,19 @@ def install() -> None:
         make(self, given)
         _known[self] = Told(origin or _originate(given if isinstance(given, Mapping) else self.config, line), line)
 
+    def set_precision_and_tell(self: Any, mixed_precision: str) -> None:
+        try:
+            set_precision(self, mixed_precision)
+        except ValueError as error:
+            other = "bf16" if mixed_precision == "fp16" else "fp16"
+            told = tell_origin(self.hf_ds_config)
+            if told is None or f"`{other}` is set" not in str(error):
+                raise
+            message = f"true, but the program asks for {mixed_precision}"
+            who = f"mixed_precision of Accelerator or of accelerate launch, or {mixed_precision} of TrainingArguments"
+            hint = f"{who}, which is on in TRL's configs" if mixed_precision == "bf16" else who
+            problem = Problem(message, (other, "enabled"), "contradiction", f"make both equal: {hint}")
+            raise ConfigError(place_problems([problem], told.origin.locate)) from None
+
     HfDeepSpeedConfig.__init__ = make_and_tell
+    DeepSpeedPlugin.set_mixed_precision = set_precision_and_tell

@@ -27,7 +27,7 @@ from dsjob.launch.rank import DEBUG_VARIABLE, FOLDER_VARIABLE, LAUNCHER_VARIABLE
 from dsjob.programs import guard
 from dsjob.programs.told import describe
 from dsjob.ranks import patience
-from dsjob.ranks.failures import Failure, record_failure
+from dsjob.ranks.failures import SAVED_CODES, Failure, record_failure
 from dsjob.ranks.stalls import place_records, record_collectives
 from dsjob.run_folder import marking_running
 
@@ -122,7 +122,10 @@ def _report(error: BaseException, watch: guard.Guard, debug: bool) -> Failure:
     number = int(os.environ.get("RANK", "0"))
     failure = describe(number, Interrupted(2) if isinstance(error, KeyboardInterrupt) else error, debug=debug)
     failure = watch.blame(error, failure)
-    if not watch.folder or number:  # the output of rank 0 is the launcher's, which will print it
+    if failure.exit_code in SAVED_CODES:  # a signal, on all ranks: no error
+        if not (watch.folder or number):
+            print(f"dsjob: {failure.message}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
+    elif not watch.folder or number:  # the output of rank 0 is the launcher's, which will print it
         named = failure.message if failure.follows else f"rank {number}: {failure.message}"
         print(f"dsjob: error: {named}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
     if watch.folder:

@@ -53,7 +53,7 @@ def _is_ours(file: str) -> bool:
 
 def _find_own_line(error: BaseException) -> str:
     """The innermost frame outside installed packages: `file:line in function`; empty if there is none."""
-    installed = (_LIBRARY, "<frozen ", _OURS)
+    installed = (_LIBRARY, "<", _OURS)  # "<string>": code that a library generates
     return next(
         (each for each in list_frames(error) if not each.startswith(installed) and "-packages/" not in each), ""
     )

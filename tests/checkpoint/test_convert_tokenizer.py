@@ -94,6 +94,17 @@ def test_that_of_a_job_that_was_trained(tmp_path: Path) -> None:
     assert again("a")["input_ids"] == transformers.ByT5Tokenizer()("a")["input_ids"]
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_that_beside_the_checkpoint_where_the_trainer_saves_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, safe: bool
+) -> None:
+    root = save_with_job(tmp_path / "c", make_job(tokenizer=str(make_tokenizer(tmp_path / "other"))))
+    (root / "vocab.txt").write_text("one") if safe else (root / "vocab.txt").symlink_to(tmp_path / "other" / "secret")
+    assert convert(root) == (0, {"vocab.txt"} if safe else set())
+    told = f"copied the tokenizer beside the checkpoint, from '{root}'" if safe else "is a link to outside its folder"
+    assert told in caplog.text
+
+
 def test_a_folder_of_ones_own_comes_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_tokenizer(tmp_path / "theirs")
     (tmp_path / "own").mkdir()
@@ -148,7 +159,7 @@ def test_nothing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     ],
 )
 def test_what_is_not_here_is_told(job: dict[str, Any], told: str, cached: Path) -> None:
-    files, text = find_tokenizer(job)
+    files, text = find_tokenizer(job, "nowhere")
     assert not files
     assert told in text
     assert text.endswith("add --tokenizer FOLDER to copy one from FOLDER")

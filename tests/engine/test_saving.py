@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from engines import build_net, make_engine, train_engine, whole_state
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dsjob
@@ -196,6 +198,31 @@ def test_states_are_moved_to_the_host_and_back() -> None:
         engine.offload_states(include=["everything"])
     with pytest.raises(UsageError, match="cannot offload states to"):
         engine.offload_states(device="nvme")
+
+
+def test_an_interrupted_save_beside_plain_weights_loads_nothing(tmp_path: Path) -> None:
+    """HF's Trainer writes weights into the folder before it calls `save_checkpoint`."""
+    engine = make_engine(0)
+    engine.save_16bit_model(str(tmp_path), "model.safetensors")
+    engine.save_checkpoint(str(tmp_path))
+    shutil.rmtree(tmp_path / "commits")
+    (tmp_path / "latest").unlink()
+    with pytest.warns(UserWarning, match="nothing was loaded: no committed checkpoint in .*: its save was interrupted"):
+        assert engine.load_checkpoint(str(tmp_path), load_module_strict=False) == (None, None)
+
+
+def test_plain_weights_load_with_a_warning_unless_none_matches(tmp_path: Path) -> None:
+    engine = make_engine(0)
+    train_engine(engine, 0, 1)
+    engine.save_16bit_model(str(tmp_path), "model.safetensors")
+    again = make_engine(0)
+    with pytest.warns(UserWarning, match="it has only weights; optimizer, schedule and counters are unchanged"):
+        again.load_checkpoint(str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(again.module.state_dict()[name], tensor) for name, tensor in saved.items())
+    save_file({f"other.{name}": tensor for name, tensor in saved.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"not in the model: model\.other\."):
+        again.load_checkpoint(str(tmp_path), load_module_strict=False)
 
 
 def test_load_checkpoint_follows_latest(tmp_path: Path) -> None:

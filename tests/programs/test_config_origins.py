@@ -56,6 +56,25 @@ def test_keys_without_effect_are_told_on_one_line_without_defaults(tmp_path: Pat
     assert f"dsjob: train.py:4: these keys have no effect in dsjob: {names}\n" in done.stderr
 
 
+REPLACED = """
+import torch, deepspeed
+net = torch.nn.Linear(2, 1)
+make = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)
+engine, optimizer, _, _ = deepspeed.initialize(
+    model=net, config="ds.json", optimizer=torch.optim.SGD(net.parameters()), lr_scheduler=make)
+print(type(optimizer).__name__)
+"""
+
+
+def test_sections_that_the_programs_own_objects_replace_are_told(tmp_path: Path) -> None:
+    sections = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
+    done = execute(tmp_path, REPLACED, config={**SOUND, **sections})
+    assert (done.returncode, done.stdout) == (0, "SGD\n"), done.stderr
+    told = "has no effect: the program passes {}, which replaces it; remove one of the two"
+    assert f"dsjob: ds.json:6:2: warning[replaced]: optimizer: {told.format('its own SGD')}\n" in done.stderr
+    assert f"dsjob: ds.json:9:2: warning[replaced]: scheduler: {told.format('a function')}\n" in done.stderr
+
+
 ACCELERATE = """
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -96,6 +115,15 @@ def test_a_file_that_accelerate_reads_is_checked_at_once(tmp_path: Path) -> None
     assert "ds.json:7:3: error[type]: zero_optimization.reduce_bucket_size: " in done.stderr
     done = execute(tmp_path, program.replace("'ds.json'", "{'zero_optimization': {'stage': 2}, 'stepz': 1}"))
     assert "train.py:6: error[unknown-key]: stepz: unknown key; " in done.stderr
+
+
+def test_a_precision_that_contradicts_the_file_is_told_with_its_place(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    program = ACCELERATE.replace("PLUGIN)", "hf_ds_config='ds.json'), mixed_precision='bf16'")
+    done = execute(tmp_path, program, config={**FILE, "fp16": {"enabled": True}})
+    assert done.returncode == 2
+    assert "ds.json:10:3: error[contradiction]: fp16.enabled: true, but the program asks for bf16; make" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_config_for_deepspeed_itself_is_not_judged(tmp_path: Path) -> None:

@@ -23,15 +23,19 @@ try:
     finalize(args)
 except ValueError as error:
     print(error)
-[args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(args_file_flag="--args")
+class Arguments(TrainingArguments):
+    pass
+
+[args] = HfArgumentParser(Arguments).parse_args_into_dataclasses(args_file_flag="--args")
 finalize(args)
 """
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "betas": [0.9, 0.99], "weight_decay": 0}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 5}},
     "zero_optimization": {"stage": 1},
+    "bf16": {"enabled": False},
 }
 TO_DO = 'write "auto" here to use the argument, or make both equal'
 
@@ -39,10 +43,12 @@ TO_DO = 'write "auto" here to use the argument, or make both equal'
 def test_both_places_are_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG, indent=1))
-    words = "--output_dir out --use_cpu --deepspeed ds.json --learning_rate 1e-4 --adam_beta2=0.98 --weight-decay 0"
+    words = (
+        "--output_dir out --use_cpu --deepspeed ds.json --learning_rate 1e-4 --adam_beta2=0.98 --weight-decay 0 --bf16"
+    )
     done = dsjob("exec", "--no_local_rank", "train.py", *words.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    default = "the default of TrainingArguments"
+    default = "the default of Arguments"
     for column, key, told in [
         ("3:2", "gradient_clipping", f"0.5, but max_grad_norm=1.0 ({default})"),
         ("7:4", "optimizer.params.lr", "0.001, but learning_rate=0.0001 (--learning_rate 1e-4 on the command line)"),
@@ -56,6 +62,8 @@ def test_both_places_are_told(tmp_path: Path) -> None:
             "scheduler.params.total_num_steps",
             f"20, but num_training_steps=10 (from max_steps=-1: {default}, num_train_epochs=3.0: {default})",
         ),
+        ("19:4", "scheduler.params.warmup_num_steps", f"5, but warmup_steps=1 (from warmup_steps=0: {default})"),
+        ("26:3", "bf16.enabled", "False, but bf16 or bf16_full_eval=True (--bf16 on the command line)"),
     ]:
         assert f"ds.json:{column}: error[contradiction]: {key}: {told}; {TO_DO}\n" in done.stderr
     assert "Traceback" not in done.stderr

@@ -251,9 +251,10 @@ def find_commit(source: Folder, wanted: str | None = None) -> dict[str, Any]:
     """The commit record of a tag or of a step's folder, by default of the greatest step. Raises NothingThere."""
     tags = set(list_tags(source))
     if not tags:
-        raise NothingThere(
-            f"no committed checkpoint in {source.root}", "name the folder of a run, or the folder `checkpoints` in it"
-        )
+        place = f"no committed checkpoint in {source.root}"
+        if source.names("attempts"):
+            raise NothingThere(f"{place}: its save was interrupted, or is still running", "choose an older checkpoint")
+        raise NothingThere(place, "name the folder of a run, or the folder `checkpoints` in it")
     if wanted is None:
         # Tags such as step-00000120 contain their step, so their records need not be read: on an object store, each
         # would be a request.

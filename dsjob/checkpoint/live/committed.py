@@ -58,6 +58,11 @@ class Matched:
     unused: list[str]  # in the checkpoint only
     reshaped: list[str]  # in both, with different shapes
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the checkpoint has weights, but none of the model's."""
+        return bool(self.unused) and not (self.taken or self.reshaped)
+
 
 def read_checkpoint(root: layout.Folder, record: dict[str, Any]) -> layout.Checkpoint:
     with renamed(f"read {root.root}"):

@@ -94,7 +94,7 @@ class Loader:
         if take is None:
             found = self._match(ours, checkpoint, url)
             hint = "load it into the model that it was saved from, or train in another output.dir"
-            require_match(found, ours, checkpoint, strict=strict, hint=hint)
+            require_match(found, ours, checkpoint, strict=strict or found.is_foreign, hint=hint)
             weights = {name: ours[name] for name in found.taken}
         else:
             # The program receives whole tensors and may map names as it likes, so there is nothing to match.
@@ -217,7 +217,7 @@ def _complete(loaded: Loaded, foreign: Foreign, state: TrainingState | JointStat
     """Adds what was not restored of another program's checkpoint. Sets its learning rates if the optimizer was."""
     notes = (*loaded.notes, *foreign.notes)
     if foreign.run is None:
-        return replace(loaded, notes=notes)
+        return replace(loaded, notes=(*notes, "it has only weights; optimizer, schedule and counters are unchanged"))
     has_schedule = isinstance(state, TrainingState) and state.scheduler is not None
     if foreign.run.scheduler is None and has_schedule:
         steps = foreign.steps_applied

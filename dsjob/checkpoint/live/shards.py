@@ -37,6 +37,7 @@ from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.dtypes import DTYPES, NAMES
 from dsjob.checkpoint.format.values import encode_json
 from dsjob.errors import CorruptCheckpointError
+from dsjob.ops.disk import read_mapped
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, scatter
 from dsjob.ranks.mesh import Ranks
 
@@ -183,7 +184,7 @@ def _write_tensor(file: BinaryIO, tensor: Tensor, hasher: ThreadPoolExecutor) ->
     """Writes a tensor's bytes in row-major order. Returns their sha256."""
     digest = hashlib.sha256()
     # Copy one tensor at a time to the host, whose memory may not hold the whole shard.
-    flat = tensor.cpu().contiguous().reshape(-1)
+    flat = read_mapped(tensor).cpu().contiguous().reshape(-1)
     # view(uint8), because numpy has no bf16. The memoryview shares the tensor's memory.
     data = memoryview(flat.view(torch.uint8).numpy().data)
     for offset in range(0, len(data), _SLICE):

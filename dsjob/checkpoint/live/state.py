@@ -24,6 +24,7 @@ from dsjob.checkpoint.format.values import AVERAGE, decode, encode
 from dsjob.compute.loss_scale import LossScaler
 from dsjob.errors import CheckpointError
 from dsjob.optim.closed_form import ClosedForm
+from dsjob.optim.on_disk import StateOnDisk
 from dsjob.optim.onebit.own_gradients import count_ranks, list_own_state
 from dsjob.torch_private import list_saved_buffers
 
@@ -47,6 +48,7 @@ class TrainingState:
     device: torch.device
     pretrained: dict[str, Any] = field(default_factory=dict)  # see pretrained.describe_pretrained
     averages: Mapping[str, Tensor] = field(default_factory=dict)  # of masters, by name
+    disk: StateOnDisk | None = None  # what makes new tensors of the optimizer's state, if not memory does
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers under their checkpoint names."""
@@ -109,7 +111,7 @@ class TrainingState:
 
         Uses the optimizer's own tensors if they exist already. A new tensor is sharded like its parameter if it has the
         same shape, and otherwise whole on every rank. State that differs by rank is left out if the number of ranks has
-        changed.
+        changed. Raises StorageError if the state is on a disk.
         """
         made: dict[str, Tensor] = {}
         live = {
@@ -136,8 +138,12 @@ class TrainingState:
                 continue
             if full.endswith(f".{AVERAGE}"):
                 continue  # this run has no averages
-            like = tuple(master.shape) == shape
-            made[full] = torch.empty_like(master.data, dtype=dtype) if like else torch.empty(shape, dtype=dtype)
+            if tuple(master.shape) != shape:
+                made[full] = torch.empty(shape, dtype=dtype)
+            elif self.disk is not None and master.device.type == "cpu":
+                made[full] = self.disk.make(master.data, dtype)
+            else:
+                made[full] = torch.empty_like(master.data, dtype=dtype)
         return made
 
     def load_optimizer(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

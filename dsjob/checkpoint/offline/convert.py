@@ -222,7 +222,7 @@ def _prepare(
     if wanted.tokenizer:
         folder.beside.update(read_tokenizer(wanted.tokenizer))
     else:
-        found, note = find_tokenizer(read_job(place, checkpoint))
+        found, note = find_tokenizer(read_job(place, checkpoint), place.root)
         folder.beside.update(found)
         logger.info(note)
     there = [name for name in folder.beside if os.path.exists(os.path.join(out, name))]

@@ -13,10 +13,11 @@ from dsjob.checkpoint.root.source import locate, open_root, renamed
 def find_elsewhere(url: str, tag: str | None = None, groups: Groups | None = None) -> Foreign | None:
     """What another program saved there: a DeepSpeed checkpoint, or plain weights. None for anything else.
 
-    A root of dsjob's own checkpoints is always None, even if it also contains converted weights. `groups`: see
-    `find_deepspeed`. Raises CheckpointError, NoCheckpointError, Damaged (see `zero_to_fp32`).
+    A root of dsjob's own checkpoints is always None, even if no save there was completed, and even if it also contains
+    plain weights, as the folders of HF's Trainer do. `groups`: see `find_deepspeed`. Raises CheckpointError,
+    NoCheckpointError, Damaged (see `zero_to_fp32`).
     """
-    if "commits" in open_root(url).names(""):
+    if not {"attempts", "commits"}.isdisjoint(open_root(url).names("")):
         return None
     found = find_deepspeed(url, tag, groups)
     return found if found is not None or tag is not None else find_weights(url)

@@ -1,4 +1,4 @@
-"""Finds the tokenizer that a job's document names, and reads its files from this machine.
+"""Finds the tokenizer of a checkpoint, and reads its files from this machine.
 
 A document from a checkpoint is not trusted. The tokenizer it names is looked up in a folder, or in the cache of the
 hub's client; nothing is imported, called or downloaded. Since the document decides which folder is read, only files
@@ -37,11 +37,18 @@ def read_tokenizer(folder: str) -> dict[str, bytes]:
     return files
 
 
-def find_tokenizer(job: Any) -> tuple[dict[str, bytes], str]:
-    """The files of the tokenizer that a job's document names, and a message. No files if they are not on this machine.
+def find_tokenizer(job: Any, root: str) -> tuple[dict[str, bytes], str]:
+    """The files of a checkpoint's tokenizer, and a message: those beside the checkpoint, where HF's Trainer saves them,
+    or else those of the tokenizer that the job's document names. No files if they are not on this machine.
 
-    job: the values of job.json, or None. A relative folder is relative to the current folder, as in the run.
+    job: the values of job.json, or None. A relative folder is relative to the current folder, as in the run. root: the
+    folder that contains the checkpoint.
     """
+    if os.path.isdir(root) and not FILES.isdisjoint(os.listdir(root)):
+        try:
+            return _read(root, root), f"copied the tokenizer beside the checkpoint, from {root!r}"
+        except (OSError, UsageError) as error:
+            return {}, f"no tokenizer was copied: cannot read the one beside the checkpoint: {error}; {COPIES}"
     named = dict(sorted(_find_names(job), key=lambda found: found[1] or ""))  # the same name with a revision wins
     if len(named) != 1:
         several = f"the job names several ({', '.join(map(_show, list(named)[:5]))}); " if named else ""
