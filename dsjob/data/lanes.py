@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from dsjob.data.replay import Counts
 from dsjob.data.samples import number_stream
 from dsjob.torch_private import hiding_worker
 
@@ -58,11 +59,14 @@ class Position:
 
 
 class Lane:
-    """One lane of a dataset, read from `position` on, pass after pass."""
+    """One lane of a dataset, read from `position` on, pass after pass. again: int64 [1], counts the samples that are
+    read again to get there."""
 
-    def __init__(self, dataset: Any, index: int, lanes: int, position: Position, name: str) -> None:
+    def __init__(
+        self, dataset: Any, index: int, lanes: int, position: Position, name: str, again: Counts | None = None
+    ) -> None:
         self._dataset, self._index, self._lanes, self._name = dataset, index, lanes, name
-        self._begun = position
+        self._begun, self._again = position, again
         self._part: Any = None
         self._items: Iterator[Any] = iter(())
         self._passes = position.passes
@@ -100,7 +104,8 @@ class Lane:
         first = begun.samples if begun.state is not None else 0
         self._items = number_stream(_iterate(self._part), self._name, first)
         for _ in islice(self._items, begun.samples - first):
-            pass
+            if self._again is not None:
+                self._again += 1
 
 
 def has_state(dataset: Any) -> bool:

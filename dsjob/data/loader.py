@@ -186,8 +186,8 @@ class EvaluationBatches:
     """Yields this rank's evaluation batches, each with its weight: the number of its samples. `len`: of batches.
 
     All ranks get equally many batches, because a sharded model runs on all ranks at once. A rank with none left gets
-    the first batch again, with weight 0. max_batches: the most per rank, spread evenly over the dataset. name: the
-    dataset's key in the document, for messages.
+    the first batch again, with weight 0. max_batches: the most per rank; spread evenly over the dataset if `spread`,
+    otherwise its first ones. name: the dataset's key in the document, for messages.
     """
 
     def __init__(
@@ -198,6 +198,7 @@ class EvaluationBatches:
         world: World,
         collate: Collate | None,
         max_batches: int | None,
+        spread: bool = True,
         num_workers: int = 0,
         pin_memory: bool = False,
         name: str = "data.eval",
@@ -220,6 +221,7 @@ class EvaluationBatches:
         limited = max_batches is not None and max_batches < math.ceil(self._total / world.data_size)
         # Counted over all ranks. A limit gives every rank equally many.
         self._taken = max_batches * world.data_size if limited and max_batches else self._total
+        self._spread = spread
 
     def __len__(self) -> int:
         return math.ceil(self._taken / self._world.data_size)
@@ -239,6 +241,6 @@ class EvaluationBatches:
 
     def _choose(self, index: int) -> list[int]:
         """The sample indices of batch `index`, counted over all ranks; those of batch 0 beyond the end."""
-        # index * total // taken spreads a limited number of batches evenly over the dataset.
-        first = (index * self._total // self._taken) * self._micro_batch if index < self._taken else 0
+        number = index * self._total // self._taken if self._spread else index
+        first = number * self._micro_batch if index < self._taken else 0
         return list(range(first, min(first + self._micro_batch, self._length)))

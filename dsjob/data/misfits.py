@@ -11,6 +11,8 @@ Misfit = tuple[str, str]  # what is wrong, what to do
 
 _PAD = "pad them in data.collate, which receives the samples of a batch as a list: {_target_: my_module.pad}"
 
+_PAD_TEXT = "pad them: data.collate={_target_: dsjob.text.Pad}"
+
 
 def find_misfit(named: Named) -> Misfit | None:
     """The first sample that torch's default collate cannot batch with the others; None if all match."""
@@ -67,7 +69,7 @@ def _compare(named: Named, measure: Callable[[Any], Any], text: str) -> Misfit |
     for name, value in named[1:]:
         if measure(value) != measure(first):
             sizes = f"{first_name} has {text.format(measure(first))}, {name} has {text.format(measure(value))}"
-            return f"the samples of a batch differ in size: {sizes}", _PAD
+            return f"the samples of a batch differ in size: {sizes}", _PAD_TEXT if "['input_ids']" in name else _PAD
     return None
 
 

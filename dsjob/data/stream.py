@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from dsjob.data.lanes import Lane, Position, Share, count_lanes, divide_lanes, has_shuffle_buffer, has_state
 from dsjob.data.loader import TrainingLoader, count_dataset
 from dsjob.data.passes import Passes
+from dsjob.data.replay import Replay
 from dsjob.data.samples import Collate, FailedBatch, Samples, keep, pack_failure, raise_failures
 from dsjob.data.workers import choose_options
 from dsjob.errors import DataError, DsjobError
@@ -71,6 +72,7 @@ class StreamLoader:
         self._positions: dict[int, Position] = {}  # by lane
         self._turn = 0  # the place in this rank's lanes of the one that comes next
         self._restored = self._warned = False
+        self.say: Callable[[str], None] | None = None  # shows the user how far a replay is
         if has_shuffle_buffer(dataset) and world.data_rank == 0:
             lost = "a resume skips what is in it, and continues in another order"
             what = f"{name} ({type(dataset).__name__}): checkpoints do not contain its shuffle buffer; {lost}"
@@ -125,16 +127,18 @@ class StreamLoader:
 
     def describe_replay(self) -> str | None:
         """Says how many samples are read again before the first batch, if any."""
-        if not self._restored:
-            again = self._start
-        else:
-            own = (self._positions.get(share.lane, Position()) for share in self._shares())
-            again = sum(position.samples for position in own if position.state is None)
+        again = self._count_replay()
         if not again:
             return None
         kind, known = type(self.dataset).__name__, has_state(self.dataset)
         why = "the checkpoint does not contain its state" if known else "it has no state_dict and load_state_dict"
         return f"reading {again:,} samples of {self._name} ({kind}) again, because {why}"
+
+    def _count_replay(self) -> int:
+        if not self._restored:
+            return self._start
+        own = (self._positions.get(share.lane, Position()) for share in self._shares())
+        return sum(position.samples for position in own if position.state is None)
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(once=False)
@@ -143,6 +147,17 @@ class StreamLoader:
         """This rank's batches of one pass: equally many on all ranks."""
         self._lanes, self._positions, self._turn = 1, {0: Position(passes=number)}, 0
         return self._iterate(once=True)
+
+    def _begin_replay(self, shares: Sequence[Share], skipped: int) -> Replay | None:
+        """The count of the samples that are read again, if there are any. skipped: the batches that this process drops,
+        if there are no positions."""
+        if skipped:
+            return Replay(skipped * self._micro_batch * self._world.data_size, self._name, self.say)
+        workers = max(1, self._options["num_workers"])
+        # Worker processes whose lanes are the same read the same samples; see `_Reader`.
+        copies = workers // math.gcd(len(shares), workers)
+        again = self._count_replay()
+        return Replay(again, self._name, self.say, readers=workers, copies=copies) if again else None
 
     def _shares(self) -> list[Share]:
         return divide_lanes(self._lanes, self._world.data_rank, self._world.data_size)
@@ -154,6 +169,7 @@ class StreamLoader:
             # The run has begun with a version that stored no position, and read everything in one lane.
             self._lanes, skipped, read = 1, read, 0
         shares = self._shares()
+        replay = None if once else self._begin_replay(shares, skipped)
         reader = _Reader(
             self._samples,
             shares,
@@ -162,17 +178,19 @@ class StreamLoader:
             turn=self._turn,
             micro_batch=self._micro_batch,
             once=once,
+            again=None if skipped or replay is None else replay.shared,
         )
         loader = DataLoader(reader, batch_size=None, collate_fn=keep, **self._options)
-        for batch, lane, position in raise_failures(loader, self._name):
+        for batch, lane, position in raise_failures(loader if replay is None else replay.follow(loader), self._name):
             before = self._positions.get(lane, Position())
             # Only then do the ranks have to agree on where a pass ends.
             if self._lanes == 1 and position.passes > before.passes:
                 self.passes.end(read)
             self._positions[lane], self._turn = position, (self._turn + 1) % len(shares)
             read += 1
-            if skipped:
+            if skipped and replay is not None:
                 skipped -= 1
+                replay.add(self._micro_batch * self._world.data_size)
                 continue
             yield batch
         self.passes.end(read)
@@ -203,18 +221,21 @@ class _Reader(IterableDataset[Any]):
         turn: int,
         micro_batch: int,
         once: bool,
+        again: Tensor | None,
     ) -> None:
         self._samples, self._shares, self._turn = samples, shares, turn
         self._lanes, self._positions = lanes, dict(positions)
-        self._micro_batch, self._once = micro_batch, once
+        self._micro_batch, self._once, self._again = micro_batch, once, again
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         shares, samples = self._shares, self._samples
+        again = self._again.numpy()[number : number + 1] if self._again is not None else None
+        begun = [self._positions.get(share.lane, Position()) for share in shares]
         lanes = [
-            Lane(samples.dataset, share.lane, self._lanes, self._positions.get(share.lane, Position()), samples.name)
-            for share in shares
+            Lane(samples.dataset, share.lane, self._lanes, position, samples.name, again)
+            for share, position in zip(shares, begun, strict=True)
         ]
         # With as many lanes as workers, a worker never needs those of the others.
         common = math.gcd(len(shares), workers)

@@ -19,3 +19,4 @@ TO_CATCH_UP = 2.0  # between the ends of the background saves of different ranks
 TO_BE_SURE = 6.0  # for a rank that is ahead of the others; a background save may put it ahead for a moment
 TO_SAY = 20.0  # before a rank says that it waits for the others
 TO_SAY_AGAIN = 60.0  # between messages of ranks that wait for others without a limit
+TO_MISS = 120.0  # without a sign of life of what is waited for; then it counts as gone

@@ -1,8 +1,8 @@
 """The token cache: the ids of all texts in one file, which every process maps into its memory.
 
-One process of a machine builds it, under a lock that the kernel releases if the process is killed. The others wait at
-the lock and not in a collective, so their waiting has no time limit. Neither has that of ranks on a machine that
-already has the cache (`dsjob.ranks.waiting`). Files:
+One process of a machine builds it, under a lock (`dsjob.text.building`). The others wait at the lock and not in a
+collective, so their waiting has no time limit. Neither has that of ranks on a machine that already has the cache
+(`dsjob.ranks.waiting`). Files:
 
     tokens       the ids of all texts, one after the other: uint16 or uint32
     ends         int64 [texts]: where each text ends in `tokens`
@@ -12,13 +12,10 @@ already has the cache (`dsjob.ranks.waiting`). Files:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +25,11 @@ import numpy.typing as npt
 
 from dsjob.errors import DataError, StorageError
 from dsjob.files import sync_names
-from dsjob.text.records import Record
+from dsjob.text.building import Tell, building
+from dsjob.text.records import Record, Source
 from dsjob.text.tokenizers import Tokenizer
 
 _TOGETHER, _CHARACTERS = 1000, 4 << 20  # the most texts that are tokenised in one call, and when they are enough
-_POLL = 0.1  # seconds
 
 
 @dataclass(frozen=True)
@@ -48,18 +45,18 @@ class TokenCache:
         return int(self.ends[index - 1]) if index else 0, int(self.ends[index])
 
 
-def open_cache(folder: Path, build: Callable[[Path], None]) -> TokenCache:
-    """Opens the cache in `folder`, after one process has called `build` with the folder to write. Raises
-    StorageError."""
+def open_cache(folder: Path, build: Callable[[Path, Tell], None], source: str) -> TokenCache:
+    """Opens the cache in `folder`, after one process has called `build` with the folder to write, and with a function
+    for how far it is. source: the texts, for messages. Raises StorageError."""
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not folder.is_dir():
-            with _locked(folder.with_suffix(".lock")):
+            with building(folder.with_suffix(".lock"), f"tokenising {source}") as tell:
                 if not folder.is_dir():
                     unfinished = folder.with_suffix(".unfinished")
                     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
                     unfinished.mkdir(mode=0o700)
-                    build(unfinished)
+                    build(unfinished, tell)
                     for path in unfinished.iterdir():  # durable before its name is
                         with path.open("rb") as file:
                             os.fsync(file.fileno())
@@ -69,19 +66,6 @@ def open_cache(folder: Path, build: Callable[[Path], None]) -> TokenCache:
     except OSError as error:
         hint = "name another folder with cache_dir"
         raise StorageError(f"cannot use the token cache {folder}: {error.strerror or error}", hint=hint) from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a cache. The kernel releases it when the process ends, however it ends."""
-    with open(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # does not block, so that signals are handled
-                break
-            except BlockingIOError:
-                time.sleep(_POLL)
-        yield
 
 
 def _read_cache(folder: Path) -> TokenCache:
@@ -97,36 +81,39 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def write_cache(
-    folder: Path, records: Iterable[Record], tokenizer: Tokenizer, *, end: bool, most: int | None, source: str
-) -> None:
+def write_cache(folder: Path, source: Source, tokenizer: Tokenizer, *, end: bool, most: int | None, tell: Tell) -> None:
     """Tokenises texts into the files of a cache, in bounded memory.
 
-    end: whether the end marker follows each text. most: at most so many texts. Raises DataError if there are none.
+    A text without any ids is left out: a model cannot take a sample without tokens. end: whether the end marker follows
+    each text. most: at most so many texts. tell: is called with how far it is. Raises DataError if there are none.
     """
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
-    total = count = prompt = 0
+    total = count = prompt = first = 0
     with (
         open(folder / "tokens", "wb") as tokens,
         open(folder / "ends", "wb") as ends,
         open(folder / "prompts", "wb") as prompts,
     ):
         begins = True  # whether the next record begins a text
-        for record, ids in _tokenise(records, tokenizer):
+        for record, ids in _tokenise(source.read(), tokenizer):
             if begins and count == most:
                 break
-            prompt = len(ids[0]) if begins else prompt
+            if begins:
+                prompt, first = len(ids[0]), total
             marker = [tokenizer.eos] if end and record.ends and tokenizer.eos is not None else []
             written = np.array([*ids[0], *ids[1], *marker], dtype)
             tokens.write(written.tobytes())
             total, begins = total + len(written), record.ends
-            if record.ends:
+            if record.ends and total > first:
                 count += 1
                 ends.write(np.int64(total).tobytes())
                 prompts.write(np.int64(prompt).tobytes())
+            if count % 100 == 0 or not record.ends:
+                part = max(source.part, count / most if most else 0)
+                tell(f"{count:,} texts, {100 * part:.0f}%")
     if not total:
-        raise DataError(f"{source} has no text")
-    about = {"dtype": dtype.name, "texts": count, "tokens": total, "source": source}
+        raise DataError(f"{source.label} has no text")
+    about = {"dtype": dtype.name, "texts": count, "tokens": total, "source": source.label}
     (folder / "about.json").write_text(json.dumps(about, indent=2))
 
 

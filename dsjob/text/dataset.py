@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dsjob import storage
 from dsjob.data.batches import IGNORED
 from dsjob.errors import DataError
 from dsjob.text.cache import open_cache, write_cache
-from dsjob.text.records import Source, list_files
+from dsjob.text.records import HubSource, Source, list_files
 from dsjob.text.tokenizers import BYTES, load_tokenizer
 
-_VERSION = 1  # of what a cache contains
+_VERSION = 2  # of what a cache contains
 
 
 class Text(Dataset[dict[str, Tensor]]):
@@ -39,6 +37,10 @@ class Text(Dataset[dict[str, Tensor]]):
     Args:
         source: a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; also .gz), a folder of such files, a folder that
             `datasets` has saved, or a list of these; paths or URLs.
+        dataset: instead of `source`, the name of a dataset on the hub of Hugging Face.
+        dataset_revision: the commit of `dataset`.
+        dataset_config: the configuration of `dataset`, if it has several.
+        split: the part of `dataset`, as `datasets.load_dataset` takes it, such as "train[:10%]".
         tokenizer: "bytes" (ids 0 to 255, and 256 as end marker), the folder of a tokenizer, or its name on the hub.
         revision: the commit of a tokenizer on the hub.
         columns: the names of the columns with the `text`, and with the `prompt` before it, if any.
@@ -56,8 +58,12 @@ class Text(Dataset[dict[str, Tensor]]):
 
     def __init__(
         self,
-        source: str | Sequence[str],
+        source: str | Sequence[str] | None = None,
         *,
+        dataset: str | None = None,
+        dataset_revision: str | None = None,
+        dataset_config: str | None = None,
+        split: str = "train",
         tokenizer: str = BYTES,
         revision: str | None = None,
         columns: Mapping[str, str] | None = None,
@@ -69,24 +75,34 @@ class Text(Dataset[dict[str, Tensor]]):
         cache_dir: str | None = None,
     ) -> None:
         for name, value in (("max_length", max_length), ("max_samples", max_samples)):
-            if value is not None and value < 1:
-                raise DataError(f"{name} is {value}; it has to be at least 1")
+            if value is not None and (type(value) is not int or value < 1):
+                raise DataError(f"{name} is {value!r}", hint="write a whole number of at least 1")
         if pack and max_length is None:
             raise DataError("pack needs max_length", hint="max_length is the number of ids in a window")
+        if columns is not None and not isinstance(columns, Mapping):
+            raise DataError(f"columns is {columns!r}", hint=f"write columns: {{text: {columns}}}")
         named = {"text": "text"} | dict(columns or {})
         if unknown := sorted(named.keys() - {"text", "prompt"}):
             raise DataError(f"columns has no key {unknown[0]!r}", hint="its keys are text and prompt")
-        texts, words = Source(list_files(source), named, lines), load_tokenizer(tokenizer, revision)
-        told = ", ".join(texts.files[:3]) + (", ..." if texts.files[3:] else "")
-        made_of = [_VERSION, words.fingerprint, named, max_samples, end, lines, _describe_files(texts.files)]
+        texts: Source
+        if dataset is not None and source is None:
+            texts = HubSource((dataset,), named, revision=dataset_revision, config=dataset_config, split=split)
+        elif source is not None and dataset is None:
+            texts = Source(list_files(source), named, lines)
+        else:
+            what = "both source and dataset are" if source is not None else "neither source nor dataset is"
+            raise DataError(f"{what} given", hint="source names files, dataset names a dataset on the hub")
+        words = load_tokenizer(tokenizer, revision)
+        made_of = [_VERSION, words.fingerprint, named, max_samples, end, lines, texts.describe()]
         digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
         self._cache = open_cache(
             _find_folder(cache_dir) / digest,
-            lambda folder: write_cache(folder, texts.read(), words, end=end, most=max_samples, source=told),
+            lambda folder, tell: write_cache(folder, texts, words, end=end, most=max_samples, tell=tell),
+            texts.label,
         )
         self._length, self._pack = max_length, pack
         if pack and not len(self):
-            raise DataError(f"{told} has {len(self._cache.tokens):,} tokens; a window needs {max_length:,}")
+            raise DataError(f"{texts.label} has {len(self._cache.tokens):,} tokens; a window needs {max_length:,}")
 
     def __len__(self) -> int:
         if self._pack and self._length is not None:
@@ -139,12 +155,3 @@ class Text(Dataset[dict[str, Tensor]]):
 def _find_folder(given: str | None) -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(given or os.path.join(home, "dsjob", "text")))
-
-
-def _describe_files(files: Sequence[str]) -> list[list[Any]]:
-    """What changes with the content of the files: their names, sizes and times of change."""
-    found = []
-    for url in files:
-        entries = storage.find_files(url) if storage.is_folder(url) else {"": storage.describe(url)}
-        found.append([url, [[name, each.size, each.written] for name, each in sorted(entries.items())]])
-    return found

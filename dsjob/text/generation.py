@@ -98,11 +98,7 @@ class Generator:
             )
 
     def _generate(self, model: Any, device: torch.device, batch: Any, autocast: torch.dtype | None) -> Tensor:
-        if not callable(getattr(model, "generate", None)):
-            raise ContractError(
-                f"generation: {type(model).__name__} has no method generate",
-                hint="use a model of transformers, or write generate(input_ids, attention_mask, **settings)",
-            )
+        require_generate(model)
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             raise ContractError("generation: the batch has no input_ids", hint="make the data return a dict with them")
         config = getattr(model, "config", None)
@@ -183,6 +179,15 @@ def _by_name(outputs: Any) -> Mapping[str, Any]:
     if isinstance(outputs, Mapping):
         return outputs
     return {"logits": outputs} if isinstance(outputs, Tensor) else {"outputs": outputs}
+
+
+def require_generate(model: Any) -> None:
+    """Raises ContractError for a model that cannot generate."""
+    if not callable(getattr(model, "generate", None)):
+        raise ContractError(
+            f"generation: {type(model).__name__} has no method generate",
+            hint="use a model of transformers, or write generate(input_ids, attention_mask, **settings)",
+        )
 
 
 def require_decoding(made: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,16 @@ class Mixture(Dataset[Any]):
     """
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float] | None = None, seed: int = 0) -> None:
+        if not isinstance(datasets, Sequence):
+            raise DataError(f"datasets is one {type(datasets).__name__}, not a list", hint="write a list of datasets")
+        for number, dataset in enumerate(datasets):
+            if not hasattr(dataset, "__len__"):
+                kind = type(dataset).__name__
+                raise DataError(f"datasets[{number}] ({kind}) has no length", hint="use map-style datasets")
         sizes = [len(dataset) for dataset in datasets]
         if not sizes or not all(sizes):
             raise DataError("a mixture needs datasets, each with at least one sample")
-        shares = list(map(float, sizes if weights is None else weights))
-        if len(shares) != len(sizes) or not all(0 < share < float("inf") for share in shares):
-            raise DataError(
-                f"weights is {list(weights or ())}, but there are {len(sizes)} datasets",
-                hint="give one positive number for each dataset",
-            )
+        shares = _check_weights(sizes if weights is None else weights, len(sizes))
         self.datasets = list(datasets)
         # Where the samples of each dataset end; rounded so that the last ends at the whole.
         self._ends = np.rint(np.cumsum(shares) / sum(shares) * sum(sizes)).astype(np.int64)
@@ -61,3 +62,12 @@ class Mixture(Dataset[Any]):
         which = int(np.searchsorted(self._ends, index, side="right"))
         place = (index - int(self._ends[which - 1] if which else 0)) % len(self.datasets[which])
         return self.datasets[which][int(self._orders[which][np.array([place])][0])]
+
+
+def _check_weights(weights: Any, datasets: int) -> list[float]:
+    given = list(weights) if isinstance(weights, Iterable) else []
+    shares = [float(share) for share in given if isinstance(share, (int, float)) and 0 < share < float("inf")]
+    if len(shares) != datasets or len(given) != datasets:
+        hint = "give one positive number for each dataset"
+        raise DataError(f"weights is {weights!r}, but there are {datasets} datasets", hint=hint)
+    return shares

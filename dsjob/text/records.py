@@ -1,4 +1,5 @@
-"""Reads texts from JSONL, JSON, CSV, TSV, Parquet and text files, and from folders that `datasets` has saved."""
+"""Reads texts from JSONL, JSON, CSV, TSV, Parquet and text files, from folders that `datasets` has saved, and from
+datasets on the hub."""
 
 from __future__ import annotations
 
@@ -7,15 +8,20 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
 from dsjob import storage
-from dsjob.errors import DataError, how_to_install
+from dsjob.errors import DataError, DsjobError, how_to_install
 
 FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "txt")
+_ENDINGS = f"one of: {', '.join('.' + known for known in FORMATS)} (also with .gz)"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _LONGEST = 256 << 20  # bytes, or characters of a CSV file, in a line: what is longer is no text file
 _PIECE = 1 << 20  # characters that are tokenised at once of a file that is one text
 
@@ -29,36 +35,80 @@ class Record:
     ends: bool = True
 
 
+@dataclass
+class Progress:
+    """How far a source is read. files: those that are done. measure: the part of the current one, from 0 to 1."""
+
+    files: int = 0
+    measure: Callable[[], float] = lambda: 0.0
+
+
 @dataclass(frozen=True)
 class Source:
     """Where texts are, and what they are called there.
 
     columns: the names of the columns `text` and, if there are prompts, `prompt`. lines: whether each line of a text
-    file is a text of its own; otherwise the file is one.
+    file is a text of its own; otherwise the file is one. progress: how far `read` is.
     """
 
     files: tuple[str, ...]
     columns: Mapping[str, str]
     lines: bool = True
+    progress: Progress = field(default_factory=Progress, compare=False)
+
+    def describe(self) -> list[Any]:
+        """What changes with the content of the files: their names, sizes and times of change."""
+        found = []
+        for url in self.files:
+            entries = storage.find_files(url) if storage.is_folder(url) else {"": storage.describe(url)}
+            found.append([url, [[name, each.size, each.written] for name, each in sorted(entries.items())]])
+        return found
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return ", ".join(self.files[:3]) + (", ..." if self.files[3:] else "")
+
+    @property
+    def part(self) -> float:
+        """The part that `read` has read, from 0 to 1, as if all files were equally large."""
+        return (self.progress.files + self.progress.measure()) / len(self.files)
 
     def read(self) -> Iterator[Record]:
         """All texts in the order of the files. Raises DataError and StorageError."""
-        for file in self.files:
-            yield from self._read_file(file)
+        progress = self.progress
+        for progress.files, file in enumerate(self.files):
+            try:
+                yield from self._read_file(file)
+            finally:
+                progress.measure = lambda: 1.0
 
     def _read_file(self, url: str) -> Iterator[Record]:
         if _is_saved(url):
-            yield from self._take_columns(_read_saved(url), url)
+            yield from self._take_columns(self._count_rows(_load_saved(url), url), url)
             return
-        kind = find_format(url)
-        with storage.open_read(url) as raw, gzip.open(raw) if url.endswith(".gz") else nullcontext(raw) as opened:
-            file = cast("BinaryIO", opened)
+        try:
+            yield from self._read_rows(url, find_format(url))
+        except (EOFError, zlib.error) as error:
+            raise DataError(f"{url} is damaged: {error}", hint="copy or compress it again") from error
+
+    def _read_rows(self, url: str, kind: str) -> Iterator[Record]:
+        with storage.open_read(url) as raw, gzip.open(raw) if _is_gzip(url) else nullcontext(raw) as opened:
+            file, size = cast("BinaryIO", opened), storage.describe(url).size
+            self.progress.measure = lambda: min(1.0, raw.tell() / max(1, size))
             if kind == "parquet":
                 yield from self._take_columns(_read_parquet(file, list(self.columns.values()), url), url)
             elif kind == "txt":
                 yield from _read_lines(file, url) if self.lines else _read_whole(file, url)
             else:
                 yield from self._take_columns(_READERS[kind](file, url), url)
+
+    def _count_rows(self, rows: Any, url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The rows of a dataset of Hugging Face, each with its place."""
+        number = 0
+        self.progress.measure = lambda: number / len(rows)
+        for number, row in enumerate(rows):
+            yield f"{url}: row {number}", row
 
     def _take_columns(self, rows: Iterator[tuple[str, Mapping[str, Any]]], url: str) -> Iterator[Record]:
         for place, row in rows:
@@ -74,28 +124,84 @@ class Source:
             yield Record(found["text"], found.get("prompt"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class HubSource(Source):
+    """A dataset on the hub of Hugging Face: `files` is its name alone. revision: its commit. config: one of its
+    configurations. split: the part that is read."""
+
+    revision: str | None
+    config: str | None
+    split: str
+
+    def load(self) -> Any:
+        """Its rows. Downloads what is not in the cache of `datasets`. Raises DataError."""
+        (name,) = self.files
+        # `datasets` would read a local folder, or for the name of a format (`pandas`) files of the current one, without
+        # the checks of `dsjob.trust.data_folders`.
+        if os.path.exists(name) or not _HUB_NAME.fullmatch(name):
+            hint = "write OWNER/NAME; source names local files"
+            raise DataError(f"dataset={name!r} is not the name of a dataset on the hub", hint=hint)
+        datasets = _import_datasets(f"dataset={name!r}")
+        try:
+            return datasets.load_dataset(name, self.config, revision=self.revision, split=self.split)
+        except DsjobError:  # a signal that arrived in the meantime
+            raise
+        except Exception as error:  # datasets and its readers raise all kinds
+            text = " ".join(str(error).split()) or type(error).__name__
+            hint = "check dataset, dataset_config, dataset_revision and split, and the connection"
+            raise DataError(f"cannot load dataset={name!r}: {text}", hint=hint) from error
+
+    def describe(self) -> list[Any]:
+        """What changes with its content."""
+        named = [*self.files, self.revision, self.config, self.split]
+        if self.revision and _COMMIT.fullmatch(self.revision):
+            return named
+        # A branch moves. `datasets` keeps each commit in a folder of its own, whose name contains its hash.
+        rows = self.load()
+        return [*named, len(rows), [file["filename"] for file in rows.cache_files]]
+
+    def _read_file(self, url: str) -> Iterator[Record]:
+        yield from self._take_columns(self._count_rows(self.load(), url), url)
+
+
 def find_format(url: str) -> str:
     """The format of a file by its name. Raises DataError for an unknown one."""
-    name = url.rstrip("/").rpartition("/")[2].removesuffix(".gz")
+    name = url.rstrip("/").rpartition("/")[2].lower().removesuffix(".gz")
     kind = {"ndjson": "jsonl", "text": "txt", "md": "txt", "pq": "parquet"}.get(
         ending := name.rpartition(".")[2], ending
     )
     if kind not in FORMATS:
-        hint = f"its name has to end with one of: {', '.join('.' + known for known in FORMATS)} (also with .gz)"
-        raise DataError(f"cannot tell the format of {url} from its name", hint=hint)
+        raise DataError(f"cannot tell the format of {url} from its name", hint=f"its name has to end with {_ENDINGS}")
     return kind
+
+
+def _is_gzip(url: str) -> bool:
+    return url.lower().endswith(".gz")
 
 
 def list_files(source: str | Sequence[str]) -> tuple[str, ...]:
     """The files of a source: a file, a folder of files, a folder that `datasets` has saved, or a list of these."""
-    found: list[str] = []
-    for url in [source] if isinstance(source, str) else source:
-        if not storage.exists(url):
-            raise DataError(f"there is no file or folder at {url}", hint="correct the path in source")
-        names = storage.find_files(url, deep=False) if storage.is_folder(url) and not _is_saved(url) else {}
-        below = sorted(name for name in names if name.removesuffix(".gz").rpartition(".")[2] in FORMATS)
-        found += [storage.join(url, name) for name in below] or [url]
-    return tuple(found)
+    urls = [source] if isinstance(source, str) else source
+    if not isinstance(urls, Sequence) or not urls or not all(isinstance(url, str) and url for url in urls):
+        raise DataError(f"source is {source!r}", hint="name a file or a folder, or a list of these")
+    return tuple(file for url in urls for file in _list_below(url))
+
+
+def _list_below(url: str) -> list[str]:
+    if not storage.exists(url):
+        raise DataError(f"there is no file or folder at {url}", hint="correct the path in source")
+    if _is_saved(url) or not storage.is_folder(url):
+        return [url]
+    names = storage.find_files(url, deep=False)
+    if "dataset_dict.json" in names:
+        hint = f"name one of its folders, such as {storage.join(url, 'train')}"
+        raise DataError(f"{url} contains several datasets", hint=hint)
+    below = sorted(name for name in names if name.lower().removesuffix(".gz").rpartition(".")[2] in FORMATS)
+    if not below:
+        raise DataError(
+            f"the folder {url} contains no file with texts", hint=f"their names have to end with {_ENDINGS}"
+        )
+    return [storage.join(url, name) for name in below]
 
 
 def _is_saved(url: str) -> bool:
@@ -103,13 +209,20 @@ def _is_saved(url: str) -> bool:
     return storage.is_local(url) and os.path.isfile(os.path.join(storage.local_path(url), "state.json"))
 
 
-def _read_saved(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _load_saved(url: str) -> Any:
+    datasets = _import_datasets(url)
+    try:
+        return datasets.load_from_disk(storage.local_path(url))
+    except (OSError, ValueError, KeyError) as error:  # Arrow's errors are kinds of OSError and ValueError
+        raise DataError(f"{url} cannot be loaded: {error}", hint="save the dataset again") from error
+
+
+def _import_datasets(what: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"{url} needs the package datasets", hint=how_to_install("datasets")) from error
-    for number, row in enumerate(datasets.load_from_disk(storage.local_path(url))):
-        yield f"{url}: row {number}", row
+        raise DataError(f"{what} needs the package datasets", hint=how_to_install("datasets")) from error
+    return datasets
 
 
 def _read_parquet(file: BinaryIO, columns: list[str], url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

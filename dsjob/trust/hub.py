@@ -19,6 +19,8 @@ _LOADERS = {"from_pretrained": "pretrained_model_name_or_path", "load_dataset": 
 _READERS = (*_LOADERS, "load_from_disk", "from_csv", "from_json", "from_parquet", "from_text")
 _FORMATS = ("json", "csv", "parquet", "text", "arrow", "imagefolder", "audiofolder", "videofolder", "xml", "lance")
 _UNPICKLING = ("pandas", "webdataset")  # formats of `datasets` that are read with pickle
+_PIN = "add {}: <the 40 hex digits of a commit>, {}, or run with --unpinned"
+_FOLDER = "name a local folder"
 _UNPINNED = "{!r} is a name on a hub, or a folder that does not exist"
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 # timm: types of models, arguments of its own loader, and prefixes of names on its hub.
@@ -41,14 +43,16 @@ def check_arguments(value: Mapping[str, Any], path: Path, *, remote_code: bool, 
             yield Problem(what, (*path, key), "remote-code", "leave it out, or run with --trust-remote-code")
         for place, below in folders:
             yield from check_files((found for one in below for found in model_files.read_folder(one)), (*path, *place))
-    if unpinned or re.fullmatch(r"[0-9a-f]{40}", str(value.get("revision"))):
+    if unpinned:
         return
-    advice = "add revision: <the 40 hex digits of a commit>, name a local folder, or run with --unpinned"
     for place, name in names:
-        if not _is_local(name):
+        of_texts = place == ("dataset",)  # of dsjob.text.Text
+        key, instead = ("dataset_revision", "name local files with source") if of_texts else ("revision", _FOLDER)
+        if not _is_commit(value.get(key)) and not _is_local(name):
             message = _UNPINNED.format(name) if name else "must be a string"
-            yield Problem(message, (*path, *place), "unpinned", advice)
-    for place, below in folders:
+            yield Problem(message, (*path, *place), "unpinned", _PIN.format(key, instead))
+    advice = _PIN.format("revision", _FOLDER)
+    for place, below in folders if not _is_commit(value.get("revision")) else ():
         for what in _find_unpinned(below) if _loads_a_model(value) else ():
             yield Problem(what, (*path, *place), "unpinned", advice)
 
@@ -124,6 +128,8 @@ def _find_names(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str
     keys = {"pretrained", "pretrained_model_name_or_path", "_adapter_model_path"}
     if target.startswith(("dsjob.recipes.", "dsjob.text.")) and value.get("tokenizer") != "bytes":
         keys.add("tokenizer")
+    if target.startswith("dsjob.text."):
+        keys.add("dataset")
     if value.get("use_pretrained_backbone"):
         keys.add("backbone")
     if loader == "from_pretrained":
@@ -159,6 +165,10 @@ def _find_unpinned(folders: list[str]) -> Iterator[str]:
             for key, name in model_files.list_named(value, file):
                 if not _is_local(name):
                     yield f"{file}: {key}: {_UNPINNED.format(name)}"
+
+
+def _is_commit(revision: Any) -> bool:
+    return bool(re.fullmatch(r"[0-9a-f]{40}", str(revision)))
 
 
 def _listed(value: Mapping[str, Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
 
+from dsjob.contract import schema as contract
 from dsjob.contract.hints import suggest
 
 # The names of what the loop passes, by position, to the callables at these places.
@@ -52,6 +53,10 @@ def find_misfits(
     by_place = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     by_name = [p.name for p in parameters if p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     kinds = {p.kind for p in parameters}
+    if _configures_model(function):
+        by_name += [
+            key for key in contract.job_schema()["properties"]["generation"]["properties"] if key not in by_name
+        ]
     taken = [p.name for p in by_place[:positional]]
     found = []
     if positional > len(by_place) and Parameter.VAR_POSITIONAL not in kinds:
@@ -67,6 +72,14 @@ def find_misfits(
     missing = [n for n in dict.fromkeys(needed) if n not in (*taken, *keywords)]
     hints = " ".join(misfit.hint for misfit in found)
     return found + [Misfit("", f'{name} needs the argument "{n}"') for n in missing if f'mean "{n}"' not in hints]
+
+
+def _configures_model(function: Callable[..., Any]) -> bool:
+    """Whether a callable is a configuration of transformers. It also takes settings of generation, such as
+    `decoder_start_token_id`, which T5 cannot train without; its signature does not list them."""
+    kinds = inspect.getmro(function) if inspect.isclass(function) else ()
+    names = ("PreTrainedConfig", "PretrainedConfig")  # since transformers 5, before it
+    return any(kind.__name__ in names and kind.__module__.startswith("transformers.") for kind in kinds)
 
 
 def name_loss_arguments(outputs: Any, targets: Any) -> tuple[Sequence[str], Sequence[str]]:

@@ -141,6 +141,12 @@ def test_samples_that_make_no_batch_are_explained(usual: Any, odd: Any, message:
     assert hint in found.hint
 
 
+def test_texts_of_different_lengths_are_padded_by_what_dsjob_has() -> None:
+    found = find_misfit([("a", {"input_ids": torch.zeros(3)}), ("b", {"input_ids": torch.zeros(5)})])
+    assert found is not None
+    assert "dsjob.text.Pad" in found[1]
+
+
 def test_a_key_too_many_is_a_misfit_as_well() -> None:
     found = find_misfit([("a", {"x": 1}), ("b", {"x": 1, "y": 2})])
     assert found is not None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from small_jobs import make_document
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dsjob.data import StreamLoader, load_training
-from dsjob.data.lanes import Share, count_lanes, divide_lanes
+from dsjob.data.lanes import Position, Share, count_lanes, divide_lanes
 from dsjob.errors import DataError
 from dsjob.ranks.mesh import World
 
@@ -217,6 +221,47 @@ def test_a_state_that_no_checkpoint_can_hold_is_replayed_in_the_same_order(extra
     assert seen + take(again, 7) == expected
 
 
+class Slow(Plain):
+    """A stream without state."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            time.sleep(0.002)
+            yield number
+
+
+class SlowShards(Sharded):
+    def shard(self, num_shards: int, index: int) -> Stateful:
+        return Slow(self.numbers[index::num_shards])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("plain", 0), ("plain", 2), ("shards", 2), ("old", 0), ("old", 2)])
+def test_a_replay_tells_how_far_it_is(kind: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """old: a checkpoint of a version that stored no position."""
+    monkeypatch.setattr("dsjob.data.replay.EVERY", 0.05)
+    told = list[str]()
+    dataset = SlowShards(range(1200), 2) if kind == "shards" else Slow(range(1200))
+    loader = make(dataset, workers=workers)
+    if kind == "old":
+        loader.seek(400)
+    else:
+        lanes = 2 if kind == "shards" else 1
+        read = [(lane, asdict(Position(samples=400 // lanes))) for lane in range(lanes)]
+        loader.load_state_dict({"lanes": lanes, "turn": 0, "read": read})
+    loader.say = told.append
+    expected = [[400, 402], [401, 403]] if kind == "shards" else [[400, 401], [402, 403]]
+    assert take(loader, 2) == expected
+    assert len(told) >= 3
+    found = [re.fullmatch(r"(\d+) of 400 samples of data.train read again, about \d+ s left", text) for text in told]
+    counts = [int(match.group(1)) for match in found if match]
+    assert len(counts) == len(told)
+    assert counts == sorted(set(counts))
+    for thread in threading.enumerate():
+        if thread.name == "replay":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 def test_the_next_lane_is_found_under_a_model_parallel_unit() -> None:
     """There, a checkpoint has a state for each rank: two for each data-parallel one."""
     loaders = [make(Sharded(range(64), 4), rank, 2, workers=0) for rank in (0, 1)]
@@ -287,6 +332,26 @@ def test_a_job_continues_a_stream_on_other_numbers_of_ranks(tmp_path: Path, caps
     assert list(map(len, seen)) == [8, 8, 16, 4, 4]
     assert sorted(sample for read in seen for sample in read) == list(range(40))
     assert "resumes with rank 0's state" not in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_resumed_job_shows_how_far_its_replay_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = small_jobs.Data.__getitem__
+
+    def read_slowly(data: small_jobs.Data, index: int) -> Any:
+        time.sleep(0.01)
+        return read(data, index)
+
+    monkeypatch.setattr(small_jobs.Data, "__getitem__", read_slowly)
+    monkeypatch.delattr(small_jobs.Parts, "state_dict")
+    monkeypatch.setattr("dsjob.data.replay.EVERY", 0.05)
+    run_and_list(None, str(tmp_path), 4)
+    assert "read again" not in capsys.readouterr().out
+    run_and_list(None, str(tmp_path), 5)
+    assert re.search(
+        r"^replay  \d+ of 32 samples of data.train read again, about 0 s left$", capsys.readouterr().out, re.M
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import small_jobs
 from job_documents import resolve
+from killed import wait_until
+from programs import DSJOB, Program, clean_env
 from ranks import run_ranks
 from torch.distributed import distributed_c10d
 
 from dsjob.contract.spec import JobSpec, view
-from dsjob.errors import DataError
+from dsjob.errors import DataError, LostRankError
 from dsjob.ranks import patience
 from dsjob.ranks.mesh import World
 from dsjob.ranks.waiting import waiting_for_all
@@ -72,3 +77,50 @@ def test_a_machine_with_the_cache_waits_for_one_that_builds_it(tmp_path: Path, f
     assert {f"machine-{rank}" for rank in range(2)} <= {path.name for path in tmp_path.iterdir()}
     lines = (tmp_path / "told-0").read_text().splitlines()
     assert "s for rank 1, still preparing data.train" in lines[0]
+
+
+PREPARES = """
+import os, time
+from dsjob.ranks import patience
+from dsjob.text import Text
+from dsjob.text.tokenizers import ByteTokenizer
+
+def load():
+    patience.TO_MISS, patience.TO_SAY_AGAIN = 5.0, 1.5
+    encode = ByteTokenizer.encode
+    def slow(self, texts, *, begins):
+        ids = encode(self, texts, begins=begins)
+        if texts and "0001" in texts[0]:
+            open("builder", "w").write(str(os.getpid()))
+            time.sleep(600)
+        return ids
+    if os.environ["RANK"] == "1":
+        ByteTokenizer.encode = slow
+    return Text("texts.txt")
+"""
+
+
+def test_a_killed_rank_of_another_machine_is_noticed(tmp_path: Path) -> None:
+    """Each rank has a cache of its own, as on two machines. Rank 1 is killed while it builds, and srun tells nobody."""
+    jobs.make_job(tmp_path, data={"train": {"_target_": "prepares.load"}})
+    (tmp_path / "prepares.py").write_text(PREPARES)
+    (tmp_path / "texts.txt").write_text("".join(f"{number // 1000:04}\n" for number in range(2000)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    programs = []
+    for rank in range(2):
+        env = clean_env(RANK=str(rank), LOCAL_RANK="0", XDG_CACHE_HOME=str(tmp_path / f"machine-{rank}"), **place)
+        programs.append(Program([DSJOB, "cfg.json"], cwd=tmp_path, env=env))
+    try:
+        wait_until(lambda: "texts, " in programs[0].stderr, 60, "rank 0 never waits")
+        os.kill(int((tmp_path / "builder").read_text()), signal.SIGKILL)
+        killed = time.monotonic()
+        assert programs[0].wait(60) == LostRankError.exit_code
+        assert time.monotonic() - killed < 30
+    finally:
+        for program in programs:
+            program.kill()
+    told = programs[0].stderr
+    assert "s for rank 1, still preparing data.train (tokenising texts.txt: 1,000 texts, 50%)\n" in told
+    assert "rank 1 has shown no sign of life for" in told

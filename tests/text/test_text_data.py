@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import gzip
+import inspect
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ from torch import Tensor
 from dsjob import storage
 from dsjob.errors import DataError, StorageError
 from dsjob.text import Mixture, Pad, Text, records
+from dsjob.text.tokenizers import ByteTokenizer
 
 TEXTS = ["one", "two is\nlonger, with “quotes”", "drei", ""]
 
@@ -233,6 +237,60 @@ def test_one_process_builds_while_the_others_wait_and_a_killed_one_is_replaced(t
     assert said == [f"{len(TEXTS)}\n", f"building\n{len(TEXTS)}\n"]
 
 
+WAIT = """
+import sys
+from dsjob.ranks import patience
+patience.TO_SAY, patience.TO_SAY_AGAIN, patience.TO_MISS = 0.2, 0.5, 2.0
+from dsjob.text import Text
+print(len(Text(sys.argv[1])))
+"""
+
+
+def test_a_process_says_for_whom_it_waits_and_does_not_wait_for_a_silent_one(tmp_path: Path) -> None:
+    """A stopped process stands for one on a machine that is gone: its lock is held, but it gives no signs of life."""
+    path = write_texts(tmp_path, "jsonl")
+    builder = start(path, 600)
+    assert builder.stdout is not None
+    assert builder.stdout.readline() == "building\n"
+    # With another parent: of two ranks of a launcher, only the one that builds says so.
+    command = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "-c", WAIT, path]
+    waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert waiting.stderr is not None
+        line = waiting.stderr.readline()
+        who = f"process {builder.pid} on {socket.gethostname()}"
+        assert re.fullmatch(rf"dsjob: process \d+ has waited \d s for {who}, which is tokenising {path}\n", line)
+        assert waiting.poll() is None
+        builder.send_signal(signal.SIGSTOP)
+        _, told = waiting.communicate(timeout=60)
+    finally:
+        builder.kill()
+        builder.wait()
+    assert waiting.returncode
+    assert f"{who} holds the lock" in told
+    assert "has shown no sign of life for 2 s" in told
+
+
+def test_a_long_build_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dsjob.ranks.patience.TO_SAY", 0.5)
+    monkeypatch.setattr("dsjob.text.cache._TOGETHER", 100)
+    encode = ByteTokenizer.encode
+
+    def slow(self: Any, texts: Any, *, begins: bool) -> list[list[int]]:
+        time.sleep(1.5 if "last" in texts else 0)
+        return encode(self, texts, begins=begins)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", slow)
+    path = write_texts(tmp_path, "jsonl", ["text"] * 300 + ["last"] * 100)
+    Text(path, max_samples=400)
+    expected = rf"dsjob: process {os.getpid()} has been tokenising {path}: 300 texts, \d+% for 1 s\n"
+    assert re.fullmatch(expected, capfd.readouterr().err)
+    Text(path, max_samples=400)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_huge_dataset_starts_at_once_and_is_never_loaded(tmp_path: Path, cache: Path) -> None:
     """100 GB of tokens in a sparse file: a stand-in with which a real cache is replaced."""
     dataset = Text(write_texts(tmp_path, "jsonl"), max_length=1000, pack=False)
@@ -255,6 +313,66 @@ def test_a_huge_dataset_starts_at_once_and_is_never_loaded(tmp_path: Path, cache
     assert int(done.stdout.split()[-1]) < 100  # MB
 
 
+COMMIT = 40 * "a"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A stand-in for the hub: the arguments of each load."""
+    datasets, loads = pytest.importorskip("datasets"), list[dict[str, Any]]()
+    signature = inspect.signature(datasets.load_dataset)
+
+    def load_dataset(*given: Any, **named: Any) -> Any:
+        arguments = signature.bind(*given, **named).arguments
+        if arguments["path"] != "someone/texts":
+            raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{arguments['path']}' doesn't exist on the Hub")
+        loads.append(arguments)
+        return datasets.Dataset.from_list([{"body": f"{text} of {arguments['split']}"} for text in ("one", "two")])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return loads
+
+
+def test_a_dataset_of_the_hub_is_loaded_once_at_its_commit(hub: list[dict[str, Any]]) -> None:
+    named: dict[str, Any] = {"dataset": "someone/texts", "columns": {"text": "body"}, "dataset_config": "small"}
+    for _ in range(2):
+        assert list_texts(Text(**named, dataset_revision=COMMIT)) == ["one of train", "two of train"]
+    expected = {"path": "someone/texts", "name": "small", "revision": COMMIT, "split": "train"}
+    assert hub == [expected]
+    assert list_texts(Text(**named, dataset_revision=40 * "b", split="test")) == ["one of test", "two of test"]
+    assert hub[1:] == [{**expected, "revision": 40 * "b", "split": "test"}]
+    # A branch may change: what was loaded decides.
+    for _ in range(2):
+        Text(**named, dataset_revision="main")
+    assert len(hub) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"dataset": "someone/else"}, "cannot load dataset='someone/else': Dataset 'someone/else' doesn't exist"),
+        ({"dataset": "."}, "dataset='.' is not the name of a dataset on the hub"),
+        ({"dataset": "dsjob/text"}, "dataset='dsjob/text' is not the name of a dataset on the hub"),
+        ({"dataset": "pandas"}, "dataset='pandas' is not the name of a dataset on the hub"),
+        ({"dataset": "someone/texts", "source": "a.txt"}, "both source and dataset are given"),
+        ({}, "neither source nor dataset is given"),
+        ({"dataset": "someone/texts"}, "someone/texts: row 0 has no column 'text'; it has: body"),
+    ],
+)
+def test_a_dataset_that_cannot_be_loaded_is_an_error(
+    hub: list[dict[str, Any]], arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(DataError, match=re.escape(told)):
+        Text(**arguments, dataset_revision=COMMIT)
+
+
+def test_a_mixture_needs_a_list_of_datasets_with_a_length(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="datasets is one Text, not a list"):
+        Mixture(Text(write_texts(tmp_path, "jsonl")))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"datasets\[0\] \(list_iterator\) has no length"):
+        Mixture([iter([1])])
+
+
 def test_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
     parts = []
     for name, length in (("a", 30), ("b", 10)):
@@ -274,8 +392,8 @@ def test_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
         even[40]
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("inf")]])
-def test_weights_of_a_mixture_are_checked(weights: list[float]) -> None:
+@pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("inf")], [1, "a"], 0.5])
+def test_weights_of_a_mixture_are_checked(weights: Any) -> None:
     with pytest.raises(DataError, match=r"weights is .*, but there are 2 datasets"):
         Mixture([[1], [2]], weights)
 
@@ -294,6 +412,8 @@ def test_weights_of_a_mixture_are_checked(weights: list[float]) -> None:
         ("a.txt", "\n\n", r"a.txt has no text"),
         ("a.docx", "a", r"cannot tell the format of .*a.docx from its name"),
         ("a.jsonl.gz", "not gzip", r"cannot (read|use).*gz"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:40].decode("latin-1"), r"a.jsonl.gz is damaged: Compr"),
+        ("a.jsonl.gz", "\x1f\x8b\x08\0\0\0\0\0\0\xff" + 99 * "x", r"a.jsonl.gz is damaged: Error -3"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -306,7 +426,9 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     path = write_texts(tmp_path, "jsonl")
     for options, message in (
         ({"pack": True}, "pack needs max_length"),
-        ({"max_length": 0}, "max_length is 0; it has to be at least 1"),
+        ({"max_length": 0}, "max_length is 0"),
+        ({"max_length": "12"}, "max_length is '12'"),
+        ({"columns": "text"}, "columns is 'text'"),
         ({"columns": {"txt": "a"}}, "columns has no key 'txt'"),
         ({"pack": True, "max_length": 1000}, "tokens; a window needs 1,000"),
         ({"tokenizer": str(tmp_path)}, "cannot load tokenizer="),
@@ -315,6 +437,28 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
             Text(path, **options)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="there is no file or folder at /nowhere"):
         Text("/nowhere/a.txt")
+    for source in ([], [None], ""):
+        with pytest.raises(DataError, match="source is "):
+            Text(source)  # type: ignore[arg-type]
+
+
+def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.docx").write_text("")
+    with pytest.raises(DataError, match=f"the folder {tmp_path} contains no file with texts"):
+        Text(str(tmp_path))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(DataError, match=f"{tmp_path} contains several datasets\n.*{tmp_path}/train"):
+        Text(str(tmp_path))
+    saved = Path(write_texts(tmp_path, "saved"))
+    next(saved.glob("*.arrow")).write_bytes(b"damaged")
+    with pytest.raises(DataError, match=f"{saved} cannot be loaded: "):
+        Text(str(saved))
+
+
+def test_texts_without_tokens_are_left_out(tmp_path: Path) -> None:
+    path = write_texts(tmp_path, "jsonl", ["", "one", "", "two", ""])
+    assert list_texts(Text(path, end=False, max_samples=2)) == ["one", "two"]
+    assert list_texts(Text(path)) == ["", "one", "", "two", ""]  # each has its end marker
 
 
 @pytest.mark.parametrize(("name", "lines"), [("a.txt", True), ("a.txt", False), ("a.jsonl", True), ("a.csv", True)])

@@ -27,6 +27,12 @@ def list_rules(**arguments: Any) -> list[str]:
         ({"source": "a.jsonl", "_partial_": True}, ["bound-reader"]),
         ({"source": "a.jsonl", "tokenizer": "someone/words"}, ["unpinned"]),
         ({"source": "a.jsonl", "tokenizer": "someone/words", "revision": 40 * "a"}, []),
+        ({"dataset": "someone/texts"}, ["unpinned"]),
+        ({"dataset": "someone/texts", "revision": 40 * "a"}, ["unpinned"]),
+        ({"dataset": "someone/texts", "dataset_revision": 40 * "a"}, []),
+        ({"dataset": "a/b", "tokenizer": "c/d", "dataset_revision": 40 * "a"}, ["unpinned"]),
+        ({"dataset": "a/b", "tokenizer": "c/d", "dataset_revision": 40 * "a", "revision": 40 * "b"}, []),
+        ({"dataset": {"_target_": "datasets.load_dataset", "path": "json"}}, ["nested-target"]),
         ({"source": "sftp://host/a.jsonl"}, ["untrusted-protocol"]),
         ({"source": "a.jsonl", "cache_dir": "/etc/cron.d"}, ["outside-folder"]),
     ],
@@ -49,6 +55,14 @@ def test_the_tokenizer_of_generation_is_checked_with_its_place(named: Any, rules
     assert [problem.rule for problem in problems] == rules
     assert all(problem.dotted == "generation.tokenizer" and "revision" in problem.hint for problem in problems)
     assert check_document({"generation": {"tokenizer": named}}, Trust(unpinned=True)) == []
+
+
+def test_the_message_about_a_dataset_names_its_own_key() -> None:
+    train = {"_target_": "dsjob.text.Text", "dataset": "someone/texts"}
+    (problem,) = check_document({"data": {"train": train}}, Trust())
+    assert problem.dotted == "data.train.dataset"
+    assert problem.hint.startswith("add dataset_revision: <the 40 hex digits of a commit>")
+    assert check_document({"data": {"train": train}}, Trust(unpinned=True)) == []
 
 
 def test_the_rest_of_the_room_is_not_for_documents() -> None:

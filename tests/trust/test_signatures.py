@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsjob.trust.signatures import find_role_misfits
+from dsjob.trust.signatures import find_misfits, find_role_misfits
 
 
 class Helped:
@@ -61,3 +61,10 @@ def test_what_takes_other_arguments_has_one(made: Any) -> None:
     (found,) = find_role_misfits("shop.loss", "loss", made)
     assert found.message == "shop.loss takes 1 positional argument, not 2"
     assert found.hint == "loss is called with (outputs, batch)"
+
+
+def test_a_configuration_of_transformers_takes_settings_of_generation() -> None:
+    made = pytest.importorskip("transformers").T5Config
+    assert find_misfits("T5Config", made, 0, ["d_model", "decoder_start_token_id"]) == []
+    (misfit,) = find_misfits("T5Config", made, 0, ["decoder_start_tokn_id"])
+    assert misfit.hint == 'did you mean "decoder_start_token_id"?'
