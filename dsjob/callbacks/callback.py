@@ -91,7 +91,8 @@ class Callback:
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
         """A log record was written.
 
-        It has step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second and eta_seconds. Speeds are those
+        It has step, epoch, loss, lr, grad_norm, samples_per_second, tokens_per_second, eta_seconds and memory/peak_gib
+        (the most memory that a rank has used so far: on its GPU, otherwise that of its process). Speeds are those
         of training alone; eta_seconds also accounts for evaluations, saves and callbacks. With fp16, it has loss_scale,
         and grad_norm is not finite if the step was skipped. It also has the other values that trainer.step returned,
         and `<name>/lr` and `<name>/grad_norm` of each further model.

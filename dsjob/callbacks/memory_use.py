@@ -28,7 +28,8 @@ class MemoryUse(Callback):
     the optimizer steps. optimizer: its state. activations: what the forward pass of one micro batch keeps for the
     backward pass. On CUDA, this is the growth of allocated memory during a forward pass, and `peak` is the most memory
     that was allocated since the last record. On the CPU, activations are counted from the tensors that autograd saves
-    outside of recomputed blocks, in one forward pass per record, and there is no `peak`.
+    outside of recomputed blocks, in one forward pass per record, and `peak` is that of the process, as in the log
+    records of every job.
 
     DeepSpeed's key `memory_breakdown` adds this callback.
     """

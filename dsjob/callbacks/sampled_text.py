@@ -11,7 +11,7 @@ from dsjob.callbacks.callback import Callback, RunView
 from dsjob.checkpoint.live.rng import keep_rng
 from dsjob.errors import ContractError
 from dsjob.files import open_append
-from dsjob.text.generation import Generator
+from dsjob.text.generation import Generator, require_generate
 from dsjob.text.tokenizers import BYTES, ByteTokenizer
 
 _SHOWN = 200  # characters of a text on the terminal
@@ -40,6 +40,7 @@ class SampledText(Callback):
     def on_start(self, run: RunView) -> None:
         if not run.spec.data.eval:
             raise ContractError("SampledText needs evaluations", hint="set data.eval")
+        require_generate(run.engine.module)
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
         run.engines.eval()

@@ -1,8 +1,8 @@
 """`dsjob validate --deep`: imports the targets that a document names, and checks their arguments against signatures.
 
-If the document says how its model is called, what its loss is or what its metrics are, these are called with one batch
-of each set of data. Otherwise, nothing is called, except for data whose length counts. The trust rules are those
-of `dsjob run`.
+If the document says how its model is called or evaluated, what its loss is or what its metrics are, these are called
+with one batch of each set of data. Otherwise, nothing is called, except for data whose length counts. The trust rules
+are those of `dsjob run`.
 """
 
 from __future__ import annotations

@@ -80,21 +80,23 @@ def _try_first(composed: Composed, document: dict[str, Any], trust: Trust, debug
     process, or on new ranks. DeepSpeed's engine needs new ones: it can be built once in a process."""
     from dsjob.front.smoke import try_job
 
+    driven, joined = document["engine"] == "deepspeed", launcher.read_world_size() is not None
+    if driven and joined:
+        raise UsageError(
+            "a smoke run builds the engine twice, and DeepSpeed's can be built only once in the ranks that torchrun or "
+            "srun has started",
+            hint="first run dsjob run --smoke-only without torchrun or srun, then the job without --smoke",
+        )
+
     def start(job: ResolvedJob, folder: str) -> dict[str, Any]:
         with placing_errors(composed):
-            if launcher.read_world_size() is None:
+            if not joined:
                 return launcher.start(job, folder, trust=trust, debug=debug, apart=driven)
-            if driven:
-                hint = "first run dsjob run --smoke-only without torchrun or srun"
-                raise UsageError(
-                    "engine: deepspeed has no smoke run on ranks that another launcher has started", hint=hint
-                )
             from dsjob.launch.joined import join
 
             return join(job, trust=trust, check_folder=lambda _: None, run_dir=folder)
 
-    driven = document["engine"] == "deepspeed"
-    here = launcher.read_world_size() is None and document["launch"]["nproc"] == 1
+    here = not joined and document["launch"]["nproc"] == 1
     with keeping_process(torch=True) if here and not driven else nullcontext():
         try_job(document, start)
 

@@ -27,7 +27,7 @@ from dsjob.run_folder import LOGS_NAME, METRICS_NAME
 from dsjob.training.form import read_form, showing
 
 _STEPS = 2  # of the first start; the second start takes one more
-_BATCHES = 4  # of each evaluation set
+_BATCHES = 4  # of each evaluation and each prediction
 Start = Callable[[ResolvedJob, str], dict[str, Any]]
 
 
@@ -42,7 +42,7 @@ class Tried:
 
 
 def try_job(document: Mapping[str, Any], start: Start) -> None:
-    """Trains, evaluates, saves, resumes and converts a job in a temporary folder, and prints what was tried.
+    """Trains, evaluates, predicts, saves, resumes and converts a job in a temporary folder, and prints what was tried.
 
     document: a resolved one. start: runs a job in a folder, and returns its result. Raises the errors of a run. Then
     the folder's logs are kept if the error refers to them.
@@ -82,6 +82,7 @@ def _try_parts(document: Mapping[str, Any], start: Start, folder: str, doing: li
     parts = [
         f"{result['step']} step{'s' * (result['step'] > 1)}",
         *([f"an evaluation ({', '.join(evaluated)})"] if evaluated else []),
+        *(["predictions"] if result["predictions"] else []),
         "a save",
         f"a resume to step {resumed['step']}",
         f"a conversion to {' and '.join(forms)}",
@@ -103,8 +104,9 @@ def _make_trial(document: Mapping[str, Any], folder: str, steps: int, resume: st
         **trial.get("callbacks", {}),
         "smoke run": {"_target_": "dsjob.callbacks.StopAfter", "steps": steps},
     }
-    # Predictions read whole sets.
-    trial |= {"monitor": {}, "output": {"dir": folder}, "tasks": [each for each in trial["tasks"] if each != "predict"]}
+    predict = trial["predict"]
+    predict |= {"dir": None, "batches": min(predict.get("batches") or _BATCHES, _BATCHES)}
+    trial |= {"monitor": {}, "output": {"dir": folder}}
     return complete_job(trial)
 
 

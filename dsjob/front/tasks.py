@@ -126,6 +126,10 @@ def make_task(task: Task, chosen: Chosen, overrides: Sequence[str]) -> Source:
     if chosen.file is None:
         hint = f"write a job, and run it with 'tasks=[{task}]' checkpoint.resume={chosen.url}"
         raise UsageError(f"{chosen.url} does not contain its job", hint=hint)
+    for word in overrides:
+        if word.lstrip("+").partition("=")[0] == "checkpoint.resume":
+            hint = f"for other weights, run the job itself with 'tasks=[{task}]' {word}"
+            raise UsageError(f"{word}: dsjob {task} uses the checkpoint that it is given, {chosen.url}", hint=hint)
     url = os.path.abspath(chosen.url) if "://" not in chosen.url else chosen.url
     folder = os.path.join(chosen.run_dir or os.path.join("outputs", "%name"), f"{task}-{chosen.tag}")
     # Only the micro batch matters. Without the sizes of a training step, any number of ranks is possible.

@@ -57,12 +57,19 @@ function drawChart(place, chart) {
     return [{ ...named, y, mode, line: { ...drawn, width: 1 }, opacity: 0.25, hoverinfo: "skip", hovertemplate: null },
       { ...named, y: average(y), mode, line: drawn }];
   });
-  const largest = Math.max(...chart.lines.flatMap(({ y }) => y.map(Math.abs)));
+  // Not Math.max(...values): the points of many runs are more arguments than a call takes.
+  let low = Infinity, high = -Infinity, largest = 0;
+  for (const { run, y } of chart.lines) for (const value of y) {
+    largest = Math.max(largest, Math.abs(value));
+    if (!hidden.has(run)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  }
+  // Around a constant, Plotly's axis goes from -1 to 1 above and below: a learning rate of 0.01 would look like 0.
+  const range = low === high && low !== 0 ? [Math.min(0, 2 * low), Math.max(0, 2 * low)] : undefined;
   // 1.5k and 3.1M, but 1e-5: nobody reads 10µ.
   const format = largest >= 1e4 && largest < 1e15 ? "SI" : "e";
   Plotly.react(place, traces, { ...layout, margin: { l: 8, r: 14, t: 12, b: 8 }, hovermode: "x unified",
     xaxis: { ...axis, nticks: narrow.matches ? 5 : 8, exponentformat: "SI", title: { text: "step", standoff: 6 } },
-    yaxis: { ...axis, nticks: 6, exponentformat: format, title: { text: plain(chart.unit), standoff: 8 } } }, config);
+    yaxis: { ...axis, range, nticks: 6, exponentformat: format, title: { text: plain(chart.unit), standoff: 8 } } }, config);
 }
 
 // Where each value is on its axis, from 0 to 1. A run without a result has null there.

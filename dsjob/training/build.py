@@ -263,7 +263,7 @@ def build_micro_step(
     """
     step = build_callable(spec.trainer.step, "trainer.step", trust) if spec.trainer.step else None
     method = parts.run_training_step if parts is not None and parts.overrides("training_step") else None
-    return make_micro_step(step, objective, measures, _list_taken(spec), method)
+    return make_micro_step(step, objective, measures, list_taken(spec), method)
 
 
 def build_eval_step(spec: JobSpec, trust: Trust) -> UserStep | None:
@@ -315,12 +315,12 @@ def build_evaluator(
         step=build_eval_step(spec, trust),
         averaging=build_averaging(spec, engines, objective),
         measures=measures if measures is not None else Measures(),
-        taken=_list_taken(spec),
+        taken=list_taken(spec),
         generator=build_generator(spec, trust),
     )
 
 
-def _list_taken(spec: JobSpec) -> set[str]:
+def list_taken(spec: JobSpec) -> set[str]:
     """Names of outputs that `trainer.step` and `trainer.eval_step` return only as inputs of metrics."""
     return {name for metric in spec.metrics.values() for name in list_outputs(metric.inputs)}
 

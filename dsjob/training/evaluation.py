@@ -36,11 +36,14 @@ def read_set(
     *,
     collate: Callable[[list[Any]], Any] | None = None,
     max_batches: int | None = None,
+    spread: bool = True,
 ) -> Iterator[tuple[Any, int]]:
     """This rank's batches of a set, each with its number of samples, 0 if it only keeps ranks together. The batch is
     None where this rank reads no data.
 
-    data: see `build_evaluation_sets`. name: its key in the document. A collective. Raises DataError.
+    data: see `build_evaluation_sets`. name: its key in the document. max_batches: the most per rank: spread evenly
+    over a dataset, or with `spread` false, its first ones; always the first ones of a loader. A collective. Raises
+    DataError.
     """
     unit = f"batches of {name}"
     if not world.loads:
@@ -57,6 +60,7 @@ def read_set(
             world=world,
             collate=collate,
             max_batches=max_batches,
+            spread=spread,
             name=name,
             **choose_loading(spec.data, data, world),
         )
@@ -172,7 +176,12 @@ class Evaluator:
         sums: dict[str, Tensor] = {}  # by name: float64 [2], the weighted sum and the sum of weights
         for batch, samples in pairs:
             position.micro_steps += 1
-            values = self._evaluate_batch(batch, samples)
+            try:
+                values = self._evaluate_batch(batch, samples)
+            except ContractError as error:
+                if not isinstance(error, MetricError):
+                    error.message += f" (on a batch of {name_data(prefix)})"
+                raise
             if self.step is not None:
                 scalars = same.require({name: value for name, (value, _) in values.items()}, engine.world)
                 values = {name: (value, samples) for name, value in scalars.items()}

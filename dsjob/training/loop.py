@@ -7,6 +7,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def _train(run: Run, occasions: Occasions) -> None:
     run.loader.seek(engine.global_samples)
     if isinstance(run.loader, StreamLoader) and (replay := run.loader.describe_replay()):
         run.say("note", replay)
+        run.loader.say = partial(run.say, "replay")
     batches = iter(run.loader)
     _begin(run)
     # A callback may already have asked for the end in on_start.

@@ -72,6 +72,15 @@ class Inputs:
         return function(*given.values())
 
 
+def compares(function: Callable[..., Any]) -> bool:
+    """Whether a function takes `preds` and `target`, as metrics of torchmetrics do, instead of (outputs, batch)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return {each.name for each in parameters if each.default is inspect.Parameter.empty} == {"preds", "target"}
+
+
 def follow(path: str, seen: Seen, where: str) -> Any:
     """The value at a path such as `outputs.logits`. where: the path's own place in the document, for messages.
 

@@ -23,7 +23,7 @@ from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_rank_0
 from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.torch_private import tree_map_only
-from dsjob.training.metric_inputs import Inputs, Seen
+from dsjob.training.metric_inputs import Inputs, Seen, compares
 from dsjob.training.objective import Objective
 from dsjob.trust.frames import TRACEBACK_HINT, describe_failure
 
@@ -360,7 +360,7 @@ def make_measure(
             f"metrics.{name}: {type(made).__name__} is not a metric",
             hint="a function, an object with update, compute and reset, or a MetricReducer",
         )
-    given = Inputs(name, inputs, None)
+    given = Inputs(name, inputs, made if compares(made) else None)
     return BatchMean(name, made, given) if reduce is None else BatchValues(made, given, reduce)
 
 

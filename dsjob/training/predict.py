@@ -54,7 +54,7 @@ class Predictor:
     @torch.no_grad()
     def _predict(self, prefix: str) -> str:
         engine, form = self.engines.first, self.spec.predict.format
-        world, name = engine.world, name_data(prefix)
+        world, name, most = engine.world, name_data(prefix), self.spec.predict.batches
         _require_in_order(self.sets[prefix], name, world.data_size)
         url = storage.join(self.folder, f"predictions-{prefix.replace('/', '-')}.{form}")
         parts = f"{url}.parts"
@@ -62,7 +62,11 @@ class Predictor:
         counts = is_counted(world)
         self.engines.eval()
         with Part(parts, world.everyone.rank, form) as part:
-            for batch, samples in read_set(self.spec, world, self.sets[prefix], name, collate=self.collate):
+            # The first batches: the files number samples by their positions in the data.
+            pairs = read_set(
+                self.spec, world, self.sets[prefix], name, collate=self.collate, max_batches=most, spread=False
+            )
+            for batch, samples in pairs:
                 position.micro_steps += 1
                 batch = to_device(batch, engine.device)
                 outputs = self._call(batch)

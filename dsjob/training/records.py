@@ -6,6 +6,8 @@ Losses stay on the device until a record is due, so that no step waits for the d
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 
 import torch
@@ -72,17 +74,23 @@ def record(run: Run, meter: Meter) -> None:
         run.loader.passes.require_same(world, loads=world.loads)
     # fp32 [names * steps]: all scalars side by side, so that one all-reduce is enough.
     scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
-    tokens = float(meter.tokens)
+    tokens, peak = float(meter.tokens), _read_peak(engine.device)
     if world.everyone.size > 1:
         # Means over the ranks that report, and over those that read data: both are summed together with their number.
         reported = torch.cat([scalars, scalars.new_ones(1)])
         # fp32 [names * steps + 1]: a rank without losses adds zeros, and zero to the number of ranks.
         reported = reported if world.reports else torch.zeros_like(reported)
         read = scalars.new_tensor([tokens, 1.0] if world.loads else [0.0, 0.0])
-        # [scalars, reporting ranks, tokens, reading ranks].
-        summed = torch.cat([reported, read])
+        # A sum cannot find the largest peak, so each rank has an element of its own. fp32 [ranks]
+        peaks = scalars.new_zeros(world.everyone.size)
+        peaks[world.everyone.rank] = peak
+        # [scalars, reporting ranks, tokens, reading ranks, peaks].
+        summed = torch.cat([reported, read, peaks])
         dist.all_reduce(summed)
-        scalars, tokens = summed[:-3] / summed[-3], float(summed[-2] / summed[-1])
+        count = len(scalars)
+        scalars = summed[:count] / summed[count]
+        _, tokens, reading, *found_peaks = summed[count:].tolist()
+        tokens, peak = tokens / reading, max(found_peaks)
     losses, *others = torch.split(scalars.cpu(), [len(values) for values in meter.scalars.values()])
     meter.pause()  # not earlier: `cpu()` above waits until the device has finished the steps
     for each in run.engines.values():
@@ -107,6 +115,7 @@ def record(run: Run, meter: Meter) -> None:
         "samples_per_second": steps * engine.rhythm.train_batch / seconds,
         "tokens_per_second": tokens * world.data_size / seconds,
         "eta_seconds": meter.estimate(steps, run.expected_steps - run.step),
+        "memory/peak_gib": peak,
     }
     if engine.precision.needs_scale:
         own["loss_scale"] = engine.loss_scale()
@@ -114,6 +123,14 @@ def record(run: Run, meter: Meter) -> None:
     values = found | run.ask(found)
     meter.reset()
     run.parts.trainer.log(values)
+
+
+def _read_peak(device: torch.device) -> float:
+    """The most memory that this rank has used so far, in GiB: tensors on its GPU, or the process on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes in `ru_maxrss`
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _require_finite_losses(run: Run, meter: Meter, losses: list[float]) -> list[float]:

@@ -26,14 +26,16 @@ def is_among_best(run: Run) -> bool:
 
 
 def save(run: Run, *, wait: bool, replace: bool = False) -> bool:
-    """Saves a checkpoint; in the background with `checkpoint.async`, unless `wait`. Returns whether it has not failed.
+    """Saves a checkpoint; in the background with `checkpoint.async`, unless `wait`, or state is on a disk.
 
+    Returns whether it has not failed.
     replace: overwrite an existing checkpoint of this step.
     """
     tag, metrics = _name_tag(run), _list_metrics(run)
 
     def begin() -> None:
-        if run.spec.checkpoint.async_ and not wait:
+        # A copy of state on a disk would fill the memory.
+        if run.spec.checkpoint.async_ and not wait and not any(e.strategy.disk for e in run.engines.values()):
             run.checkpointer.save_behind(run.savable, tag=tag, metrics=metrics, replace=replace)
             run.progress.behind = tag
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsjob.checkpoint.live.committed import Loaded
 from dsjob.compute.precision import name_dtype
-from dsjob.contract.spec import EngineSpec, JobSpec
+from dsjob.contract.spec import EngineSpec, JobSpec, Zero
 from dsjob.engine.engine import Engine
 from dsjob.ranks.mesh import World
 from dsjob.training.display import shorten
@@ -13,6 +13,11 @@ from dsjob.training.run import Run
 
 Rows = list[tuple[str, str]]
 _ON_HOST = {"none": "", "optimizer": ", optimizer on the host", "param": ", parameters and optimizer on the host"}
+
+
+def _describe_offload(zero: Zero) -> str:
+    on_disk = zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme"
+    return _ON_HOST[zero.offload] + (", its state on a disk" if on_disk else "")
 
 
 def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
@@ -72,7 +77,7 @@ def _describe_engine(engine: Engine) -> Rows:
     rows = [
         ("model", f"{path}, {shorten(total)} parameters{share}"),
         ("precision", _describe_precision(engine)),
-        ("ZeRO", f"stage {stage}{alone}{_ON_HOST[spec.zero_optimization.offload]}"),
+        ("ZeRO", f"stage {stage}{alone}{_describe_offload(spec.zero_optimization)}"),
         *([("engine", f"{engine.driver}'s")] if engine.driver else []),
         *_describe_blocks(spec),
     ]

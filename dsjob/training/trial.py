@@ -13,31 +13,43 @@ import torch
 from torch import Tensor, nn
 
 from dsjob.compute.calls import Loss
+from dsjob.contract.models import SOLE
 from dsjob.contract.paths import Path
-from dsjob.contract.spec import JobSpec, Sets
+from dsjob.contract.spec import Generation, JobSpec, Sets
+from dsjob.engine.build import build_engine
+from dsjob.engine.engine import Engine
+from dsjob.engine.several import Engines
 from dsjob.errors import DsjobError, MetricError, Problem, UsageError, name_target
 from dsjob.ranks.mesh import World
+from dsjob.text.generation import Generator
 from dsjob.torch_private import FakeTensorMode, tree_map_only
-from dsjob.training.build import build_measures, build_model
+from dsjob.training.build import build_eval_step, build_measures, build_model, build_parts, list_taken, make_generator
 from dsjob.training.evaluation import name_data, read_set
-from dsjob.training.loaders import build_collate, build_evaluation_sets
+from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data
+from dsjob.training.metrics import Measures
 from dsjob.training.objective import Objective, build_objective
-from dsjob.training.probe import build_on_meta, load_data
+from dsjob.training.probe import build_on_meta
+from dsjob.training.steps import UserStep, read_scalars
+from dsjob.training.trainer import Parts
 from dsjob.trust.frames import describe_failure, find_path, put_at
 from dsjob.trust.grant import Trust
 
 RULE = "one-batch"
 MOST = 250_000_000  # parameters of a model that is built to be tried; a larger one is tried on fake tensors
 _MODEL: Path = ("model", "_target_")
+_STEP: Path = ("trainer", "eval_step", "_target_")
+_PARTS: Path = ("trainer", "parts", "_target_")
+_TOKENS = 4  # that are generated for each sample
 _ALONE = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 
 
 def is_worth_trying(spec: JobSpec) -> bool:
-    """Whether the document says how its model is called, what its loss is or what its metrics are, and dsjob makes
-    these calls itself."""
-    says = (spec.inputs, spec.targets, spec.outputs, spec.losses, spec.label_smoothing, spec.metrics)
+    """Whether the document says how its model is called or evaluated, what its loss is or what its metrics are, and
+    dsjob trains it itself."""
+    called = (spec.inputs, spec.targets, spec.outputs, spec.losses, spec.label_smoothing)
+    evaluated = (spec.metrics, spec.generation, spec.trainer.eval_step)
     return (
-        any(says)
+        any((*called, *evaluated))
         and (spec.data.train is not None or bool(spec.data.list_sets("eval", "test")))
         and spec.model is not None
         and spec.trainer.step is None
@@ -56,14 +68,13 @@ def try_on_batch(spec: JobSpec, ranks: int, trust: Trust) -> list[Problem]:
     problems: list[Problem] = []
     spec = replace(spec, data=replace(spec.data, num_workers=0))
     with torch.random.fork_rng(), _collecting(problems):
+        parts = build_parts(spec, trust)
         batch: Any = None
         if spec.data.train is not None:
             with _blaming(("data", "train", "_target_")):
-                batch = next(iter(load_data(spec, ranks, trust)))
-        with _blaming(_MODEL):
-            model = _build(spec, trust)
-        objective = build_objective(spec, model, torch.device("cpu"), trust)
-        trial = Trial(spec, trust, objective, model)
+                read, world = parts.trainer.get_train_dataloader, replace(_ALONE, data_size=ranks)
+                batch = next(iter(build_training_data(spec, world, build_collate(spec, trust), trust, read)))
+        trial = _build_trial(spec, parts, trust)
         if batch is not None:
             with torch.enable_grad():
                 trial.train(batch, problems)
@@ -74,25 +85,38 @@ def try_on_batch(spec: JobSpec, ranks: int, trust: Trust) -> list[Problem]:
 
 @dataclass
 class Trial:
-    """The parts of a job that are called with batches. failed: metrics with a known problem."""
+    """The parts of a job that are called with batches.
+
+    engines: for the user's own code, which receives them; None if there is none, or the model is too large. step,
+    generator: see `Evaluator`. failed: metrics with a known problem.
+    """
 
     spec: JobSpec
     trust: Trust
     objective: Objective
     model: nn.Module
+    parts: Parts
+    engines: Engines | None = None
+    step: UserStep | None = None
+    generator: Generator | None = None
     failed: set[str] = field(default_factory=set)
 
     @property
-    def _evaluates(self) -> bool:
-        """Whether dsjob evaluates with the model and the losses alone, and with real tensors."""
-        others = (self.spec.trainer.eval_step, self.spec.trainer.parts, self.spec.generation)
-        return all(other is None for other in others)
+    def is_large(self) -> bool:
+        """Whether the model has no real tensors."""
+        return any(parameter.is_meta for parameter in self.model.parameters())
 
     def train(self, batch: Any, problems: list[Problem]) -> None:
         """Calls the model, the losses and the metrics of training. Raises their errors, except for those of metrics."""
-        called = self._call(batch, problems)
-        if called is not None and self.spec.trainer.parts is None:
-            self._measure("train", *called, batch, self.spec.trainer.micro_batch, problems)
+        if self.parts.overrides("training_step"):  # it would need an optimizer
+            return
+        if self.parts.overrides("compute_loss"):
+            if self.engines is not None:
+                with _blaming(_PARTS):
+                    called = self.objective.compute(self.engines.first, batch)
+                self._measure("train", *called, batch, self.spec.trainer.micro_batch, problems)
+        elif (found := self._call(batch, problems)) is not None:
+            self._measure("train", *found, batch, self.spec.trainer.micro_batch, problems)
 
     @torch.no_grad()
     def evaluate(self, problems: list[Problem]) -> None:
@@ -114,21 +138,50 @@ class Trial:
         data = replace(data, eval=chosen if role == "eval" else none, test=chosen if role == "test" else none)
         spec, collate = replace(self.spec, data=data), build_collate(self.spec, self.trust)
         with _blaming(("data", *prefix.split("/"), "_target_")):
-            sets = build_evaluation_sets(spec, _ALONE, collate, self.trust, "eval", "test")
+            sets = build_evaluation_sets(spec, _ALONE, collate, self.trust, "eval", "test", read=self.parts.read_set)
             pairs = read_set(spec, _ALONE, sets[prefix], name_data(prefix), collate=collate, max_batches=1)
             batch, samples = next(iter(pairs))
-        if not self._evaluates:
-            return
-        if role == "test" and "eval" not in self.spec.tasks:  # predictions need no targets
+        if role == "test" and "eval" not in self.spec.tasks:
+            self._predict(batch, problems)
+        elif self.step is not None or self.parts.overrides("compute_loss") or self.parts.overrides("prediction_step"):
+            if self.engines is not None:
+                self._evaluate_own(self.engines, batch, samples, problems)
+        elif (found := self._call(batch, problems)) is not None:
+            self._measure("eval", self._generate(batch, found[0]), found[1], batch, samples, problems)
+
+    def _predict(self, batch: Any, problems: list[Problem]) -> None:
+        """Calls what predictions call. They need no targets."""
+        if self.generator is not None:
+            self._generate(batch)
+        elif self.step is not None or self.parts.overrides("prediction_step"):
+            if self.engines is not None:
+                with _blaming(_STEP if self.step is not None else _PARTS):
+                    self.step(self.engines, batch) if self.step else self.objective.answer(self.engines.first, batch)
+        else:
             self._call(batch, problems, losses=False)
-            return
-        called = self._call(batch, problems)
-        if called is not None:
-            self._measure("eval", *called, batch, samples, problems)
+
+    def _evaluate_own(self, engines: Engines, batch: Any, samples: int, problems: list[Problem]) -> None:
+        """Calls `trainer.eval_step`, or the methods of `trainer.parts`, and the metrics."""
+        if self.step is not None:
+            with _blaming(_STEP):
+                outputs, losses = self.step(engines, batch), list[Loss]()
+                read_scalars(outputs, "trainer.eval_step", list_taken(self.spec))
+        else:
+            with _blaming(_PARTS):
+                outputs, losses, batch = self.objective.evaluate(engines.first, batch)
+            outputs = self._generate(batch, outputs)
+        self._measure("eval", outputs, losses, batch, samples, problems)
+
+    def _generate(self, batch: Any, outputs: Any = None) -> Any:
+        """`outputs`, with what the model generates for a batch, if the job asks for it."""
+        if self.generator is None or self.is_large:
+            return outputs
+        with _blaming(("generation",)):
+            return self.generator.write(self.model, _ALONE.device, batch, outputs)
 
     def _call(self, batch: Any, problems: list[Problem], *, losses: bool = True) -> tuple[Any, list[Loss]] | None:
         """The model's output and the losses; None if the model is too large for real tensors."""
-        if not any(parameter.is_meta for parameter in self.model.parameters()):
+        if not self.is_large:
             return _call(self.spec, self.objective, self.model, batch, problems, losses=losses)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -158,7 +211,9 @@ class Trial:
         problems: list[Problem],
     ) -> None:
         """Feeds the metrics of a phase one by one, so that each shows its own problem."""
-        total = self.objective.add([loss.mean.detach() for loss in losses])
+        # A step of the user's has no losses, and its metrics receive nothing that the document chooses.
+        total = self.objective.add([loss.mean.detach() for loss in losses]) if losses else None
+        objective = self.objective if losses else None
         for name, metric in self.spec.metrics.items():
             if phase not in metric.phases or name in self.failed:
                 continue
@@ -167,7 +222,7 @@ class Trial:
                 alone = replace(self.spec, metrics={name: metric})
                 measures, _ = build_measures(phase, alone, _ALONE, self.trust)
                 measures.start()
-                measures.feed(outputs, batch, total, samples, self.objective)
+                measures.feed(outputs, batch, total, samples, objective)
                 try:
                     measures.finish()
                 except MetricError as error:  # one batch may not be enough: it may have a single class
@@ -177,6 +232,45 @@ class Trial:
             if found:
                 self.failed.add(name)
             problems += found
+
+
+def _build_trial(spec: JobSpec, parts: Parts, trust: Trust) -> Trial:
+    with _blaming(_MODEL):
+        model = _build(spec, trust)
+    objective = build_objective(spec, model, _ALONE.device, trust)
+    trial = Trial(spec, trust, objective, model, parts)
+    if spec.data.list_sets("eval", "test"):
+        trial.step = build_eval_step(spec, trust)
+        trial.generator = None if spec.generation is None else make_generator(_shorten(spec.generation, model), trust)
+    if (trial.step is not None or spec.trainer.parts is not None) and not trial.is_large:
+        with _blaming(_MODEL):
+            trial.engines = Engines({SOLE: _build_engine(model, spec, trust)})
+        trial.objective = parts.bind(trial.engines, objective, Measures())
+    return trial
+
+
+def _build_engine(model: nn.Module, spec: JobSpec, trust: Trust) -> Engine:
+    """An engine that does not train, in fp32, because a CPU may lack operators in half precision."""
+    plain = replace(
+        spec,
+        bf16=replace(spec.bf16, enabled=False),
+        fp16=replace(spec.fp16, enabled=False),
+        compile=replace(spec.compile, enabled=False),
+        optimizer=None,
+        scheduler=None,
+    )
+    return build_engine(model, plain, _ALONE, kind=Engine, trust=trust)
+
+
+def _shorten(section: Generation, model: nn.Module) -> dict[str, Any]:
+    """The section `generation` with few new tokens."""
+    settings = dict(section)
+    if hasattr(model, "generation_config"):  # of transformers: other models may not take keys that the job lacks
+        settings = {key: value for key, value in settings.items() if key not in ("max_length", "min_length")}
+        settings.setdefault("max_new_tokens", _TOKENS)
+    for key in settings.keys() & {"max_new_tokens", "min_new_tokens"}:
+        settings[key] = min(settings[key], _TOKENS)
+    return settings
 
 
 def _build(spec: JobSpec, trust: Trust) -> nn.Module:

@@ -74,7 +74,7 @@ def test_memory_is_that_of_the_tensors(tmp_path: Path, ranks: int, stage: int) -
     assert found["optimizer"] == pytest.approx(2 * 4 * own + 4 * 4, abs=140)
     # The input, the result of relu, and what is squared.
     assert found["activations"] == 4 * batch * (8 + 16 + 1)
-    assert "peak" not in found
+    assert found["peak"] > 50 * 2**20  # of the process
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])

@@ -53,7 +53,7 @@ CASES = [
     (["output.dir=cfg.json/run"], 1, ["cannot create the folder cfg.json/run"]),
     (["checkpoint.dir=my_model.py/x"], 1, ["my_model.py/x"]),
     (["launch.device=cuda"], 1, ["needs a GPU of its own"]),
-    (["zero_optimization.offload_optimizer.device=nvme"], 2, ["not supported by dsjob"]),
+    (["zero_optimization={stage: 2, offload_optimizer: {device: nvme}}"], 2, ["nvme needs nvme_path", "local disk"]),
 ]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from jobs import dsjob
+from text_jobs import JOB, SENTENCES
 
 MODULE = """
 import torch
@@ -178,6 +179,129 @@ def test_metrics_and_each_set_are_tried(job: Path, right: str, wrong: str, code:
     found, (first, *more) = validate(job, EVALUATED.replace(right, wrong))
     assert (found, more) == (code, [])
     assert first.startswith(told)
+
+
+OWN = """
+import torch
+import dsjob
+def points(n=8): return [{"x": torch.ones(4) * i, "y": torch.ones(1) * i} for i in range(n)]
+def evaluate(engines, batch):
+    out = engines.first(batch["x"])
+    return {"loss": (out - batch["y"]).square().mean(), "out": out}
+def blind(engines, batch): return engines.first(batch["z"])
+def vector(engines, batch): return engines.first(batch["x"])
+class Losing(dsjob.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False):
+        out = model(inputs["x"])
+        loss = (out - inputs["y"]).square().mean()
+        return (loss, {"logits": out}) if return_outputs else loss
+class Forgetful(Losing):
+    def compute_loss(self, model, inputs, return_outputs=False):
+        return super().compute_loss(model, inputs)
+class Predicting(Losing):
+    def prediction_step(self, model, inputs, prediction_loss_only=False):
+        if self.spec.trainer.seed == 7: raise KeyError("gone")
+        return torch.zeros(()), model(inputs["x"]), inputs["y"]
+class Reading(Losing):
+    def get_eval_dataloader(self, name=""): return points(0)
+def measure(preds, labels): return (preds - labels).abs().mean()
+"""
+OWN_JOB = """
+model: {_target_: torch.nn.Linear, in_features: 4, out_features: 1}
+data: {train: {_target_: own_module.points}, eval: {_target_: own_module.points}}
+trainer:
+  {train_batch: 4, max_steps: 2, OWN}
+metrics:
+  error: {_target_: own_module.measure, inputs: {preds: PREDS, labels: LABELS}}
+optimizer: {type: AdamW}
+bf16: {enabled: true}
+""".lstrip()
+_STEP = ("eval_step: {_target_: own_module.evaluate}", "outputs.out", "batch.y")
+_LOSS = ("parts: {_target_: own_module.Losing}", "outputs.logits", "batch.y")
+
+
+@pytest.mark.parametrize(
+    ("own", "change", "told"),
+    [
+        (_STEP, ("", ""), "cfg.yaml: ok"),
+        (
+            _STEP,
+            ("batch.y", "batch.z"),
+            "cfg.yaml:9:11: error[one-batch]: metrics.error._target_: metrics.error.inputs.labels: ",
+        ),
+        (_STEP, ("evaluate", "blind"), "cfg.yaml:7:46: error[one-batch]: trainer.eval_step._target_: KeyError: 'z'"),
+        (
+            _STEP,
+            ("evaluate", "vector"),
+            "cfg.yaml:7:46: error[one-batch]: trainer.eval_step._target_: trainer.eval_step returned loss: ",
+        ),
+        (_LOSS, ("", ""), "cfg.yaml: ok"),
+        (
+            _LOSS,
+            ("batch.y", "batch.z"),
+            "cfg.yaml:6:11: error[one-batch]: metrics.error._target_: metrics.error.inputs.labels: ",
+        ),
+        (
+            _LOSS,
+            ("Losing", "Forgetful"),
+            "cfg.yaml:4:42: error[one-batch]: trainer.parts._target_: compute_loss returned Tensor ",
+        ),
+        (_LOSS, ("Losing", "Predicting"), "cfg.yaml: ok"),
+        (_LOSS, ("Losing}", "Predicting}, seed: 7"), "cfg.yaml:4:42: error[one-batch]: trainer.parts._target_: KeyE"),
+        (
+            _LOSS,
+            ("Losing", "Reading"),
+            "cfg.yaml:2:53: error[one-batch]: data.eval._target_: data.eval (list) is empty",
+        ),
+    ],
+)
+def test_own_steps_and_methods_are_tried(
+    job: Path, own: tuple[str, str, str], change: tuple[str, str], told: str
+) -> None:
+    (job / "own_module.py").write_text(OWN)
+    document = OWN_JOB.replace("OWN", own[0]).replace("PREDS", own[1])
+    document = document.replace("LABELS", own[2])
+    if own is _STEP:  # the model itself is called with the loss of the document in training
+        document = "inputs: [x]\ntargets: [y]\nloss: {_target_: torch.nn.MSELoss}\n" + document
+    assert change[0] in document
+    code, (first, *more) = validate(job, document.replace(*change))
+    assert first.startswith(told)
+    assert (code, more) == (2 if "error" in told else 0, [])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ("", "", "cfg.yaml: ok"),
+        (
+            "outputs.text",
+            "outputs.texts",
+            "cfg.yaml:8:19: error[one-batch]: metrics.share._target_: metrics.share.inputs.preds: ",
+        ),
+        ("build", "silent", "cfg.yaml:7:1: error[one-batch]: generation: Silent has no method generate"),
+    ],
+)
+def test_generation_is_tried_with_a_few_tokens(job: Path, right: str, wrong: str, told: str) -> None:
+    counting = """
+def count(preds):
+    assert all(len(each) <= 4 for each in preds), "too many tokens"
+    return 1.0
+class Silent(torch.nn.Linear):
+    def forward(self, input_ids, labels): return {"loss": super().forward(input_ids.float()).sum()}
+def silent():
+    return Silent(13, 1)
+"""
+    (job / "sentences.py").write_text(SENTENCES + counting)
+    document = JOB.lstrip().replace("max_new_tokens: 5", "max_new_tokens: 50, min_new_tokens: 9")
+    document = document.replace(
+        "sentences.share, inputs: {preds: outputs.text, target: outputs.reference}",
+        "sentences.count, inputs: {preds: outputs.text}",
+    )
+    assert right in document
+    code, lines = validate(job, document.replace(right, wrong))
+    first = next(line for line in lines if not line.startswith("[transformers]"))
+    assert first.startswith(told)
+    assert code == (2 if "error" in told else 0)
 
 
 @pytest.mark.parametrize(("deep", "epochs"), [(["--deep"], "4 steps of 4 samples"), ([], "--deep counts its steps")])

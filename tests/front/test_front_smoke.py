@@ -119,6 +119,40 @@ def test_a_failure_is_the_jobs_own_error_and_nothing_is_started(
     assert list_places(job) == before
 
 
+@pytest.mark.parametrize("batches", [None, 1])
+def test_predictions_are_tried_on_a_few_batches(job: Path, batches: int | None) -> None:
+    """The dataset fails beyond the samples that a smoke run reads."""
+    read = 3 * (batches or 4)
+    (job / "few.py").write_text(
+        "import my_model\n\n"
+        "class Few(my_model.Data):\n"
+        "    def __getitem__(self, index):\n"
+        f"        if index >= {read}:\n"
+        "            raise ValueError('read on')\n"
+        "        return super().__getitem__(index)\n"
+    )
+    before = list_places(job)
+    sections = ["++data.test={_target_: few.Few}", "++trainer.eval_micro_batch=3", "++predict.dir=kept"]
+    limit = ["++predict.batches=1"] if batches else []
+    tried = ["tasks=[train,predict]", "++predict.outputs={loss: batch.1}", *sections, *limit]
+    done = smoke(job, "--smoke-only", "--json", *tried)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tried"][2:4] == ["predictions", "a save"]
+    assert list_places(job) == before
+    failed = smoke(job, "--smoke-only", *tried, "++predict.outputs={loss: batch.2}")
+    assert failed.returncode == 1
+    assert "predict.outputs.loss" in failed.stderr
+
+
+def test_deepspeed_has_no_smoke_run_under_torchrun(job: Path) -> None:
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = dsjob("cfg.json", "--smoke", "engine=deepspeed", cwd=job, **ranks)
+    assert done.returncode == 2
+    assert "DeepSpeed's can be built only once" in done.stderr
+    assert "dsjob run --smoke-only without torchrun or srun" in done.stderr
+    assert not (job / "runs").exists()
+
+
 def test_a_job_that_does_not_train_has_no_smoke_run(job: Path) -> None:
     done = smoke(job, "--smoke", "tasks=[eval]")
     assert done.returncode == 2

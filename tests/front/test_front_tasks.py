@@ -154,3 +154,8 @@ def test_a_model_without_logits_is_told(folder: Path) -> None:
     assert done.returncode == 1
     assert "logits is a tensor of shape []" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_other_weights_than_those_of_the_checkpoint_are_an_error(folder: Path) -> None:
+    with pytest.raises(errors.UsageError, match=r"checkpoint\.resume=other: dsjob eval uses the checkpoint that it is"):
+        dsjob.evaluate("run", overrides=["checkpoint.resume=other"])

@@ -87,6 +87,9 @@ def test_a_browser_draws_every_curve(page: Path, tmp_path: Path, width: int, dar
         assert browser.evaluate(order) == [HOSTILE, "b"]
         browser.evaluate("document.querySelector('#controls button').click()")
         assert browser.evaluate("document.querySelectorAll('#curves .scatterlayer .trace').length") == 3 + 2
+        # A constant is not drawn at the height of 0.
+        rates = "document.querySelectorAll('#curves .plot')[1]._fullLayout.yaxis.range"
+        assert browser.evaluate(rates) == [0, 0.2]
         assert browser.evaluate("document.title") == "2 runs · dsjob"
 
 

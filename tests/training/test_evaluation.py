@@ -55,6 +55,12 @@ def test_a_failing_metric_is_told_in_one_form(tmp_path: Path, target: str, phase
     assert told.value.hint == hint
 
 
+def test_a_set_without_targets_is_named(tmp_path: Path) -> None:
+    sections = {"targets": ["absent"], "loss": {"_target_": "torch.nn.MSELoss"}}
+    with pytest.raises(ContractError, match=r"targets\[0\]: the batch, .* \(on a batch of data\.eval\)"):
+        train(tmp_path, data=EVALUATED, **sections)
+
+
 def test_what_the_best_are_chosen_by_is_among_what_an_evaluation_gives(tmp_path: Path) -> None:
     step, best = {"eval_step": {"_target_": "rehearsed.evaluate"}}, {"metric": "eval/acuracy"}
     with pytest.raises(

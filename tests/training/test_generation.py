@@ -154,6 +154,7 @@ MEASURED = (
     "+metrics.rouge={_target_: dsjob.text.Rouge, keys: [rouge1, rougeL]}",
     "+metrics.errors={_target_: torchmetrics.text.CharErrorRate}",
     "+metrics.exact={_target_: dsjob.text.exact_match, inputs: {preds: outputs.text, target: outputs.text}}",
+    "+metrics.alike={_target_: dsjob.text.exact_match}",
     "~metrics.share",
 )
 SAMPLED = "{_target_: dsjob.callbacks.SampledText, prompts: [some, word], max_new_tokens: 4}"
@@ -171,8 +172,8 @@ def test_rouge_and_other_metrics_of_texts_are_those_of_one_process(tmp_path: Pat
         found.append(json.loads((tmp_path / f"run{ranks}" / "result.json").read_text())["metrics"])
         lines = (tmp_path / f"run{ranks}" / "samples.jsonl").read_text().splitlines()
         sampled.append([json.loads(line) for line in lines])
-    scores = {name for name in found[0] if name.startswith(("eval/rouge/", "eval/errors"))}
-    assert {"eval/errors", "eval/rouge/rouge1_fmeasure", "eval/rouge/rougeL_recall"} <= scores
+    scores = {name for name in found[0] if name.startswith(("eval/rouge/", "eval/errors", "eval/alike"))}
+    assert {"eval/errors", "eval/alike", "eval/rouge/rouge1_fmeasure", "eval/rouge/rougeL_recall"} <= scores
     assert {name: found[1][name] for name in scores} == pytest.approx({name: found[0][name] for name in scores})
     assert found[0]["eval/errors"] > 0
     assert sampled[0] == sampled[1]

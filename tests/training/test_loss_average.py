@@ -94,7 +94,7 @@ def run_even(world: World, folder: str) -> list[tuple[list[dict[str, float]], di
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_where_all_have_equally_many_targets_no_bit_changes(tmp_path: Any, world_size: int) -> None:
-    timed = ("samples_per_second", "tokens_per_second", "eta_seconds")
+    timed = ("samples_per_second", "tokens_per_second", "eta_seconds", "memory/peak_gib")
     for found in run_ranks(run_even, world_size, str(tmp_path)):
         for (ours, our_weights), (theirs, their_weights) in (found[:2], found[2:]):
             for mine, other in zip(ours, theirs, strict=True):

@@ -68,6 +68,18 @@ def read_lines(file: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in storage.read_text(str(file)).splitlines()]
 
 
+@pytest.mark.parametrize("target", ["metric_jobs.Rare", "test_predict.load"])
+def test_a_limit_leaves_the_first_samples(tmp_path: Path, target: str) -> None:
+    data = {"_target_": target, "n": 37} | ({"batch_size": 4} if target.endswith("load") else {})
+    sections = {
+        "data": {"train": RARE, "test": data},
+        "predict": {"outputs": {"score": "outputs.logits"}, "batches": 3},
+    }
+    run_ranks(predict, 2, str(tmp_path), sections)
+    expected = [{"index": index, "score": Rare(37).x[index].item()} for index in range(3 * 4 * 2)]
+    assert read_lines(tmp_path / "predictions-test.jsonl") == expected
+
+
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (3, 0), (3, 3)])
 def test_each_sample_is_there_once_and_in_order(tmp_path: Path, world_size: int, stage: int) -> None:
     """In the sets of 1 and 2 samples, some ranks have no batch. One file is the same, byte for byte."""

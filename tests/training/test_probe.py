@@ -24,7 +24,7 @@ from dsjob.training.probe import (
 from dsjob.trust.grant import Trust
 from dsjob.trust.targets import call_target
 
-RECIPES = ("quickstart", "zero3_t5", "vision_digits")
+RECIPES = ("quickstart", "zero3_t5", "vision_digits", "bert_mlm")
 
 
 def read_recipe(name: str, *overrides: str) -> JobSpec:
@@ -36,7 +36,7 @@ def test_a_model_on_meta_has_the_sizes_of_the_real_one(recipe: str) -> None:
     spec = read_recipe(recipe)
     real, meta = size_model(call_target(spec.model)), size_model(build_on_meta(spec.model))
     assert real == meta
-    assert real.blocks == {"quickstart": 4, "zero3_t5": 4, "vision_digits": 0}[recipe]
+    assert real.blocks == {"quickstart": 4, "zero3_t5": 4, "vision_digits": 0, "bert_mlm": 4}[recipe]
 
 
 def test_a_factory_that_needs_real_tensors_is_told_from_a_broken_document(

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import small_jobs
+from ranks import run_ranks
 from torch import Tensor
 
+from dsjob.ranks.mesh import World
 from dsjob.training import records
 
 
@@ -34,3 +36,20 @@ def test_the_time_that_is_left_counts_in_what_happens_beside_training(
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["samples_per_second"] for line in found] == [8, 8, 8, 8]
     assert [line["eta_seconds"] for line in found] == [6, (1 + 10 / 4) * 4, (1 + 20 / 6) * 2, 0]
+
+
+def train_with_peaks(world: World, folder: str) -> list[float]:
+    if world.everyone.size > 1:
+        records._read_peak = lambda device: [0.5, 2.5][world.everyone.rank]
+    small_jobs.run(small_jobs.make_document(folder, trainer={"max_steps": 2}), world)
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["memory/peak_gib"] for line in lines]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_record_has_the_peak_of_memory_of_all_ranks(tmp_path: Path, ranks: int) -> None:
+    found = run_ranks(train_with_peaks, ranks, str(tmp_path))[0]
+    if ranks == 2:
+        assert found == [2.5, 2.5]
+    else:  # a process that has imported torch
+        assert 0.05 < found[0] <= found[1] < 50

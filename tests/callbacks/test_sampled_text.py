@@ -1,0 +1,19 @@
+"""Sampled texts need a model that writes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from dsjob.callbacks import SampledText
+from dsjob.errors import ContractError
+
+
+def test_a_model_that_cannot_generate_is_an_error_before_the_first_step() -> None:
+    spec = SimpleNamespace(data=SimpleNamespace(eval={"": None}))
+    run: Any = SimpleNamespace(spec=spec, engine=SimpleNamespace(module=nn.Linear(1, 1)))
+    with pytest.raises(ContractError, match="Linear has no method generate"):
+        SampledText(["once"]).on_start(run)
