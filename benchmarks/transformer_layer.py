@@ -31,7 +31,7 @@ DROPOUT = 0.1
 
 def make_ours(width: int, heads: int, options: Sequence[str] = ()) -> nn.Module:
     """A layer of BERT: with LayerNorm after each part."""
-    return DeepSpeedTransformerLayer(
+    layer: nn.Module = DeepSpeedTransformerLayer(
         DeepSpeedTransformerConfig(
             hidden_size=width,
             heads=heads,
@@ -43,6 +43,7 @@ def make_ours(width: int, heads: int, options: Sequence[str] = ()) -> nn.Module:
             **dict.fromkeys(options, True),
         )
     )
+    return layer
 
 
 def make_torchs(width: int, heads: int) -> nn.Module:

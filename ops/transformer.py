@@ -277,7 +277,8 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)
         if self.config.normalize_invertible:
-            return norm_invertibly(x, weight, bias, self.config.layer_norm_eps)
+            normed: Tensor = norm_invertibly(x, weight, bias, self.config.layer_norm_eps)
+            return normed
         return F.layer_norm(x, weight.shape, weight, bias, self.config.layer_norm_eps)
 
     def _drop(self, x: Tensor) -> Tensor:

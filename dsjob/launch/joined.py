@@ -8,6 +8,7 @@ no count of pod restarts, so jobs there need an `output.dir` without `%time`.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
@@ -22,6 +23,7 @@ from dsjob.ranks.agreement import on_rank_0
 from dsjob.ranks.failures import Failure, has_hung_up, has_waited
 from dsjob.ranks.mesh import World, abandon_world, join_world, leave_world
 from dsjob.ranks.nodes import check_shared
+from dsjob.ranks.signals import handling
 from dsjob.ranks.stalls import place_records, record_collectives
 from dsjob.ranks.watchdog import (
     OBSERVERS,
@@ -60,19 +62,28 @@ def join(
     # dsjob did not start these ranks, so they share no private folder, but they share the rendezvous store.
     board = StoreBoard(get_store(), world.everyone.rank, world.everyone.size)
     watchdog = Watchdog(board, rank=world.everyone.rank, timeout=options.timeout)
-    try:
-        return _run(job, world, trust, check_folder, run_dir)
-    except (DocumentError, Preempted, Interrupted):  # all ranks raise these alike
-        position.doing = "ending"
-        raise
-    except (Exception, SystemExit) as error:
-        position.doing = "ending"
-        described = _describe(error, world.everyone.rank, board, watchdog)
-        with suppress(RuntimeError):  # the store is gone, so nobody could read the record
-            board.tell_failed(described.message)
-        raise described from error
-    finally:
-        watchdog.stop()
+    with handling({signal.SIGTERM: _take_end}):
+        try:
+            return _run(job, world, trust, check_folder, run_dir)
+        except (DocumentError, Preempted, Interrupted):  # all ranks raise these alike
+            position.doing = "ending"
+            raise
+        except (Exception, SystemExit) as error:
+            position.doing = "ending"
+            described = _describe(error, world.everyone.rank, board, watchdog)
+            with suppress(RuntimeError):  # the store is gone, so nobody could read the record
+                board.tell_failed(described.message)
+            raise described from error
+        finally:
+            watchdog.stop()
+
+
+def _take_end(number: int, _: Any) -> None:
+    """Ends this rank at SIGTERM outside of training, unless it is about to say why it fails: torchrun sends SIGTERM to
+    the ranks that are left within 0.1 s of another rank's end."""
+    if position.doing != "ending":
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
 
 def _run(
