@@ -125,13 +125,13 @@ class Flops(Callback):
     def _show(self, run: RunView, name: str, counter: FlopCounterMode) -> None:
         title = f"forward pass of {name}" if len(run.engines) > 1 else "forward pass"
         file = os.path.join(run.folder, f"flops-{name}.txt" if len(run.engines) > 1 else "flops.txt")
-        storage.write_bytes(file, f"{_make_table(counter, -1)}\n".encode())
+        storage.write_bytes(file, f"{make_table(counter, -1)}\n".encode())
         self._shown.add(name)
         if self._depth is not None:
-            run.say(title, _make_table(counter, self._depth))
+            run.say(title, make_table(counter, self._depth))
 
 
-def _make_table(counter: FlopCounterMode, depth: int) -> str:
+def make_table(counter: FlopCounterMode, depth: int) -> str:
     """The operations of each module and of its operators. depth: of modules inside modules; -1 is all.
 
     Not torch's own table, which needs a package that torch does not install.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,8 +18,7 @@ from dsjob.engine.engine import Engine
 from dsjob.optim.shards import local
 from dsjob.torch_private import address_of, find_base
 
-_GIB = 2**30
-_KINDS = ("weights", "gradients", "optimizer", "activations", "peak")
+GIB = 2**30
 
 
 class MemoryUse(Callback):
@@ -35,38 +36,54 @@ class MemoryUse(Callback):
     """
 
     def __init__(self) -> None:
-        self._gradients: dict[str, int] = {}  # bytes, by model
+        self._meter = MemoryMeter()
+
+    def on_start(self, run: RunView) -> None:
+        for engine in run.engines.values():
+            self._meter.watch(engine)
+
+    def on_record(self, run: RunView, record: Mapping[str, float]) -> dict[str, float]:
+        device, sizes = run.engine.device, self._meter.read()
+        if device.type == "cuda":
+            sizes["peak"] = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        # float64 [kinds]
+        found = torch.tensor([float(size) for size in sizes.values()], dtype=torch.float64, device=device)
+        if run.engine.world.everyone.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return {f"memory/{kind}_gib": size / GIB for kind, size in zip(sizes, found.tolist(), strict=True)}
+
+
+class MemoryMeter:
+    """Measures what this rank's memory is used for by engines, in bytes. `MemoryUse` says what the kinds are."""
+
+    def __init__(self) -> None:
+        self._engines: list[Engine] = []
+        self._gradients: dict[int, int] = {}  # by number of the engine
         self._activations = 0
         self._due = True  # the next forward pass is measured
 
-    def on_start(self, run: RunView) -> None:
-        for name, engine in run.engines.items():
-            engine.strategy.parts.watches.append(partial(self._watch, name, engine))
+    def watch(self, engine: Engine) -> None:
+        """Measures `engine` from now on."""
+        engine.strategy.parts.watches.append(partial(self._watch, len(self._engines), engine))
+        self._engines.append(engine)
 
-    def on_record(self, run: RunView, record: Mapping[str, float]) -> dict[str, float]:
-        engines, device = list(run.engines.values()), run.engine.device
-        cuda = device.type == "cuda"
-        sizes = {
-            "weights": sum(_measure(_list_weights(engine)) for engine in engines),
+    def read(self) -> dict[str, int]:
+        """The bytes of weights, gradients, optimizer and activations. The next forward pass is measured again."""
+        found = {
+            "weights": sum(_measure(_list_weights(engine)) for engine in self._engines),
             "gradients": sum(self._gradients.values()),
-            "optimizer": sum(_measure(_list_state(engine)) for engine in engines),
+            "optimizer": sum(_measure(_list_state(engine)) for engine in self._engines),
             "activations": self._activations,
-            "peak": torch.cuda.max_memory_allocated(device) if cuda else 0,
         }
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(device)
         self._activations, self._due = 0, True
-        # float64 [kinds]
-        found = torch.tensor([float(sizes[kind]) for kind in _KINDS], dtype=torch.float64, device=device)
-        if run.engine.world.everyone.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        kinds = _KINDS if cuda else _KINDS[:-1]
-        return {f"memory/{kind}_gib": size / _GIB for kind, size in zip(kinds, found.tolist(), strict=False)}
+        return found
 
     @contextmanager
-    def _watch(self, name: str, engine: Engine, part: str) -> Iterator[None]:
+    def _watch(self, number: int, engine: Engine, part: str) -> Iterator[None]:
         if part == "step":
-            self._gradients[name] = _measure(each.grad for _, each in engine.strategy.shown() if each.grad is not None)
+            shown = (each.grad for _, each in engine.strategy.shown())
+            self._gradients[number] = _measure(gradient for gradient in shown if gradient is not None)
         if part != "forward":
             yield
         elif engine.device.type == "cuda":
@@ -78,6 +95,14 @@ class MemoryUse(Callback):
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack) if self._due else nullcontext():
                 yield
             self._activations, self._due = max(self._activations, sum(saved.sizes.values())), False
+
+
+def read_peak(device: torch.device) -> int:
+    """The most bytes that this rank has used so far: tensors on its GPU, or the process on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes in `ru_maxrss`
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class _Saved:

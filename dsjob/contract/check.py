@@ -104,15 +104,7 @@ def check_config(config: dict[str, Any]) -> list[Problem]:
     document = {**deepspeed_keys.drop_moved(sound), **deepspeed_keys.to_job(sound)}
     found = _check_rules(document, [replace(p, path=deepspeed_keys.to_job_path(p.path)) for p in problems], whole=False)
     found = [deepspeed_keys.to_config_words(replace(p, path=deepspeed_keys.to_config_path(p.path))) for p in found]
-    return _drop_follow_ups(problems + _find_watchers(config) + found)
-
-
-def _find_watchers(config: dict[str, Any]) -> list[Problem]:
-    """Warnings for the breakdowns of a bare config, which only jobs have."""
-    asked = deepspeed_keys.CALLBACKS
-    measured = "a program measures itself; a job has this as the callback dsjob.callbacks.{}"
-    found = {key: measured.format(name) for key, name in asked.items() if isinstance(config.get(key), (bool, dict))}
-    return [Problem("has no effect here", (k,), "no-effect", n, severity="warning") for k, n in found.items()]
+    return _drop_follow_ups(problems + found)
 
 
 def _drop_follow_ups(problems: list[Problem]) -> list[Problem]:

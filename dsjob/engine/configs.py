@@ -14,6 +14,7 @@ from dsjob import storage
 from dsjob.config import Config
 from dsjob.contract import locations
 from dsjob.contract.bounds import check_values
+from dsjob.contract.deepspeed_keys import CALLBACKS
 from dsjob.document.bare import leave_unknown_out
 from dsjob.document.places import Locate, place_problems
 from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, UsageError
@@ -124,11 +125,11 @@ def _refuse_job(config: Mapping[Any, Any], source: str) -> None:
         raise ConfigError([Problem(message, (sections[0],), "job-document", hint, source)])
 
 
-def find_monitors(config: Mapping[str, Any]) -> list[Problem]:
-    """Warnings for the enabled monitors of a config, for an engine that has none."""
-    sections = {key: config.get(key) for key in ("tensorboard", "csv_monitor", "wandb", "comet")}
-    asked = [key for key, section in sections.items() if isinstance(section, Mapping) and section.get("enabled")]
-    hint = "dsjob.deepspeed.initialize returns an engine with monitors"
+def find_reports(config: Mapping[str, Any]) -> list[Problem]:
+    """Warnings for the enabled monitors and breakdowns of a config, for an engine that has none."""
+    found = {key: config.get(key) for key in ("tensorboard", "csv_monitor", "wandb", "comet", *CALLBACKS)}
+    asked = [key for key, value in found.items() if (value.get("enabled") if isinstance(value, Mapping) else value)]
+    hint = "dsjob.deepspeed.initialize returns an engine that does this"
     return [Problem("has no effect here", (key,), "no-effect", hint, severity="warning") for key in asked]
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from dsjob.callbacks.callback import Callback, RunView
+from dsjob.callbacks.memory_use import read_peak
 from dsjob.contract import schema as contract
 from dsjob.contract.environment import mask, watch_output
 from dsjob.document.resolve import complete_job
@@ -193,28 +194,20 @@ class Gauge(Callback):
         self._times.append(time.perf_counter())
 
     def on_end(self, run: RunView) -> None:
-        peak = _read_peak(run)
+        peak = _find_peak(run)
         if run.engine.world.data_rank == 0:
             seconds = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
             with open(os.path.join(self._folder, _NAME), "w", encoding="utf-8") as file:
                 json.dump({"losses": self._losses, "seconds": seconds, "peak_bytes": peak}, file)
 
 
-def _read_peak(run: RunView) -> int:
+def _find_peak(run: RunView) -> int:
     """Peak bytes of the largest rank. A collective: all ranks must call it."""
-    import resource
-
     import torch
     import torch.distributed as dist
 
     world = run.engine.world
-    if world.device.type == "cuda":
-        own = torch.cuda.max_memory_allocated(world.device)
-    else:
-        # ru_maxrss is in bytes on macOS, in KiB on Linux.
-        unit = 1 if sys.platform == "darwin" else 1024
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    peak = torch.tensor(own, device=world.device)
+    peak = torch.tensor(read_peak(world.device), device=world.device)
     if world.data_size > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)

@@ -6,14 +6,13 @@ Losses stay on the device until a record is due, so that no step waits for the d
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsjob.callbacks.memory_use import GIB, read_peak
 from dsjob.errors import NonFiniteLossError
 from dsjob.training.run import Run
 from dsjob.training.steps import Names
@@ -74,7 +73,7 @@ def record(run: Run, meter: Meter) -> None:
         run.loader.passes.require_same(world, loads=world.loads)
     # fp32 [names * steps]: all scalars side by side, so that one all-reduce is enough.
     scalars = torch.cat([torch.stack(values).float().to(engine.device) for values in meter.scalars.values()])
-    tokens, peak = float(meter.tokens), _read_peak(engine.device)
+    tokens, peak = float(meter.tokens), read_peak(engine.device) / GIB
     if world.everyone.size > 1:
         # Means over the ranks that report, and over those that read data: both are summed together with their number.
         reported = torch.cat([scalars, scalars.new_ones(1)])
@@ -123,14 +122,6 @@ def record(run: Run, meter: Meter) -> None:
     values = found | run.ask(found)
     meter.reset()
     run.parts.trainer.log(values)
-
-
-def _read_peak(device: torch.device) -> float:
-    """The most memory that this rank has used so far, in GiB: tensors on its GPU, or the process on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes in `ru_maxrss`
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _require_finite_losses(run: Run, meter: Meter, losses: list[float]) -> list[float]:

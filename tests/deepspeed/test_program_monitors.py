@@ -96,6 +96,9 @@ def test_a_missing_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.problems[0].hint == "pip install tensorboard"
 
 
-def test_dsjobs_own_engine_has_no_monitors() -> None:
-    with pytest.warns(ConfigWarning, match="csv_monitor: dsjob.deepspeed.initialize returns an engine with monitors"):
-        dsjob.initialize(model=torch.nn.Linear(2, 1), config=make_config(0, csv_monitor={"enabled": True}))
+def test_dsjobs_own_engine_has_neither_monitors_nor_breakdowns() -> None:
+    config = make_config(0, csv_monitor={"enabled": True}, wall_clock_breakdown=True, memory_breakdown=False)
+    with pytest.warns(ConfigWarning, match="csv_monitor: dsjob.deepspeed.initialize returns an engine that") as told:
+        dsjob.initialize(model=torch.nn.Linear(2, 1), config=config)
+    assert "wall_clock_breakdown: " in str(told[0].message)
+    assert "memory_breakdown" not in str(told[0].message)

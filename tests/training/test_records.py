@@ -40,7 +40,7 @@ def test_the_time_that_is_left_counts_in_what_happens_beside_training(
 
 def train_with_peaks(world: World, folder: str) -> list[float]:
     if world.everyone.size > 1:
-        records._read_peak = lambda device: [0.5, 2.5][world.everyone.rank]
+        records.read_peak = lambda device: [2**29, 5 * 2**29][world.everyone.rank]
     small_jobs.run(small_jobs.make_document(folder, trainer={"max_steps": 2}), world)
     lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["memory/peak_gib"] for line in lines]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.data import Epochs
+from dsjob.deepspeed.breakdowns import Breakdowns
 from dsjob.deepspeed.program_monitors import Monitor
 from dsjob.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from dsjob.deepspeed.settings import Settings
@@ -22,6 +23,7 @@ from dsjob.torch_private import is_compiled as _is_compiled
 class DeepSpeedEngine(Settings, Engine):
     """An `Engine` with DeepSpeed's getters, setters and older names. Made by `dsjob.deepspeed.initialize`."""
 
+    reports = True
     _more_names = ". docs/explanation/deepspeed-tests.md lists what dsjob has of DeepSpeed"
 
     sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
@@ -32,6 +34,8 @@ class DeepSpeedEngine(Settings, Engine):
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
         self.monitor = Monitor(self.config, self.global_rank)
+        asked = self.wall_clock_breakdown() or self.memory_breakdown() or self.flops_profiler_enabled()
+        self._breakdowns = Breakdowns(self) if asked and self.global_rank == 0 else None
         # What libraries read from the wrapper that DeepSpeed puts around an optimizer.
         optimizer: Any = self.optimizer
         if optimizer is not None and self._update.scaler is not None:
@@ -44,15 +48,18 @@ class DeepSpeedEngine(Settings, Engine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         before = self.global_steps
         super().step(lr_kwargs)
-        if self.global_steps > before and self.monitor.enabled and self.global_rank == 0:
-            self._write_rates()
+        if self.global_steps == before:
+            return
+        times = self._breakdowns.end_step() if self._breakdowns is not None else []
+        if self.monitor.enabled and self.global_rank == 0:
+            self._write_events(times)
 
-    def _write_rates(self) -> None:
+    def _write_events(self, times: list[tuple[str, float, int]]) -> None:
         """Writes what DeepSpeed writes after each optimizer step."""
         events = [("Train/Samples/lr", rate, self.global_samples) for rate in self.get_lr()[:1]]
         if self.spec.fp16.enabled:
             events.append(("Train/Samples/loss_scale", self.loss_scale(), self.global_samples))
-        self.monitor.write_events(events)
+        self.monitor.write_events(events + times)
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         super()._take_step(lr_kwargs)
@@ -89,8 +96,9 @@ class DeepSpeedEngine(Settings, Engine):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """An empty dict, as in DeepSpeed without `wall_clock_breakdown`, which has no effect here."""
-        return {}
+        """The milliseconds of the parts `fwd`, `bwd` and `step` that `wall_clock_breakdown` printed last on rank 0;
+        empty without it."""
+        return dict(self._breakdowns.times) if self._breakdowns is not None else {}
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts to overflows."""
