@@ -22,6 +22,7 @@ from dsjob.training.form import showing
 from dsjob.trust.user import Flags
 
 _FORM = ("++predict.outputs=null", "++predict.format=jsonl")  # what `read_rows` reads
+_DEFAULT = "bytes"  # of dsjob.text.Text, whose module imports torch
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,20 @@ def choose_settings(
     train = document.get("data", {}).get("train") or {}
     if any(each.lstrip("+").startswith("generation.tokenizer") for each in overrides):
         return {**own, **settings}
-    of_texts = train.get("tokenizer") if train.get("_target_") == "dsjob.text.Text" else None
-    named = tokenizer or own.get("tokenizer") or of_texts
+    named = tokenizer or own.get("tokenizer") or _find_tokenizer(train)
     if named is None:
         raise UsageError(
             "the job of this checkpoint names no tokenizer", hint="add --tokenizer FOLDER, or --tokenizer bytes"
         )
     return {**own, **settings, "tokenizer": named}
+
+
+def _find_tokenizer(data: Any) -> str | None:
+    """The tokenizer of a dataset of texts, or of the first one in a mixture."""
+    target = data.get("_target_") if isinstance(data, Mapping) else None
+    if target == "dsjob.text.Mixture":
+        return next(filter(None, map(_find_tokenizer, data.get("datasets") or ())), None)
+    return str(data.get("tokenizer") or _DEFAULT) if target == "dsjob.text.Text" else None
 
 
 def make_generation(chosen: Chosen, file: str, settings: Mapping[str, Any], overrides: Sequence[str]) -> Source:

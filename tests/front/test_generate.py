@@ -54,6 +54,25 @@ def test_prompts_are_continued_alike_on_every_number_of_ranks(run: Path, tmp_pat
     assert [json.loads(done.stdout)["text"] for done in each] == [text for _, text in found[0][:2]]
 
 
+TEXT = "{_target_: dsjob.text.Text, source: texts.txt, cache_dir: cache}"
+OF_TEXTS = {"text": TEXT, "mixture": f"{{_target_: dsjob.text.Mixture, datasets: [{TEXT}, {TEXT}]}}"}
+
+
+@pytest.mark.full("mixture")
+@pytest.mark.parametrize("train", OF_TEXTS.values(), ids=OF_TEXTS)
+def test_texts_without_a_tokenizer_are_bytes(tmp_path: Path, train: str) -> None:
+    (tmp_path / "sentences.py").write_text(SENTENCES)
+    own = "{_target_: sentences.Sentences, size: 8}"
+    (tmp_path / "job.yaml").write_text(JOB.replace(own, f"{train}\n  collate: {{_target_: dsjob.text.Pad}}"))
+    (tmp_path / "texts.txt").write_text("some words\n" * 8)
+    changes = ("tasks=[train]", "output.dir=run", "~metrics", "~generation", "~data.eval")
+    done = dsjob("job.yaml", *changes, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = dsjob("generate", "run", "--prompt", "some", "--max-new-tokens", "3", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["generated"]) == 3
+
+
 @pytest.mark.full
 def test_a_tokenizer_of_transformers_is_loaded_from_its_folder(run: Path, tmp_path: Path) -> None:
     """The one of ByT5, whose ids are those of bytes, three higher."""
