@@ -7,8 +7,6 @@ message that says what to use instead (`absent`).
 
 from __future__ import annotations
 
-from typing import NoReturn as _NoReturn
-
 from dsjob import __version__ as _version
 from dsjob.deepspeed import checkpoint as checkpoint
 from dsjob.deepspeed import checkpointing as checkpointing
@@ -18,9 +16,8 @@ from dsjob.deepspeed import ops as ops
 from dsjob.deepspeed import runtime as runtime
 from dsjob.deepspeed import utils as utils
 from dsjob.deepspeed import zero as zero
-from dsjob.deepspeed.absent import AbsentNameError as _AbsentNameError
-from dsjob.deepspeed.absent import explain as _explain
 from dsjob.deepspeed.absent import explain_imports as _explain_imports
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
 from dsjob.deepspeed.entry import initialize as initialize
 from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
@@ -40,7 +37,4 @@ __git_hash__ = __git_branch__ = None
 dsjob_version = _version
 
 _explain_imports()
-
-
-def __getattr__(name: str) -> _NoReturn:
-    raise _AbsentNameError(_explain(name))
+__getattr__ = _explain_names(__name__)

@@ -5,10 +5,14 @@ Programs may test for them as usual (`hasattr`, `try: import`).
 
 from __future__ import annotations
 
+import difflib
+import dis
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
 
 from dsjob.errors import UsageError
 
@@ -19,6 +23,8 @@ _EXPERTS = "expert parallelism is not built; a model with experts trains under Z
 _NVME = "the config's offload_optimizer section keeps optimizer state on a disk: device nvme, with nvme_path"
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
+_TILED = "use torch.nn.Linear; dsjob.linear_cross_entropy saves the memory of a large vocabulary's logits"
+_ON_DEVICE = 'build the model under torch.device("meta"), or at stage 3 under deepspeed.zero.Init()'
 _LAUNCHER = "start ranks with `dsjob exec`, torchrun, srun, or launch.nproc in a job document"
 
 # What to use instead, by the name below `deepspeed`. An entry for a package applies to everything in it.
@@ -58,6 +64,21 @@ ALTERNATIVES = {
     "elasticity": "a checkpoint resumes on any number of ranks, with the same train batch",
     "launcher.launch": _LAUNCHER,
     "launcher.multinode_runner": _LAUNCHER,
+    "launcher.runner.main": _LAUNCHER,
+    "launcher.runner.fetch_hostfile": _LAUNCHER,
+    "checkpoint.DeepSpeedCheckpoint": "`dsjob ckpt` and `dsjob convert` read DeepSpeed's checkpoints",
+    "ops.adam.ZenFlowCPUAdam": "ZenFlow is not built; use DeepSpeedCPUAdam",
+    "ops.adam.ZenFlowSelectiveAdamW": "ZenFlow is not built; use FusedAdam",
+    "ops.transformer.DeepSpeedTransformerInference": _INFERENCE,
+    "moe.utils.split_params_into_shared_and_expert_params": _EXPERTS,
+    "moe.utils.has_moe_layers": _EXPERTS,
+    "zero.TiledLinear": _TILED,
+    "runtime.zero.TiledLinear": _TILED,
+    "runtime.utils.get_global_norm": "engine.get_global_grad_norm() gives the norm of the last step",
+    "runtime.utils.DummyOptim": "initialize without an optimizer needs none",
+    "utils.OnDevice": _ON_DEVICE,
+    "OnDevice": _ON_DEVICE,
+    "utils.instrument_w_nvtx": "torch.profiler.record_function names a part of a program in traces",
     "nebula": "checkpoint.async saves checkpoints in the background",
     "datastates": "checkpoint.async saves checkpoints in the background",
 }
@@ -72,14 +93,29 @@ def describe(name: str) -> str | None:
 
 def explain(name: str) -> str:
     """The message for an absent name."""
-    instead = describe(name)
+    instead = describe(name) or _find_similar(*name.rpartition(".")[::2])
     return f"dsjob has no deepspeed.{name}" + (
         f": {instead}" if instead else "; docs/explanation/deepspeed-tests.md lists what it has"
     )
 
 
+def _find_similar(module: str, name: str) -> str | None:
+    """The module that has `name`, or a name of `module` that is spelt like it."""
+    loaded = {each: vars(found) for each, found in sys.modules.items() if each == _HERE or each.startswith(f"{_HERE}.")}
+    homes = [each for each, names in loaded.items() if getattr(names.get(name), "__module__", None) == each]
+    if homes:
+        return f"it is deepspeed{homes[0].removeprefix(str(_HERE))}.{name}"
+    known = loaded.get(f"{_HERE}.{module}" if module else str(_HERE), {})
+    spelt = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1, cutoff=0.8)
+    return f"did you mean {spelt[0]}?" if spelt else None
+
+
 class AbsentNameError(UsageError, AttributeError):
     """A program uses a name of DeepSpeed that dsjob does not have."""
+
+
+class AbsentImportError(UsageError, ImportError):  # type: ignore[misc]  # two attributes `path`
+    """A program imports a name of DeepSpeed that dsjob does not have, from a module that it has."""
 
 
 class AbsentModuleError(UsageError, ModuleNotFoundError):  # type: ignore[misc]  # two attributes `path`
@@ -94,6 +130,33 @@ class _Explaining(MetaPathFinder):
             # Do not set the exception's `name`: for `from ... import name`, Python would replace the message by its
             # own.
             raise AbsentModuleError(explain(fullname[len(_HERE) + 1 :]))
+
+
+def _find_nothing(name: str) -> NoReturn:
+    raise AttributeError(name)
+
+
+def explain_names(module: str, find: Callable[[str], Any] = _find_nothing) -> Callable[[str], Any]:
+    """The `__getattr__` of a module of dsjob.deepspeed: raises the message of `explain` for a name that neither the
+    module nor `find` has.
+
+    `from module import name` would replace the message of an AttributeError by Python's own, so it gets an ImportError.
+    """
+    below = module[len(str(_HERE)) + 1 :]
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        with suppress(AttributeError):
+            return find(name)
+        message = explain(f"{below}.{name}" if below else name)
+        raise AbsentImportError(message) if _imports(sys._getframe(1)) else AbsentNameError(message)
+
+    return __getattr__
+
+
+def _imports(frame: FrameType) -> bool:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def explain_imports() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
+
 
 class Accelerator:
     """The GPU if there is one, or else the CPU. Other attributes come from torch.cuda, or from torch.cpu and torch."""
@@ -123,3 +125,6 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """The accelerator of this machine."""
     return Accelerator()
+
+
+__getattr__ = _explain_names(__name__)

@@ -12,3 +12,6 @@ from dsjob.checkpointing import non_reentrant_checkpoint as non_reentrant_checkp
 from dsjob.checkpointing import partition_activations_in_checkpoint as partition_activations_in_checkpoint
 from dsjob.checkpointing import reset as reset
 from dsjob.checkpointing import set_num_layers as set_num_layers
+from dsjob.deepspeed.absent import explain_names as _explain_names
+
+__getattr__ = _explain_names(__name__)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as _dist
 from torch import Tensor
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.engine.build import init_distributed as init_distributed
 
 
@@ -39,5 +40,4 @@ def all_gather_into_tensor(
     return _dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(_dist, name)
+__getattr__ = _explain_names(__name__, lambda name: getattr(_dist, name))

@@ -2,6 +2,8 @@
 
 import torch
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
+
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
@@ -9,3 +11,5 @@ torch_info = {
     "nccl_version": "0.0",
     "hip_version": torch.version.hip or "0.0",
 }
+
+__getattr__ = _explain_names(__name__)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,14 @@ from dsjob.deepspeed.absent import ALTERNATIVES
             "from dsjob.deepspeed.ops.sparse_attention import SparseSelfAttention",
             "no deepspeed.ops.sparse_attention: use torch's",
         ),
+        (
+            "from dsjob.deepspeed.ops.adam import FusedLion",
+            "no deepspeed.ops.adam.FusedLion: it is deepspeed.ops.lion",
+        ),
+        ("from dsjob.deepspeed.ops.adam import FuzedAdam", "no deepspeed.ops.adam.FuzedAdam: did you mean FusedAdam?"),
+        ("from dsjob.deepspeed.comm import Pipe", "no deepspeed.comm.Pipe; docs/explanation/deepspeed-tests.md"),
+        ("from dsjob.deepspeed.runtime.lr_schedules import OneCycel", "did you mean OneCycle?"),
+        ("from dsjob.deepspeed import log_dist", "no deepspeed.log_dist: it is deepspeed.utils.log_dist"),
         ("import dsjob.deepspeed.inferense", "no deepspeed.inferense; docs/explanation/deepspeed-tests.md"),
     ],
 )
@@ -45,11 +55,29 @@ def test_programs_may_look_before_they_ask() -> None:
     assert not hasattr(deepspeed, "init_inference")
     assert hasattr(deepspeed, "initialize")
     assert getattr(deepspeed, "tp_model_init", None) is None
+    assert not hasattr(deepspeed.ops.adam, "FusedLion")
+    assert getattr(deepspeed.zero, "TiledLinear", None) is None
+    with suppress(ImportError):
+        from dsjob.deepspeed.ops.adam import FusedLion  # noqa: F401
+
+        raise AssertionError
+
+
+OWN = ("absent", "breakdowns", "defaults", "entry", "program_monitors", "settings")  # modules that DeepSpeed lacks
+
+
+def test_all_modules_explain_the_names_that_they_lack() -> None:
+    for found in pkgutil.walk_packages(deepspeed.__path__, f"{deepspeed.__name__}."):
+        if found.name.rpartition(".")[2] not in OWN:
+            with pytest.raises(AttributeError, match=r"dsjob has no deepspeed\.[\w.]*\.absent_name"):
+                _ = importlib.import_module(found.name).absent_name
 
 
 def test_no_alternative_is_given_for_what_is_there() -> None:
     for name in ALTERNATIVES:
         assert name not in vars(deepspeed)
+        module, _, last = f"dsjob.deepspeed.{name}".rpartition(".")
+        assert last not in vars(sys.modules.get(module, deepspeed)), name
         try:
             found = importlib.util.find_spec(f"dsjob.deepspeed.{name}")
         except ModuleNotFoundError:

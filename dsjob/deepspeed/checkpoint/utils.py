@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
+
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """A copy of `item` in which every tensor is detached and a tensor of its own on `device`.
@@ -20,3 +22,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, dict):
         return type(item)({key: clone_tensors_for_torch_save(each, device) for key, each in item.items()})
     return item
+
+
+__getattr__ = _explain_names(__name__)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.errors import UsageError
 
 
@@ -31,3 +32,6 @@ def split_params_into_different_moe_groups_for_optimizer(
                 hint="train without experts, or with DeepSpeed",
             )
     return groups
+
+
+__getattr__ = _explain_names(__name__)

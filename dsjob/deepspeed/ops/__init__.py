@@ -3,6 +3,7 @@
 The optimizers use torch's foreach and fused steps, or dsjob's kernels, built on first use.
 """
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.ops import adagrad as adagrad
 from dsjob.deepspeed.ops import adam as adam
 from dsjob.deepspeed.ops import lamb as lamb
@@ -16,3 +17,5 @@ __compatible_ops__ = {
     **dict.fromkeys(("transformer", "stochastic_transformer"), True),
     **dict.fromkeys(("async_io", "quantizer", "sparse_attn", "inference_core_ops"), False),
 }
+
+__getattr__ = _explain_names(__name__)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
+
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """Adagrad, under the name that DeepSpeed uses for state on the host."""
@@ -15,3 +17,6 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         self, model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0
     ) -> None:
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+__getattr__ = _explain_names(__name__)

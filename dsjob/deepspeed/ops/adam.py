@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.optim.adam import DeepSpeedAdam
 
 
@@ -55,3 +56,6 @@ class DeepSpeedCPUAdam(FusedAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+__getattr__ = _explain_names(__name__)

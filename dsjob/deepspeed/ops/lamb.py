@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.defaults import fill_params
 from dsjob.optim.lamb import Lamb
 
@@ -15,3 +16,6 @@ class FusedLamb(Lamb):
     def __init__(self, params: Iterable[Any], **given: Any) -> None:
         filled = fill_params("optimizer", "Lamb", given)
         super().__init__(params, **{key: value for key, value in filled.items() if key != "amsgrad"})
+
+
+__getattr__ = _explain_names(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.defaults import fill_params
 from dsjob.optim.lion import Lion
 
@@ -18,3 +19,6 @@ class FusedLion(Lion):
 
 class DeepSpeedCPULion(FusedLion):
     """The same optimizer, under the name that DeepSpeed uses for state on the host."""
+
+
+__getattr__ = _explain_names(__name__)

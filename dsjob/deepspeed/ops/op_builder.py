@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
+
 
 class OpBuilder:
     """An op that DeepSpeed compiles. dsjob uses torch's counterpart or lacks the op, so there is nothing to build."""
@@ -69,3 +71,6 @@ class AsyncIOBuilder(OpBuilder):
     """Asynchronous file I/O; dsjob's own needs nothing to be built."""
 
     NAME = "async_io"
+
+
+__getattr__ = _explain_names(__name__)

@@ -13,6 +13,7 @@ from dsjob.contract.bounds import check_values
 from dsjob.contract.check import check_shape
 from dsjob.contract.paths import get_at
 from dsjob.contract.rules import RULES
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.settings import Settings
 from dsjob.document.bare import complete_config, resolve_config
 from dsjob.engine.configs import read_config
@@ -103,3 +104,6 @@ def read_whole(config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any) -> 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     spec, _ = resolve_config(given, world_size=ranks if mpu is None else read_data_ranks(mpu)[1], locate=origin.locate)
     return given, complete_config(given, spec)
+
+
+__getattr__ = _explain_names(__name__)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.data import Epochs
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.breakdowns import Breakdowns
 from dsjob.deepspeed.program_monitors import Monitor
 from dsjob.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -189,3 +190,6 @@ class DeepSpeedEngine(Settings, Engine):
         self.strategy.free_gathered()
 
     save_fp16_model = Engine.save_16bit_model
+
+
+__getattr__ = _explain_names(__name__)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dsjob.contract import schema as contract
 from dsjob.contract.check import check_config
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.defaults import fill_params
 from dsjob.errors import ConfigError
 from dsjob.optim import schedules
@@ -69,8 +70,11 @@ class WarmupCosineLR(metaclass=_Named):
     """See dsjob.optim.schedules."""
 
 
-def __getattr__(name: str) -> str:
+def _find_constant(name: str) -> str:
     """DeepSpeed has a constant for each argument: CYCLE_MIN_LR is "cycle_min_lr", and so on."""
     if name.isupper() and any(name.lower() in _list_arguments(kind) for kind in VALID_LR_SCHEDULES):
         return name.lower()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(name)
+
+
+__getattr__ = _explain_names(__name__, _find_constant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.runtime.config import Section
 
 
@@ -28,3 +29,6 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
     """The bf16 section of a config, also under its older name `bfloat16`."""
     return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
+
+
+__getattr__ = _explain_names(__name__)

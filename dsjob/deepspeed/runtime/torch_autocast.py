@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from dsjob.compute.autocast import DEFAULT_SAFE_MODULES, MARK, find_safe_modules, mark, marked_dtype
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
 
@@ -58,3 +59,6 @@ has_comm_dtype = has_autocast_dtype
 def get_comm_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype in which the parameter's gradient is reduced: the one that autocast set, or the parameter's own."""
     return marked_dtype(parameter) or parameter.dtype
+
+
+__getattr__ = _explain_names(__name__)

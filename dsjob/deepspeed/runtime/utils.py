@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.utils import logger
 
 
@@ -17,3 +18,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def clip_grad_norm_(parameters: object, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """torch's function, for a program's own optimizers. Engines clip according to `gradient_clipping`."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[arg-type]
+
+
+__getattr__ = _explain_names(__name__)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as _dist
 
 from dsjob.data.epochs import RepeatingLoader as RepeatingLoader
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.utils import groups as groups
 from dsjob.parallel.parameters import safe_get_full_fp32_param as safe_get_full_fp32_param
 from dsjob.parallel.parameters import safe_get_full_grad as safe_get_full_grad
@@ -38,3 +39,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = _dist.get_rank() if _dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+__getattr__ = _explain_names(__name__)

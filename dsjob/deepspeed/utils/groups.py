@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.distributed as _dist
 
 from dsjob import checkpointing as _checkpointing
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.ranks.mesh import Ranks as _Ranks
 
 
@@ -42,3 +43,5 @@ get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
 get_model_parallel_world_size = _get_model_parallel_world_size
 get_model_parallel_rank = _get_model_parallel_rank
+
+__getattr__ = _explain_names(__name__)

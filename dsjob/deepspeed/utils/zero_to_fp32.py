@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dsjob.checkpoint.live.weights import read_weights
 from dsjob.checkpoint.offline.convert import Names, convert, parse_size
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.optim.shards import local, own_part
 
 Place = str | os.PathLike[str]
@@ -66,3 +67,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         form="safetensors" if safe_serialization else "torch",
         names=Names(trained=exclude_frozen_parameters),
     )
+
+
+__getattr__ = _explain_names(__name__)

@@ -1,1 +1,5 @@
 """`deepspeed.runtime.activation_checkpointing`."""
+
+from dsjob.deepspeed.absent import explain_names as _explain_names
+
+__getattr__ = _explain_names(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.checkpointing import CudaRNGStatesTracker as CudaRNGStatesTracker
 from dsjob.deepspeed.checkpointing import checkpoint as checkpoint
 from dsjob.deepspeed.checkpointing import configure as configure
@@ -12,3 +13,5 @@ from dsjob.deepspeed.checkpointing import non_reentrant_checkpoint as non_reentr
 from dsjob.deepspeed.checkpointing import partition_activations_in_checkpoint as partition_activations_in_checkpoint
 from dsjob.deepspeed.checkpointing import reset as reset
 from dsjob.deepspeed.checkpointing import set_num_layers as set_num_layers
+
+__getattr__ = _explain_names(__name__)

@@ -1,5 +1,6 @@
 """`deepspeed.runtime.zero`."""
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.runtime.zero.parameter_offload import unwrap_model_for_generation as unwrap_model_for_generation
 from dsjob.parallel.presharded import ShardStatus
 from dsjob.parallel.zero import GatheredParameters as GatheredParameters
@@ -8,3 +9,5 @@ from dsjob.parallel.zero import register_external_parameter as register_external
 from dsjob.parallel.zero import unregister_external_parameter as unregister_external_parameter
 
 ZeroParamStatus = ShardStatus
+
+__getattr__ = _explain_names(__name__)

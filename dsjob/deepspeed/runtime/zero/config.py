@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.runtime.config import Section
 from dsjob.deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
@@ -24,3 +25,6 @@ class DeepSpeedZeroConfig(Section):
     def _take(self, values: Mapping[str, Any]) -> None:
         # As in DeepSpeed, the default of overlap_comm depends on the stage.
         super()._take({**values, "overlap_comm": values.get("overlap_comm", values["stage"] == 3)})
+
+
+__getattr__ = _explain_names(__name__)

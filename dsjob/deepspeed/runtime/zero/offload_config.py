@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.runtime.config import Section
 
 
@@ -40,3 +41,6 @@ class DeepSpeedZeroOffloadOptimizerConfig(Section):
     def pipeline(self) -> bool:
         """Whether reads or writes overlap with the step."""
         return bool(self.pipeline_read or self.pipeline_write)
+
+
+__getattr__ = _explain_names(__name__)

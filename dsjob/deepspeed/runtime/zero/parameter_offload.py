@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.parallel.zero import GatheredParameters
 
 
@@ -40,3 +41,6 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """A context in which an engine's parameters are whole. Yields the engine. Every rank must enter and leave it."""
     with GatheredParameters(model.parameters()):
         yield model
+
+
+__getattr__ = _explain_names(__name__)

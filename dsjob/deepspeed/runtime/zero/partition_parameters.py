@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
 from dsjob.parallel.presharded import ShardStatus
 from dsjob.parallel.zero import GatheredParameters as GatheredParameters
@@ -24,3 +25,6 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
     """`fn` itself: a constructor of tensors such as torch.empty keeps its dtype."""
     return fn
+
+
+__getattr__ = _explain_names(__name__)
