@@ -8,11 +8,13 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+from dsjob import storage
+from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.root.best import choose_tag
 from dsjob.cli import ckpt_text as text
 from dsjob.cli.bar import show_progress
 from dsjob.cli.flags import add_choice, describe, make_parser
-from dsjob.errors import UsageError
+from dsjob.errors import DsjobError, NoCheckpointError, UsageError
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 EXAMPLES = {
@@ -33,8 +35,29 @@ EXAMPLES = {
 def main(arguments: list[str], debug: bool) -> int:
     """Runs a subcommand. Also returns 1 if `verify` finds damage or `diff` finds a difference."""
     args = parse_arguments(arguments)
-    code: int = args.action(args)
+    try:
+        code: int = args.action(args)
+    except NoCheckpointError as error:
+        hint = _hint_at_others(args.ckpt) if "ckpt" in args else ""
+        raise NoCheckpointError(error.message, hint=hint or error.hint) from error
     return code
+
+
+def _hint_at_others(url: str) -> str:
+    """What to name instead of a folder in which another program keeps checkpoints; empty for any other folder."""
+    from dsjob.checkpoint.other.deepspeed.folder import find_folder
+    from dsjob.checkpoint.root.source import open_root
+
+    saved = [name for name in open_root(url).names("") if re.fullmatch(r"checkpoint-\d{1,12}", name)]
+    if saved:
+        newest = sorted(saved, key=lambda name: int(name.rpartition("-")[2]))[-3:]
+        listed = ", ".join(storage.join(url, name) for name in newest)
+        return f"each checkpoint of Hugging Face's Trainer has a folder of its own, so name one: {listed}"
+    try:
+        found = find_folder(url) is not None
+    except (layout.Problem, DsjobError):  # an unsupported or incomplete one
+        found = True
+    return f"DeepSpeed saved this; dsjob convert {url} OUT reads it, and so does checkpoint.resume" if found else ""
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import dis
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -150,13 +151,15 @@ def explain_names(module: str, find: Callable[[str], Any] = _find_nothing) -> Ca
         with suppress(AttributeError):
             return find(name)
         message = explain(f"{below}.{name}" if below else name)
-        raise AbsentImportError(message) if _imports(sys._getframe(1)) else AbsentNameError(message)
+        here = inspect.currentframe()
+        raise AbsentImportError(message) if _imports(here and here.f_back) else AbsentNameError(message)
 
     return __getattr__
 
 
-def _imports(frame: FrameType) -> bool:
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+def _imports(frame: FrameType | None) -> bool:
+    """Whether `frame` is at the part of `from module import name` that reads the name."""
+    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def explain_imports() -> None:

@@ -585,6 +585,25 @@ def test_torch_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("command", ["ls", "verify", "info"])
+def test_folders_of_other_programs_are_told_apart(
+    root: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hf").mkdir()
+    for step in (2, 10):
+        shutil.copytree(root, tmp_path / "hf" / f"checkpoint-{step}")
+    ckpt(command, tmp_path / "hf", code=1)
+    told = capsys.readouterr().err
+    assert f"so name one: {tmp_path}/hf/checkpoint-2, {tmp_path}/hf/checkpoint-10\n" in told
+    ckpt(command, tmp_path / "hf/checkpoint-10")
+    theirs = tmp_path / "theirs" / "global_step3"
+    theirs.mkdir(parents=True)
+    (theirs / "mp_rank_00_model_states.pt").touch()
+    for place in (theirs, theirs.parent):  # without the file `latest`
+        ckpt(command, place, code=1)
+        assert f"DeepSpeed saved this; dsjob convert {place} OUT" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["ls"], ["copy", "a"], ["ls", "nosuch://bucket/x"]])
 def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", *arguments]) in (1, 2)
