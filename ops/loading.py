@@ -11,12 +11,19 @@ from dsjob.ops.registry import OPS
 
 
 @functools.cache
-def load(name: str) -> str:
-    """Builds and loads an op, once per process. Returns why it cannot be used, or nothing."""
-    from dsjob.ops.build import build  # late, since it imports setuptools and torch's build tools
+def load(name: str, *, build: bool = True) -> str:
+    """Loads an op, once per process, and builds it before if necessary. Returns why it cannot be used, or nothing.
 
+    build=False: use it only if it has been built ahead.
+    """
+    from dsjob.ops import build as building  # late, since it imports setuptools and torch's build tools
+
+    op = OPS[name]
     try:
-        torch.ops.load_library(str(build(OPS[name])))  # type: ignore[no-untyped-call]
+        library = building.build(op) if build else building.find_built(op)
+        if library is None:
+            return f"{name} has not been built: run `dsjob ops build {name}`"
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except (BuildError, OSError) as error:
         return str(error)
     return ""

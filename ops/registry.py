@@ -36,7 +36,7 @@ class Op:
     @property
     def files(self) -> list[Path]:
         """Every file that a build depends on, in a fixed order: the sources and what they include."""
-        return sorted((SOURCES / self.name).iterdir())
+        return sorted((*(SOURCES / self.name).iterdir(), *SOURCES.glob("*.h")))
 
 
 _ALL = (
@@ -46,6 +46,20 @@ _ALL = (
         "optimizer.type Adam, AdamW, Lion, Adagrad and Lamb, for state on the host",
         "torch's operators",
         ("CPU_OPTIMIZERS", "CPU_ADAM", "CPU_LION", "CPU_ADAGRAD", "CPU_LAMB"),
+    ),
+    Op(
+        "onebit",
+        "cpu",
+        "optimizer.type OneBitAdam, OneBitLamb and ZeroOneAdam, for parameters on the host",
+        "torch's operators",
+        ("ONEBIT",),
+    ),
+    Op(
+        "onebit_cuda",
+        "cuda",
+        "the same, for parameters on GPUs, once it has been built ahead",
+        "torch's operators",
+        ("ONEBIT", "ONEBIT_CUDA"),
     ),
 )
 # The ops in plain torch: who uses each.

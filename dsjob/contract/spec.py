@@ -153,6 +153,7 @@ class Ops:
     """Whether to use each native op."""
 
     cpu_optimizers: Literal["auto", "require", "off"]
+    onebit: Literal["auto", "require", "off"]
 
 
 @dataclass(frozen=True, slots=True)

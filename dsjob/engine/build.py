@@ -26,7 +26,7 @@ from dsjob.engine.batches import load_batches
 from dsjob.engine.blocks import prepare_blocks
 from dsjob.engine.configs import name_type
 from dsjob.engine.engine import Engine
-from dsjob.engine.native import choose_kernels
+from dsjob.engine.native import choose_compression, choose_kernels
 from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.onebit.own_gradients import require_data_parallel
@@ -222,6 +222,7 @@ def build_engine(
         if strategy.disk is not None:
             strategy.disk.require(built)
         choose_kernels(built, masters.values(), spec.ops.cpu_optimizers, strategy.world)
+        choose_compression(built, masters.values(), spec.ops.onebit, strategy.world)
     require_data_parallel(built, world)
     scheduler = _make_scheduler(lr_scheduler, spec, built, trust)
     return kind(

@@ -1,4 +1,4 @@
-"""Decides whether native kernels step the optimizer, alike on all ranks that hold the same parameters."""
+"""Decides whether native ops step the optimizer, or compress what it sends; alike on all data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.errors import BuildError
-from dsjob.ops import cpu_optimizers
+from dsjob.ops import cpu_optimizers, onebit
 from dsjob.ops.registry import OPS, Wish
 from dsjob.optim.host import KERNELS, WORTHWHILE, can_step_on_host, prefer_kernels
+from dsjob.optim.onebit.compressing import CompressingOptimizer
+from dsjob.optim.onebit.own_gradients import count_ranks
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 
@@ -33,13 +35,38 @@ def choose_kernels(optimizer: Optimizer, masters: Iterable[Tensor], wish: Wish, 
                 hint=f"there are kernels for {kinds}, without amsgrad, maximize and hooks; or set auto",
             )
         return
-    problems = all_gather(world.data, cpu_optimizers.find_problem())
-    problem = next(filter(None, problems), "")
-    if not problem:
+    if _agree("cpu_optimizers", cpu_optimizers.find_problem(), wish, world, "step the optimizer on the host"):
         prefer_kernels(optimizer)
-    elif wish == "require":
-        instead = OPS["cpu_optimizers"].instead
-        raise BuildError(problem, hint=f"with ops.cpu_optimizers=auto, dsjob uses {instead} instead")
-    elif world.everyone.rank == 0:
-        first = problem.splitlines()[0]
-        warnings.warn(f"{OPS['cpu_optimizers'].instead} step the optimizer on the host: {first}", stacklevel=2)
+
+
+def choose_compression(optimizer: Optimizer, masters: Iterable[Tensor], wish: Wish, world: World) -> None:
+    """Lets a 1-bit optimizer compress with a native op, if the document wishes so. A collective.
+
+    The result is the same without it. Raises BuildError where it is required and a rank cannot have it.
+    """
+    if wish == "off":
+        return
+    if not isinstance(optimizer, CompressingOptimizer):
+        if wish == "require":
+            raise BuildError(
+                f"ops.onebit: {type(optimizer).__name__} compresses nothing",
+                hint="use OneBitAdam, OneBitLamb or ZeroOneAdam, or set auto",
+            )
+        return
+    found = list(masters)
+    worthwhile = count_ranks() > 1 and sum(master.numel() for master in found) >= WORTHWHILE
+    if not found or not (worthwhile or wish == "require"):
+        return
+    problem = onebit.find_problem(found[0].device, build=wish == "require")
+    optimizer.native = _agree("onebit", problem, wish, world, "compress momenta")
+
+
+def _agree(op: str, problem: str, wish: Wish, world: World, what: str) -> bool:
+    """Whether all data-parallel ranks can use an op. what: torch's operators do instead, for the warning."""
+    problem = next(filter(None, all_gather(world.data, problem)), "")
+    instead = OPS[op].instead
+    if problem and wish == "require":
+        raise BuildError(problem, hint=f"with ops.{op}=auto, dsjob uses {instead} instead")
+    if problem and world.everyone.rank == 0:
+        warnings.warn(f"{instead} {what}: {problem.splitlines()[0]}", stacklevel=3)
+    return not problem

@@ -20,6 +20,7 @@ TINY = {
     "loop": "--ranks 2 --rounds 1 --steps 1 --warm-up 1",
     "memory": "--ranks 1 --smoke",
     "nvme": "--rounds 1 --megabytes 2 --folder FOLDER",
+    "onebit": "--rounds 1 --sizes 1000",
     "programs": "--smoke",
     "text": "--rounds 1 --steps 1",
     "transformer_layer": "--rounds 1 --shapes 2x4x8x2",

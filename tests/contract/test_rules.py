@@ -470,6 +470,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {**BY_DEEPSPEED, "ops": {"cpu_optimizers": "auto"}},
     ),
     (
+        "deepspeed-ops",
+        {**BY_DEEPSPEED, "ops": {"onebit": "require"}},
+        "ops.onebit",
+        {**BY_DEEPSPEED, "ops": {"onebit": "auto"}},
+    ),
+    (
         "deepspeed-generation",
         {**BY_DEEPSPEED, "generation": {}, "data": EVAL, "zero_optimization": {"stage": 3}},
         "generation",

@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 from dsjob.engine import native
 from dsjob.errors import BuildError
-from dsjob.ops import cpu_optimizers, loading
+from dsjob.ops import cpu_optimizers, loading, onebit
 from dsjob.optim import host
 from dsjob.ranks.mesh import World
 
@@ -86,3 +86,53 @@ def test_small_models_build_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_requiring_kernels_for_another_optimizer_is_an_error() -> None:
     with pytest.raises(BuildError, match=r"ops\.cpu_optimizers: there is no kernel for SGD"):
         train(0, "require", optimizer={"type": "SGD", "params": {"lr": 0.1}})
+
+
+COMPRESSING = {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 1}}
+
+
+def compress(world: World, wish: str, lacks: bool = False) -> tuple[bool, dict[str, torch.Tensor], str, list[str]]:
+    """Whether the op compressed, the weights after four steps, an error, and warnings about compilers."""
+    native.WORTHWHILE = 1
+    if lacks and world.everyone.rank == 1:
+        onebit.find_problem = lambda device, build: "no C++ compiler was found"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            engine = make_engine(0, optimizer=COMPRESSING, ops={"onebit": wish})
+        except BuildError as raised:
+            return False, {}, str(raised), []
+    train_engine(engine, 0, 4)
+    told = [str(item.message) for item in caught if "C++" in str(item.message)]
+    return engine.optimizer.native, whole_state(engine), "", told  # type: ignore[union-attr]
+
+
+@needs_compiler
+def test_a_compiled_compression_changes_no_bit() -> None:
+    plain, compiled = (run_ranks(compress, 2, wish) for wish in ("off", "auto"))
+    assert [found[0] for found in (*plain, *compiled)] == [False, False, True, True]
+    for name, weight in plain[0][1].items():
+        assert torch.equal(compiled[0][1][name], weight), name
+
+
+def test_a_rank_without_the_compiled_compression_is_told_of_once() -> None:
+    told = "torch's operators compress momenta: no C++ compiler was found"
+    found = run_ranks(compress, 2, "auto", True)
+    assert [(used, warned) for used, _, _, warned in found] == [(False, [told]), (False, [])]
+    hint = "with ops.onebit=auto, dsjob uses torch's operators instead"
+    for _, _, error, _ in run_ranks(compress, 2, "require", True):
+        assert error == f"no C++ compiler was found\n  {hint}"
+
+
+def test_requiring_compression_for_another_optimizer_is_an_error() -> None:
+    with pytest.raises(BuildError, match=r"ops\.onebit: AdamW compresses nothing"):
+        make_engine(0, optimizer={"type": "AdamW", "params": {"lr": 0.1}}, ops={"onebit": "require"})
+
+
+def test_kernels_for_gpus_are_built_only_if_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path))
+    loading.load.cache_clear()
+    told = onebit.find_problem(torch.device("cuda"), build=False)
+    assert told == "onebit_cuda has not been built: run `dsjob ops build onebit_cuda`"
+    assert not any(tmp_path.iterdir())
+    loading.load.cache_clear()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from machine import lacks_commands
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from dsjob.ops import onebit
 from dsjob.optim.onebit.signs import average_signs, chunk_width
 from dsjob.ranks.mesh import World
 
 SHAPES = [(5, 7), (64,), (1,), (3, 2, 9), (130,)]
 ROUNDS = 4
+LACKING = lacks_commands(os.environ.get("CXX", "c++"))
 
 
 def make_values(rank: int, turn: int) -> list[Tensor]:
@@ -29,12 +34,15 @@ def make_masks() -> list[Tensor]:
     return masks
 
 
-def average_on_rank(world: World, one_scale: bool) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+def average_on_rank(
+    world: World, one_scale: bool, native: bool = False
+) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
     widths = [chunk_width(torch.Size(shape).numel(), world.data_size) for shape in SHAPES]
     workers, servers = [torch.zeros(world.data_size, w) for w in widths], [torch.zeros(w) for w in widths]
     rounds = []
     for turn in range(ROUNDS):
-        means = average_signs(make_values(world.data_rank, turn), make_masks(), workers, servers, one_scale=one_scale)
+        values = make_values(world.data_rank, turn)
+        means = average_signs(values, make_masks(), workers, servers, one_scale=one_scale, native=native)
         rounds.append((means, [w.clone() for w in workers], [s.clone() for s in servers]))
     return rounds
 
@@ -97,6 +105,19 @@ def test_means_and_errors_are_those_of_one_process_that_plays_all_ranks(ranks: i
                 assert not worker[size:].any()
                 own = simulation.servers[place][rank * servers[place].numel() :][: servers[place].numel()]
                 assert np.allclose(servers[place].numpy()[: own.size], own, rtol=1e-4, atol=1e-5)
+
+
+def compare_with_native(world: World) -> bool:
+    """Whether means and errors of the compiled op are the same, bit for bit."""
+    assert onebit.find_problem(torch.device("cpu"), build=True) == ""
+    sides = [average_on_rank(world, one_scale, native) for one_scale in (False, True) for native in (False, True)]
+    pairs = [zip(tree_leaves(sides[place]), tree_leaves(sides[place + 1]), strict=True) for place in (0, 2)]
+    return all(torch.equal(one, other) for pair in pairs for one, other in pair)
+
+
+@pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+def test_the_compiled_op_changes_nothing() -> None:
+    assert run_ranks(compare_with_native, 3) == [True] * 3
 
 
 def test_error_feedback_loses_nothing_over_time() -> None:

@@ -14,6 +14,7 @@ inline thread_local Index threadIdx;
 inline Index blockIdx, blockDim, gridDim;
 inline std::unique_ptr<std::barrier<>> turnstile;
 inline float exchanged[1024];
+inline bool votes[1024];
 
 #define __global__ inline
 #define __shared__ static
@@ -29,13 +30,23 @@ inline float __shfl_xor_sync(unsigned, float value, int step) {
     return other;
 }
 
+inline unsigned __ballot_sync(unsigned, bool vote) {
+    votes[threadIdx.x] = vote;
+    __syncthreads();
+    unsigned bits = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(votes[threadIdx.x / 32 * 32 + lane]) << lane;
+    __syncthreads();
+    return bits;
+}
+
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 template <typename Kernel>
-void launch(unsigned blocks, Index block, Kernel kernel) {
-    gridDim = {blocks, 1, 1};
+void launch(Index grid, Index block, Kernel kernel) {
+    gridDim = grid;
     blockDim = block;
-    for (blockIdx = {0, 0, 0}; blockIdx.x < blocks; ++blockIdx.x) {
+    for (unsigned number = 0; number < grid.x * grid.y; ++number) {
+        blockIdx = {number % grid.x, number / grid.x, 0};
         turnstile = std::make_unique<std::barrier<>>(block.x * block.y);
         std::vector<std::thread> threads;
         for (unsigned y = 0; y < block.y; ++y)
@@ -47,4 +58,9 @@ void launch(unsigned blocks, Index block, Kernel kernel) {
                 });
         for (auto& thread : threads) thread.join();
     }
+}
+
+template <typename Kernel>
+void launch(unsigned blocks, Index block, Kernel kernel) {
+    launch(Index{blocks, 1, 1}, block, kernel);
 }

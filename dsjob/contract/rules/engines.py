@@ -48,8 +48,9 @@ def _compile(document: Document) -> Iterator[Finding]:
 @enter("deepspeed-ops")
 def _ops(document: Document) -> Iterator[Finding]:
     """DeepSpeed steps its own optimizers, or flat parts of parameters that dsjob does not see."""
-    if is_driven(document) and read(document, "ops.cpu_optimizers") == "require":
-        yield "ops.cpu_optimizers", "require does not work with engine deepspeed", f"set auto, or {_OTHER}"
+    for name in ("cpu_optimizers", "onebit"):
+        if is_driven(document) and read(document, f"ops.{name}") == "require":
+            yield f"ops.{name}", "require does not work with engine deepspeed", f"set auto, or {_OTHER}"
 
 
 @enter("deepspeed-generation")

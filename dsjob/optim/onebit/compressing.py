@@ -39,6 +39,7 @@ class CompressingOptimizer(PartwiseOptimizer):
     flat.
     """
 
+    native = False  # whether the compiled op compresses, with the same result; see `dsjob.engine.native`
     _steps = 0  # taken so far; the same on all ranks, so all agree on when to communicate
 
     def __init__(
@@ -154,7 +155,7 @@ class CompressingOptimizer(PartwiseOptimizer):
             errors.append((state["worker_error"], state["server_error"]))
         workers, servers = zip(*errors, strict=True)
         live = [self.find_live(parameter, group) for parameter in parameters]
-        return average_signs(values, live, workers, servers, one_scale=one_scale)
+        return average_signs(values, live, workers, servers, one_scale=one_scale, native=self.native)
 
     def correct(self, parameter: Tensor, group: dict[str, Any]) -> tuple[float, float]:
         """Adam's bias corrections, 1 - beta^steps, of the average and of the average of squares."""
