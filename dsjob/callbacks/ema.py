@@ -21,7 +21,9 @@ class EMA(Callback):
     Buffers, such as the statistics of batch norm, are not averaged.
 
     Averages are sharded like the weights, and saved in checkpoints, so any number of ranks resumes them bit for bit.
-    `dsjob convert --ema` writes them. Raises ContractError for another decay, and with `engine: deepspeed`.
+    `dsjob convert --ema` writes them, and `dsjob eval --ema`, `predict --ema` and `generate --ema` use them. Tasks
+    after training use the weights; with checkpoint.load_best_at_end and checkpoint.ema, the averages. Raises
+    ContractError for another decay, and with `engine: deepspeed`.
     """
 
     def __init__(self, decay: float = 0.999, evaluate: bool = False) -> None:

@@ -37,6 +37,8 @@ def make_task_parser(task: Task, description: str, examples: tuple[str, ...]) ->
     source += "of the job that saved it"
     parser.add_argument("words", nargs="*", metavar="RUN|CKPT|key=value", help=source)
     add_choice(parser)
+    ema = "use averages of weights (dsjob.callbacks.EMA) instead of the weights"
+    parser.add_argument("--ema", action="store_true", help=ema)
     add_arguments(parser)
     return parser
 
@@ -46,7 +48,7 @@ def perform(task: Task, args: argparse.Namespace, debug: bool) -> int:
     allow_protocols(args.trust)
     named, overrides = split_words(task, args.words)
     chosen = choose_checkpoint(named, args.tag, best=args.best)
-    source = make_task(task, chosen, overrides)
+    source = make_task(task, chosen, overrides, ema=args.ema)
     result = run_composed(source.compose(), chosen.grant(read_flags(args)), debug)
     if launcher.is_first():
         print(f"result  {result['run_dir']}/result.json")  # noqa: T201

@@ -85,7 +85,7 @@ def _generate(
 
             prompts = read_prompts(sys.stdin.read(), "the standard input")
         file = args.prompts if args.prompts not in (None, "-") else stack.enter_context(writing(prompts))
-        composed = make_generation(chosen, file, section, overrides).compose()
+        composed = make_generation(chosen, file, section, overrides, ema=args.ema).compose()
         stack.enter_context(showing("quiet"))
         (written,) = run_composed(composed, chosen.grant(read_flags(args)), debug)["predictions"]
     return str(written)
@@ -114,7 +114,13 @@ def _converse(source: str, overrides: list[str], settings: dict[str, Any], args:
     if overrides:
         raise UsageError("changes of the job need --prompt or --prompts", hint="asking for prompts uses one process")
     write = load_writer(
-        source, tag=args.tag, best=args.best, tokenizer=args.tokenizer, settings=settings, flags=read_flags(args)
+        source,
+        tag=args.tag,
+        best=args.best,
+        ema=args.ema,
+        tokenizer=args.tokenizer,
+        settings=settings,
+        flags=read_flags(args),
     )
     print(f"{source}: write a prompt; Ctrl-D ends")  # noqa: T201
     while True:

@@ -234,6 +234,7 @@ class Checkpoint:
     load_best_at_end: bool
     save_on_error: Literal["stop", "warn"]
     resume: str
+    ema: bool
     strict: bool
     on_corrupt: Literal["stop", "previous"]
     single_writer: bool

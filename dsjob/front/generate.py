@@ -47,6 +47,7 @@ def generate(
     *,
     tag: str | None = None,
     best: bool = False,
+    ema: bool = False,
     tokenizer: str | None = None,
     overrides: Sequence[str] = (),
     trust: Sequence[str] = (),
@@ -66,7 +67,7 @@ def generate(
     with one_at_a_time(), allowing(flags), watch_output(), telling_places(), writing(prompts) as file:
         chosen = choose_checkpoint(require_path(checkpoint, "a checkpoint"), tag, best=best)
         words = list_words(None, overrides)
-        source = make_generation(chosen, file, choose_settings(chosen, tokenizer, settings, words), words)
+        source = make_generation(chosen, file, choose_settings(chosen, tokenizer, settings, words), words, ema=ema)
         with showing("quiet"):
             result = perform(source, chosen.grant(flags))
     (written,) = result["predictions"]
@@ -108,14 +109,16 @@ def _find_tokenizer(data: Any) -> str | None:
     return str(data.get("tokenizer") or _DEFAULT) if target == "dsjob.text.Text" else None
 
 
-def make_generation(chosen: Chosen, file: str, settings: Mapping[str, Any], overrides: Sequence[str]) -> Source:
+def make_generation(
+    chosen: Chosen, file: str, settings: Mapping[str, Any], overrides: Sequence[str], *, ema: bool = False
+) -> Source:
     """The job that continues the prompts in a file: the job that saved the checkpoint, with them as its test data."""
     document = chosen.file.value if chosen.file is not None else {}
     section = [f"++generation.{key}={_write(value)}" for key, value in settings.items()]
     # A test set of the job's own would keep its arguments beside those of the prompts.
     own = ["~data.test"] if document.get("data", {}).get("test") is not None else []
     data = [*own, f"+data.test={{_target_: dsjob.text.Prompts, path: {quote(file)}}}", "++data.collate=null"]
-    return make_task("generate", chosen, [*section, *data, *_FORM, *overrides])
+    return make_task("generate", chosen, [*section, *data, *_FORM, *overrides], ema=ema)
 
 
 def _write(value: Any) -> str:
@@ -133,7 +136,14 @@ def read_rows(file: str) -> list[dict[str, Any]]:
 
 
 def load_writer(
-    checkpoint: str, *, tag: str | None, best: bool, tokenizer: str | None, settings: Mapping[str, Any], flags: Flags
+    checkpoint: str,
+    *,
+    tag: str | None,
+    best: bool,
+    ema: bool,
+    tokenizer: str | None,
+    settings: Mapping[str, Any],
+    flags: Flags,
 ) -> Callable[[str], str]:
     """A function that continues one prompt, in this process. Raises the errors of `load_model`, UsageError."""
     import torch
@@ -146,6 +156,7 @@ def load_writer(
         checkpoint,
         tag=tag,
         best=best,
+        ema=ema,
         trust=flags.prefixes,
         trust_remote_code=flags.remote_code,
         unpinned=flags.unpinned,

@@ -53,6 +53,7 @@ def evaluate(
     *,
     tag: str | None = None,
     best: bool = False,
+    ema: bool = False,
     overrides: Sequence[str] = (),
     trust: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -61,13 +62,13 @@ def evaluate(
     """Evaluates a checkpoint on data.eval and data.test, like the command `dsjob eval`.
 
     checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it. tag: the
-    checkpoint to evaluate (default: the newest). best: evaluate the best one by checkpoint.best of the job. overrides:
-    changes to the job that saved it, such as `data.eval.split=test` or `launch.nproc=2`. The number of ranks, the ZeRO
-    stage and the micro batch are free.
+    checkpoint to evaluate (default: the newest). best: evaluate the best one by checkpoint.best of the job. ema: use
+    averages of weights (dsjob.callbacks.EMA) instead of the weights. overrides: changes to the job that saved it, such
+    as `data.eval.split=test` or `launch.nproc=2`. The number of ranks, the ZeRO stage and the micro batch are free.
 
     The process and the trust rules are as for `run` and `load_model`. Raises the errors of both.
     """
-    result = _perform("eval", checkpoint, tag, best, overrides, trust, trust_remote_code, unpinned)
+    result = _perform("eval", checkpoint, tag, best, ema, overrides, trust, trust_remote_code, unpinned)
     return Evaluation(result["metrics"], result["checkpoint"], result["step"], result["run_dir"])
 
 
@@ -76,6 +77,7 @@ def predict(
     *,
     tag: str | None = None,
     best: bool = False,
+    ema: bool = False,
     overrides: Sequence[str] = (),
     trust: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -87,7 +89,7 @@ def predict(
     overrides: changes to the job that saved the checkpoint, such as `predict.format=safetensors`. The other arguments,
     and what is raised, are as for `evaluate`.
     """
-    result = _perform("predict", checkpoint, tag, best, overrides, trust, trust_remote_code, unpinned)
+    result = _perform("predict", checkpoint, tag, best, ema, overrides, trust, trust_remote_code, unpinned)
     return Predictions(result["predictions"], result["checkpoint"], result["step"], result["run_dir"])
 
 
@@ -96,6 +98,7 @@ def _perform(
     checkpoint: object,
     tag: str | None,
     best: bool,
+    ema: bool,
     overrides: Sequence[str],
     trust: Sequence[str],
     trust_remote_code: bool,
@@ -105,7 +108,7 @@ def _perform(
     flags = make_flags(trust, trust_remote_code, unpinned)
     with one_at_a_time(), allowing(flags), watch_output(), telling_places():
         chosen = choose_checkpoint(require_path(checkpoint, "a checkpoint"), tag, best=best)
-        return perform(make_task(task, chosen, list_words(None, overrides)), chosen.grant(flags))
+        return perform(make_task(task, chosen, list_words(None, overrides), ema=ema), chosen.grant(flags))
 
 
 def perform(source: Source, trust: Trust) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def perform(source: Source, trust: Trust) -> dict[str, Any]:
         return run_composed(composed, trust, debug=False)
 
 
-def make_task(task: Task, chosen: Chosen, overrides: Sequence[str]) -> Source:
+def make_task(task: Task, chosen: Chosen, overrides: Sequence[str], *, ema: bool = False) -> Source:
     """The job that performs a task with a checkpoint: the job that saved it, with other tasks.
 
     Its files go to `TASK-TAG` in the run's folder, unless `overrides` set output.dir. Raises UsageError.
@@ -135,5 +138,6 @@ def make_task(task: Task, chosen: Chosen, overrides: Sequence[str]) -> Source:
     # Only the micro batch matters. Without the sizes of a training step, any number of ranks is possible.
     sizes = ["trainer.train_batch=null", "trainer.grad_accum=null", "resolved.world_size=null"]
     tasks = f"tasks=[{'predict' if task == 'generate' else task}]"
+    sizes.append(f"++checkpoint.ema={str(ema).lower()}")
     given = [f"output.dir={quote(folder)}", *overrides, tasks, f"checkpoint.resume={quote(url)}"]
     return Source(chosen.file, [*sizes, *given])

@@ -149,6 +149,7 @@ def load_model(
     *,
     tag: str | None = None,
     best: bool = False,
+    ema: bool = False,
     model: str | None = None,
     trust: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -158,7 +159,8 @@ def load_model(
 
     checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it, such as
     `Result.checkpoint`. tag: the checkpoint to load (default: the newest). best: load the best one by checkpoint.best
-    of the job. model: one of the job's models, if it has several.
+    of the job. ema: load averages of weights (dsjob.callbacks.EMA) instead of the weights. model: one of the job's
+    models, if it has several.
 
     The job in the checkpoint defines the model. It may name your own modules if the checkpoint is in a run's folder
     that belongs to you. For any other checkpoint, only names that `trust` allows are imported.
@@ -170,7 +172,8 @@ def load_model(
         document, granted, file = _read_document(source, tag, flags)
         name = _choose_model(document, model)
         with placing_errors(Composed(document, file)) if file is not None else nullcontext():
-            return _build(document, name, granted, conversion.read_weights(source, tag=tag, model=model))
+            weights = conversion.read_weights(source, tag=tag, model=model, ema=ema)
+            return _build(document, name, granted, weights)
 
 
 def _build(document: dict[str, Any], name: str, trust: Trust, weights: dict[str, Any]) -> nn.Module:

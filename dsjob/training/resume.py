@@ -20,7 +20,7 @@ from dsjob.contract.paths import Path, get_at
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.shown import shorten
 from dsjob.document.resolve import view_model
-from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
 from dsjob.optim.changes import apply_changes
 from dsjob.ranks.agreement import on_rank_0
 from dsjob.training.run import Run
@@ -166,22 +166,33 @@ def load_best(run: Run) -> None:
         run.say("note", f"no checkpoint has {section.best.metric}: the weights stay those of step {run.step}")
         return
     tag, value = chosen[0]["tag"], chosen[0]["metrics"][section.best.metric]
-    run.checkpointer.load_weights(run.savable, storage.join(run.checkpointer.url, tag))
-    run.say("best", f"{tag}, {section.best.metric} {value:.4f}: its weights are loaded")
+    run.checkpointer.load_weights(run.savable, storage.join(run.checkpointer.url, tag), ema=section.ema)
+    what = "averages" if section.ema else "weights"
+    run.say("best", f"{tag}, {section.best.metric} {value:.4f}: its {what} are loaded")
 
 
 def _begin_from(run: Run, url: str, *, own: bool) -> Loaded | None:
     """Starts from the weights of another job's checkpoint, or resumes from a checkpoint of another program at `url`."""
-    world, strict = run.engine.world, run.spec.checkpoint.strict
+    world, strict, ema = run.engine.world, run.spec.checkpoint.strict, run.spec.checkpoint.ema
     if not own:
+        require_no_averages(url, ema=ema)
         return Checkpointer(url, world=world).load(run.savable, strict=strict, seed=run.spec.trainer.seed)
-    run.say("warm start", describe_matched(run.checkpointer.load_weights(run.savable, url, strict=strict)))
+    matched = run.checkpointer.load_weights(run.savable, url, strict=strict, ema=ema)
+    run.say("warm start", describe_matched(matched, ema=ema))
     return None
 
 
-def describe_matched(matched: Matched) -> str:
+def require_no_averages(url: str, *, ema: bool) -> None:
+    """Raises UsageError if averages are wanted from the checkpoint of another program."""
+    if ema:
+        raise UsageError(
+            f"{url} is not a checkpoint of dsjob's, so it has no averages", hint="leave out checkpoint.ema"
+        )
+
+
+def describe_matched(matched: Matched, *, ema: bool = False) -> str:
     """What a warm start loaded and what it did not, one line each."""
-    lines = [f"{len(matched.taken)} tensors from {matched.url}"]
+    lines = [f"{len(matched.taken)} tensors from {matched.url}{describe_averages(matched, ema=ema)}"]
     for title, names in (
         ("initialised, not in the checkpoint", matched.missing),
         ("not in the model", matched.unused),
@@ -191,3 +202,10 @@ def describe_matched(matched: Matched) -> str:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             lines.append(f"  {title}: {', '.join(names[:8])}{more}")
     return "\n".join(lines)
+
+
+def describe_averages(matched: Matched, *, ema: bool) -> str:
+    """Which of weights and averages were loaded, if a checkpoint has both."""
+    if not matched.averages:
+        return ""
+    return "; the averages of its weights" if ema else "; its weights, not their averages"

@@ -29,6 +29,7 @@ from dsjob.training.loaders import build_collate, build_evaluation_sets
 from dsjob.training.metrics import Measures
 from dsjob.training.objective import Objective, build_objective
 from dsjob.training.predict import Predictor
+from dsjob.training.resume import describe_averages, require_no_averages
 from dsjob.training.run import Result
 from dsjob.training.trainer import Parts
 from dsjob.trust.grant import Trust
@@ -42,6 +43,7 @@ class Source:
 
     url: str | None = None
     step: int = 0
+    which: str = ""  # whether these are weights or their averages, if the checkpoint has both
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     outcome = tasks.run(display.say)
     result = Result(source.step, None, outcome.metrics, source.url, False, list(outcome.predictions.values()))
     if world.everyone.rank == 0:
-        write_result(run_dir, {"status": "done", **asdict(result)})
+        write_result(run_dir, {"status": "done", **asdict(result), "ema": spec.checkpoint.ema})
     return result
 
 
@@ -155,17 +157,19 @@ def _load(job: ResolvedJob, engines: Engines, run_dir: str, world: World, say: S
         say("note", "there is no checkpoint: the model is used as it was built")
         return Source()
     if not on_rank_0(world.everyone, lambda: is_own(url)):
+        require_no_averages(url, ema=spec.checkpoint.ema)
         loaded = Checkpointer(url, world=world).load(
             savable, strict=spec.checkpoint.strict, optimizer=False, scheduler=False
         )
         return Source(loaded.url, loaded.step)
-    matched = checkpointer.load_weights(savable, url, strict=spec.checkpoint.strict)
+    matched = checkpointer.load_weights(savable, url, strict=spec.checkpoint.strict, ema=spec.checkpoint.ema)
 
     def read_step() -> int:
         with renamed(f"read {url}"):
             return int(locate(url)[1]["step"])
 
-    return Source(matched.url, on_rank_0(world.everyone, read_step))
+    which = describe_averages(matched, ema=spec.checkpoint.ema)
+    return Source(matched.url, on_rank_0(world.everyone, read_step), which)
 
 
 def _find_url(spec: JobSpec, checkpointer: Checkpointer) -> str | None:
@@ -184,7 +188,10 @@ def _describe(tasks: Tasks, source: Source, world: World, run_dir: str) -> list[
     """(title, text) rows with what a user may want to check before waiting for the tasks."""
     sets = dict.fromkeys(prefix for task in (tasks.evaluator, tasks.predictor) if task for prefix in task.sets)
     return [
-        ("weights", f"{source.url} at step {source.step:,}" if source.url else "the model as it was built"),
+        (
+            "weights",
+            f"{source.url} at step {source.step:,}{source.which}" if source.url else "the model as it was built",
+        ),
         ("data", ", ".join(map(name_data, sets))),
         ("device", f"{world.device.type}, {world.everyone.size} rank{'s' * (world.everyone.size > 1)}"),
         ("output", run_dir),

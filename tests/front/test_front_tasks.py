@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import dsjob as run_command
 from jobs import make_job
 from programs import DSJOB, run_program
@@ -29,6 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         trainer=trainer,
         zero_optimization={"stage": 3},
         checkpoint={"every": 1},
+        callbacks={"ema": {"_target_": "dsjob.callbacks.EMA", "decay": 0.5}},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -84,6 +86,22 @@ def test_a_checkpoint_from_elsewhere_imports_only_what_is_trusted(folder: Path, 
     found = dsjob.evaluate(tmp_path / "copied", overrides=out, trust=["my_model"])
     assert found.metrics["eval/loss"] == pytest.approx(read_losses()[2], rel=1e-5)
     assert found.run_dir == f"{tmp_path}/out"
+
+
+def test_averages_are_used_if_asked(folder: Path, tmp_path: Path) -> None:
+    model = dsjob.load_model("run", ema=True)
+    import my_model
+
+    x, y = (torch.stack(each) for each in zip(*my_model.Data(13, seed=1), strict=True))
+    expected, weights = float(model(x, y).detach()), read_losses()[2]
+    assert abs(expected - weights) > 1e-3 * weights
+    out = f"output.dir={tmp_path}/out"
+    found = dsjob.evaluate("run", ema=True, overrides=[out, "launch.nproc=2"])
+    assert found.metrics["eval/loss"] == pytest.approx(expected, rel=1e-5)
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["ema"] is True
+    for flags, which in (([], "its weights, not their averages"), (["--ema"], "the averages of its weights")):
+        done = run_command("eval", "run", out, *flags, cwd=folder, COLUMNS="300")
+        assert which in done.stdout + done.stderr
 
 
 def test_the_command_prints_metrics_and_the_result(folder: Path) -> None:

@@ -243,9 +243,10 @@ class Checkpointer:
             engine, tag=tag, strict=strict, optimizer=optimizer, scheduler=scheduler, seed=seed, take=take
         )
 
-    def load_weights(self, engine: Savable, source: str, *, strict: bool = True) -> Matched:
+    def load_weights(self, engine: Savable, source: str, *, strict: bool = True, ema: bool = False) -> Matched:
         """Loads only the weights from a checkpoint of another job: its run folder, root or step folder, path or URL.
 
-        strict: all names and shapes must match. Otherwise, what matches is loaded. Returns what matched.
+        strict: all names and shapes must match. Otherwise, what matches is loaded. ema: load averages in place of
+        the weights; raises UsageError if there are none. Returns what matched.
         """
-        return self._loader.load_weights(engine, source, strict=strict)
+        return self._loader.load_weights(engine, source, strict=strict, ema=ema)

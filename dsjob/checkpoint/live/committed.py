@@ -57,6 +57,7 @@ class Matched:
     missing: list[str]  # from the checkpoint
     unused: list[str]  # in the checkpoint only
     reshaped: list[str]  # in both, with different shapes
+    averages: bool = False  # whether the checkpoint also has averages of weights
 
     @property
     def is_foreign(self) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.checkpoint.format.averages import has_averages, take_averages
 from dsjob.checkpoint.format.dtypes import DTYPES
 from dsjob.checkpoint.format.values import CLIENT, decode
 from dsjob.checkpoint.live.committed import (
@@ -142,7 +143,7 @@ class Loader:
         values = foreign.values(state.optimizer_values() if optimizer and foreign.run is not None else {})
         return Opened(foreign.open(), foreign.checkpoint, foreign.place, values, foreign)
 
-    def load_weights(self, engine: Savable, source: str, *, strict: bool) -> Matched:
+    def load_weights(self, engine: Savable, source: str, *, strict: bool, ema: bool) -> Matched:
         """See Checkpointer.load_weights."""
 
         def find() -> tuple[str, dict[str, Any]]:
@@ -154,6 +155,8 @@ class Loader:
         url, record = on_rank_0(self._everyone, find)
         root = open_root(url)
         checkpoint = on_all_ranks(self._everyone, lambda: read_checkpoint(root, record))
+        averages = has_averages(checkpoint)
+        checkpoint = take_averages(checkpoint) if ema else checkpoint
         opened = Opened(root, checkpoint, storage.join(url, checkpoint.folder), {})
         ours = view_state(engine, self._model).model_tensors()
         found = self._match(ours, checkpoint, opened.url)
@@ -163,7 +166,7 @@ class Loader:
         on_rank_0(self._everyone, lambda: require_sizes(opened.url, checkpoint))
         self._read(opened, {name: ours[name] for name in found.taken})
         engine.restore_counters(engine.counters())  # also refreshes the low-precision copies from the fp32 masters
-        return found
+        return replace(found, averages=averages)
 
     def _open(self, tag: str | None) -> Opened:
         """Opens one of dsjob's own checkpoints, by default the newest."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as plain
+from dsjob.checkpoint.format.averages import take_averages
 from dsjob.checkpoint.format.rounding import DTYPES, Rounded
-from dsjob.checkpoint.format.values import AVERAGE
 from dsjob.checkpoint.format.zero_to_fp32 import TORCH, Written
 from dsjob.checkpoint.pretrained.folder import Pretrained, plan_folder
 from dsjob.checkpoint.pretrained.tokenizer import find_tokenizer, read_tokenizer
@@ -166,27 +166,8 @@ def convert_to_deepspeed(
 
 
 def _choose(checkpoint: plain.Checkpoint, model: str | None, *, ema: bool) -> plain.Checkpoint:
-    averaged = _take_averages(checkpoint) if ema else checkpoint
+    averaged = take_averages(checkpoint) if ema else checkpoint
     return averaged if model is None else _take_model(averaged, model)
-
-
-def _take_averages(checkpoint: plain.Checkpoint) -> plain.Checkpoint:
-    """The checkpoint with averages in place of the weights that have one."""
-    found = {
-        f"model.{name.removeprefix('optimizer.').removesuffix(f'.{AVERAGE}')}": tensor
-        for name, tensor in checkpoint.tensors.items()
-        if name.startswith("optimizer.") and name.endswith(f".{AVERAGE}")
-    }
-    if not found:
-        raise UsageError(
-            f"the checkpoint {checkpoint.tag} contains no averages of weights",
-            hint="train with the callback dsjob.callbacks.EMA, or leave out --ema",
-        )
-    tensors = {
-        name: found[name]._replace(role=tensor.role) if name in found else tensor
-        for name, tensor in checkpoint.tensors.items()
-    }
-    return checkpoint._replace(tensors=tensors)
 
 
 def _take_model(checkpoint: plain.Checkpoint, name: str) -> plain.Checkpoint:
@@ -257,11 +238,13 @@ def _open(source: str, tag: str | None) -> tuple[plain.Folder, plain.Checkpoint]
     return place, plain.read_checkpoint(place, record)
 
 
-def read_weights(source: str, *, tag: str | None = None, model: str | None = None) -> dict[str, Tensor]:
+def read_weights(
+    source: str, *, tag: str | None = None, model: str | None = None, ema: bool = False
+) -> dict[str, Tensor]:
     """A checkpoint's parameters and buffers as fp32 tensors, for `load_state_dict`. Arguments as for `convert`."""
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory(prefix="dsjob-") as folder:
         file = os.path.join(folder, "weights.safetensors")
-        convert(source, file, to="fp32", tag=tag, model=model)
+        convert(source, file, to="fp32", tag=tag, model=model, ema=ema)
         return load_file(file)
