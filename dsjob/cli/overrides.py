@@ -15,7 +15,8 @@ _FLAG = re.compile(r"--?([A-Za-z]\w*(?:\.\w+)*)(?:[= ](.*))?", re.DOTALL)
 _WORD = re.compile(r"([A-Za-z]\w*(?:\.\w+)+)[:=]?")
 
 _FILES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
-_FLAGS = {"best", "ema", "format", "offload", "strict"}  # flags of commands that have the same name as a key of the document
+# Flags of commands that have the same name as a key of the document.
+_FLAGS = {"best", "ema", "format", "offload", "strict"}
 
 
 def is_override(word: str) -> bool:

@@ -20,6 +20,7 @@ from dsjob.contract.paths import Path
 from dsjob.contract.spec import LOSS_KEYS, METRIC_KEYS, JobSpec, view
 from dsjob.errors import DsjobError, Problem, TargetError
 from dsjob.launch.rank import add_import_folders
+from dsjob.trust.argument_types import find_wrong_types
 from dsjob.trust.exits import refuse_exits
 from dsjob.trust.grant import Trust
 from dsjob.trust.signatures import find_misfits, find_role_misfits, name_loss_arguments
@@ -114,6 +115,7 @@ def _check(path: Path, target: Mapping[str, Any], trust: Trust, document: Mappin
     kept = ".".join(map(str, path)) in _KEPT or joins or is_named_loss or (is_metric and name not in MAKERS)
     partial = target.get("_partial_", kept and inspect.isroutine(function))
     misfits = find_misfits(name, function, positional, arguments, partial=bool(partial))
+    misfits = misfits or find_wrong_types(name, function, arguments)
     if not misfits and not inspect.isclass(function):
         made = functools.partial(function, *[None] * positional, **dict.fromkeys(arguments)) if partial else None
         misfits = find_role_misfits(name, ".".join(map(str, path)), made, passed) if made is not None else []

@@ -25,6 +25,7 @@ from dsjob.contract.paths import Path
 from dsjob.contract.spec import Target, make_target
 from dsjob.errors import ContractError, DsjobError, Interrupted, Preempted, Problem, TargetError, name_target
 from dsjob.trust import grant as trusting
+from dsjob.trust.argument_types import find_wrong_types
 from dsjob.trust.data_folders import check_data
 from dsjob.trust.exits import refuse_exits
 from dsjob.trust.frames import describe_failure, put_at
@@ -76,7 +77,8 @@ def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) 
     if trusting.takes_literals(target.path, trust, function) and function.__module__.startswith("datasets."):
         passed = {"_target_": f"datasets.{function.__name__}", **keywords, "_args_": listed}
         _require_trusted(target.path, check_data(passed, trust.protocols))
-    for misfit in find_misfits(target.path, function, len(listed), keywords, partial=partial):
+    misfits = find_misfits(target.path, function, len(listed), keywords, partial=partial)
+    for misfit in misfits or find_wrong_types(target.path, function, keywords):
         error = TargetError(misfit.message, hint=misfit.hint)
         at_fault = misfit.argument or ("_args_" if "_args_" in given and misfit.too_many else "_target_")
         error.put_at((*where, at_fault) if where else ())
