@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from dsjob.data.batches import count_samples
 from dsjob.data.epochs import Epochs, RepeatingLoader
 from dsjob.data.passes import Passes
+from dsjob.data.replay import Replay
 from dsjob.data.share import Share
 from dsjob.errors import DataError
 from dsjob.ranks.agreement import all_gather
@@ -66,10 +67,34 @@ class GivenLoader:
         self.samples_per_epoch = None if length is None else length * micro_batch * ranks
         self._epoch = self._number = 0  # the current pass, and the number of batches read so far in the run
         self._checked_size = self._restored = False
+        self.say: Callable[[str], None] | None = None  # shows the user how far a replay is
 
     def seek(self, samples: int) -> None:
         """Makes iteration start after the first `samples` samples of the run (over all ranks)."""
         self._start = samples
+
+    def describe_replay(self) -> str | None:
+        """Says how many samples are read again before the first batch, if any."""
+        again = self._count_replay()
+        if not again:
+            return None
+        kind = type(self._share.loader).__name__
+        why = "it is no plain DataLoader over a map-style dataset, and a checkpoint contains no state of it"
+        return f"reading {again:,} samples of {self._share.name} ({kind}) again, because {why}"
+
+    def _count_replay(self) -> int:
+        """The samples that this process reads and drops. Indices are skipped without reading."""
+        return 0 if self._share.indexed or self._restored else self._find_place()[1] * self._micro_batch
+
+    def _find_place(self) -> tuple[int, int]:
+        """Whole passes that were seen before, and batches of the current one."""
+        place = self._count_batches()
+        return divmod(place, self._share.length) if self._share.length else (0, place)
+
+    def _count_batches(self) -> int:
+        """Batches that were seen before: of this rank if the loader divides the data, otherwise of all ranks."""
+        place = self._start // self._micro_batch
+        return place // self._world.data_size if self._share.divided else place
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(once=False)
@@ -83,21 +108,20 @@ class GivenLoader:
 
     def _iterate(self, *, once: bool) -> Iterator[Any]:
         indexed = self._share.indexed
-        taken = self._take(self._share.index if indexed else self._share.read, once)
+        replay = Replay(again, self._share.name, self.say) if (again := self._count_replay()) and not once else None
+        taken = self._take(self._share.index if indexed else self._share.read, once, replay)
+        taken = taken if replay is None else replay.follow(taken)
         for batch in self._share.load(taken) if indexed else taken:
             if not self._checked_size:
                 self._check_size(batch)
             yield batch
 
-    def _take(self, read: Callable[[int], Iterable[Any]], once: bool) -> Iterator[Any]:
-        """This rank's items in pass after pass of `read`, starting from its current position."""
+    def _take(self, read: Callable[[int], Iterable[Any]], once: bool, replay: Replay | None) -> Iterator[Any]:
+        """This rank's items in pass after pass of `read`, starting from its current position. `replay` counts what is
+        dropped."""
         share, skipped, restored = self._share, 0, self._restored
         if not restored:
-            # Batches of all ranks together that were seen before.
-            place = self._start // self._micro_batch
-            self._number = place = place // self._world.data_size if share.divided else place
-            # Whole passes that were seen before, and batches of the current one.
-            self._epoch, skipped = divmod(place, share.length) if share.length else (0, place)
+            self._number, (self._epoch, skipped) = self._count_batches(), self._find_place()
         self._restored = False
         # This rank takes the own-th of every `every` items.
         own, every = share.turn
@@ -107,6 +131,8 @@ class GivenLoader:
                 found = True
                 if skipped:
                     skipped -= 1
+                    if replay is not None:
+                        replay.add(self._micro_batch)
                     continue
                 self._number += 1
                 if (self._number - 1) % every == own:

@@ -18,6 +18,7 @@ from dsjob.checkpoint.live.objects import capture_objects
 from dsjob.checkpoint.live.rng import capture_rng, keep_rng, restore_rng
 from dsjob.data import StreamLoader, to_device
 from dsjob.data.batches import count_elements, is_tokens
+from dsjob.data.given import GivenLoader
 from dsjob.errors import ContractError
 from dsjob.ranks import patience
 from dsjob.ranks.watchdog import position
@@ -118,7 +119,7 @@ def _train(run: Run, occasions: Occasions) -> None:
     engine = run.engine
     # The position in a map-style dataset follows from the number of samples seen, so checkpoints need not store it.
     run.loader.seek(engine.global_samples)
-    if isinstance(run.loader, StreamLoader) and (replay := run.loader.describe_replay()):
+    if isinstance(run.loader, (StreamLoader, GivenLoader)) and (replay := run.loader.describe_replay()):
         run.say("note", replay)
         run.loader.say = partial(run.say, "replay")
     batches = iter(run.loader)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -132,6 +134,31 @@ def test_seeking_reads_no_sample_that_was_used() -> None:
 
     assert first_batches(DataLoader(Watched(), batch_size=2), 1, seek=6) == [[6, 7]]
     assert looked == [6, 7]
+
+
+class Slow(Batches):
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            time.sleep(0.01)
+            yield batch
+
+
+def test_a_replay_is_announced_and_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsjob.data.replay.EVERY", 0.05)
+    told: list[str] = []
+    taken = take_loader(Slow(*([n, n] for n in range(40))), micro_batch=2, world=make_world(), seed=0)
+    assert taken.describe_replay() is None
+    taken.seek(60)
+    taken.say = told.append
+    assert "reading 60 samples of data.train (Slow) again, because it is no plain DataLoader" in (
+        taken.describe_replay() or ""
+    )
+    assert next(iter(taken)).tolist() == [30, 30]
+    assert told
+    assert all(re.fullmatch(r"\d+ of 60 samples of data.train read again, about 0 s left", text) for text in told)
+    indexed = take_loader(DataLoader(NUMBERS, 2), micro_batch=2, world=make_world(), seed=0)  # type: ignore[arg-type]
+    indexed.seek(4)
+    assert indexed.describe_replay() is None
 
 
 def test_loading_leaves_the_global_generator_alone() -> None:
