@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dsjob import provenance, storage
+from dsjob.contract.lengths import read_length
 from dsjob.contract.paths import get_at
 from dsjob.errors import DsjobError, UsageError
 from dsjob.files import open_read, read_lines_backwards
@@ -38,7 +40,8 @@ class RunInfo:
 
     folder: its path. name: of the job or program. status: `running`; `done`, or `unsaved` if the final state could not
     be saved; `failed`; `stopped` by a signal; `killed` if it ended without a word; `unreadable` if its files are
-    damaged. step: the last logged step, of max_steps; None if unknown. metric: the metric of checkpoint.best, or else
+    damaged. step: the last logged step, of max_steps;
+    None if unknown, as the latter if tokens or time end the run. metric: the metric of checkpoint.best, or else
     eval/loss or loss. best: its best value among the checkpoints, if the job has checkpoint.best. last: its last value.
     updated: when the run last wrote a record, in seconds since 1970. losses: the loss at about 24 points, in order.
     """
@@ -100,19 +103,30 @@ def describe(folder: str) -> RunInfo:
         metric = "eval/loss" if "eval/loss" in last else "loss"
     status: Any = "running" if is_running(folder) else result.get("status", "killed")
     step = last.get("step", result.get("step"))
-    steps = get_at(document, ("trainer", "max_steps"))
     return RunInfo(
         folder,
         str(document.get("name", "")),
         status,
         step if isinstance(step, int) else None,
-        steps if isinstance(steps, int) else None,
+        _count_steps(get_at(document, ("trainer",)) or {}, last),
         metric,
         best,
         _as_number(last.get(metric)),
         _find_time(folder),
         _sample_losses(os.path.join(folder, METRICS_NAME)),
     )
+
+
+def _count_steps(trainer: Mapping[str, Any], last: Mapping[str, Any]) -> int | None:
+    """The steps of a whole run, of which `last` is the last record. None if tokens or time end it."""
+    step, epoch, batch = map(_as_number, (last.get("step"), last.get("epoch"), trainer.get("train_batch")))
+    each = {"steps": 1.0, "epochs": step / epoch if step and epoch else None, "samples": 1 / batch if batch else None}
+    limits = [(_as_number(trainer.get("max_steps")), "steps"), (_as_number(trainer.get("max_epochs")), "epochs")]
+    with suppress(AssertionError, KeyError, TypeError, ValueError):  # unset, or damaged
+        length = read_length(trainer["max_length"])
+        limits.append((length.amount, length.unit))
+    known = [amount * share for amount, unit in limits if amount is not None and (share := each.get(unit)) is not None]
+    return math.ceil(round(min(known), 6)) if known else None
 
 
 def read_document(folder: str) -> dict[str, Any]:

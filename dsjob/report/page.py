@@ -59,11 +59,13 @@ def make_page(runs: Sequence[Reported], library: str) -> str:
     made = _make_data(runs, names)
     data = json.dumps(made, allow_nan=False).replace("<", "\\u003c")
     last = _list_last(runs[0]) if alone else {}
-    parallel = '<section><h2>Settings and results</h2><div class="chart"><div id="parallel"></div></div></section>'
+    drawn = '<div class="chart"><div id="parallel"></div></div>'
+    drawn = drawn if made["axes"] else f'<p class="note">{escape(_explain_no_axes(runs))}</p>'
+    parallel = f"<section><h2>Settings and results</h2>{drawn}</section>"
     empty = '<p class="note">No metrics were logged.</p>'
     body = [
         f"<header><h1>{escape(title)}</h1><p>dsjob report of {time.strftime('%Y-%m-%d %H:%M')}</p></header>",
-        show_tiles(runs[0], last) if alone else show_runs(runs, names) + (parallel if made["axes"] else ""),
+        show_tiles(runs[0], last) if alone else show_runs(runs, names) + parallel,
         '<section><h2>Curves</h2><div id="controls" class="controls"></div>',
         f'<div id="curves" class="grid"></div>{"" if made["charts"] else empty}</section>',
         *(show_details(run, name, alone=alone) for run, name in zip(runs, names, strict=True)),
@@ -124,6 +126,18 @@ def _place(metric: str) -> tuple[int, int]:
     if metric in known[:2]:
         return 0, known.index(metric)
     return (1, 0) if metric.startswith("eval/") else (2, known.index(metric)) if metric in known else (3, 0)
+
+
+def _explain_no_axes(runs: Sequence[Reported]) -> str:
+    """Why there are no parallel coordinates."""
+    measured = sorted({run.info.metric for run in runs if run.metric is not None})
+    if not measured:
+        return "Not drawn: no run has logged its metric."
+    if measured[1:]:
+        return (
+            f"Not drawn: the runs have different metrics ({', '.join(measured)}). Give them the same checkpoint.best."
+        )
+    return "Not drawn: the settings of the runs are equal."
 
 
 def _make_axes(runs: Sequence[Reported]) -> list[dict[str, Any]]:

@@ -271,13 +271,19 @@ def _require_object(value: Any, place: str) -> Mapping[str, Any]:
 
 def _read_csv(file: BinaryIO, url: str, delimiter: str = ",") -> Iterator[tuple[str, Mapping[str, Any]]]:
     csv.field_size_limit(_LONGEST)  # a text may be longer than the default of 131,072 characters
-    lines = _split_lines(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), url)
-    rows = csv.DictReader(lines, delimiter=delimiter)
+    rows = csv.DictReader(_decode_lines(file, url), delimiter=delimiter)
     try:
         for row in rows:
             yield f"{url}:{rows.line_num}", row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{url}:{rows.line_num} cannot be read: {error}") from error
+    except csv.Error as error:
+        raise DataError(f"{url}:{max(rows.line_num, 1)} cannot be read: {error}") from error
+
+
+def _decode_lines(file: BinaryIO, url: str) -> Iterator[str]:
+    """The lines of a CSV file. Each is decoded by itself, so that an error knows its line."""
+    for number, line in enumerate(_split_lines(file, url), start=1):
+        text = _decode(line, f"{url}:{number}")
+        yield from io.StringIO(text.removeprefix("\ufeff") if number == 1 else text, newline="")  # also splits at \r
 
 
 def _read_tsv(file: BinaryIO, url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -79,6 +79,24 @@ def test_the_status_of_real_runs(tmp_path: Path, nproc: int) -> None:
     assert not (runs / "failed" / "running").exists()
 
 
+@pytest.mark.parametrize(
+    ("trainer", "epoch", "total"),
+    [
+        ({"max_epochs": 3}, 0.5, 36),
+        ({"max_epochs": 3, "max_steps": 10}, 0.5, 10),
+        ({"max_length": "2.5ep"}, 0.5, 30),
+        ({"max_length": "100sp", "train_batch": 8}, 0.5, 13),
+        ({"max_epochs": 3}, 0.0, None),  # a stream
+        ({"max_length": "1h"}, 0.5, None),
+    ],
+)
+def test_the_steps_of_a_whole_run(tmp_path: Path, trainer: dict[str, Any], epoch: float, total: int | None) -> None:
+    folder = write_run(tmp_path / "run", 6, trainer=trainer)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 6, "loss": 0.5, "epoch": epoch}) + "\n")
+    assert describe(str(folder)).max_steps == total
+
+
 def test_a_lock_is_not_inherited(tmp_path: Path) -> None:
     with marking_running(str(tmp_path)):
         assert is_running(str(tmp_path))

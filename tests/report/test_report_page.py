@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import CHROMIUM, Browser
@@ -54,6 +55,24 @@ def test_the_page_holds_the_curves_and_settings_and_escapes_names(page: Path) ->
     assert "<td>c0ffee</td>" in text
     assert HOSTILE not in text
     assert not re.search(r"<(?:script|link|img)[^>]*(?:src|href)=", text.split('<script type="application/json"')[0])
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ({"lr": 0.1}, "the settings of the runs are equal"),
+        (
+            {"lr": 0.2, "checkpoint": {"keep": 7, "best": {"metric": "lr"}}},
+            r"the runs have different metrics \(loss, lr\)",
+        ),
+    ],
+)
+def test_the_page_says_why_it_draws_no_settings(tmp_path: Path, second: dict[str, Any], why: str) -> None:
+    pytest.importorskip("plotly")
+    write_run(tmp_path / "runs/a", "a", 0.1)
+    write_run(tmp_path / "runs/b", "b", **second)
+    assert main(["report", str(tmp_path / "runs"), "-o", str(tmp_path / "page.html")]) == 0
+    assert re.search(f'<p class="note">Not drawn: {why}', (tmp_path / "page.html").read_text())
 
 
 @pytest.mark.slow

@@ -407,6 +407,7 @@ def test_weights_of_a_mixture_are_checked(weights: Any) -> None:
         ("a.jsonl", "[1]", r"a.jsonl:1 is not an object, but list"),
         ("a.json", '{"text": "a"}', r"a.json is not a list of objects"),
         ("a.csv", "id,body\n1,x\n", r"a.csv:2 has no column 'text'; it has: body, id"),
+        ("a.csv", "text\na\n\xff\n", r"a.csv:3 is not UTF-8 text"),
         ("a.parquet", "not parquet", r"a.parquet cannot be read after row 0: "),
         ("a.txt", "a\n\xff", r"a.txt:2 is not UTF-8 text"),
         ("a.txt", "\n\n", r"a.txt has no text"),
@@ -420,6 +421,12 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content:
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises((DataError, StorageError), match=message):
         Text(str(tmp_path / name))
+
+
+def test_csv_files_of_other_systems_are_read(tmp_path: Path) -> None:
+    for number, content in enumerate(("\ufefftext\r\none\r\ntwo\r\n", "text\rone\rtwo\r", '"text"\n"one"\ntwo')):
+        (path := tmp_path / f"{number}.csv").write_bytes(content.encode())
+        assert list_texts(Text(str(path))) == ["one", "two"]
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
