@@ -21,10 +21,12 @@ from importlib.abc import InspectLoader
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from types import CodeType, ModuleType
+from typing import Any
 
 from dsjob.errors import Interrupted, UsageError
 from dsjob.launch.rank import DEBUG_VARIABLE, FOLDER_VARIABLE, LAUNCHER_VARIABLE, end_rank, end_with_parent
 from dsjob.programs import guard
+from dsjob.programs.alias import STAND_IN
 from dsjob.programs.told import describe
 from dsjob.ranks import patience
 from dsjob.ranks.failures import SAVED_CODES, Failure, record_failure
@@ -66,8 +68,22 @@ def main(words: Sequence[str]) -> int:
     except BaseException as error:
         failure = _report(error, watch, debug)
         code, message = failure.exit_code, failure.message
+    if code == 0 and watch.is_here and os.environ.get("RANK", "0") == "0":
+        _tell_unused()
     watch.end(code, message)
     return code
+
+
+def _tell_unused() -> None:
+    """Says so if the program has not used dsjob, which its author may not notice otherwise."""
+    stands_in = os.environ.get("PYTHONPATH", "").startswith(STAND_IN)  # not with --engine deepspeed
+    recording: Any = sys.modules.get("dsjob.programs.recording")
+    if stands_in and (recording is None or not recording.DeepSpeedEngine.made):
+        print(  # noqa: T201
+            "dsjob exec: rank 0 has not called deepspeed.initialize, so dsjob's engine was not used; Hugging Face's"
+            " Trainer calls it if TrainingArguments has deepspeed=..., and accelerate with a DeepSpeedPlugin",
+            file=sys.stderr,
+        )
 
 
 def _run(kind: str, name: str, arguments: Sequence[str]) -> None:

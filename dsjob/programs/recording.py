@@ -79,13 +79,13 @@ class DeepSpeedEngine(engine.DeepSpeedEngine):
     """The engine of `deepspeed.initialize` in a program that `dsjob exec` runs. It tells the watchdog where it is."""
 
     _guard: ClassVar[Guard]
-    _made: ClassVar[int] = 0
+    made: ClassVar[int] = 0  # engines of this process
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        DeepSpeedEngine._made += 1
+        DeepSpeedEngine.made += 1
         writes = self._guard.is_here and self.global_rank == 0
-        self._recorder = Recorder(self._guard.run_dir if writes else "", self._made, self.config)
+        self._recorder = Recorder(self._guard.run_dir if writes else "", self.made, self.config)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         part = super().backward(loss, *args, **kwargs)

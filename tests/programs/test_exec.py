@@ -76,6 +76,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+UNUSED = "rank 0 has not called deepspeed.initialize, so dsjob's engine was not used"
+
+
 def execute(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return dsjob("exec", "--run-dir", "run", *words, cwd=folder, **env)
 
@@ -89,6 +92,7 @@ def test_a_program_trains_on_two_ranks_and_leaves_a_run_folder(folder: Path) -> 
     done = execute(folder, "--num_gpus", "2", "train.py", "--steps", "2", API_TOKEN="hunter22", NCCL_DEBUG="WARN")
     assert done.returncode == 0, done.stderr
     assert "dsjob exec: train.py on 2 ranks, run folder run\n" in done.stderr
+    assert UNUSED not in done.stderr
     own = [line.split() for line in done.stdout.splitlines()]
     assert [words[:4] for words in own] == [["rank", "0", "step", step] for step in "0011"]
     assert "rank 1 step 1 " in (folder / "run/logs/rank-00001.log").read_text()
@@ -381,6 +385,13 @@ def test_flags_that_mean_this_machine_alone_are_accepted(tmp_path: Path) -> None
     (tmp_path / "ok.py").write_text("print('ok')")
     done = execute(tmp_path, "--num_nodes", "1", "--node_rank", "0", "ok.py")
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def test_a_program_that_does_not_use_dsjob_is_told_so_once(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("import os, sys\nsys.exit(int(os.environ.get('CODE', 0)))")
+    assert execute(tmp_path, "--num_gpus", "2", "idle.py").stderr.count(UNUSED) == 1
+    assert UNUSED not in execute(tmp_path, "idle.py", CODE="3").stderr
+    assert UNUSED not in execute(tmp_path, "--engine", "deepspeed", "idle.py").stderr
 
 
 def test_flags_for_ranks_have_no_place_under_another_launcher(folder: Path) -> None:
