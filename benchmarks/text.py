@@ -1,6 +1,6 @@
 """Compares ways to batch texts of different lengths: padded, grouped by length, and packed into windows.
 
-    python -m benchmarks.text [--rounds 5] [--steps 8] [--json benchmarks/results/text.json]
+    python -m benchmarks.text [--rounds 5] [--steps 8] [--width 128] [--json benchmarks/results/text.json]
 
 A small Llama trains on the same texts, whose lengths are lognormal. All sides have equally many ids in a batch on
 average. A figure is the number of targets learnt per CPU second; the ratio to padding is the median over rounds, in
@@ -37,13 +37,13 @@ def write_texts(path: Path, count: int) -> None:
     path.write_text("\n".join("".join(draw.choices("abcdefgh ", k=size)).replace(" ", "_") for size in sizes) + "\n")
 
 
-def make_model() -> Any:
+def make_model(width: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
     }
@@ -78,12 +78,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="batches of each side per round")
+    parser.add_argument("--width", type=int, default=128, help="hidden size of the model")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "texts.txt"
         write_texts(path, 4000)
-        sides, model = make_sides(path), make_model()
+        sides, model = make_sides(path), make_model(args.width)
         for batches in sides.values():
             measure(model, batches, 1)
         rounds = [

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -153,7 +154,10 @@ def find_imports(name: str, tree: ast.Module) -> Iterator[Import]:
     yield from walk(tree, late=False, typing=False)
 
 
-IMPORTS = [found for name, path in MODULES.items() for found in find_imports(name, ast.parse(path.read_text()))]
+@cache
+def list_imports() -> list[Import]:
+    """All imports; found at the first use, because each test process collects this file and one runs it."""
+    return [found for name, path in MODULES.items() for found in find_imports(name, ast.parse(path.read_text()))]
 
 
 def own_module(name: str) -> str | None:
@@ -201,7 +205,7 @@ class Owner:
         ("i", False, False),
     }
     assert len(MODULES) > 30
-    assert len(IMPORTS) > 200
+    assert len(list_imports()) > 200
 
 
 def test_every_room_has_a_floor_and_every_name_in_the_table_is_a_room() -> None:
@@ -210,13 +214,13 @@ def test_every_room_has_a_floor_and_every_name_in_the_table_is_a_room() -> None:
 
 
 def test_imports_are_absolute() -> None:
-    assert [str(found) for found in IMPORTS if found.name.startswith(".")] == []
+    assert [str(found) for found in list_imports() if found.name.startswith(".")] == []
 
 
 def test_imports_lead_to_a_floor_below_or_stay_in_their_room() -> None:
     """Late imports count too; those for type checkers count everywhere but in dsjob/__init__.py."""
     wrong = []
-    for found in IMPORTS:
+    for found in list_imports():
         target = own_module(found.name)
         if not (found.importer and target):
             continue
@@ -230,7 +234,7 @@ def test_imports_lead_to_a_floor_below_or_stay_in_their_room() -> None:
 def test_imports_inside_a_room_lead_to_an_inner_room_below(room: str) -> None:
     floors = {name: floor for floor, name in enumerate(INNER[room])}
     wrong = []
-    for found in IMPORTS:
+    for found in list_imports():
         target = own_module(found.name)
         if target and home(found.importer) == home(target) == room:
             above, below = (inner_room(module) for module in (found.importer, target))
@@ -241,14 +245,14 @@ def test_imports_inside_a_room_lead_to_an_inner_room_below(room: str) -> None:
 
 
 def test_the_package_itself_imports_nothing_of_its_own_until_asked() -> None:
-    early = [found for found in IMPORTS if not found.importer and not (found.late or found.typing)]
+    early = [found for found in list_imports() if not found.importer and not (found.late or found.typing)]
     assert [str(found) for found in early if own_module(found.name) is not None] == []
 
 
 def import_graph() -> dict[str, set[str]]:
     """What is executed when a module is imported: the modules it names, and the packages these lie in."""
     graph: dict[str, set[str]] = {module: set() for module in MODULES}
-    for found in IMPORTS:
+    for found in list_imports():
         target = own_module(found.name)
         if target is None or found.late or found.typing:
             continue
@@ -269,7 +273,7 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
 def test_third_parties_have_one_home() -> None:
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in list_imports()
         for package, places in HOMES.items()
         if starts_with(found.name, package) and not lives_in(found.importer, places)
     ]
@@ -278,12 +282,12 @@ def test_third_parties_have_one_home() -> None:
 
 def test_every_third_party_is_in_the_table() -> None:
     known = {package.split(".")[0] for package in HOMES} | {"torch", "dsjob"} | set(sys.stdlib_module_names)
-    assert [str(found) for found in IMPORTS if found.name.split(".")[0] not in known] == []
+    assert [str(found) for found in list_imports() if found.name.split(".")[0] not in known] == []
 
 
 @pytest.mark.parametrize("package", HOMES)
 def test_every_home_in_the_table_is_lived_in(package: str) -> None:
-    importers = {found.importer for found in IMPORTS if starts_with(found.name, package)}
+    importers = {found.importer for found in list_imports() if starts_with(found.name, package)}
     empty = {place for place in HOMES[package] if not any(lives_in(importer, {place}) for importer in importers)}
     assert empty == set()
 
@@ -292,7 +296,7 @@ def test_torch_starts_with_its_private_names() -> None:
     """Commands and the launcher import it late, inside functions."""
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in list_imports()
         if starts_with(found.name, "torch")
         and (not found.importer or lives_in(found.importer, WITHOUT_TORCH))
         and not (found.typing or (found.late and home(found.importer) in {"cli", "front", "launch"}))
@@ -303,11 +307,11 @@ def test_torch_starts_with_its_private_names() -> None:
 def test_recipes_are_named_by_the_document_and_never_imported() -> None:
     outside = {"recipes", "conf", "schemas", "tests"}
     names = {f"dsjob.{name}" for name in outside} | outside | {"ops"}
-    assert [str(found) for found in IMPORTS if any(starts_with(found.name, name) for name in names)] == []
+    assert [str(found) for found in list_imports() if any(starts_with(found.name, name) for name in names)] == []
 
 
 def test_the_standalone_converter_needs_the_standard_library_alone() -> None:
-    wrong = [found for found in IMPORTS if found.importer == STANDALONE]
+    wrong = [found for found in list_imports() if found.importer == STANDALONE]
     assert wrong
     assert [str(found) for found in wrong if found.name.split(".")[0] not in sys.stdlib_module_names] == []
 

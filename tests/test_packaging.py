@@ -194,6 +194,7 @@ def test_a_clone_uses_its_own_files(environment: str, clone: Path, request: pyte
 
 
 @ENVIRONMENTS
+@pytest.mark.full
 def test_the_ranks_of_a_clone_are_the_clones_own(
     environment: str, clone: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -139,5 +139,9 @@ def begin(folder: str, run_dir: str) -> Guard:
         ("transformers.integrations.deepspeed", "contradictions"),
         ("accelerate.utils.deepspeed", "origins"),
     ):
-        sys.meta_path.insert(0, _AfterImport(awaited, f"{__package__}.{installed}"))
+        name = f"{__package__}.{installed}"
+        if awaited in sys.modules:  # something at the start of the interpreter, such as a .pth file, has imported it
+            import_module(name).install()
+        else:
+            sys.meta_path.insert(0, _AfterImport(awaited, name))
     return guard

@@ -22,7 +22,7 @@ TINY = {
     "nvme": "--rounds 1 --megabytes 2 --folder FOLDER",
     "onebit": "--rounds 1 --sizes 1000",
     "programs": "--smoke",
-    "text": "--rounds 1 --steps 1",
+    "text": "--rounds 1 --steps 1 --width 8",
     "transformer_layer": "--rounds 1 --shapes 2x4x8x2",
     "validate": "--rounds 1",
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -27,11 +27,21 @@ LORA: dict[str, dict[str, Any]] = {
     "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "bias": "lora_only"},
 }
 GPT2 = {"conv1d": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}}
-OTHERS = {
-    "dora": peft.LoraConfig(target_modules=["q_proj"], use_dora=True),
-    "loha": peft.LoHaConfig(target_modules=["q_proj"], r=2),
-    "ia3": peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dora": ("LoraConfig", {"target_modules": ["q_proj"], "use_dora": True}),
+    "loha": ("LoHaConfig", {"target_modules": ["q_proj"], "r": 2}),
+    "ia3": ("IA3Config", {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
 }
+
+
+class Lazy:
+    """peft, imported at its first use: that takes seconds, and other tests need not wait for it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("peft"), name)
+
+
+peft: Any = Lazy()
 
 
 def build(kind: str) -> nn.Module:
@@ -48,7 +58,8 @@ def build(kind: str) -> nn.Module:
 
 def make_config(kind: str) -> Any:
     if kind in OTHERS:
-        return OTHERS[kind]
+        name, options = OTHERS[kind]
+        return getattr(peft, name)(**options)
     return peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **{**LORA, **GPT2}[kind])
 
 

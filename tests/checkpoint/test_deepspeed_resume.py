@@ -73,6 +73,7 @@ def check(names: list[str], world_size: int, universal: bool = False) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full("1")
 def test_every_checkpoint_goes_on_at_every_stage(world_size: int) -> None:
     check(list(RUNS), world_size)
 

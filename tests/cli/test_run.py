@@ -276,6 +276,7 @@ class Private(Data):
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.full("1")
 def test_what_a_program_says_of_a_secret_is_masked(job: Path, nproc: int) -> None:
     """Printed, logged, in metrics and in the error that ends the run: on screen, in logs and in the run's folder."""
     with (job / "my_model.py").open("a") as file:

@@ -114,7 +114,7 @@ CUT = [(1, 3, ("bf16",)), (2, 1, ("fp32",)), (2, 2, ("fp16", "autocast"))]
         ),
     ],
 )
-@pytest.mark.full("dropout-2-2-precisions2-2")
+@pytest.mark.full("dropout-2-2-precisions2-2", "dropout-1-3-precisions0-2")
 def test_every_stage_gives_bit_for_bit_what_it_gives_without(
     kind: str, world_size: int, accumulation: int, precisions: tuple[str, ...], every: int
 ) -> None:
@@ -152,6 +152,7 @@ def keep(world: World, stages: tuple[int, ...]) -> dict[tuple[int, str], tuple[i
     ("world_size", "stages"),
     [(1, (0,)), (2, (3,)), *(pytest.param(n, (0, 1, 2, 3), marks=pytest.mark.full) for n in (1, 2))],
 )
+@pytest.mark.full("2-stages1")
 def test_memory_falls_by_what_the_blocks_would_keep(world_size: int, stages: tuple[int, ...]) -> None:
     """Beside its input, a block keeps what comes out of its norm, and the hidden layer after relu."""
     spared = BLOCKS * TOKENS * 4 * (WIDTH + 3 * WIDTH + 1)

@@ -137,6 +137,17 @@ def test_ranks_together_read_each_sample_once_per_pass(shards: int, workers: int
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Plain(range(22)), Stateful(range(22)), Sharded(range(22), 4)], ids=type)
 @pytest.mark.parametrize("seen", [1, 2, 5, 6, 11])
+@pytest.mark.full(
+    "2-Plain-2",
+    "2-Stateful-2",
+    "2-Sharded-2",
+    "6-Plain-2",
+    "6-Stateful-2",
+    "6-Sharded-2",
+    "11-Plain-2",
+    "11-Stateful-2",
+    "11-Sharded-2",
+)
 def test_a_resumed_run_continues(dataset: Any, workers: int, seen: int) -> None:
     whole = take(make(dataset, workers=workers), 16)
     first = make(dataset, workers=workers)
@@ -153,6 +164,7 @@ def test_a_resumed_run_continues(dataset: Any, workers: int, seen: int) -> None:
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 4])
 @pytest.mark.parametrize(("shards", "workers"), [(1, 0), (4, 0), (4, 2)])
+@pytest.mark.full("4-2-1-1", "4-2-1-4", "4-2-2-2", "4-2-2-4", "4-2-4-1", "4-2-4-2", "4-2-4-4")
 def test_another_number_of_ranks_reads_what_is_left(before: int, after: int, shards: int, workers: int) -> None:
     numbers = range(64)
     seen, states = list[int](), list[dict[str, Any]]()

@@ -54,6 +54,11 @@ CASES: list[tuple[str, int, int, dict[str, Any], float]] = [
     ("another optimizer", 1, 1, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, 1e-6),
     ("schedule", 1, 1, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}, 1e-6),
 ]
+# Only `-m full` compares these.
+LONG = {
+    "stage 2", "stage 0, accumulated", "stage 2, accumulated", "stage 0, bf16", "checkpointed", "summed", "groups",
+    "another optimizer", "fp32, stage 0", "fp32, stage 2", "bf16, stage 0", "bf16 with sums in fp32, stage 1",
+}  # fmt: skip
 
 
 def make_engine(
@@ -76,13 +81,14 @@ def can_run(name: str) -> bool:
 
 def cell(name: str, *values: Any) -> Any:
     """A case as pytest's parameters, skipped with the reason where this machine cannot run it."""
-    return pytest.param(name, *values, marks=pytest.mark.skipif(not can_run(name), reason=str(lacks_fp16())))
+    marks = [pytest.mark.skipif(not can_run(name), reason=str(lacks_fp16()))]
+    return pytest.param(name, *values, marks=[*marks, pytest.mark.full] if name in LONG else marks)
 
 
-def compare(world: World) -> dict[str, Any]:
+def compare(world: World, long: bool) -> dict[str, Any]:
     found = {}
     for name, stage, accumulation, sections, _ in CASES:
-        if not can_run(name):
+        if not can_run(name) or (name in LONG) != long:
             continue
         sides = {}
         for side in ("dsjob", "deepspeed"):
@@ -116,8 +122,11 @@ def resize(world: World) -> tuple[int, int]:
     return engine.driven.gradient_accumulation_steps(), engine.global_steps
 
 
-def run_all(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {"compared": compare(world), "saved": save_and_load(world), "anew": begin_anew(world)}
+def run_all(world: World, long: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"compared": compare(world, long), "saved": save_and_load(world, long)}
+    if long:
+        return found
+    found["anew"] = begin_anew(world)
     found["at once"], found["resized"] = step_at_once(world), resize(world)
     return {**found, "odd": train_odd(world)} if world.data_size > 1 else found
 
@@ -126,15 +135,15 @@ RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full
 
 
 @functools.cache
-def run_on(ranks: int) -> list[dict[str, Any]]:
-    """What all ranks of one world have found: DeepSpeed takes long to import."""
-    return run_ranks(run_all, ranks)
+def run_on(ranks: int, long: bool = False) -> list[dict[str, Any]]:
+    """What all ranks of one world have found: DeepSpeed takes long to import. long: only the cases in LONG."""
+    return run_ranks(run_all, ranks, long)
 
 
 @RANKS
 @pytest.mark.parametrize(("name", "tolerance"), [cell(case[0], case[-1]) for case in CASES])
 def test_losses_norms_and_rates_are_those_of_dsjobs_engine(ranks: int, name: str, tolerance: float) -> None:
-    for rank in run_on(ranks):
+    for rank in run_on(ranks, name in LONG):
         found = rank["compared"][name].values()
         (ours, norm, rates, sizes), (theirs, their_norm, their_rates, their_sizes) = found
         assert theirs == pytest.approx(ours, rel=tolerance)
@@ -186,11 +195,11 @@ def test_deepspeed_follows_a_change_of_the_train_batch(ranks: int) -> None:
     assert {found["resized"] for found in run_on(ranks)} == {(1, 1)}
 
 
-def save_and_load(world: World) -> dict[str, Any]:
+def save_and_load(world: World, long: bool) -> dict[str, Any]:
     """For each case: the next losses of the engine that saved, of one like it that loaded, and of dsjob's that did."""
     found = {}
     for number, (name, stage, sections) in enumerate(SAVED):
-        if not can_run(name):
+        if not can_run(name) or (f"{name}, stage {stage}" in LONG) != long:
             continue
         shared: list[Any] = [tempfile.mkdtemp() if world.data_rank == 0 else None]
         if world.data_size > 1:
@@ -216,7 +225,7 @@ def save_and_load(world: World) -> dict[str, Any]:
 @RANKS
 @pytest.mark.parametrize("name", [cell(f"{name}, stage {stage}") for name, stage, _ in SAVED])
 def test_checkpoints_are_dsjobs_and_either_engine_goes_on(ranks: int, name: str) -> None:
-    for rank in run_on(ranks):
+    for rank in run_on(ranks, name in LONG):
         sides = rank["saved"][name]
         losses, scale, steps = sides["saved"]
         assert sides["deepspeed"] == (losses, scale, steps, True)

@@ -133,7 +133,15 @@ RECOMPUTED = {
     for stage in (0, 3)
 }
 
-CASES = {"stages": STAGES, "offloaded": OFFLOADED, "groups": GROUPS, "optimizers": OPTIMIZERS, "recomputed": RECOMPUTED}
+CASES = {
+    "stages": STAGES,
+    "stages in two dtypes": {name: case for name, case in STAGES.items() if name.startswith(("fp32", "bf16"))},
+    "offloaded": OFFLOADED,
+    "groups": GROUPS,
+    "optimizers": OPTIMIZERS,
+    "recomputed": RECOMPUTED,
+}
+ON_TWO_RANKS = ("stages in two dtypes", "offloaded", "groups", "recomputed")
 
 
 def train_all(world: World, group: str) -> dict[str, Any]:
@@ -173,7 +181,12 @@ def run_group(group: str, world_size: int, simulated: bool) -> list[dict[str, An
     ("group", "world_size", "name"),
     [
         *(("stages", 1, name) for name in STAGES),
-        *((group, 2, name) for group, cases in CASES.items() for name in cases),
+        *((group, 2, name) for group in ON_TWO_RANKS for name in CASES[group]),
+        *(
+            pytest.param(group, 2, name, marks=pytest.mark.full)
+            for group in ("stages", "optimizers")
+            for name in CASES[group]
+        ),
         *(pytest.param("offloaded", 1, name, marks=pytest.mark.full) for name in OFFLOADED),
     ],
 )

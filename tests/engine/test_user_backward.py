@@ -127,7 +127,7 @@ def weights_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
         *(pytest.param(*other, marks=pytest.mark.full) for other in ((0, 3), (1, 1), (2, 3), (3, 1))),
     ],
 )
-@pytest.mark.full("1-3")
+@pytest.mark.full("1-3", "3-3")
 def test_every_way_trains_as_a_loop_by_hand(stage: int, accumulation: int) -> None:
     expected = train_by_hand(STEPS)
     for result in run_ranks(train_every_way, 2, stage, accumulation, False):

@@ -182,6 +182,7 @@ class Net(Plain):
 
 @pytest.mark.parametrize("overrides", [[], ["launch.nproc=2"]], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
+@pytest.mark.full("done-two ranks")
 def test_a_run_leaves_the_process_as_it_was(
     folder: Path, overrides: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,7 +235,7 @@ def deaf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, tuple[K
 
 
 @pytest.mark.parametrize(("saves", "ranks"), DEAF)
-@pytest.mark.full("False-ranks0")
+@pytest.mark.full("False-ranks0", "True-ranks3", "True-ranks5")
 def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
     deaf: dict[Any, tuple[Killable, Path]], saves: bool, ranks: tuple[int, int]
 ) -> None:

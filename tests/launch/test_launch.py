@@ -55,6 +55,7 @@ class Started:
     ],
     ids=["one rank", "two ranks, stage 3", "four ranks, stage 0", "two ranks, stage 1, bf16, accumulated"],
 )
+@pytest.mark.full("one rank")
 def test_after_kill_9_the_run_goes_on_bit_for_bit(tmp_path: Path, arguments: list[str]) -> None:
     options = [
         *("trainer.max_steps=20", "trainer.eval_every=7", "checkpoint.every=6", "+model.dropout=0.3"),

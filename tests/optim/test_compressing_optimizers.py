@@ -119,6 +119,7 @@ def measure(world: World, optimizer: dict[str, Any], steps: int) -> list[tuple[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "ranks"), cross([2, 4], ["2", "4"]))
+@pytest.mark.full("OneBitLamb-4", "ZeroOneAdam-var_update_scaler-2")
 def test_after_the_freeze_a_sixteenth_of_an_all_reduce_goes_over_the_wire(
     ranks: int, optimizer: dict[str, Any]
 ) -> None:
@@ -268,6 +269,7 @@ def load_elsewhere(world: World, folder: str, optimizer: dict[str, Any]) -> dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "ranks"), cross([3, 1], ["3", "1"]))
+@pytest.mark.full("OneBitLamb-1", "ZeroOneAdam-var_update_scaler-3")
 def test_on_another_number_of_ranks_the_errors_begin_anew_and_that_is_told(
     tmp_path: Path, optimizer: dict[str, Any], ranks: int
 ) -> None:

@@ -82,6 +82,7 @@ def compare(world: World, kind: str, precision: str) -> list[tuple[str, bool]]:
         ),
     ],
 )
+@pytest.mark.full("1-tied and frozen-fp32", "1-tied and frozen-bf16, reduced in fp32")
 def test_offloading_changes_no_bit(world_size: int, kind: str, precision: str) -> None:
     for found in run_ranks(compare, world_size, kind, precision):
         assert len(found) == 12
@@ -107,6 +108,7 @@ def overflow(world: World) -> list[bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.full("2")
 def test_overflows_are_answered_as_without_offloading(world_size: int) -> None:
     for same in run_ranks(overflow, world_size):
         assert same == [True] * len(PLACES)

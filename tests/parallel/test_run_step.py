@@ -70,7 +70,7 @@ def compare(world: World, kind: str) -> list[tuple[str, bool, bool]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.full("2-bf16", "2-fp16")
+@pytest.mark.full("2-bf16", "2-fp16", "2-autocast")
 def test_a_step_in_one_call_gives_the_same_bits(ranks: int, kind: str) -> None:
     for same in run_ranks(compare, ranks, kind):
         assert same == [(f"stage {stage}", True, True) for stage in range(4)]

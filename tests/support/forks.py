@@ -12,25 +12,29 @@ from collections.abc import Mapping
 from multiprocessing import connection, forkserver, get_context, parent_process, set_start_method
 from multiprocessing.context import ForkServerContext
 
+import pytest
+
 # None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use, and
 # DeepSpeed the compiler.
 PRELOADED = [
     "dsjob.engine.build", "dsjob.training.job", "dsjob.cli.run", "dsjob.document.compose", "torch.distributed.fsdp",
     "torch.distributed.checkpoint", "torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo",
-    "s3fs", "pytest",
+    "s3fs", "pytest", "programs", "warmed", "transformers.trainer", "transformers.models.t5.modeling_t5",
+    "transformers.models.llama.modeling_llama", "torchmetrics.text",
 ]  # fmt: skip
+_SUPPORT = os.path.dirname(__file__)
 
 
 def get_forks() -> ForkServerContext:
     """multiprocessing, with processes that are such forks."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"  # else it would import the folder dsjob here, which lacks conf and schemas
-    try:
+    # The current folder is not for the server: it would import the folder dsjob there, which lacks conf and schemas.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONSAFEPATH", "1")
+        patch.setenv("PYTHONPATH", _SUPPORT)
+        patch.setenv("HF_HUB_OFFLINE", "1")  # transformers reads it when it is imported
         forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONSAFEPATH") if before is None else os.environ.update(PYTHONSAFEPATH=before)
     return context
 
 

@@ -61,6 +61,7 @@ def run_forward(spec: JobSpec) -> int:
 
 
 @RECIPES
+@pytest.mark.full("quickstart-fp32")
 def test_activations_are_within_20_percent_of_what_a_real_forward_pass_keeps(recipe: str, precision: str) -> None:
     spec = read_recipe(recipe, f"precision={precision}")
     found = look(spec)
@@ -69,6 +70,7 @@ def test_activations_are_within_20_percent_of_what_a_real_forward_pass_keeps(rec
 
 
 @RECIPES
+@pytest.mark.full("vision_digits-fp32")
 def test_the_peak_is_within_20_percent_of_what_two_real_steps_reach(recipe: str, precision: str) -> None:
     spec = read_recipe(recipe, f"precision={precision}")
     assert spec.optimizer is not None
