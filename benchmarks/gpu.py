@@ -31,8 +31,10 @@ from torch import nn
 
 from benchmarks.engine import measure
 from benchmarks.engine_sides import SHAPES, Cell, Ours, make_batches, make_model, synchronize, use_quiet_libraries
+from benchmarks.transformer_layer import compare_kernels
 from dsjob.contract.spec import JobSpec, view
 from dsjob.document.resolve import resolve_job
+from dsjob.ops import fused
 from dsjob.optim import build_optimizer
 from dsjob.parallel import masters
 from dsjob.planning.memory import predict_memory
@@ -259,6 +261,14 @@ def step_optimizers(bench: Bench) -> list[Row]:
     return rows
 
 
+def time_layers(bench: Bench) -> list[Row]:
+    """DeepSpeedTransformerLayer with and without its fused kernels, which this builds, at the sizes of BERT-large."""
+    if (device := bench.world.device.type) == "cuda" and (problem := fused.find_problem(build=True)):
+        raise RuntimeError(problem)
+    shapes = bench.pick(("8x128x1024x16", "64x128x1024x16", "8x512x1024x16", "64x512x1024x16"), ("2x4x8x2",))
+    return [compare_kernels(shape, device, lambda call: clock(bench.world, call)) for shape in shapes]
+
+
 def save(bench: Bench) -> list[Row]:
     """Saves a checkpoint to memory and to disk, and loads it."""
     rows = []
@@ -326,6 +336,7 @@ SECTIONS: dict[str, Callable[[Bench], list[Row]]] = {
     "recompute": recompute,
     "offload": offload,
     "optimizers": step_optimizers,
+    "layers": time_layers,
     "saves": save,
     "tests": run_tests,
 }

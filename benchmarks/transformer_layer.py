@@ -109,6 +109,30 @@ def compare(shape: str, dtype: str, device: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def compare_kernels(shape: str, device: str, clock: Callable[[Callable[[], object]], float]) -> dict[str, Any]:
+    """Milliseconds of a forward and a backward pass in bf16, with and without fused kernels, and by torch's layer.
+
+    The matrix products of a pass need `flops` operations. On a CPU no side uses the kernels.
+    """
+    batch, tokens, width, heads = map(int, shape.split("x"))
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    sides = {"fused": make_ours(width, heads), "torch's operators": make_ours(width, heads)}
+    sides |= {
+        "fused, all three": make_ours(width, heads, SAVINGS),
+        "nn.TransformerEncoderLayer": make_torchs(width, heads),
+    }
+    x = torch.randn(batch, tokens, width, **kind, requires_grad=True)
+    found = {}
+    layer: Any
+    for side, layer in sides.items():
+        layer.to(**kind)
+        if not side.startswith("nn."):
+            layer.native = side.startswith("fused") and device != "cpu"
+        found[side] = 1e3 * clock(lambda layer=layer: torch.autograd.backward(layer(x).sum()))  # type: ignore[misc]
+    flops = 3 * (24.0 * batch * tokens * width**2 + 4.0 * batch * tokens**2 * width)
+    return {"shape": shape, "ms": found, "flops": flops}
+
+
 def show(cells: list[dict[str, Any]]) -> str:
     """The cells as a Markdown table."""
     lines = ["| batch x tokens x features x heads | dtype | side | saved, MiB | time, ms |", "|---|---|---|---|---|"]

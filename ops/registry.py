@@ -61,11 +61,18 @@ _ALL = (
         "torch's operators",
         ("ONEBIT", "ONEBIT_CUDA"),
     ),
+    Op(
+        "transformer",
+        "cuda",
+        "models with dsjob.deepspeed.DeepSpeedTransformerLayer on GPUs, once it has been built ahead",
+        "torch's operators",
+        ("TRANSFORMER",),
+    ),
 )
 # The ops in plain torch: who uses each.
 PLAIN = {
     "linear_cross_entropy": "loss._target_: dsjob.linear_cross_entropy",
-    "transformer": "models with dsjob.deepspeed.DeepSpeedTransformerLayer",
+    "fused_adam": "optimizer.type Adam and AdamW on GPUs: torch's own fused kernels",
 }
 OPS: dict[str, Op] = {op.name: op for op in _ALL}
 

@@ -1,6 +1,7 @@
 """DeepSpeed's transformer layer: the encoder layer of BERT, with LayerNorm after or before each part.
 
-It consists of PyTorch's operators, so it runs on CPUs and GPUs. The names of parameters and options are DeepSpeed's,
+It consists of PyTorch's operators, so it runs on CPUs and GPUs; on GPUs, the op `transformer` fuses some of them where
+it has been built (`dsjob.ops.fused`). The names of parameters and options are DeepSpeed's,
 and so is the arithmetic: GELU is the approximation with tanh, and in a layer with `pre_layer_norm`, `norm_w` belongs to
 the attention and `attn_nw` to the feed-forward part. So checkpoints of DeepSpeed's layer load.
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsjob.errors import UsageError
+from dsjob.ops import fused
 from dsjob.ops.recomputed import drop, multiply_dropped, norm_invertibly, project_gelu
 
 
@@ -149,6 +151,9 @@ class DeepSpeedTransformerLayer(nn.Module):
         for kind, given in (("w", initial_weights), ("b", initial_biases)):
             if given is not None:
                 self._take(kind, given)
+        # Whether the fused kernels compute on GPUs; see `dsjob.engine.native`. Decided here, since looking for the
+        # library would break the graph of a compiled forward pass.
+        self.native = torch.cuda.is_available() and not fused.find_problem(build=False)
         self.train(config.training)
 
     def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
@@ -240,14 +245,53 @@ class DeepSpeedTransformerLayer(nn.Module):
         return torch.float16 if self.config.fp16 and own == torch.float32 else own
 
     def _compute(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self._can_fuse(x):
+            return self._compute_fused(x, mask)
         if self.config.pre_layer_norm:
             x = x + self._attend(self._norm(x, self.norm_w, self.norm_b), mask)
             return x + self._feed(self._norm(x, self.attn_nw, self.attn_nb))
         x = self._norm(x + self._attend(x, mask), self.attn_nw, self.attn_nb)
         return self._norm(x + self._feed(x), self.norm_w, self.norm_b)
 
+    def _can_fuse(self, x: Tensor) -> bool:
+        return self.native and x.is_cuda and fused.fits(x.dtype, self.config.hidden_size, self.config.intermediate_size)
+
+    def _compute_fused(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The same as `_compute` with the kernels of `dsjob.ops.fused`."""
+        config, kind = self.config, x.dtype
+        first = self._norm(x, self.norm_w, self.norm_b) if config.pre_layer_norm else x
+        attended = F.linear(self._mix(first, mask), self.attn_ow.to(kind))
+        normed, total = self._add_and_norm(attended, self.attn_ob, x, self.attn_nw, self.attn_nb)
+        inner = F.linear(normed, self.inter_w.to(kind))
+        bias, weight = self.inter_b.to(kind), self.output_w.to(kind)
+        if config.gelu_checkpoint:
+            fed = fused.project_bias_gelu(inner, bias, weight)
+        else:
+            fed = F.linear(fused.bias_gelu(inner, bias), weight)
+        if config.pre_layer_norm:
+            return total + self._drop(fed + self.output_b.to(kind))
+        return self._add_and_norm(fed, self.output_b, normed, self.norm_w, self.norm_b)[0]
+
+    def _add_and_norm(
+        self, x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        config = self.config
+        y, z = fused.drop_add_norm(
+            x,
+            *(bias.to(x.dtype), residual, weight.to(x.dtype), norm_bias.to(x.dtype)),
+            ratio=max(config.hidden_dropout_ratio, 0.0) if self.training else 0.0,
+            eps=config.layer_norm_eps,
+            invertible=config.normalize_invertible,
+            with_sum=config.pre_layer_norm,
+        )
+        return y, z
+
     def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """What the attention adds to the residual stream, [B, S, hidden_size]."""
+        return self._drop(F.linear(self._mix(x, mask), self.attn_ow.to(x.dtype), self.attn_ob.to(x.dtype)))
+
+    def _mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The attention without its last projection, [B, S, hidden_size]."""
         config, kind = self.config, x.dtype
         projected = F.linear(x, self.attn_qkvw.to(kind), self.attn_qkvb.to(kind))
         parts = projected.view(*x.shape[:2], 3, config.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, heads, S, D]
@@ -263,7 +307,7 @@ class DeepSpeedTransformerLayer(nn.Module):
                 mixed = multiply_dropped(probabilities, v, ratio)
             else:
                 mixed = drop(probabilities, ratio) @ v
-        return self._drop(F.linear(mixed.transpose(1, 2).flatten(2), self.attn_ow.to(kind), self.attn_ob.to(kind)))
+        return mixed.transpose(1, 2).flatten(2)
 
     def _feed(self, x: Tensor) -> Tensor:
         """What the feed-forward part adds to the residual stream, [B, S, hidden_size]."""

@@ -154,6 +154,7 @@ class Ops:
 
     cpu_optimizers: Literal["auto", "require", "off"]
     onebit: Literal["auto", "require", "off"]
+    transformer: Literal["auto", "require", "off"]
 
 
 @dataclass(frozen=True, slots=True)

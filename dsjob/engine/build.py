@@ -26,7 +26,7 @@ from dsjob.engine.batches import load_batches
 from dsjob.engine.blocks import prepare_blocks
 from dsjob.engine.configs import name_type
 from dsjob.engine.engine import Engine
-from dsjob.engine.native import choose_compression, choose_kernels
+from dsjob.engine.native import choose_layers, choose_ops
 from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.onebit.own_gradients import require_data_parallel
@@ -201,6 +201,7 @@ def build_engine(
     groups = _name_groups(model_parameters, names)
     checkpointing.use_ranks(world)
     _mark_leaves(model, spec, world)
+    choose_layers(model, spec.ops.transformer, world)
     # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
     prepare_blocks(model, spec)
     strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision, aio=spec.aio)
@@ -221,8 +222,7 @@ def build_engine(
     if built is not None:
         if strategy.disk is not None:
             strategy.disk.require(built)
-        choose_kernels(built, masters.values(), spec.ops.cpu_optimizers, strategy.world)
-        choose_compression(built, masters.values(), spec.ops.onebit, strategy.world)
+        choose_ops(built, masters.values(), spec.ops, strategy.world)
     require_data_parallel(built, world)
     scheduler = _make_scheduler(lr_scheduler, spec, built, trust)
     return kind(

@@ -1,16 +1,18 @@
-"""Decides whether native ops step the optimizer, or compress what it sends; alike on all data-parallel ranks."""
+"""Decides which native ops a job uses: those for the optimizer alike on all data-parallel ranks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsjob.contract.spec import Ops
 from dsjob.errors import BuildError
-from dsjob.ops import cpu_optimizers, onebit
+from dsjob.ops import cpu_optimizers, fused, onebit
 from dsjob.ops.registry import OPS, Wish
+from dsjob.ops.transformer import DeepSpeedTransformerLayer
 from dsjob.optim.host import KERNELS, WORTHWHILE, can_step_on_host, prefer_kernels
 from dsjob.optim.onebit.compressing import CompressingOptimizer
 from dsjob.optim.onebit.own_gradients import count_ranks
@@ -18,7 +20,14 @@ from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 
 
-def choose_kernels(optimizer: Optimizer, masters: Iterable[Tensor], wish: Wish, world: World) -> None:
+def choose_ops(optimizer: Optimizer, masters: Iterable[Tensor], ops: Ops, world: World) -> None:
+    """Chooses what steps the optimizer, and what compresses. A collective."""
+    found = list(masters)
+    _choose_kernels(optimizer, found, ops.cpu_optimizers, world)
+    _choose_compression(optimizer, found, ops.onebit, world)
+
+
+def _choose_kernels(optimizer: Optimizer, masters: Sequence[Tensor], wish: Wish, world: World) -> None:
     """Lets kernels step the masters that are on the host, if the document wishes so. A collective.
 
     Replicas must not differ, so all data-parallel ranks use the kernels, or none. Raises BuildError where they are
@@ -39,7 +48,7 @@ def choose_kernels(optimizer: Optimizer, masters: Iterable[Tensor], wish: Wish, 
         prefer_kernels(optimizer)
 
 
-def choose_compression(optimizer: Optimizer, masters: Iterable[Tensor], wish: Wish, world: World) -> None:
+def _choose_compression(optimizer: Optimizer, masters: Sequence[Tensor], wish: Wish, world: World) -> None:
     """Lets a 1-bit optimizer compress with a native op, if the document wishes so. A collective.
 
     The result is the same without it. Raises BuildError where it is required and a rank cannot have it.
@@ -53,12 +62,32 @@ def choose_compression(optimizer: Optimizer, masters: Iterable[Tensor], wish: Wi
                 hint="use OneBitAdam, OneBitLamb or ZeroOneAdam, or set auto",
             )
         return
-    found = list(masters)
-    worthwhile = count_ranks() > 1 and sum(master.numel() for master in found) >= WORTHWHILE
-    if not found or not (worthwhile or wish == "require"):
+    worthwhile = count_ranks() > 1 and sum(master.numel() for master in masters) >= WORTHWHILE
+    if not masters or not (worthwhile or wish == "require"):
         return
-    problem = onebit.find_problem(found[0].device, build=wish == "require")
+    problem = onebit.find_problem(masters[0].device, build=wish == "require")
     optimizer.native = _agree("onebit", problem, wish, world, "compress momenta")
+
+
+def choose_layers(model: nn.Module, wish: Wish, world: World) -> None:
+    """Lets the model's transformer layers use fused kernels, or not, if the document wishes so. A collective.
+
+    Otherwise each layer has decided when it was built: it uses them on GPUs where they have been built ahead. Raises
+    BuildError where they are required and a rank cannot have them.
+    """
+    if wish == "auto":
+        return
+    layers = [module for module in model.modules() if isinstance(module, DeepSpeedTransformerLayer)]
+    if wish == "require":
+        if not layers:
+            raise BuildError(
+                "ops.transformer: the model has no DeepSpeedTransformerLayer", hint="use some, or set auto"
+            )
+        if world.device.type != "cuda":
+            raise BuildError("ops.transformer: its kernels need GPUs", hint="set auto")
+        _agree("transformer", fused.find_problem(build=True), wish, world, "compute transformer layers")
+    for layer in layers:
+        layer.native = wish == "require"
 
 
 def _agree(op: str, problem: str, wish: Wish, world: World, what: str) -> bool:

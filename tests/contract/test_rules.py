@@ -476,6 +476,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {**BY_DEEPSPEED, "ops": {"onebit": "auto"}},
     ),
     (
+        "deepspeed-ops",
+        {**BY_DEEPSPEED, "ops": {"transformer": "require"}},
+        "ops.transformer",
+        {**BY_DEEPSPEED, "ops": {"transformer": "off"}},
+    ),
+    (
         "deepspeed-generation",
         {**BY_DEEPSPEED, "generation": {}, "data": EVAL, "zero_optimization": {"stage": 3}},
         "generation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from pathlib import Path
@@ -12,14 +13,18 @@ import torch
 from engines import make_engine, train_engine, whole_state
 from machine import lacks_commands
 from ranks import run_ranks
+from torch import nn
 
+from dsjob.deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from dsjob.engine import native
+from dsjob.engine.native import choose_layers
 from dsjob.errors import BuildError
-from dsjob.ops import cpu_optimizers, loading, onebit
+from dsjob.ops import cpu_optimizers, fused, loading, onebit
 from dsjob.optim import host
 from dsjob.ranks.mesh import World
 
 LACKING = lacks_commands(os.environ.get("CXX", "c++"))
+ALONE = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 needs_compiler = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
 
@@ -127,6 +132,37 @@ def test_a_rank_without_the_compiled_compression_is_told_of_once() -> None:
 def test_requiring_compression_for_another_optimizer_is_an_error() -> None:
     with pytest.raises(BuildError, match=r"ops\.onebit: AdamW compresses nothing"):
         make_engine(0, optimizer={"type": "AdamW", "params": {"lr": 0.1}}, ops={"onebit": "require"})
+
+
+def test_layers_use_fused_kernels_as_the_document_wishes() -> None:
+    options = {"hidden_size": 8, "heads": 2, "num_hidden_layers": 1, "initializer_range": 0.1}
+    layer = DeepSpeedTransformerLayer(DeepSpeedTransformerConfig(**options))
+    model = nn.Sequential(layer)
+    for found in (False, True):
+        layer.native = found
+        choose_layers(model, "auto", ALONE)
+        assert layer.native is found
+    choose_layers(model, "off", ALONE)
+    assert layer.native is False
+    with pytest.raises(BuildError, match=r"ops\.transformer: its kernels need GPUs"):
+        choose_layers(model, "require", ALONE)
+    with pytest.raises(BuildError, match=r"ops\.transformer: the model has no DeepSpeedTransformerLayer"):
+        choose_layers(nn.Linear(2, 2), "require", ALONE)
+    with pytest.raises(BuildError, match=r"ops\.transformer: the model has no"):
+        make_engine(0, ops={"transformer": "require"})
+
+
+def test_required_kernels_are_used_on_gpus_or_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"hidden_size": 8, "heads": 2, "num_hidden_layers": 1, "initializer_range": 0.1}
+    layer = DeepSpeedTransformerLayer(DeepSpeedTransformerConfig(**options))
+    world = dataclasses.replace(ALONE, device=torch.device("cuda"))
+    told = ["this torch was built without CUDA", ""]
+    monkeypatch.setattr(fused, "find_problem", lambda build: told.pop(0) if build else "not asked to build")
+    with pytest.raises(BuildError, match="this torch was built without CUDA") as raised:
+        choose_layers(layer, "require", world)
+    assert raised.value.hint == "with ops.transformer=auto, dsjob uses torch's operators instead"
+    choose_layers(layer, "require", world)
+    assert layer.native is True
 
 
 def test_kernels_for_gpus_are_built_only_if_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

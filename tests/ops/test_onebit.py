@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_kernels import build_on_host
 from machine import lacks_commands
+from ranks import run_ranks
 from torch import Tensor
 
 from dsjob.ops import onebit
+from dsjob.ranks.mesh import World
 
 SOURCES = Path(onebit.__file__).parent / "csrc" / "onebit_cuda"
 SHIM = Path(__file__).parents[1] / "support" / "cuda_on_host.h"
@@ -200,6 +203,27 @@ def test_the_kernels_for_gpus_give_the_same_bits_on_a_cpu(tmp_path: Path) -> Non
         stride = ctypes.c_long(message.stride(0))
         call("run_expand", message, stride, scales, ends, len(widths), values, 3, ctypes.c_long(width))
         assert torch.equal(values, onebit.expand(packed, scales, widths))
+
+
+def compare_binding(world: World, library: str) -> None:
+    torch.ops.load_library(library)
+    for widths in ([8], [0, 40, 0, 64, 0], [32, 72, 200], []):
+        numbers, alive, scales = draw(3, widths)
+        packed, errors = onebit.compress(numbers, alive, scales, widths)
+        found, left = onebit.compress(numbers, alive, scales, widths, native=True)
+        assert torch.equal(found, packed)
+        assert torch.equal(left, errors)
+        message = torch.cat([packed, packed[:, :1]], 1)[:, : packed.shape[1]]
+        expected = onebit.expand(packed, scales, widths)
+        assert torch.equal(onebit.expand(message, scales, widths, native=True), expected)
+    with pytest.raises(ValueError, match="the widths cover 8 elements of 16"):
+        onebit.compress(torch.zeros(1, 16), torch.ones(1, 16).bool(), torch.ones(1, 1), [8], native=True)
+
+
+@needs_compiler
+@pytest.mark.full
+def test_the_binding_for_gpus_gives_the_same_bits_on_a_cpu(tmp_path: Path) -> None:
+    run_ranks(compare_binding, 1, str(build_on_host("onebit_cuda", tmp_path)))
 
 
 @pytest.mark.parametrize("architecture", ["80", pytest.param("90", marks=pytest.mark.full)])

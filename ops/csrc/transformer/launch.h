@@ -1,7 +1,7 @@
 // Starts the kernels of the transformer layer on a stream, by raw pointers. Nothing here knows torch.
 //
-// No binding calls them: `ops/transformer.py` uses PyTorch's operators. nvcc compiles them for sm_80 and sm_90, and tests
-// run them on a CPU (`tests/ops/test_transformer_kernels.py`). They have not run on a GPU.
+// nvcc compiles the kernels for sm_80 and sm_90, and tests run them on a CPU (`tests/ops/test_transformer_kernels.py`).
+// They have not run on a GPU.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,0 +1,278 @@
+"""The fused parts of the transformer layer: gradients, shapes, random numbers, and when the layer uses them.
+
+Their kernels run in `test_transformer_kernels.py`. Here, PyTorch's operators take their place; with `-m full` also the
+binding and the kernels themselves, built for a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from host_kernels import build_on_host
+from machine import lacks_commands
+from torch import Tensor
+from torch.nn import functional as F
+
+from dsjob.deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+from dsjob.ops import fused, transformer
+
+ROWS, WIDTH, EPS, RATIO = 6, 8, 1e-5, 0.25
+
+
+def gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten.gelu_backward(gradient, x + bias, approximate="tanh")
+    return found, found.sum(0)
+
+
+def norm(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor, ratio: float, eps: float,
+    invertible: bool, with_sum: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    kept = torch.rand(x.shape) >= ratio if ratio else torch.empty(0)
+    z = residual + (x + bias) * (kept / (1 - ratio) if ratio else 1)
+    mean, slope = z.mean(1), (z.var(1, correction=0) + eps).rsqrt()
+    y = F.layer_norm(z, z.shape[1:], weight, norm_bias, eps)
+    nothing = x.new_empty(0)
+    return (
+        y,
+        z if with_sum or not invertible else nothing,
+        kept.byte(),
+        (nothing if invertible else mean).float(),
+        slope.float(),
+    )
+
+
+def norm_backward(
+    gradient: Tensor, added: Tensor | None, z_or_y: Tensor, weight: Tensor, norm_bias: Tensor, mean: Tensor,
+    slope: Tensor, kept: Tensor, ratio: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    normal = (z_or_y - mean[:, None]) * slope[:, None] if mean.numel() else (z_or_y - norm_bias) / weight
+    inner = gradient * weight
+    found = slope[:, None] * (inner - inner.mean(1, True) - normal * (inner * normal).mean(1, True))
+    found = found if added is None else found + added
+    to_x = found * kept / (1 - ratio) if ratio else found.new_empty(0)
+    summed = to_x if ratio else found
+    return found, to_x, (gradient * normal).sum(0), gradient.sum(0), summed.sum(0)
+
+
+IN_TORCH = {
+    "bias_gelu": lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+    "bias_gelu_backward": gelu_backward,
+    "drop_add_norm": norm,
+    "drop_add_norm_backward": norm_backward,
+}
+
+
+def is_registered() -> bool:
+    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key("dsjob::bias_gelu", "CPU")
+    return found
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("binding", marks=pytest.mark.full)], name="registered")
+def _registered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Functions for tensors on a CPU."""
+    if request.param == "binding":
+        if lacking := lacks_commands("g++"):
+            pytest.skip(str(lacking))
+        torch.ops.load_library(str(build_on_host("transformer", tmp_path_factory.mktemp("ops"))))
+    if is_registered():  # a binding stays
+        yield
+        return
+    library = torch.library.Library("dsjob", "IMPL")
+    for name, function in IN_TORCH.items():
+        library.impl(name, function, "CPU")
+    yield
+    library._destroy()
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def draw_norm() -> list[Tensor]:
+    """x, bias, residual, weight and bias of the norm."""
+    return [draw(ROWS, WIDTH), draw(WIDTH), draw(ROWS, WIDTH), draw(WIDTH), draw(WIDTH)]
+
+
+def compare_gradients(found: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+    slope = torch.linspace(-1, 2, expected.numel()).view(expected.shape)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(
+        torch.autograd.grad(found, leaves, slope, retain_graph=True),
+        torch.autograd.grad(expected, leaves, slope),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_gelu(recomputed: bool) -> None:
+    torch.manual_seed(0)
+    x, bias, weight = draw(2, 3, WIDTH), draw(WIDTH), draw(4, WIDTH)
+    expected = F.linear(F.gelu(x + bias, approximate="tanh"), weight)
+    project = (
+        fused.project_bias_gelu if recomputed else lambda x, bias, weight: F.linear(fused.bias_gelu(x, bias), weight)
+    )
+    compare_gradients(project(x, bias, weight), expected, [x, bias, weight])
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("ratio", [0.0, RATIO])
+@pytest.mark.parametrize("invertible", [False, True])
+@pytest.mark.parametrize("part", ["y", "z", "both"])
+def test_norm(ratio: float, invertible: bool, part: str) -> None:
+    torch.manual_seed(0)
+    leaves = draw_norm()
+    x, bias, residual, weight, norm_bias = leaves
+    y, z, kept, *_ = torch.ops.dsjob.drop_add_norm(*leaves, ratio, EPS, invertible, part != "y")
+    total = residual + (x + bias) * (kept / (1 - ratio) if ratio else 1)
+    normed = F.layer_norm(total, (WIDTH,), weight, norm_bias, EPS)
+    if part == "z":
+        leaves = leaves[:3]
+    combine: Any = {"y": lambda y, z: y, "z": lambda y, z: z, "both": lambda y, z: y + 2 * z}[part]
+    compare_gradients(combine(y, z), combine(normed, total), leaves)
+
+
+@pytest.mark.usefixtures("registered")
+def test_dropout_follows_torchs_generator() -> None:
+    given = draw_norm()
+    masks = []
+    for seed in (1, 1, None, 2):
+        if seed is not None:
+            torch.manual_seed(seed)
+        masks.append(torch.ops.dsjob.drop_add_norm(*given, RATIO, EPS, False, False)[2])
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])
+    assert not torch.equal(masks[2], masks[3])
+    state = torch.get_rng_state()
+    torch.ops.dsjob.drop_add_norm(*given, 0.0, EPS, False, False)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("invertible", [False, True])
+def test_opcheck(invertible: bool) -> None:
+    x, bias = draw(ROWS, WIDTH), draw(WIDTH)
+    torch.library.opcheck(torch.ops.dsjob.bias_gelu.default, (x, bias))
+    plain = [tensor.detach() for tensor in draw_norm()]
+    torch.library.opcheck(torch.ops.dsjob.bias_gelu_backward.default, (plain[2], plain[0], plain[1]))
+    torch.library.opcheck(torch.ops.dsjob.drop_add_norm.default, (*draw_norm(), 0.0, EPS, invertible, True))
+    for ratio in (0.0, RATIO):
+        y, z, kept, mean, slope = torch.ops.dsjob.drop_add_norm(*plain, ratio, EPS, invertible, False)
+        source = y if invertible else z
+        given = (plain[2], None, source, plain[3], plain[4], mean, slope, kept, ratio)
+        torch.library.opcheck(torch.ops.dsjob.drop_add_norm_backward.default, given)
+
+
+def make_layer(**options: Any) -> DeepSpeedTransformerLayer:
+    torch.manual_seed(0)
+    given = {"hidden_size": 8, "heads": 2, "intermediate_size": 12, "num_hidden_layers": 1, "initializer_range": 0.3}
+    layer = DeepSpeedTransformerLayer(DeepSpeedTransformerConfig(**{**given, **options}))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return layer
+
+
+def train(layer: DeepSpeedTransformerLayer) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = draw(2, 5, 8)
+    out = layer(x)
+    assert isinstance(out, Tensor)
+    return [out, *torch.autograd.grad(out, [x, *layer.parameters()], torch.linspace(-1, 2, out.numel()).view_as(out))]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("pre", [False, True], ids=["post-LN", "pre-LN"])
+@pytest.mark.parametrize("options", [(), ("normalize_invertible",), ("gelu_checkpoint",)], ids=",".join)
+def test_the_layer_computes_the_same(pre: bool, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(pre_layer_norm=pre, **dict.fromkeys(options, True))
+    expected = train(layer)
+    monkeypatch.setattr(layer, "_can_fuse", lambda x: True)
+    for one, other in zip(train(layer), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_layer_drops_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(hidden_dropout_ratio=0.4, pre_layer_norm=False)
+    monkeypatch.setattr(layer, "_can_fuse", lambda x: True)
+    first, again = train(layer), train(layer)
+    assert all(map(torch.equal, first, again))
+    layer.eval()
+    assert not torch.equal(train(layer)[0], first[0])
+    torch.testing.assert_close(train(layer)[0], train(make_layer(pre_layer_norm=False).eval())[0])
+
+
+class OnGpu:
+    """Stands in for a tensor on a GPU."""
+
+    def __init__(self, dtype: torch.dtype, is_cuda: bool = True) -> None:
+        self.dtype, self.is_cuda = dtype, is_cuda
+
+
+def test_only_what_the_kernels_take_is_fused() -> None:
+    layer: Any = make_layer()
+    assert layer.native is False  # no GPU
+    assert not layer._can_fuse(OnGpu(torch.float32))
+    layer.native = True
+    assert layer._can_fuse(OnGpu(torch.bfloat16))
+    assert not layer._can_fuse(OnGpu(torch.float64))
+    assert not layer._can_fuse(OnGpu(torch.float32, is_cuda=False))
+    odd: Any = make_layer(intermediate_size=10)
+    odd.native = True
+    assert not odd._can_fuse(OnGpu(torch.float32))
+
+
+def test_on_a_machine_with_gpus_it_uses_only_what_has_been_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    told = {"problem": "transformer has not been built: run `dsjob ops build transformer`"}
+
+    def find_problem(build: bool) -> str:
+        asked.append(build)
+        return told["problem"]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(transformer.fused, "find_problem", find_problem)
+    assert make_layer().native is False
+    told["problem"] = ""
+    assert make_layer().native is True
+    assert asked == [False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pre", [False, True], ids=["post-LN", "pre-LN"])
+@pytest.mark.parametrize("options", [(), ("normalize_invertible",), ("gelu_checkpoint",)], ids=",".join)
+def test_on_a_gpu_the_layer_computes_the_same(dtype: torch.dtype, pre: bool, options: tuple[str, ...]) -> None:
+    assert fused.find_problem(build=True) == ""
+    given = {"hidden_size": 256, "heads": 4, "intermediate_size": 1024, "initializer_range": 0.05}
+    layer = make_layer(pre_layer_norm=pre, **given, **dict.fromkeys(options, True)).to("cuda", dtype)
+    x = torch.randn(4, 33, 256, device="cuda", dtype=dtype, requires_grad=True)
+    found = []
+    for native in (False, True, True):
+        layer.native = native
+        out = layer(x)
+        assert isinstance(out, Tensor)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])])
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    for plain, one, again in zip(*found, strict=True):
+        torch.testing.assert_close(one, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max()))
+        assert torch.equal(one, again)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_dropout_is_repeatable_and_passes_opcheck() -> None:
+    assert fused.find_problem(build=True) == ""
+    given = [tensor.detach().cuda() for tensor in draw_norm()]
+    masks = []
+    for seed in (1, 1, 2):
+        torch.cuda.manual_seed(seed)
+        masks.append(torch.ops.dsjob.drop_add_norm(*given, RATIO, EPS, False, False)[2])
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+    torch.library.opcheck(torch.ops.dsjob.drop_add_norm.default, (*given, 0.0, EPS, False, True))
+    torch.library.opcheck(torch.ops.dsjob.bias_gelu.default, (given[0], given[1]))
