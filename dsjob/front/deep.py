@@ -1,8 +1,8 @@
 """`dsjob validate --deep`: imports the targets that a document names, and checks their arguments against signatures.
 
-If the document says how its model is called or evaluated, what its loss is or what its metrics are, these are called
-with one batch of each set of data. Otherwise, nothing is called, except for data whose length counts. The trust rules
-are those of `dsjob run`.
+If the document says how its models are called, trained or evaluated, what their loss is, or what the metrics or the
+predictions are, these are called with one batch of each set of data. Otherwise, nothing is called, except for data
+whose length counts. The trust rules are those of `dsjob run`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_batch(document: Mapping[str, Any], ranks: int, trust: Trust) -> list[P
     if not is_worth_trying(spec):
         return []
     with contextlib.redirect_stdout(sys.stderr), refuse_exits():
-        return try_on_batch(spec, ranks, trust)
+        return try_on_batch(document, spec, ranks, trust)
 
 
 def count_data(document: Mapping[str, Any], ranks: int, trust: Trust) -> tuple[int | None, int]:

@@ -13,7 +13,7 @@ from dsjob import storage
 from dsjob.contract.spec import JobSpec
 from dsjob.data import LoaderEvaluation, to_device
 from dsjob.engine.several import Engines
-from dsjob.errors import ContractError, DataError
+from dsjob.errors import ContractError, DataError, DsjobError
 from dsjob.ranks.agreement import gather_on_rank_0, on_rank_0
 from dsjob.ranks.watchdog import position
 from dsjob.text.generation import Generated, Generator
@@ -72,7 +72,8 @@ class Predictor:
                 outputs = self._call(batch)
                 # A batch without samples only keeps the ranks of a sharded model together.
                 if samples and counts:
-                    rows = self._choose(Seen(outputs, batch, None, samples))
+                    seen = Seen(outputs, batch, None, samples)
+                    rows = choose_rows(self.spec, self.objective, seen, own=self.step is not None)
                     part.add(rows, samples, _list_padded(rows, outputs))
         self.engines.train()
         written = gather_on_rank_0(world.everyone, lambda: (world.data_rank, world.everyone.rank, part.written))
@@ -91,17 +92,25 @@ class Predictor:
             return self.objective.answer(engine, batch) if self.step is None else self.step(self.engines, batch)
         return self.generator.add(self.engines.first, batch)
 
-    def _choose(self, seen: Seen) -> Rows:
-        """What `predict.outputs` names, by name."""
-        paths = self.spec.predict.outputs
-        if paths is None and isinstance(seen.outputs, Generated):
-            return _check_rows(seen.outputs, seen.samples)
-        if paths is None and self.step is None and self.objective.chooses:
-            return _check_rows(self.objective.name_predictions(seen.outputs), seen.samples)
-        if paths is None:
-            return _check_rows({"logits": _find_logits(seen.outputs)}, seen.samples)
-        found = {key: follow(path, seen, f"predict.outputs.{key}") for key, path in paths.items()}
-        return _check_rows(found, seen.samples)
+
+def choose_rows(spec: JobSpec, objective: Objective, seen: Seen, *, own: bool) -> Rows:
+    """What `predict.outputs` names, by name. own: whether the outputs are those of `trainer.eval_step`. Raises
+    ContractError."""
+    paths = spec.predict.outputs
+    if paths is None and isinstance(seen.outputs, Generated):
+        return _check_rows(seen.outputs, seen.samples)
+    if paths is None and not own and objective.chooses:
+        return _check_rows(objective.name_predictions(seen.outputs), seen.samples)
+    if paths is None:
+        return _check_rows({"logits": _find_logits(seen.outputs)}, seen.samples)
+    found = {}
+    for key, path in paths.items():
+        try:
+            found[key] = follow(path, seen, f"predict.outputs.{key}")
+        except DsjobError as error:
+            error.put_at(("predict", "outputs", key))
+            raise
+    return _check_rows(found, seen.samples)
 
 
 def _list_padded(rows: Rows, outputs: Any) -> dict[str, int]:

@@ -4,7 +4,7 @@ says about them."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dsjob.compute.calls import Loss
-from dsjob.contract.models import SOLE
+from dsjob.contract.models import is_trainable, list_models
 from dsjob.contract.paths import Path
-from dsjob.contract.spec import Generation, JobSpec, Sets
+from dsjob.contract.spec import Generation, JobSpec, Method, Sets
+from dsjob.document.resolve import view_model
 from dsjob.engine.build import build_engine
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
@@ -26,40 +27,48 @@ from dsjob.torch_private import FakeTensorMode, tree_map_only
 from dsjob.training.build import build_eval_step, build_measures, build_model, build_parts, list_taken, make_generator
 from dsjob.training.evaluation import name_data, read_set
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data
+from dsjob.training.metric_inputs import Seen
 from dsjob.training.metrics import Measures
 from dsjob.training.objective import Objective, build_objective
+from dsjob.training.predict import choose_rows
 from dsjob.training.probe import build_on_meta
 from dsjob.training.steps import UserStep, read_scalars
 from dsjob.training.trainer import Parts
 from dsjob.trust.frames import describe_failure, find_path, put_at
 from dsjob.trust.grant import Trust
+from dsjob.trust.targets import build_callable
 
 RULE = "one-batch"
 MOST = 250_000_000  # parameters of a model that is built to be tried; a larger one is tried on fake tensors
 _MODEL: Path = ("model", "_target_")
+_OWN: Path = ("trainer", "step", "_target_")
 _STEP: Path = ("trainer", "eval_step", "_target_")
 _PARTS: Path = ("trainer", "parts", "_target_")
 _TOKENS = 4  # that are generated for each sample
+_STILL = Method("SGD", {"lr": 0.0}, None)
 _ALONE = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 
 
 def is_worth_trying(spec: JobSpec) -> bool:
-    """Whether the document says how its model is called or evaluated, what its loss is or what its metrics are, and
-    dsjob trains it itself."""
-    called = (spec.inputs, spec.targets, spec.outputs, spec.losses, spec.label_smoothing)
-    evaluated = (spec.metrics, spec.generation, spec.trainer.eval_step)
+    """Whether the document says how its models are called, trained or evaluated, what their loss is, what the metrics
+    or the predictions are."""
+    called = (spec.inputs, spec.targets, spec.outputs, spec.losses, spec.label_smoothing, spec.trainer.step)
+    evaluated = (spec.metrics, spec.generation, spec.trainer.eval_step, _predicts(spec))
     return (
         any((*called, *evaluated))
         and (spec.data.train is not None or bool(spec.data.list_sets("eval", "test")))
-        and spec.model is not None
-        and spec.trainer.step is None
+        and (spec.model is not None or bool(spec.models))
         and spec.trainer.mpu is None
     )
 
 
-def try_on_batch(spec: JobSpec, ranks: int, trust: Trust) -> list[Problem]:
+def _predicts(spec: JobSpec) -> bool:
+    return "predict" in spec.tasks or spec.predict.outputs is not None
+
+
+def try_on_batch(document: Mapping[str, Any], spec: JobSpec, ranks: int, trust: Trust) -> list[Problem]:
     """The problems that one micro batch of the training data and one batch of each set of `data.eval` and `data.test`
-    show. ranks: the number of data-parallel ranks.
+    show. document: a resolved one; spec: the view of it. ranks: the number of data-parallel ranks.
 
     Reads data and builds the model on the CPU. A model with more than `MOST` parameters is called with fake tensors,
     which need no memory; its own errors are not problems then, because not all operators accept these, and metrics are
@@ -74,7 +83,7 @@ def try_on_batch(spec: JobSpec, ranks: int, trust: Trust) -> list[Problem]:
             with _blaming(("data", "train", "_target_")):
                 read, world = parts.trainer.get_train_dataloader, replace(_ALONE, data_size=ranks)
                 batch = next(iter(build_training_data(spec, world, build_collate(spec, trust), trust, read)))
-        trial = _build_trial(spec, parts, trust)
+        trial = _build_trial(document, spec, parts, trust)
         if batch is not None:
             with torch.enable_grad():
                 trial.train(batch, problems)
@@ -87,8 +96,8 @@ def try_on_batch(spec: JobSpec, ranks: int, trust: Trust) -> list[Problem]:
 class Trial:
     """The parts of a job that are called with batches.
 
-    engines: for the user's own code, which receives them; None if there is none, or the model is too large. step,
-    generator: see `Evaluator`. failed: metrics with a known problem.
+    model: the first one. engines: for the user's own code, which receives them; None if there is none, or a model is
+    too large. own: `trainer.step`. step, generator: see `Evaluator`. failed: metrics with a known problem.
     """
 
     spec: JobSpec
@@ -97,6 +106,7 @@ class Trial:
     model: nn.Module
     parts: Parts
     engines: Engines | None = None
+    own: UserStep | None = None
     step: UserStep | None = None
     generator: Generator | None = None
     failed: set[str] = field(default_factory=set)
@@ -104,13 +114,19 @@ class Trial:
     @property
     def is_large(self) -> bool:
         """Whether the model has no real tensors."""
-        return any(parameter.is_meta for parameter in self.model.parameters())
+        return _is_large(self.model)
 
     def train(self, batch: Any, problems: list[Problem]) -> None:
         """Calls the model, the losses and the metrics of training. Raises their errors, except for those of metrics."""
         if self.parts.overrides("training_step"):  # it would need an optimizer
             return
-        if self.parts.overrides("compute_loss"):
+        if self.own is not None:
+            if self.engines is not None:
+                with _blaming(_OWN):
+                    outputs = self.own(self.engines, batch)
+                    read_scalars(outputs, "trainer.step", list_taken(self.spec))
+                self._measure("train", outputs, [], batch, self.spec.trainer.micro_batch, problems)
+        elif self.parts.overrides("compute_loss"):
             if self.engines is not None:
                 with _blaming(_PARTS):
                     called = self.objective.compute(self.engines.first, batch)
@@ -121,7 +137,8 @@ class Trial:
     @torch.no_grad()
     def evaluate(self, problems: list[Problem]) -> None:
         """Calls the model, the losses and the metrics with a batch of each set."""
-        self.model.eval()
+        for model in (self.model, *(engine.module for engine in (self.engines or {}).values())):
+            model.eval()
         for prefix in self.spec.data.list_sets("eval", "test"):
             found: list[Problem] = []
             with _collecting(found):
@@ -142,23 +159,31 @@ class Trial:
             pairs = read_set(spec, _ALONE, sets[prefix], name_data(prefix), collate=collate, max_batches=1)
             batch, samples = next(iter(pairs))
         if role == "test" and "eval" not in self.spec.tasks:
-            self._predict(batch, problems)
-        elif self.step is not None or self.parts.overrides("compute_loss") or self.parts.overrides("prediction_step"):
+            self._predict(batch, samples, problems)
+            return
+        if self.step is not None or self.parts.overrides("compute_loss") or self.parts.overrides("prediction_step"):
             if self.engines is not None:
                 self._evaluate_own(self.engines, batch, samples, problems)
         elif (found := self._call(batch, problems)) is not None:
             self._measure("eval", self._generate(batch, found[0]), found[1], batch, samples, problems)
+        if _predicts(self.spec) and role == ("test" if data.list_sets("test") else "eval"):
+            self._predict(batch, samples, problems)
 
-    def _predict(self, batch: Any, problems: list[Problem]) -> None:
-        """Calls what predictions call. They need no targets."""
+    def _predict(self, batch: Any, samples: int, problems: list[Problem]) -> None:
+        """Calls what predictions call, and chooses what they write. They need no targets."""
+        outputs = None
         if self.generator is not None:
-            self._generate(batch)
+            outputs = self._generate(batch)
         elif self.step is not None or self.parts.overrides("prediction_step"):
             if self.engines is not None:
                 with _blaming(_STEP if self.step is not None else _PARTS):
-                    self.step(self.engines, batch) if self.step else self.objective.answer(self.engines.first, batch)
-        else:
-            self._call(batch, problems, losses=False)
+                    first = self.engines.first
+                    outputs = self.step(self.engines, batch) if self.step else self.objective.answer(first, batch)
+        elif (found := self._call(batch, problems, losses=False)) is not None:
+            outputs = found[0]
+        if outputs is not None and _predicts(self.spec):
+            with _blaming(("predict", "outputs") if self.spec.predict.outputs else _MODEL):
+                choose_rows(self.spec, self.objective, Seen(outputs, batch, None, samples), own=self.step is not None)
 
     def _evaluate_own(self, engines: Engines, batch: Any, samples: int, problems: list[Problem]) -> None:
         """Calls `trainer.eval_step`, or the methods of `trainer.parts`, and the metrics."""
@@ -234,29 +259,53 @@ class Trial:
             problems += found
 
 
-def _build_trial(spec: JobSpec, parts: Parts, trust: Trust) -> Trial:
-    with _blaming(_MODEL):
-        model = _build(spec, trust)
+def _build_trial(document: Mapping[str, Any], spec: JobSpec, parts: Parts, trust: Trust) -> Trial:
+    models = {}
+    for name in list_models(document):
+        with _blaming(("models", name, *_MODEL) if spec.models else _MODEL):
+            models[name] = _build(view_model(document, name), trust)
+        if not is_trainable(document, name):
+            models[name].requires_grad_(False)
+    model = next(iter(models.values()))
     objective = build_objective(spec, model, _ALONE.device, trust)
     trial = Trial(spec, trust, objective, model, parts)
+    trial.own = build_callable(spec.trainer.step, "trainer.step", trust) if spec.trainer.step else None
     if spec.data.list_sets("eval", "test"):
         trial.step = build_eval_step(spec, trust)
         trial.generator = None if spec.generation is None else make_generator(_shorten(spec.generation, model), trust)
-    if (trial.step is not None or spec.trainer.parts is not None) and not trial.is_large:
-        with _blaming(_MODEL):
-            trial.engines = Engines({SOLE: _build_engine(model, spec, trust)})
+    steps = (trial.own, trial.step, spec.trainer.parts)
+    if any(step is not None for step in steps) and not any(map(_is_large, models.values())):
+        trains = trial.own is not None
+        with _blaming(("models",) if spec.models else _MODEL):
+            trial.engines = Engines(
+                {
+                    name: _build_engine(
+                        each, view_model(document, name), trust, trains and is_trainable(document, name)
+                    )
+                    for name, each in models.items()
+                }
+            )
         trial.objective = parts.bind(trial.engines, objective, Measures())
     return trial
 
 
-def _build_engine(model: nn.Module, spec: JobSpec, trust: Trust) -> Engine:
-    """An engine that does not train, in fp32, because a CPU may lack operators in half precision."""
+def _is_large(model: nn.Module) -> bool:
+    """Whether a model has no real tensors."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _build_engine(model: nn.Module, spec: JobSpec, trust: Trust, trains: bool) -> Engine:
+    """An engine in fp32, because a CPU may lack operators in half precision. One that `trains` has a plain optimizer,
+    whose steps change nothing."""
     plain = replace(
         spec,
         bf16=replace(spec.bf16, enabled=False),
         fp16=replace(spec.fp16, enabled=False),
         compile=replace(spec.compile, enabled=False),
-        optimizer=None,
+        zero_optimization=replace(
+            spec.zero_optimization, stage=0, offload_param=None, offload_optimizer=None, leaf_module=None
+        ),
+        optimizer=_STILL if trains else None,
         scheduler=None,
     )
     return build_engine(model, plain, _ALONE, kind=Engine, trust=trust)

@@ -269,6 +269,65 @@ def test_own_steps_and_methods_are_tried(
     assert (code, more) == (2 if "error" in told else 0, [])
 
 
+SEVERAL = """
+import torch
+from torch import nn
+def points(n=8): return [{"x": torch.ones(4) * i} for i in range(n)]
+def step(engines, batch):
+    real = batch["x"]
+    made = engines["maker"](torch.randn(len(real), 4))
+    loss = engines["judge"](made).mean()
+    engines["maker"].backward(loss)
+    engines["maker"].step()
+    return {"loss": loss, "judged": engines["judge"](real).mean()}
+def blind(engines, batch): return step(engines, {"x": batch["z"]})
+def unnamed(engines, batch): return engines["painter"](batch["x"]).mean()
+def vector(engines, batch): return engines["maker"](batch["x"])
+def evaluate(engines, batch): return {"loss": engines["judge"](engines["maker"](batch["x"])).mean(), "made": batch["x"]}
+def measure(preds): return preds.abs().mean()
+"""
+SEVERAL_JOB = """
+models:
+  maker: {model: {_target_: torch.nn.Linear, in_features: 4, out_features: 4}}
+  judge: {model: {_target_: torch.nn.Linear, in_features: 4, out_features: 1}}
+data: {train: {_target_: several.points}, eval: {_target_: several.points}}
+trainer:
+  train_batch: 4
+  max_steps: 2
+  step: {_target_: several.step}
+  eval_step: {_target_: several.evaluate}
+predict: {outputs: {made: outputs.made}}
+metrics: {size: {_target_: several.measure, inputs: {preds: outputs.made}}}
+optimizer: {type: AdamW, params: {lr: 1.0}}
+bf16: {enabled: true}
+zero_optimization: {stage: 3}
+""".lstrip()
+_AT_STEP = "cfg.yaml:8:10: error[one-batch]: trainer.step._target_: "
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ("", "", "cfg.yaml: ok"),
+        ("several.step", "several.blind", f"{_AT_STEP}KeyError: 'z'"),
+        ("several.step", "several.unnamed", f"{_AT_STEP}KeyError: "),
+        ("several.step", "several.vector", f"{_AT_STEP}trainer.step returned loss: Tensor[4, 4]"),
+        (
+            "outputs.made",
+            "outputs.drawn",
+            "cfg.yaml:10:21: error[one-batch]: predict.outputs.made: outputs, of",
+        ),
+        ("in_features: 4, out_features: 1", "in_features: 3, out_features: 1", f"{_AT_STEP}RuntimeError: "),
+    ],
+)
+def test_steps_over_several_models_and_predictions_are_tried(job: Path, right: str, wrong: str, told: str) -> None:
+    (job / "several.py").write_text(SEVERAL)
+    assert right in SEVERAL_JOB
+    code, (first, *more) = validate(job, SEVERAL_JOB.replace(right, wrong, 1))
+    assert first.startswith(told), [first, *more]
+    assert code == (2 if "error" in told else 0)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "told"),
     [
