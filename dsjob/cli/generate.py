@@ -11,7 +11,7 @@ from typing import Any
 from dsjob import storage
 from dsjob.cli.eval import make_task_parser, split_words
 from dsjob.cli.flags import allow_protocols, read_flags
-from dsjob.errors import UsageError
+from dsjob.errors import DsjobError, UsageError
 from dsjob.front.checkpoint import choose_checkpoint
 from dsjob.front.execute import run_composed
 from dsjob.front.generate import choose_settings, load_writer, make_generation, read_rows, writing
@@ -85,6 +85,8 @@ def _generate(
 
             prompts = read_prompts(sys.stdin.read(), "the standard input")
         file = args.prompts if args.prompts not in (None, "-") else stack.enter_context(writing(prompts))
+        if which := chosen.describe_weights(ema=args.ema):
+            print(f"weights  {which}", file=sys.stderr)  # noqa: T201
         composed = make_generation(chosen, file, section, overrides, ema=args.ema).compose()
         stack.enter_context(showing("quiet"))
         (written,) = run_composed(composed, chosen.grant(read_flags(args)), debug)["predictions"]
@@ -122,7 +124,8 @@ def _converse(source: str, overrides: list[str], settings: dict[str, Any], args:
         settings=settings,
         flags=read_flags(args),
     )
-    print(f"{source}: write a prompt; Ctrl-D ends")  # noqa: T201
+    which = choose_checkpoint(source, args.tag, best=args.best).describe_weights(ema=args.ema)
+    print(f"{source}{which and f' ({which})'}: write a prompt; Ctrl-D ends")  # noqa: T201
     while True:
         try:
             prompt = input("> ")
@@ -130,4 +133,7 @@ def _converse(source: str, overrides: list[str], settings: dict[str, Any], args:
             print()  # noqa: T201
             return 0
         if prompt:
-            print(_clean(write(prompt)))  # noqa: T201
+            try:
+                print(_clean(write(prompt)))  # noqa: T201
+            except DsjobError as error:  # of this prompt, such as one that is too long
+                print(f"error: {error}")  # noqa: T201

@@ -97,11 +97,12 @@ def test_without_a_prompt_the_terminal_is_asked(run: Path) -> None:
         env=clean_env(),
         text=True,
     )
-    os.write(ours, b"some\n\x04")
+    os.write(ours, b"\n" + b"a" * 70 + b"\nsome\n\x04")
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     expected = dsjob("generate", str(run), "--prompt", "some", "--max-new-tokens", "4", cwd=run.parent).stdout
-    assert out == f"{run}: write a prompt; Ctrl-D ends\n> {expected}> \n"
+    told = "error: generation: a prompt has 70 tokens, but the model takes 64 with what it writes\n  shorten the prompt"
+    assert out == f"{run}: write a prompt; Ctrl-D ends\n> > {told}\n> {expected}> \n"
 
 
 @pytest.mark.parametrize(
