@@ -38,6 +38,7 @@ class CometMonitor(Monitor):
         folder = os.environ.get("COMET_OFFLINE_DIRECTORY", os.path.join(series.run_dir, "comet"))
         # Captured output would be sent before values of environment variables are masked in it.
         options: dict[str, Any] = {"auto_output_logging": False, "auto_metric_logging": False, "log_code": False}
+        options["display_summary_level"] = 0  # it lists all parameters, after what the run says at its end
         self._experiment = comet_ml.start(
             project=section.project,
             workspace=section.workspace,

@@ -30,6 +30,7 @@ _NAMED = {  # title and unit
     "loss_scale": ("Loss scale", ""),
     "samples_per_second": ("Samples per second", "samples/s"),
     "tokens_per_second": ("Tokens per second", "tokens/s"),
+    "memory/peak_gib": ("Peak of memory", "GiB"),
 }
 _AXES = 8  # settings in the parallel coordinates
 
