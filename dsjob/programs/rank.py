@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import hashlib
 import os
 import runpy
 import sys
@@ -18,7 +17,6 @@ import time
 import zipfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from importlib.abc import InspectLoader
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
@@ -38,8 +36,6 @@ from dsjob.run_folder import marking_running
 # Set by the launcher for its ranks.
 RUN_VARIABLE = "DSJOB_RUN"  # the run folder; empty if this rank writes nothing there
 LENIENT_VARIABLE = "DSJOB_LENIENT"  # as in `dsjob.engine.configs`: unknown keys of a DeepSpeed config are warnings
-_TO_CONNECT = timedelta(seconds=5)
-
 _code = 0
 
 
@@ -145,7 +141,9 @@ def _report(error: BaseException, watch: guard.Guard, debug: bool) -> Failure:
         if not (watch.folder or number):
             print(f"dsjob: {failure.message}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
     elif isinstance(error, ConfigError) and not watch.folder:
-        if not _is_told(failure.message):
+        from dsjob.ranks.meeting import is_told
+
+        if not is_told(failure.message):
             print(f"{failure.message}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
     elif not watch.folder or number:  # the output of rank 0 is the launcher's, which will print it
         named = failure.message if failure.follows else f"rank {number}: {failure.message}"
@@ -155,23 +153,6 @@ def _report(error: BaseException, watch: guard.Guard, debug: bool) -> Failure:
     # Threads, workers or exit handlers of a program that has failed may wait for other ranks.
     threading.Thread(target=_end_late, args=(failure.exit_code,), name="dsjob-end", daemon=True).start()
     return failure
-
-
-def _is_told(message: str) -> bool:
-    """Whether another rank of torchrun prints this message. Asks the store of torchrun's agent, since a config is
-    checked before ranks have a process group."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    from torch.distributed import DistError, TCPStore
-
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"dsjob/told/{start}/{hashlib.sha256(message.encode()).hexdigest()}"
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        store = TCPStore(*place, is_master=False, timeout=_TO_CONNECT, wait_for_workers=False)
-        return store.add(key, 1) > 1
-    except DistError:
-        return False
 
 
 def _end_late(code: int) -> None:

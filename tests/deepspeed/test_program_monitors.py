@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import make_config, make_deepspeed_engine, make_tokens
+from ranks import run_ranks
+from wandb_files import read_wandb
 
 import dsjob
 from dsjob.deepspeed.program_monitors import Monitor
 from dsjob.errors import ConfigError, ConfigWarning, UsageError
+from dsjob.ranks.mesh import World
 
 RATES = {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 3, "warmup_type": "linear"}
 CONFIG: dict[str, Any] = {
@@ -70,6 +75,33 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert monitor.enabled
         monitor.write_events([("a", 1.0, 1)])
     assert [path.name for path in tmp_path.iterdir()] == ["DeepSpeedJobName"]
+
+
+def train_on_ranks(world: World, folder: Path) -> None:
+    os.chdir(folder)
+    train(folder, wandb={"enabled": True, "project": "mine"})
+    if world.everyone.rank == 0:
+        import wandb
+
+        wandb.finish()  # as at the end of a program; a rank of tests ends at once
+
+
+@pytest.mark.full
+def test_of_several_ranks_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_ranks(train_on_ranks, 2, tmp_path)
+    assert (tmp_path / "csv_monitor/Train_Samples_lr.csv").read_text().split()[1:] == [
+        "8,0.0", "16,0.03333333333333333", "24,0.06666666666666667"
+    ]  # fmt: skip
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    records = [
+        {i.key or i.nested_key[0]: json.loads(i.value_json) for i in r.history.item}
+        for r in read_wandb(file)
+        if r.HasField("history")
+    ]
+    rates = [(record["_step"], record["Train/Samples/lr"]) for record in records if "Train/Samples/lr" in record]
+    assert rates == [(8, 0.0), (16, pytest.approx(1 / 30)), (24, pytest.approx(2 / 30))]
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import struct
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import dsjob, make_job, read_metrics
+from wandb_files import read_wandb
 
 from dsjob.contract.schema import job_schema
 from dsjob.monitors import SERVICES, find_missing
@@ -112,23 +111,6 @@ def test_folders_of_runs_differ(tmp_path: Path) -> None:
     for name in ("first", "second"):
         assert dsjob("cfg.json", "trainer.max_steps=1", f"output.dir=runs/{name}", cwd=tmp_path).returncode == 0
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["first", "second"]
-
-
-def read_wandb(path: Path) -> Iterator[Any]:
-    """The records of an offline file: a LevelDB log with blocks of 32 KiB, behind a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or its last part
-            yield Record.FromString(whole)
-            whole = b""
 
 
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
