@@ -71,6 +71,8 @@ def _take(source: Source, gathered: Gathered) -> None:
         draft_determined(source.content, source.locate, gathered.draft)
         hyperparameters = source.content.get("hyperparameters")
         config = hyperparameters.get("deepspeed_config") if isinstance(hyperparameters, dict) else None
+        if isinstance(config, dict) and config.get("type") == "const":  # Determined's longer form of a value
+            config = config.get("val")
         if config is not None:
             place = source.locate(("hyperparameters", "deepspeed_config"))
             given = Given(config, "deepspeed_config", place, Rank.ARGUMENTS)

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -23,7 +23,7 @@ from dsjob.ranks import patience
 from dsjob.ranks.watchdog import position
 
 _POLL = 0.1  # seconds
-_SIZE = 1024  # bytes of a sign of life
+_SIZE, _SHOWN = 4096, 256  # bytes of a sign of life, and characters of what it says; JSON writes one as up to 12 bytes
 Tell = Callable[[str], None]
 
 
@@ -73,8 +73,9 @@ class _Signs:
             position.doing = doing  # the watchdog posts it for ranks on other machines
             sign = {"host": socket.gethostname(), "process": os.getpid(), "parent": os.getppid(), "count": self._count}
             # Always as long, so that a reader never sees the end of an earlier one.
-            text = json.dumps({**sign, "rank": os.environ.get("RANK", ""), "doing": doing[: _SIZE // 2]})
-            os.pwrite(self._file, text[:_SIZE].ljust(_SIZE).encode(errors="replace")[:_SIZE], 0)
+            text = json.dumps({**sign, "rank": os.environ.get("RANK", ""), "doing": doing[:_SHOWN]})
+            with suppress(OSError):  # a full disk, of which the build itself will tell
+                os.pwrite(self._file, text.ljust(_SIZE)[:_SIZE].encode(), 0)
             now = time.monotonic()
             if now - self._said >= (patience.TO_SAY if self._said == self._began else patience.TO_SAY_AGAIN):
                 self._said = now

@@ -216,6 +216,7 @@ metrics:
 optimizer: {type: AdamW}
 bf16: {enabled: true}
 """.lstrip()
+_ON_DISK = "{stage: 3, offload_param: {device: cpu}, offload_optimizer: {device: nvme, nvme_path: own_module.py/below}}"
 _STEP = ("eval_step: {_target_: own_module.evaluate}", "outputs.out", "batch.y")
 _LOSS = ("parts: {_target_: own_module.Losing}", "outputs.logits", "batch.y")
 
@@ -224,6 +225,8 @@ _LOSS = ("parts: {_target_: own_module.Losing}", "outputs.logits", "batch.y")
     ("own", "change", "told"),
     [
         (_STEP, ("", ""), "cfg.yaml: ok"),
+        # Folders of the machine that will train need not be here.
+        (_STEP, ("bf16: {enabled: true}", f"zero_optimization: {_ON_DISK}"), "cfg.yaml: ok"),
         (
             _STEP,
             ("batch.y", "batch.z"),

@@ -47,6 +47,8 @@ def test_lengths_and_the_deepspeed_config_are_taken(tmp_path: Path) -> None:
         imported = load(tmp_path, searcher={"max_length": length})
         assert get(imported.document, f"trainer.{key}") == value
         assert "how long to train" not in messages(imported, "fill in")
+    imported = load(tmp_path, hyperparameters={"deepspeed_config": {"type": "const", "val": "ds.json"}})
+    assert get(imported.document, "optimizer.type") == "AdamW"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dsjob.ops import onebit
 from dsjob.optim.onebit.signs import average_signs, chunk_width
 from dsjob.ranks.mesh import World
 
-SHAPES = [(5, 7), (64,), (1,), (3, 2, 9), (130,)]
+SHAPES = [(5, 7), (64,), (1,), (3, 2, 9), (130,), (0,)]
 ROUNDS = 4
 LACKING = lacks_commands(os.environ.get("CXX", "c++"))
 

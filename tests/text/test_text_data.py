@@ -24,6 +24,7 @@ from torch import Tensor
 from dsjob import storage
 from dsjob.errors import DataError, StorageError
 from dsjob.text import Mixture, Pad, Text, records
+from dsjob.text.building import _read_sign, building
 from dsjob.text.tokenizers import ByteTokenizer
 
 TEXTS = ["one", "two is\nlonger, with “quotes”", "drei", ""]
@@ -269,6 +270,15 @@ def test_a_process_says_for_whom_it_waits_and_does_not_wait_for_a_silent_one(tmp
     assert waiting.returncode
     assert f"{who} holds the lock" in told
     assert "has shown no sign of life for 2 s" in told
+
+
+def test_signs_of_life_may_contain_any_characters(tmp_path: Path) -> None:
+    with building(tmp_path / "lock", "tokenising " + "\N{SNAKE}" * 1000), (tmp_path / "lock").open("rb") as file:
+        deadline = time.monotonic() + 10
+        while not (sign := _read_sign(file.fileno())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert sign["process"] == os.getpid()
+    assert sign["doing"].startswith("tokenising \N{SNAKE}")
 
 
 def test_a_long_build_says_how_far_it_is(

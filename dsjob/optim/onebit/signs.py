@@ -86,7 +86,7 @@ def _cut(tensors: Sequence[Tensor], widths: Sequence[int], ranks: int) -> Tensor
     cut = tensors[0].new_zeros(ranks, sum(widths))
     for tensor, part in zip(tensors, torch.split_with_sizes(cut, widths, 1), strict=True):
         flat, width = tensor.reshape(-1), part.shape[1]
-        full = flat.numel() // width  # rows without padding
+        full = flat.numel() // max(width, 1)  # rows without padding; a tensor without elements has no columns
         part[:full].copy_(flat[: full * width].view(full, width))
         if full * width < flat.numel():
             part[full, : flat.numel() - full * width].copy_(flat[full * width :])
