@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dsjob.ops.loading import load
 
-_WIDEST = 12288  # elements of a row that fit into the shared memory of every GPU
+_WIDEST = 12256  # elements of a row that fit into the shared memory of every GPU; see launch.h
 _KINDS = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMAS = {
     "bias_gelu": "(Tensor x, Tensor bias) -> Tensor",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dsjob.compute.calls import Loss
 from dsjob.contract.models import is_trainable, list_models
 from dsjob.contract.paths import Path
-from dsjob.contract.spec import Generation, JobSpec, Method, Sets
+from dsjob.contract.spec import Generation, JobSpec, Method, Ops, Sets
 from dsjob.document.resolve import view_model
 from dsjob.engine.build import build_engine
 from dsjob.engine.engine import Engine
@@ -302,6 +302,7 @@ def _build_engine(model: nn.Module, spec: JobSpec, trust: Trust, trains: bool) -
         bf16=replace(spec.bf16, enabled=False),
         fp16=replace(spec.fp16, enabled=False),
         compile=replace(spec.compile, enabled=False),
+        ops=Ops("off", "off", "off"),
         zero_optimization=replace(
             spec.zero_optimization, stage=0, offload_param=None, offload_optimizer=None, leaf_module=None
         ),

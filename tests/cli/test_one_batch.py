@@ -312,6 +312,7 @@ _AT_STEP = "cfg.yaml:8:10: error[one-batch]: trainer.step._target_: "
     ("right", "wrong", "told"),
     [
         ("", "", "cfg.yaml: ok"),
+        ("zero_optimization: {stage: 3}", "ops: {cpu_optimizers: require}", "cfg.yaml: ok"),
         ("several.step", "several.blind", f"{_AT_STEP}KeyError: 'z'"),
         ("several.step", "several.unnamed", f"{_AT_STEP}KeyError: "),
         ("several.step", "several.vector", f"{_AT_STEP}trainer.step returned loss: Tensor[4, 4]"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_kernels import build_on_host
+from host_kernels import SOURCES, build_on_host
 from machine import lacks_commands
 from torch import Tensor
 from torch.nn import functional as F
@@ -69,6 +69,12 @@ IN_TORCH = {
 def is_registered() -> bool:
     found: bool = torch._C._dispatch_has_kernel_for_dispatch_key("dsjob::bias_gelu", "CPU")
     return found
+
+
+def test_a_row_and_the_sums_of_32_warps_fit_into_48_kib() -> None:
+    widest = max(width for width in range(4, 1 << 14, 4) if fused.fits(torch.float32, width))
+    assert 4 * (widest + 32) == 48 << 10
+    assert f"kWidest = {widest};" in (SOURCES / "transformer" / "launch.h").read_text()
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("binding", marks=pytest.mark.full)], name="registered")

@@ -33,8 +33,9 @@ Kind kind_of(const Tensor& tensor) {
 }
 
 Shape shape_of(const Tensor& x) {
-    TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) > 0 && x.size(1) % 4 == 0 && x.size(1) <= 12288,
-                      "x must be [rows, width], with a width that is a multiple of 4 up to 12,288, not ", x.sizes());
+    TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) > 0 && x.size(1) % 4 == 0 && x.size(1) <= dsjob::kWidest,
+                      "x must be [rows, width], with a width that is a multiple of 4 up to ", dsjob::kWidest, ", not ",
+                      x.sizes());
     return {x.size(0), int(x.size(1))};
 }
 

@@ -6,7 +6,7 @@ namespace dsjob {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWidest = 12288;  // floats in the 48 KiB of shared memory that every GPU has
+static_assert((kWidest + kWarp) * sizeof(float) <= 48 << 10, "a row and the sums of warps must fit into shared memory");
 
 // Calls `start` with a null pointer of the element type.
 template <typename Start>

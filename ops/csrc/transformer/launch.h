@@ -12,9 +12,12 @@ namespace dsjob {
 
 enum class Kind { fp32, fp16, bf16 };  // of all tensors that are void*; [rows, width], or [width] for parameters
 
+// Floats in the 48 KiB of shared memory that a block has on every GPU, less those for the sums of its warps.
+constexpr int kWidest = 12256;
+
 struct Shape {
     std::int64_t rows;
-    int width;  // a multiple of 4; at most 12,288, so that a row fits into shared memory
+    int width;  // a multiple of 4; at most kWidest
 };
 
 struct Dropout {
