@@ -17,7 +17,8 @@ def build_strategy(model: nn.Module, *, zero: Zero, world: World, precision: Pre
     Raises UsageError if the number of ranks does not divide into the groups of MiCS or hpZ,
     StorageError if the folder for state on a disk cannot be used.
     """
-    disk = open_disk(zero, aio)
+    # A model without anything to train, such as one that is evaluated, must not need the disk of the training.
+    disk = open_disk(zero, aio) if any(parameter.requires_grad for parameter in model.parameters()) else None
     if zero.stage == 0 or (world.data_size == 1 and zero.offload != "param"):
         return Replicated(model, zero=zero, world=world, precision=precision, disk=disk)
     return Sharded(model, zero=zero, world=world, precision=precision, disk=disk)

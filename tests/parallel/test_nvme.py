@@ -74,6 +74,16 @@ def compare(world: World, folder: str, precision: str, accumulation: int) -> lis
     return wrong
 
 
+def test_a_model_that_is_not_trained_needs_no_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    section = {"stage": 2, **on("nvme", str(tmp_path / "file" / "below"))}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": section}
+    with pytest.raises(StorageError):
+        dsjob.initialize(model=make_net("plain"), config=config)
+    engine, *_ = dsjob.initialize(model=make_net("plain").requires_grad_(False), config=config)
+    assert engine.strategy.disk is None
+
+
 @pytest.mark.parametrize(
     ("world_size", "precision", "accumulation"),
     [
