@@ -7,7 +7,6 @@ hub.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,8 +66,6 @@ def build(
         TargetError: transformers is not installed, or `pretrained` cannot be loaded.
     """
     transformers = import_transformers()
-    # A block also returns its position bias, a view; T5 never writes to it in place, which is what FSDP2 warns of.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPT5Block\) returned a view tensor")
     if pretrained is not None:
         if vocab_size is not None:
             raise ValueError("vocab_size is for new weights; pretrained ones bring their own vocabulary")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ def shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str,
     blocks = [b for b in found if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
     for block in blocks:
         if not isinstance(block, FSDPModule):
+            _hide_view_warning(block)
             fully_shard(block, mp_policy=policy, **options)
     if zero.stage == 3 and zero.stage3_prefetch_bucket_size:
         _prefetch(blocks, zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
@@ -38,6 +40,15 @@ def shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str,
     # twice.
     fully_shard(model, mp_policy=policy, **{**options, "reshard_after_forward": False})
     return found
+
+
+def _hide_view_warning(block: nn.Module) -> None:
+    """Hides FSDP2's warning of blocks that return a view, which must not be changed in place: T5's also return their
+    position bias. The models of transformers do not change it, and their users do not see it."""
+    kind = type(block)
+    if kind.__module__.startswith("transformers."):
+        text = rf"FSDP2-wrapped module \(FSDP{kind.__name__}\) returned a view tensor"
+        warnings.filterwarnings("ignore", text, UserWarning)
 
 
 def _shard_safe(module: nn.Module, options: dict[str, Any], dtype: torch.dtype | None) -> None:
