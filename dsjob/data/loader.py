@@ -16,6 +16,7 @@ from dsjob.data.order import GroupedOrder, RankBatches, SampleOrder
 from dsjob.data.passes import Passes
 from dsjob.data.samples import (
     Batches,
+    ByEpoch,
     Collate,
     FailedBatch,
     Samples,
@@ -55,11 +56,12 @@ class TrainingLoader:
     ) -> None:
         self.dataset = dataset
         self._micro_batch, self._world = micro_batch, world
-        self._samples = Samples(dataset, collate, name, seed)
+        by_epoch = hasattr(dataset, "read_in_epoch") and grouped is None
+        self._samples = Samples(ByEpoch(dataset, length) if by_epoch else dataset, collate, name, seed)
         self._options = choose_options(world, seed, num_workers=num_workers, pin_memory=pin_memory)
         self._name = name
         self._start = 0
-        self._order = SampleOrder(length, seed, shuffle)
+        self._order = SampleOrder(length, seed, shuffle, by_epoch=by_epoch)
         if grouped is not None:
             lengths = read_lengths(dataset, length, name)
             self._order = GroupedOrder(length, seed, shuffle, lengths=lengths, train_batch=grouped)

@@ -44,11 +44,12 @@ _Order = _Places | Indices | Permutation  # gives the sample index at each place
 class SampleOrder:
     """The endless sequence of sample indices of a dataset with `length` samples.
 
-    Its memory and the time to start anywhere do not grow with the dataset.
+    Its memory and the time to start anywhere do not grow with the dataset. by_epoch: epoch e has the indices from e *
+    length on; see `ByEpoch`.
     """
 
-    def __init__(self, length: int, seed: int, shuffle: bool) -> None:
-        self.length, self._seed, self._shuffle = length, seed, shuffle
+    def __init__(self, length: int, seed: int, shuffle: bool, *, by_epoch: bool = False) -> None:
+        self.length, self._seed, self._shuffle, self._by_epoch = length, seed, shuffle, by_epoch
         self._latest: tuple[int, _Order] = (-1, _Places())  # the epoch used last, and its order
 
     def take(self, start: int, size: int) -> list[int]:
@@ -58,7 +59,8 @@ class SampleOrder:
             # The epoch, and the place in it.
             number, place = divmod(start + len(indices), self.length)
             end = min(place + size - len(indices), self.length)
-            indices += self._order(number)[np.arange(place, end)].tolist()
+            found = self._order(number)[np.arange(place, end)]
+            indices += (found + number * self.length if self._by_epoch else found).tolist()
         return indices
 
     def _order(self, number: int) -> _Order:

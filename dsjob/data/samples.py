@@ -28,6 +28,18 @@ Collate = Callable[[list[Any]], Any]
 _MOST, _SHOWN = 400, 8  # in messages: characters of an error, and samples of a batch that are listed
 
 
+class ByEpoch(Dataset[Any]):
+    """A dataset whose samples differ by epoch: its method `read_in_epoch(index, epoch)` reads them. Here, the indices
+    of epoch e begin at e * length."""
+
+    def __init__(self, dataset: Any, length: int) -> None:
+        self._dataset, self._length = dataset, length
+
+    def __getitem__(self, index: int) -> Any:
+        epoch, own = divmod(index, self._length)
+        return self._dataset.read_in_epoch(own, epoch)
+
+
 class Samples:
     """Makes batches from the samples of a dataset. name: the dataset's key in the document, for messages."""
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 
 from dsjob import storage
+from dsjob.data.loader import TrainingLoader
 from dsjob.errors import DataError, StorageError
+from dsjob.ranks.mesh import World
 from dsjob.text import Mixture, Pad, Text, records
 from dsjob.text.building import _read_sign, building
 from dsjob.text.tokenizers import ByteTokenizer
@@ -400,6 +403,24 @@ def test_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
     assert even.lengths.tolist() == [len(text) + 1 for text in found]
     with pytest.raises(IndexError):
         even[40]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_mixture_goes_on_with_the_other_samples_in_the_next_epoch(workers: int) -> None:
+    """Data set 0 has 30 samples and a share of 10: three epochs read each of them once."""
+    mixture = Mixture([[*range(30)], [*range(100, 110)]], weights=[1, 3])
+    world = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
+
+    def read(seek: int, batches: int) -> list[int]:
+        loader = TrainingLoader(mixture, 40, micro_batch=8, world=world, seed=1, num_workers=workers)
+        loader.seek(seek)
+        return [number for batch in islice(loader, batches) for number in batch.tolist()]
+
+    seen = read(0, 15)
+    epochs = [seen[start : start + 40] for start in (0, 40, 80)]
+    assert sorted(number for number in seen if number < 100) == list(range(30))
+    assert all(sorted(n for n in each if n >= 100) == sorted(3 * [*range(100, 110)]) for each in epochs)
+    assert read(48, 9) == seen[48:]  # resumed in the middle of an epoch
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("inf")], [1, "a"], 0.5])
