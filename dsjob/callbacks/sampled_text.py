@@ -9,6 +9,8 @@ from typing import Any
 
 from dsjob.callbacks.callback import Callback, RunView
 from dsjob.checkpoint.live.rng import keep_rng
+from dsjob.contract.check import check_shape
+from dsjob.contract.schema import job_schema
 from dsjob.errors import ContractError
 from dsjob.files import open_append
 from dsjob.text.generation import Generator, require_generate
@@ -25,7 +27,8 @@ class SampledText(Callback):
 
     tokenizer: `bytes`, or an object of transformers such as `{_target_: transformers.AutoTokenizer.from_pretrained,
     pretrained_model_name_or_path: FOLDER}`. settings: as in the section `generation`, such as `max_new_tokens`.
-    Random generators are left as they were. Raises ContractError for a model without a method `generate`.
+    Random generators are left as they were. Raises ContractError for invalid arguments, and for a model without a
+    method `generate`.
     """
 
     def __init__(self, prompts: Sequence[str], tokenizer: Any = BYTES, **settings: Any) -> None:
@@ -34,6 +37,8 @@ class SampledText(Callback):
         if isinstance(tokenizer, str) and tokenizer != BYTES:
             target = "{_target_: transformers.AutoTokenizer.from_pretrained, pretrained_model_name_or_path: FOLDER}"
             raise ContractError(f"tokenizer is {tokenizer!r}", hint=f"write bytes, or {target}")
+        for problem in check_shape(settings, job_schema()["properties"]["generation"]):
+            raise ContractError(f"{'.'.join(map(str, problem.path))}: {problem.message}", hint=problem.hint)
         self._prompts = list(prompts)
         self._generator = Generator(settings, ByteTokenizer() if tokenizer == BYTES else tokenizer)
 
