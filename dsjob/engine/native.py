@@ -65,8 +65,11 @@ def _choose_compression(optimizer: Optimizer, masters: Sequence[Tensor], wish: W
     worthwhile = count_ranks() > 1 and sum(master.numel() for master in masters) >= WORTHWHILE
     if not masters or not (worthwhile or wish == "require"):
         return
-    problem = onebit.find_problem(masters[0].device, build=wish == "require")
-    optimizer.native = _agree("onebit", problem, wish, world, "compress momenta")
+    device = masters[0].device
+    problem = onebit.find_problem(device, build=wish == "require")
+    # Nobody has to build the op for GPUs ahead, so its absence is not worth a warning.
+    what = "" if device.type == "cuda" else "compress momenta"
+    optimizer.native = _agree("onebit", problem, wish, world, what)
 
 
 def choose_layers(model: nn.Module, wish: Wish, world: World) -> None:
@@ -91,11 +94,12 @@ def choose_layers(model: nn.Module, wish: Wish, world: World) -> None:
 
 
 def _agree(op: str, problem: str, wish: Wish, world: World, what: str) -> bool:
-    """Whether all data-parallel ranks can use an op. what: torch's operators do instead, for the warning."""
+    """Whether all data-parallel ranks can use an op. what: torch's operators do instead, for the warning; if empty,
+    there is none."""
     problem = next(filter(None, all_gather(world.data, problem)), "")
     instead = OPS[op].instead
     if problem and wish == "require":
         raise BuildError(problem, hint=f"with ops.{op}=auto, dsjob uses {instead} instead")
-    if problem and world.everyone.rank == 0:
+    if problem and what and world.everyone.rank == 0:
         warnings.warn(f"{instead} {what}: {problem.splitlines()[0]}", stacklevel=3)
     return not problem

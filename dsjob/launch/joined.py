@@ -23,7 +23,7 @@ from dsjob.ranks.agreement import on_rank_0
 from dsjob.ranks.failures import Failure, has_hung_up, has_waited
 from dsjob.ranks.mesh import World, abandon_world, join_world, leave_world
 from dsjob.ranks.nodes import check_shared
-from dsjob.ranks.signals import handling
+from dsjob.ranks.signals import keeping_handler
 from dsjob.ranks.stalls import place_records, record_collectives
 from dsjob.ranks.watchdog import (
     OBSERVERS,
@@ -62,7 +62,7 @@ def join(
     # dsjob did not start these ranks, so they share no private folder, but they share the rendezvous store.
     board = StoreBoard(get_store(), world.everyone.rank, world.everyone.size)
     watchdog = Watchdog(board, rank=world.everyone.rank, timeout=options.timeout)
-    with handling({signal.SIGTERM: _take_end}):
+    with keeping_handler(signal.SIGTERM):  # training leaves it ignored when it fails
         try:
             return _run(job, world, trust, check_folder, run_dir)
         except (DocumentError, Preempted, Interrupted):  # all ranks raise these alike
@@ -76,14 +76,6 @@ def join(
             raise described from error
         finally:
             watchdog.stop()
-
-
-def _take_end(number: int, _: Any) -> None:
-    """Ends this rank at SIGTERM outside of training, unless it is about to say why it fails: torchrun sends SIGTERM to
-    the ranks that are left within 0.1 s of another rank's end."""
-    if position.doing != "ending":
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
 
 
 def _run(

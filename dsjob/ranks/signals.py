@@ -28,6 +28,17 @@ def handling(handlers: Mapping[int, Callable[[int, Any], object]]) -> Iterator[N
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # None: not set by Python
 
 
+@contextmanager
+def keeping_handler(number: int) -> Iterator[None]:
+    """Restores the handler of a signal after the block, on the main thread. On another thread, this does nothing."""
+    before = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)  # None: not set by Python
+
+
 def list_heeded(numbers: Sequence[int]) -> list[int]:
     """The signals that are not ignored. (nohup, and shells that start background jobs, ignore some.)"""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]

@@ -86,7 +86,9 @@ class Occasions:
     def watch(self, step: int) -> Iterator[None]:
         """Handles SIGTERM, SIGINT and SIGUSR1 as requests while the block runs. step: where training begins.
 
-        An ignored SIGINT stays ignored. A second SIGINT ends the process at once.
+        An ignored SIGINT stays ignored. A second SIGINT ends the process at once. If the block fails on one of
+        several ranks, and SIGTERM would end it, SIGTERM is ignored from then on, so that the rank can say why it fails:
+        torchrun sends SIGTERM to all ranks within 0.1 s of another rank's end.
         """
         self._saved_at = self._agreed_at = self._clock()
         self._agreed_step = self._next = step
@@ -99,6 +101,10 @@ class Occasions:
         self._over.clear()
         try:
             yield
+        except Exception:
+            if self._world.everyone.size > 1 and before[signal.SIGTERM] == signal.SIG_DFL:
+                before[signal.SIGTERM] = signal.SIG_IGN
+            raise
         finally:
             self._over.set()
             for number, handler in before.items():
