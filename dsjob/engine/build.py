@@ -136,7 +136,7 @@ def make_engine(
     """Builds an engine of class `kind`. Rank 0 warns about keys in the config that have no effect."""
     spec, told = resolve_config(given.config, world_size=world.data_size, locate=given.origin.locate)
     if world.everyone.rank == 0:
-        idle = [] if kind.reports else configs.find_reports(given.config)
+        idle = [] if kind._reports else configs.find_reports(given.config)
         replaced = configs.find_replaced(given, {"optimizer": optimizer, "scheduler": lr_scheduler})
         configs.warn([*told, *idle, *replaced], given.origin)
     with _hinting_at_trust():

@@ -54,7 +54,7 @@ class Engine(Saving):
     """
 
     driver = ""  # the name of the program that trains the model instead of dsjob, if any
-    reports = False  # whether the config's monitors and breakdowns have an effect
+    _reports = False  # whether the config's monitors and breakdowns have an effect
     divides_gradients = True  # whether `divide_gradients` is supported
     _more_names = ". The engine that dsjob.deepspeed.initialize returns has all of DeepSpeed's names"
 

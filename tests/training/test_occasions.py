@@ -25,6 +25,7 @@ SPEC = Checkpoint(
     save_on_error="warn",
     resume="auto",
     strict=True,
+    ema=False,
     on_corrupt="stop",
     single_writer=False,
     async_=True,

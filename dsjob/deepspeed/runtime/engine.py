@@ -24,7 +24,7 @@ from dsjob.torch_private import is_compiled as _is_compiled
 class DeepSpeedEngine(Settings, Engine):
     """An `Engine` with DeepSpeed's getters, setters and older names. Made by `dsjob.deepspeed.initialize`."""
 
-    reports = True
+    _reports = True
     _more_names = ". docs/explanation/deepspeed-tests.md lists what dsjob has of DeepSpeed"
 
     sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
