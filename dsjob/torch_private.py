@@ -329,6 +329,19 @@ def position_in_file(tensor: Tensor) -> int | None:
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
 
 
+# --- torch.nn
+
+
+def replace_child(owner: nn.Module, key: str, child: object) -> None:
+    """Puts anything that can be called in the place of a module's child."""
+    owner._modules[key] = child  # type: ignore[assignment]
+
+
+def list_forward_hooks(module: nn.Module) -> list[Any]:
+    """The functions that a call of this module runs before and after its `forward`."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 # --- torch.compile
 
 

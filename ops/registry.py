@@ -71,7 +71,7 @@ _ALL = (
 )
 # The ops in plain torch: who uses each.
 PLAIN = {
-    "linear_cross_entropy": "loss._target_: dsjob.linear_cross_entropy",
+    "linear_cross_entropy": "models of transformers with many logits, loss._target_: dsjob.linear_cross_entropy",
     "fused_adam": "optimizer.type Adam and AdamW on GPUs: torch's own fused kernels",
 }
 OPS: dict[str, Op] = {op.name: op for op in _ALL}

@@ -156,11 +156,17 @@ def to_scalar(value: Any) -> Tensor | None:
 def shifts_labels(model: nn.Module) -> bool:
     """Whether a transformers model (also inside peft) shifts `labels` by one, to predict each token from those before
     it."""
-    inner = getattr(model, "get_base_model", None)
-    bare = inner() if callable(inner) else model
+    bare = find_inside_peft(model)
     if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
         return False
     return hasattr(bare, "config") and any(_CAUSAL.search(kind.__name__) for kind in type(bare).__mro__)
+
+
+def find_inside_peft(model: nn.Module) -> nn.Module:
+    """The model inside peft's; any other model itself."""
+    inner = getattr(model, "get_base_model", None)
+    found: nn.Module = inner() if callable(inner) else model
+    return found
 
 
 def _name(function: Any) -> str:

@@ -155,6 +155,7 @@ class Ops:
     cpu_optimizers: Literal["auto", "require", "off"]
     onebit: Literal["auto", "require", "off"]
     transformer: Literal["auto", "require", "off"]
+    linear_cross_entropy: Literal["auto", "require", "off"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from dsjob.training.objective import Objective, build_objective
 from dsjob.training.passed import NEVER
 from dsjob.training.steps import MicroStep, UserStep, make_micro_step
 from dsjob.training.trainer import METHODS, UNUSED, Parts, Trainer
+from dsjob.training.vocabulary import Say, choose_loss
 from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
 from dsjob.trust.hub import name_tokenizer
@@ -254,16 +255,17 @@ def build_parts(spec: JobSpec, trust: Trust) -> Parts:
 
 
 def build_micro_step(
-    spec: JobSpec, objective: Objective, measures: Measures, trust: Trust, parts: Parts | None = None
+    spec: JobSpec, engines: Engines, objective: Objective, measures: Measures, trust: Trust, parts: Parts, say: Say
 ) -> MicroStep:
     """The training step for one micro batch: `trainer.step`, or the training_step of `parts` if its class replaces
-    it, or the forward pass and loss of `objective`.
+    it, or the forward pass and loss of `objective`. say: tells the user once how the loss is computed.
 
-    Raises TargetError.
+    Raises TargetError; ContractError where `ops` requires what is not possible.
     """
     step = build_callable(spec.trainer.step, "trainer.step", trust) if spec.trainer.step else None
-    method = parts.run_training_step if parts is not None and parts.overrides("training_step") else None
-    return make_micro_step(step, objective, measures, list_taken(spec), method)
+    method = parts.run_training_step if parts.overrides("training_step") else None
+    vocabulary = choose_loss(engines.first, spec, say, own_step=bool(step or method), measured=len(measures) > 0)
+    return make_micro_step(step, objective, measures, list_taken(spec), method, vocabulary)
 
 
 def build_eval_step(spec: JobSpec, trust: Trust) -> UserStep | None:

@@ -168,7 +168,7 @@ def _prepare(
     named = {"callbacks": callbacks, "metrics": eval_metrics, "training_metrics": metrics, "data": stateful}
     kept = Kept(display.say, **named, passed=counted)
     objective = parts.bind(engines, objective, measures)
-    micro_step = build.build_micro_step(spec, objective, measures, trust, parts)
+    micro_step = build.build_micro_step(spec, engines, objective, measures, trust, parts, display.say)
     given: dict[str, Any] = {"collate": collate, "objective": objective, "measures": eval_measures}
     evaluated = choose_sets(spec, sets, "eval")
     evaluator = build.build_evaluator(spec, engines, evaluated, trust, **given) if evaluated else None

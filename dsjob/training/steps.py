@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dsjob.training.averaging import Part
 from dsjob.training.display import RECORD_KEYS
 from dsjob.training.metrics import Measures
 from dsjob.training.objective import Objective
+from dsjob.training.vocabulary import LossOfVocabulary
 
 UserStep = Callable[[Engines, Any], Any]
 MicroStep = Callable[[Engines, Any, Part], dict[str, Tensor]]
@@ -31,25 +33,32 @@ def make_micro_step(
     measures: Measures | None = None,
     taken: Collection[str] = (),
     method: Method | None = None,
+    vocabulary: LossOfVocabulary | None = None,
 ) -> MicroStep:
     """A function that trains on a batch and returns detached scalars by name, `loss` first.
 
     own: the user's step, instead of the forward pass and loss of `objective`. measures: training metrics, which are fed
     each batch. taken: names in the result of `own` that only metrics use. method: a Trainer's training_step, if a
-    subclass has replaced it.
+    subclass has replaced it. vocabulary: computes the model's loss without logits.
     """
     if method is not None:
         return lambda engines, batch, part: _call_method(method, engines, batch, part)
     if own is None:
-        return lambda engines, batch, part: _train_one(engines, batch, part, objective, measures)
+        return lambda engines, batch, part: _train_one(engines, batch, part, objective, measures, vocabulary)
     return lambda engines, batch, part: _call_own(own, engines, batch, measures, taken)
 
 
 def _train_one(
-    engines: Engines, batch: Any, part: Part, objective: Objective, measures: Measures | None
+    engines: Engines,
+    batch: Any,
+    part: Part,
+    objective: Objective,
+    measures: Measures | None,
+    vocabulary: LossOfVocabulary | None,
 ) -> dict[str, Tensor]:
     engine = engines.first
-    outputs, found = objective.compute(engine, batch)
+    with vocabulary.deferring() if vocabulary else nullcontext():
+        outputs, found = objective.compute(engine, batch)
     # []: each the mean over the micro batch times its share of the step's targets, so that `backward` can divide by the
     # number of micro batches as usual.
     weighed = part.weigh(found)

@@ -19,6 +19,7 @@ from dsjob.document.resolve import complete_job
 from dsjob.parallel import Strategy
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import job
+from dsjob.training.trainer import Trainer
 from dsjob.trust.grant import Trust
 
 TRUST = Trust(folders=(str(Path(__file__).parent),))
@@ -47,8 +48,14 @@ class HeadApart(Tagger):
 
 
 def build_of_transformers(kind: str) -> nn.Module:
-    """A tiny model of transformers: Llama, which shifts labels, T5, which does not, or Llama inside peft's."""
+    """A tiny model of transformers: Llama, which shifts labels, T5, which does not, Llama inside peft's, Granite, which
+    divides its logits, or GPT2, whose head shares the weight of its embedding."""
     import transformers
+
+    if kind == "GPT2":
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+        gpt2 = transformers.GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=16, **dropouts)
+        return transformers.GPT2LMHeadModel(gpt2)
 
     if kind == "T5":
         config = transformers.T5Config(
@@ -63,12 +70,35 @@ def build_of_transformers(kind: str) -> nn.Module:
         )
         return transformers.T5ForConditionalGeneration(config)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "Granite":
+        return transformers.GraniteForCausalLM(transformers.GraniteConfig(vocab_size=VOCAB, **sizes))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
     if kind != "Lora":
         return model
     import peft
 
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False))
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> float:
+    return float((logits.argmax(-1) == labels).float().mean())
+
+
+def build_adapted_head() -> nn.Module:
+    """Llama with an adapter of peft at its head."""
+    import peft
+
+    options: Any = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["lm_head"]}
+    return peft.get_peft_model(build_of_transformers("Llama"), peft.LoraConfig(**options))
+
+
+class Reads(Trainer):
+    """Adds to the loss what depends on the logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss + 0.1 * outputs.logits.float().logsumexp(-1).square().mean()
+        return (loss, outputs) if return_outputs else loss
 
 
 class Tagged(torch.utils.data.Dataset[Any]):

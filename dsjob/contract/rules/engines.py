@@ -47,8 +47,9 @@ def _compile(document: Document) -> Iterator[Finding]:
 
 @enter("deepspeed-ops")
 def _ops(document: Document) -> Iterator[Finding]:
-    """DeepSpeed steps its own optimizers, or flat parts of parameters that dsjob does not see."""
-    for name in ("cpu_optimizers", "onebit", "transformer"):
+    """DeepSpeed steps its own optimizers, or flat parts of parameters that dsjob does not see, and gathers a layer's
+    weight in its own way."""
+    for name in ("cpu_optimizers", "onebit", "transformer", "linear_cross_entropy"):
         if is_driven(document) and read(document, f"ops.{name}") == "require":
             yield f"ops.{name}", "require does not work with engine deepspeed", f"set auto, or {_OTHER}"
 
