@@ -10,10 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dsjob.planning.fit import Row
-from dsjob.planning.memory import MOMENTS
+from dsjob.planning.memory import MOMENTS, Place
 from dsjob.planning.model import count
 from dsjob.planning.plot import draw
 from dsjob.planning.report import Activations, Plan, show_bytes
+
+_WHERE: dict[Place, str] = {"device": "", "host": "on the host", "disk": "on the disk"}
 
 
 def print_plan(plan: Plan, rows: Sequence[Row]) -> None:
@@ -68,11 +70,11 @@ def _print_memory(console: Console, plan: Plan) -> None:
     for name in MOMENTS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", min_width=20)
-    for place in ("device", "host"):
+    for place in _WHERE:
         for item in memory.items:
             if item.place == place:
                 cells = [show_bytes(getattr(item, moment)) if getattr(item, moment) else "" for moment in MOMENTS]
-                remark = Text(", ".join(part for part in ("on the host" if place == "host" else "", item.note) if part))
+                remark = Text(", ".join(part for part in (_WHERE[place], item.note) if part))
                 table.add_row(item.name, *cells, remark)
         if place == "device":
             table.add_section()
@@ -81,6 +83,8 @@ def _print_memory(console: Console, plan: Plan) -> None:
             table.add_section()
     if memory.host:
         table.add_row("host", *(show_bytes(memory.total(moment, "host")) for moment in MOMENTS), "")
+    if memory.disk:
+        table.add_row("disk", *(show_bytes(memory.total(moment, "disk")) for moment in MOMENTS), "")
     console.print(table)
 
 

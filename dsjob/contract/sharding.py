@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+DISK_PART = 16 << 20  # bytes of masters on a disk that are stepped at a time, with their optimizer state
 SMALL_BLOCK = 1 << 20  # elements: for smaller blocks, the overhead of a collective outweighs its transfer time
 
 

@@ -136,6 +136,8 @@ def _name_precision(spec: JobSpec) -> Dtype:
 def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Layout:
     compute = _name_precision(spec)
     zero, summed = spec.zero_optimization, spec.data_types.grad_accum_dtype
+    moved = zero.offload_optimizer
+    disk = moved if moved and moved.device == "nvme" else None
     layout = Layout(
         stage=spec.zero_optimization.stage,
         world_size=world_size,
@@ -149,6 +151,7 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         group=max(zero.mics_shard_size, 0) if zero.stage == 3 else 0,
         ahead=zero.stage3_prefetch_bucket_size or 0,
         live=zero.stage3_max_live_parameters,
+        disk_buffers=max(disk.buffer_count, 1) if disk else 0,
         second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
     )
     if layout.offload_problem:

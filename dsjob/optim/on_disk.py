@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsjob.contract.sharding import DISK_PART
 from dsjob.errors import UsageError
 from dsjob.ops.disk import Buffer, Piece, ScratchFile, Transfer, round_up
 from dsjob.optim.parts import can_step_in_parts, step_in_parts
@@ -24,7 +25,7 @@ from dsjob.optim.shards import local
 from dsjob.torch_private import find_part, with_part
 
 SMALL = 64 << 10  # bytes: a smaller tensor stays in memory, since a request would take longer than its bytes
-PART = 16 << 20  # bytes of masters that are stepped at a time; Adam's averages take twice as many in the same buffer
+PART = DISK_PART  # Adam's averages take twice as many bytes in the same buffer
 
 
 class _Entry(NamedTuple):

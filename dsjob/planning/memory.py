@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dsjob.contract.sharding import choose_ahead, choose_share
+from dsjob.contract.sharding import DISK_PART, choose_ahead, choose_share
 from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, count
 
 Moment = Literal["forward", "backward", "step"]
-Place = Literal["device", "host"]
+Place = Literal["device", "host", "disk"]
 MOMENTS: tuple[Moment, ...] = ("forward", "backward", "step")
 STATES = ("parameters", "gradients", "fp32 masters", "optimizer state")
 BUCKET = 25 << 20  # bytes of a DDP bucket
@@ -70,6 +70,11 @@ class Memory:
         return max(self.total(moment, "host") for moment in MOMENTS)
 
     @property
+    def disk(self) -> int:
+        """Bytes on a disk."""
+        return self.total("step", "disk")
+
+    @property
     def states(self) -> int:
         """Bytes of model states on the device at `step`: parameters, gradients, masters and optimizer state."""
         return sum(item.step for item in self.items if item.name in STATES and item.place == "device")
@@ -112,7 +117,7 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
             _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
             *_streamed_items(model, layout, near),
             *_master_items(near, [w.elements for w in near], state, cast),
-            *_host_items(far, [w.elements for w in far], state),
+            *_host_items(far, [w.elements for w in far], state, layout),
         ]
     own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
     masters = MASTER_SIZE * count(model.trainable) if cast else 0
@@ -170,15 +175,24 @@ def _master_items(
     return [_always("fp32 masters", masters), _state_item(weights, elements, state, cast, replicas)]
 
 
-def _host_items(weights: list[Weight], elements: list[int], state: OptimizerState) -> list[Item]:
-    """Masters, their gradients and the optimizer state on the host. All of them stay allocated between steps."""
+def _host_items(weights: list[Weight], elements: list[int], state: OptimizerState, layout: Layout) -> list[Item]:
+    """Masters, their gradients and the optimizer state on the host. All of them stay allocated between steps. Masters
+    and state may be on a disk instead."""
     fp32 = MASTER_SIZE * sum(elements)
     kept = round(state.copies * fp32) + state.per_parameter * len(weights)
     return [
-        _always("fp32 masters", fp32, place="host"),
+        _always("fp32 masters", fp32, place="disk" if layout.disk_buffers else "host"),
         _always("gradients", fp32, place="host", note="kept from step to step"),
-        _always("optimizer state", kept, place="host"),
+        _always("optimizer state", kept, place="disk" if layout.disk_buffers else "host"),
+        _disk_item(elements, 1 + state.copies, layout),
     ]
+
+
+def _disk_item(elements: list[int], copies: float, layout: Layout) -> Item:
+    """The buffers in host memory of what is on a disk: `copies` of the masters. The first step allocates them."""
+    part = max(DISK_PART, MASTER_SIZE * max(elements, default=0)) if layout.disk_buffers else 0
+    held = min(layout.disk_buffers * part, MASTER_SIZE * sum(elements))
+    return _always("disk buffers", round(copies * held), place="host", note="a part in each")
 
 
 def _bucket_items(model: Model, layout: Layout) -> list[Item]:
@@ -207,7 +221,8 @@ def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> 
     return [
         _always("parameters", held, place=place, note="shards, which are the masters"),
         Item("gradients", waiting, reduced, reduced, place=place, note=note),
-        replace(kept, place=place),
+        replace(kept, place="disk" if layout.disk_buffers and layout.offload == "param" else place),
+        *([_disk_item(shards, state.copies, layout)] if layout.offload == "param" else []),
         *_pass_items(model, layout),
     ]
 
@@ -233,7 +248,7 @@ def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: i
         _always("parameters", held, note="shards in the compute dtype" if cast else "shards"),
         Item("gradients", waiting, reduced, reduced, note=note),
         *_master_items(near, shards, state, cast),
-        *_host_items(far, [w.shard(size, rank % size) for w in far], state),
+        *_host_items(far, [w.shard(size, rank % size) for w in far], state, layout),
         *_pass_items(model, layout),
     ]
 

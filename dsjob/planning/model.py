@@ -112,7 +112,7 @@ class Layout:
     keeps masters, their gradients and the optimizer state on the host (the share `ratio` of them), `param` keeps the
     parameters, which are the masters, there as well. `group`: ranks in a MiCS shard group; `second`: ranks in an hpZ
     group; 0: none. `ahead`: elements that stage 3 prefetches (0: one block); `live`: the most elements of blocks that
-    it holds at a time.
+    it holds at a time. `disk_buffers`: with which masters and optimizer state are kept on a disk; 0: in memory.
     """
 
     stage: int
@@ -128,6 +128,7 @@ class Layout:
     second: int = 0
     ahead: int = 0
     live: int | None = None
+    disk_buffers: int = 0
 
     @property
     def replicated(self) -> bool:

@@ -131,6 +131,7 @@ def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
             "peak": memory.peak,
             "peak_moment": memory.peak_moment,
             "host": memory.host,
+            "disk": memory.disk,
             "host_at_start": plan.building,
         },
         "activations": {**asdict(plan.activations), "with_checkpointing": plan.activations.with_checkpointing},

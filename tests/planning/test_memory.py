@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from ranks import run_ranks
 
+import dsjob
 from dsjob.contract.spec import Method
 from dsjob.planning.memory import Memory, predict_memory
 from dsjob.planning.model import Layout, Model, OptimizerState, Weight, assume_state, count
+from dsjob.ranks.mesh import World
 
 ADAM = OptimizerState(2, 4)
 P, L = 2_851_000_000, 32_000_000  # t5-3b, the example of DeepSpeed's documentation
@@ -104,6 +111,41 @@ def test_stage_3_offloaded_is_deepspeeds_estimate_without_its_margin(offload: st
     memory = predict(3, offload)
     assert memory.states == pytest.approx(device, rel=0.01)
     assert 1.5 * (8 * memory.host + copies * P) == pytest.approx(host, rel=0.01)
+
+
+@pytest.mark.parametrize(("stage", "param"), [(2, False), (3, True)])
+def test_state_on_a_disk_is_planned_there_and_not_on_the_host(stage: int, param: bool, tmp_path: Path) -> None:
+    """The file has the planned size, and the buffers in memory too."""
+    offload = "param" if param else "optimizer"
+    model = Model(tuple(Weight((1024, 1024), unit=number) for number in range(1, 25)))
+    layout = Layout(stage, 1, offload=offload, disk_buffers=2)  # type: ignore[arg-type]
+    memory = predict_memory(model, layout, ADAM)
+    section = {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2}}
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {**section, "offload_param": {"device": "cpu"} if param else {}},
+    }
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    file, buffers = run_ranks(measure_disk, 1, config, 24)[0]
+    assert memory.disk == pytest.approx(file, rel=0.01)
+    planned = {item.name: item.bytes for item in memory.items if item.place == "host"}
+    assert planned["disk buffers"] == pytest.approx(buffers, rel=0.01)
+    assert "optimizer state" not in planned
+    in_memory = predict_memory(model, replace(layout, disk_buffers=0), ADAM)
+    assert in_memory.disk == 0
+    assert in_memory.host - memory.host == memory.disk - planned["disk buffers"]
+
+
+def measure_disk(world: World, config: dict[str, Any], layers: int) -> tuple[int, int]:
+    """Bytes of the file and of the buffers after a step."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
+    engine = dsjob.initialize(model=net, config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.randn(1, 1024)).sum())
+        engine.step()
+    disk = engine.strategy.disk
+    assert disk is not None
+    return disk._file.size, sum(buffer.bytes.numel() for buffer in disk._free)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 64])
