@@ -339,10 +339,11 @@ READERS = (
     ["ckpt", "verify", "c"],
     ["ckpt", "info", "c"],
 )
-MEMORY, SECONDS = 2 << 30, 30  # for each command; what a text of a few megabytes may cost
+MEMORY, SECONDS = 512 << 20, 30  # for each command, on top of what is imported; what a text of a few megabytes may cost
 LIMITED = f"""
 import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+most = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + {MEMORY}
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
 from dsjob.cli import main
 sys.exit(main(sys.argv[1:]))
 """
