@@ -106,7 +106,7 @@ def limit_problems(problems: Sequence[Problem]) -> list[Problem]:
 
 # The optional packages that hints name, with the versions that the extras in pyproject.toml ask for.
 OPTIONAL = {
-    "datasets": "datasets>=3",
+    "datasets": "datasets>=4",
     "deepspeed": "deepspeed>=0.19,<0.20",
     "peft": "peft>=0.17",
     "plotly": "plotly>=6",
