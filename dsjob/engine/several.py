@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from dsjob.checkpoint.live.joint import JointState
 from dsjob.engine.engine import Engine
+from dsjob.parallel.strategy import broadcast
 
 
 class Engines(Mapping[str, Engine]):
@@ -57,3 +58,13 @@ class Engines(Mapping[str, Engine]):
         """Puts all engines in evaluation mode."""
         for engine in self._engines.values():
             engine.eval()
+
+    def align_buffers(self) -> None:
+        """Overwrites the buffers of all ranks with rank 0's, which checkpoints contain. A collective.
+
+        The statistics of batch norms differ by rank after a step: without this, an evaluation would find something else
+        than one of the checkpoint does.
+        """
+        for engine in self._engines.values():
+            if engine.world.data_size > 1:
+                broadcast([buffer for buffer in engine.module.buffers() if buffer.numel()], engine.world)

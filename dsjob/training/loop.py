@@ -75,6 +75,7 @@ def evaluate(run: Run) -> None:
     continued later has evaluated once more than one that ran through.
     """
     assert run.evaluator is not None
+    run.engines.align_buffers()
     # Copies: a forward pass may change buffers in place.
     before = [buffer.clone() for buffer in run.evaluator.list_buffers()]
     with keep_rng(run.engine.device), run.engine.strategy.parts("evaluation"):
@@ -147,6 +148,7 @@ def _train(run: Run, occasions: Occasions) -> None:
             meter.start()
     # A background save of the last steps may still be running.
     settle(run)
+    run.engines.align_buffers()
     load_best(run)
     occasions.note_end()
 

@@ -158,6 +158,19 @@ def test_samples_are_padded_to_the_longest(tmp_path: Path) -> None:
     assert Pad(multiple_of=8)([dataset[0]])["input_ids"].shape == (1, 8)
 
 
+def test_samples_of_other_datasets_are_padded(tmp_path: Path) -> None:
+    """Lists, as tokenizers return them; labels of their own length, as encoder-decoder models have; a class."""
+    pairs = [{"input_ids": [5, 6, 7], "labels": [8]}, {"input_ids": [5], "labels": [8, 9]}]
+    batch = Pad(pad_id=1)(pairs)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [5, 1, 1]]
+    assert batch["labels"].tolist() == [[8, -100], [8, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    classes = [{"input_ids": [5, 6], "attention_mask": [0, 1], "labels": 2}, {**pairs[1], "attention_mask": [1]}]
+    batch = Pad(pad_id=1)([{**each, "labels": number} for number, each in enumerate(classes)])
+    assert batch["labels"].tolist() == [0, 1]
+    assert batch["attention_mask"].tolist() == [[0, 1], [1, 0]]
+
+
 def make_tokenizer(folder: Path, words: list[str]) -> str:
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *words])}

@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 import small_jobs
+import torch
+from ranks import run_ranks
 from small_jobs import list_steps, read_digests, train
 
+from dsjob.checkpoint.offline.convert import read_weights
 from dsjob.errors import ContractError, DataError, MetricError, Preempted
+from dsjob.ranks.mesh import World
 
 EVALUATED = {"train": {"_target_": "small_jobs.Data"}, "eval": {"_target_": "rehearsed.Noisy"}}
 DECAYING = {"type": "ReduceLROnPlateau", "params": {"mode": "max", "patience": 0, "factor": 0.5}}
@@ -229,3 +233,39 @@ def test_a_run_continues_bit_for_bit_after_a_final_evaluation(tmp_path: Path) ->
         for end in ends:
             train(tmp_path / name, data=data, trainer={"max_steps": end})
     assert read_digests(tmp_path / "parts", 8) == read_digests(tmp_path / "whole", 8)
+
+
+def train_norms(world: World, folder: str) -> None:
+    parts = [("Linear", [8, 4]), ("BatchNorm1d", [4]), ("Linear", [4, 1])]
+    for stage in (0, 3):
+        document = small_jobs.make_document(
+            f"{folder}/{stage}",
+            model={
+                "_target_": "torch.nn.Sequential",
+                "_args_": [{"_target_": f"torch.nn.{name}", "_args_": sizes} for name, sizes in parts],
+            },
+            inputs=[0],
+            targets=[1],
+            loss={"_target_": "torch.nn.MSELoss"},
+            data={"train": {"_target_": "small_jobs.Data"}, "eval": {"_target_": "small_jobs.Data", "n": 21}},
+            tasks=["train", "predict"],
+            trainer={"max_steps": 3},
+            zero_optimization={"stage": stage},
+        )
+        small_jobs.run(document, world)
+
+
+def test_ranks_evaluate_with_the_statistics_of_the_checkpoint(tmp_path: Path) -> None:
+    """Each rank's batch norms have seen other samples in the last step; checkpoints contain rank 0's statistics."""
+    run_ranks(train_norms, 2, str(tmp_path))
+    data = [small_jobs.Data(21)[index] for index in range(21)]
+    x, y = (torch.stack(each) for each in zip(*data, strict=True))
+    for stage in (0, 3):
+        net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).eval()
+        net.load_state_dict(read_weights(str(tmp_path / str(stage))))
+        with torch.no_grad():
+            expected = net(x)
+        lines = (tmp_path / str(stage) / "predictions-eval.jsonl").read_text().splitlines()
+        torch.testing.assert_close(torch.tensor([json.loads(line)["logits"] for line in lines]), expected)
+        record = json.loads((tmp_path / str(stage) / "metrics.jsonl").read_text().splitlines()[-1])
+        assert record["eval/loss"] == pytest.approx((expected - y).square().mean().item(), rel=1e-5)
